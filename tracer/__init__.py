@@ -1,0 +1,112 @@
+"""Record a training run once; ask it anything later.
+
+The names below are imported when they are first used, so that ``import tracer`` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tracer.bus import Collect, MessageBus, Receiver, get_default_bus
+    from tracer.capture import Capture
+    from tracer.errors import (
+        CaptureError,
+        MessageError,
+        TraceCorruptError,
+        TraceError,
+        TraceExistsError,
+        TraceFormatError,
+        TraceNotFoundError,
+        TracerError,
+        UnknownNameError,
+    )
+    from tracer.exporter import Exporter
+    from tracer.messages import KINDS, Message, MessageBundle, ModuleMessage, NetworkMessage, derived
+    from tracer.reader import TraceReader
+    from tracer.reader import TraceReader as open  # noqa: A004 - tracer.open(path), as in gzip.open
+    from tracer.recorder import Recorder, Run, record
+    from tracer.replay import plan, replay
+    from tracer.subscriber import CallbackSubscriber, Subscriber
+    from tracer.subscription import Subscription, SynchronizedSubscription
+    from tracer.writer import TraceWriter
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "bus": ("Collect", "MessageBus", "Receiver", "get_default_bus"),
+    "capture": ("Capture",),
+    "errors": (
+        "CaptureError",
+        "MessageError",
+        "TraceCorruptError",
+        "TraceError",
+        "TraceExistsError",
+        "TraceFormatError",
+        "TraceNotFoundError",
+        "TracerError",
+        "UnknownNameError",
+    ),
+    "exporter": ("Exporter",),
+    "messages": ("KINDS", "Message", "MessageBundle", "ModuleMessage", "NetworkMessage", "derived"),
+    "reader": ("TraceReader",),
+    "recorder": ("Recorder", "Run", "record"),
+    "replay": ("plan", "replay"),
+    "subscriber": ("CallbackSubscriber", "Subscriber"),
+    "subscription": ("Subscription", "SynchronizedSubscription"),
+    "writer": ("TraceWriter",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "KINDS",
+    "CallbackSubscriber",
+    "Capture",
+    "CaptureError",
+    "Collect",
+    "Exporter",
+    "Message",
+    "MessageBundle",
+    "MessageBus",
+    "MessageError",
+    "ModuleMessage",
+    "NetworkMessage",
+    "Receiver",
+    "Recorder",
+    "Run",
+    "Subscriber",
+    "Subscription",
+    "SynchronizedSubscription",
+    "TraceCorruptError",
+    "TraceError",
+    "TraceExistsError",
+    "TraceFormatError",
+    "TraceNotFoundError",
+    "TraceReader",
+    "TraceWriter",
+    "TracerError",
+    "UnknownNameError",
+    "derived",
+    "get_default_bus",
+    "open",
+    "plan",
+    "record",
+    "replay",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "open":
+        value = import_module("tracer.reader").TraceReader
+    elif name in _HOME_OF:
+        # import_module binds submodules as attributes: `tracer.replay` is the function, not the module
+        value = getattr(import_module(f"tracer.{_HOME_OF[name]}"), name)
+    else:
+        raise AttributeError(f"module 'tracer' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,71 @@
+"""Every exception that this project raises on purpose.
+
+::
+
+    TracerError
+    ├─ MessageError (ValueError)             malformed message, unknown kind, duplicate or incomplete bundle
+    ├─ CaptureError (ValueError)             nothing matches, contradictory capture, a needed stream cannot be had
+    ├─ TraceError
+    │  ├─ TraceNotFoundError (FileNotFoundError)
+    │  ├─ TraceExistsError (FileExistsError)     a trace is never overwritten unasked
+    │  ├─ TraceFormatError (ValueError)          not a trace; unknown version
+    │  └─ TraceCorruptError (ValueError)         committed data fails its checksum
+    └─ UnknownNameError (LookupError)        subscriber, store, sink: lists what is known and suggests
+
+Each also derives from the builtin exception that a caller would expect, so ``except FileNotFoundError`` works.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class TracerError(Exception):
+    """The root of all errors of this project; the command line prints it as one sentence."""
+
+
+class MessageError(TracerError, ValueError):
+    """A malformed message, an unknown kind, a duplicate or incomplete bundle."""
+
+
+class CaptureError(TracerError, ValueError):
+    """What was asked to be observed or read is contradictory, matches nothing, or is not there."""
+
+
+class TraceError(TracerError):
+    """Something about a trace on disk."""
+
+
+class TraceNotFoundError(TraceError, FileNotFoundError):
+    """There is no trace at this path."""
+
+
+class TraceExistsError(TraceError, FileExistsError):
+    """Something is already at this path; a trace is never overwritten unasked."""
+
+
+class TraceFormatError(TraceError, ValueError):
+    """This is not a trace, or not one of a version that this release reads."""
+
+
+class TraceCorruptError(TraceError, ValueError):
+    """Committed data is damaged: it fails its checksum or contradicts the journal."""
+
+
+class UnknownNameError(TracerError, LookupError):
+    """A name that is not in the table it was looked up in.
+
+    Examples
+    --------
+    >>> str(UnknownNameError.of("subscriber", "spectral_nrom", ["mean", "spectral_norm"]))
+    "there is no subscriber 'spectral_nrom'; did you mean 'spectral_norm'? (known: mean, spectral_norm)"
+    """
+
+    @classmethod
+    def of(cls, what: str, name: str, known: Iterable[str]) -> UnknownNameError:
+        """Build the error for `name`, one of `what`, suggesting the closest of the `known` names."""
+        names = sorted(known)
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        return cls(f"there is no {what} {name!r}{hint} (known: {', '.join(names) or 'none'})")

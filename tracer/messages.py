@@ -1,0 +1,329 @@
+"""What flows on the bus: messages, bundles of them, and the table of the kinds that an exporter observes.
+
+A message is values only: names, integers and a detached tensor. It holds no module, optimizer, graph or file,
+so it can be queued, written, read back in another process, and mean the same thing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tracer.errors import MessageError
+
+DEFAULT_TAG = "default"
+"""The tag of training passes."""
+EVAL_TAG = "eval"
+"""The tag of passes in eval mode or without gradients, unless the user names another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A row of `KINDS`: one kind of observed message.
+
+    Attributes
+    ----------
+    name : str
+    network : bool
+        Whether its messages are `NetworkMessage` (of the whole network) or `ModuleMessage` (of one module).
+    event : bool
+        Whether its messages carry no data.
+    per_call : bool
+        Whether there is one message for each forward call, or one for each step.
+    batched : bool
+        Whether the first axis of the data is the datapoints of a batch.
+    clock : str
+        The counter that `subsample` and `every` look at: ``"global_step"`` or ``"epoch"``.
+    """
+
+    name: str
+    network: bool
+    event: bool = False
+    per_call: bool = False
+    batched: bool = False
+    clock: str = "global_step"
+
+
+KINDS: Mapping[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind("batch_started", network=True, event=True),
+        Kind("batch_finished", network=True, event=True),
+        Kind("epoch_started", network=True, event=True, clock="epoch"),
+        Kind("epoch_finished", network=True, event=True, clock="epoch"),
+        Kind("input_data", network=True, per_call=True, batched=True),
+        Kind("input_labels", network=True, per_call=True, batched=True),
+        Kind("network_output", network=True, per_call=True, batched=True),
+        Kind("loss", network=True, per_call=True),
+        Kind("activations", network=False, per_call=True, batched=True),
+        Kind("layer_inputs", network=False, per_call=True, batched=True),
+        Kind("layer_gradients", network=False, per_call=True, batched=True),
+        Kind("input_gradients", network=False, per_call=True, batched=True),
+        Kind("weights", network=False),
+        Kind("biases", network=False),
+        Kind("weight_gradients", network=False),
+        Kind("bias_gradients", network=False),
+        Kind("weight_updates", network=False),
+        Kind("bias_updates", network=False),
+    )
+}
+"""Every kind that an exporter observes, by name."""
+
+NETWORK_KINDS: tuple[str, ...] = tuple(name for name, kind in KINDS.items() if kind.network)
+MODULE_KINDS: tuple[str, ...] = tuple(name for name, kind in KINDS.items() if not kind.network)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Message(ABC):
+    """One observation, or one answer of a subscriber.
+
+    Attributes
+    ----------
+    kind : str
+        What it is: a name of `KINDS`, or of a derived kind such as ``"weights_spectral_norm"``.
+    global_step : int
+        Optimizer steps that took place before the step this message belongs to; starts at 0.
+    train_step : int
+        The same, counted from the start of the epoch.
+    epoch : int
+        Starts at 0.
+    tag : str
+        ``"default"`` for training passes, ``"eval"`` for passes in eval mode, else a name of the user's.
+    call : int
+        0 for the first time this stream occurs in this step, 1 for the second (shared modules, gradient
+        accumulation, closures, the batches of an evaluation).
+    leaf : str
+        The path inside a module's output (or input) when that is a structure of several tensors: ``"1.0"`` for
+        the hidden state of an LSTM. Empty for a single tensor.
+    data : Tensor or None
+        A detached tensor; None for events.
+
+    Raises
+    ------
+    MessageError
+        If a field has a wrong type or is negative, or if the data still has a graph.
+    """
+
+    kind: str
+    global_step: int
+    train_step: int
+    epoch: int
+    tag: str = DEFAULT_TAG
+    call: int = 0
+    leaf: str = ""
+    data: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kind, str) or not self.kind:
+            raise MessageError(f"a message's kind is a non-empty string, not {self.kind!r}")
+        if self.global_step < 0 or self.train_step < 0 or self.epoch < 0 or self.call < 0:
+            raise MessageError(
+                f"a {self.kind} message's counters start at 0, but it has global_step={self.global_step}, "
+                f"train_step={self.train_step}, epoch={self.epoch}, call={self.call}"
+            )
+        if self.data is not None:
+            if not isinstance(self.data, Tensor):
+                raise MessageError(f"a {self.kind} message's data is a tensor or None, not {type(self.data).__name__}")
+            if self.data.requires_grad:
+                raise MessageError(f"a {self.kind} message's data must be detached, but it requires a gradient")
+
+    @property
+    @abstractmethod
+    def key(self) -> str | None:
+        """What bundles are grouped by: the module's dotted path, or None for the network."""
+
+    @property
+    def step(self) -> int:
+        """The clock that `subsample` and `every` look at: the epoch for epoch kinds, else the global step."""
+        kind = KINDS.get(self.kind)
+        return self.epoch if kind is not None and kind.clock == "epoch" else self.global_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NetworkMessage(Message):
+    """A message about the whole network: an event, the loss, the labels, a mean over layers."""
+
+    @property
+    def key(self) -> None:
+        """None: the network has no path. (The root *module*'s path is the empty string.)"""
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModuleMessage(Message):
+    """A message about one module, or about one parameter that is not called ``weight`` or ``bias``.
+
+    Attributes
+    ----------
+    module : str
+        Dotted path as in ``named_modules()``; the empty string is the root module. For a parameter with another name
+        than ``weight`` and ``bias`` it is the path of the parameter: ``"encoder.0.self_attn.in_proj_weight"``.
+    """
+
+    module: str
+
+    def __post_init__(self) -> None:
+        # zero-argument super() does not work in a dataclass with slots, which is a new class object
+        Message.__post_init__(self)
+        if self.data is None:
+            raise MessageError(f"a {self.kind} message of module {self.module!r} must carry data")
+
+    @property
+    def key(self) -> str:
+        """The module's dotted path."""
+        return self.module
+
+
+class MessageBundle:
+    """One message of each of several kinds, for one key, in one step.
+
+    Parameters
+    ----------
+    kinds : str or iterable of str
+        The expected kinds, in the order in which a subscriber asked for them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> where = dict(module="fc", global_step=7, train_step=7, epoch=0)
+    >>> bundle = MessageBundle(["weights", "biases"])
+    >>> bundle.add(ModuleMessage(kind="weights", data=torch.ones(2, 3), **where))
+    >>> bundle.complete(), bundle.missing
+    (False, ('biases',))
+    >>> bundle.add(ModuleMessage(kind="biases", data=torch.zeros(2), **where))
+    >>> bundle.complete(), bundle.key, bundle.global_step, tuple(bundle.weights.shape), tuple(bundle["biases"].shape)
+    (True, 'fc', 7, (2, 3), (2,))
+    """
+
+    __slots__ = ("kinds", "messages")
+
+    def __init__(self, kinds: str | Iterable[str]) -> None:
+        self.kinds: tuple[str, ...] = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+        self.messages: dict[str, Message] = {}
+
+    def add(self, message: Message) -> None:
+        """Add one message.
+
+        Raises
+        ------
+        MessageError
+            If its kind is not expected or already there, or if it is of another key or step than the first.
+        """
+        if message.kind not in self.kinds:
+            raise MessageError(f"a bundle of {', '.join(self.kinds)} does not take a {message.kind} message")
+        if message.kind in self.messages:
+            raise MessageError(
+                f"a bundle got two {message.kind} messages of {message.key!r} in global step {message.global_step}"
+            )
+        if self.messages:
+            first = self.first
+            for field in ("key", "global_step", "train_step", "epoch", "tag"):
+                found, expected = getattr(message, field), getattr(first, field)
+                if found != expected:
+                    raise MessageError(
+                        f"a bundle that began with {first.kind} at {field} {expected!r} cannot take "
+                        f"{message.kind} at {field} {found!r}"
+                    )
+        self.messages[message.kind] = message
+
+    def complete(self) -> bool:
+        """Whether every expected kind is there."""
+        return len(self.messages) == len(self.kinds)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The expected kinds that are not there."""
+        return tuple(kind for kind in self.kinds if kind not in self.messages)
+
+    @property
+    def first(self) -> Message:
+        """The message that came first; its key and counters are the bundle's."""
+        if not self.messages:
+            raise MessageError(f"a bundle of {', '.join(self.kinds)} is still empty")
+        return next(iter(self.messages.values()))
+
+    @property
+    def data(self) -> dict[str, Tensor | None]:
+        """The data of each kind that is there."""
+        return {kind: message.data for kind, message in self.messages.items()}
+
+    @property
+    def key(self) -> str | None:
+        """The module's dotted path, or None for the network."""
+        return self.first.key
+
+    @property
+    def global_step(self) -> int:
+        """The global step of every message in it."""
+        return self.first.global_step
+
+    @property
+    def train_step(self) -> int:
+        """The train step of every message in it."""
+        return self.first.train_step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of every message in it."""
+        return self.first.epoch
+
+    @property
+    def tag(self) -> str:
+        """The tag of every message in it."""
+        return self.first.tag
+
+    @property
+    def call(self) -> int:
+        """The call that its per-call messages belong to."""
+        return max(message.call for message in self.messages.values())
+
+    @property
+    def leaf(self) -> str:
+        """The leaf that its messages belong to."""
+        return max(message.leaf for message in self.messages.values())
+
+    def __getitem__(self, kind: str) -> Tensor:
+        if kind not in self.messages:
+            raise MessageError(f"this bundle has no {kind}; it has {', '.join(self.messages) or 'nothing yet'}")
+        data = self.messages[kind].data
+        if data is None:
+            raise MessageError(f"a {kind} message is an event and carries no data")
+        return data
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in MessageBundle.__slots__ or name not in self.kinds:
+            raise AttributeError(name)
+        return self[name]
+
+    def __repr__(self) -> str:
+        return f"MessageBundle({', '.join(self.kinds)}; has {', '.join(self.messages) or 'nothing'})"
+
+
+def derived(source: Message | MessageBundle, kind: str, data: Tensor) -> Message:
+    """The answer to a message or bundle: a message of `kind` with the counters, tag and module of its `source`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> loss = NetworkMessage(kind="loss", global_step=3, train_step=1, epoch=1, data=torch.tensor(0.5))
+    >>> answer = derived(loss, "loss_squared", loss.data ** 2)
+    >>> answer.kind, answer.global_step, answer.key, float(answer.data)
+    ('loss_squared', 3, None, 0.25)
+    """
+    fields: dict[str, Any] = {
+        "kind": kind,
+        "global_step": source.global_step,
+        "train_step": source.train_step,
+        "epoch": source.epoch,
+        "tag": source.tag,
+        "call": source.call,
+        "leaf": source.leaf,
+        "data": data.detach(),
+    }
+    if source.key is None:
+        return NetworkMessage(**fields)
+    return ModuleMessage(module=source.key, **fields)

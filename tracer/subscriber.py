@@ -1,0 +1,149 @@
+"""The base of every metric: what it takes, what it answers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from tracer.errors import MessageError
+from tracer.messages import DEFAULT_TAG, Message, MessageBundle
+from tracer.subscription import Subscription, SynchronizedSubscription, matches_tag
+
+
+class Subscriber(ABC):
+    """Turns messages into answers: messages of derived kinds.
+
+    A subclass passes its subscriptions and the kinds of its answers to this constructor and implements `compute`, which
+    yields the answers; the bus publishes them. So a metric is tested by ``list(metric.compute(message))``, and it is
+    the same object, doing the same work, in a live run and on replay.
+
+    Parameters
+    ----------
+    subscriptions : Subscription or iterable of Subscription
+    produces : str or iterable of str
+        The kinds of its answers; by custom ``f"{kind}_{metric}"``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tracer.messages import NetworkMessage, derived
+    >>> class Doubled(Subscriber):
+    ...     def __init__(self):
+    ...         super().__init__(Subscription("loss"), produces="loss_doubled")
+    ...     def compute(self, message):
+    ...         yield derived(message, "loss_doubled", 2 * message.data)
+    >>> loss = NetworkMessage(kind="loss", global_step=0, train_step=0, epoch=0, data=torch.tensor(1.5))
+    >>> [float(answer.data) for answer in Doubled().compute(loss)]
+    [3.0]
+    """
+
+    def __init__(
+        self, subscriptions: Subscription | Iterable[Subscription], produces: str | Iterable[str] = ()
+    ) -> None:
+        self.subscriptions: tuple[Subscription, ...] = (
+            (subscriptions,) if isinstance(subscriptions, Subscription) else tuple(subscriptions)
+        )
+        if not self.subscriptions or not all(isinstance(one, Subscription) for one in self.subscriptions):
+            raise MessageError(f"{type(self).__name__} needs at least one Subscription, not {subscriptions!r}")
+        self.produces: tuple[str, ...] = (produces,) if isinstance(produces, str) else tuple(produces)
+
+    @abstractmethod
+    def compute(self, message_or_bundle: Any) -> Iterable[Message] | None:
+        """Yield the answers to one message (of a `Subscription`) or bundle (of a `SynchronizedSubscription`)."""
+
+    def conclude(self) -> Iterable[Message]:
+        """Yield the last answers, when the run or the replay ends; for metrics that wait for a step to be over."""
+        return ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers, so that a replay can go on where another stopped; empty for those without memory."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Remember what another one of the same class and parameters remembered.
+
+        Raises
+        ------
+        MessageError
+            If there is something to remember, but this class has no memory.
+        """
+        if state:
+            raise MessageError(f"{type(self).__name__} has no memory, but got a state with {', '.join(state)}")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The kinds without which it cannot work."""
+        return frozenset(kind for subscription in self.subscriptions for kind in subscription.kinds)
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """Whether one of its subscriptions takes such a message."""
+        return any(subscription.wants(kind, module, tag, step) for subscription in self.subscriptions)
+
+    def awake(self, step: int) -> bool:
+        """Whether it may want something of the training passes of this global step."""
+        return any(
+            step % subscription.subsample == 0 and matches_tag(subscription.tag, DEFAULT_TAG)
+            for subscription in self.subscriptions
+        )
+
+    def receive(self, message: Message) -> Iterator[Message]:
+        """Answer a message, through every subscription that takes it."""
+        for subscription in self.subscriptions:
+            if subscription.wants(message.kind, message.key, message.tag, message.step):
+                for taken in subscription.take(message):
+                    yield from self.compute(taken) or ()
+
+    def finish(self) -> Iterator[Message]:
+        """Answer what the subscriptions still held back, then conclude."""
+        for subscription in self.subscriptions:
+            for taken in subscription.finish():
+                yield from self.compute(taken) or ()
+        yield from self.conclude()
+
+    def close(self) -> None:
+        """Let go of files and threads; most subscribers have none."""
+
+
+class CallbackSubscriber(Subscriber):
+    """Calls a function with the data of each complete bundle.
+
+    Parameters
+    ----------
+    kinds : str or iterable of str
+    callback : callable
+        Called as ``callback(*data, global_step, train_step, epoch, key)``: a tensor (or None, for events) for each of the
+        `kinds` in their order, the counters, and the module's path (None for network kinds).
+    tag, subsample, modules
+        As in `Subscription`.
+    incomplete : {"drop", "strict"}
+        What happens to incomplete bundles.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tracer.bus import MessageBus
+    >>> bus = MessageBus()
+    >>> bus.register(CallbackSubscriber("loss", lambda loss, step, *_: print(step, float(loss))))
+    >>> bus.publish_network_message(4, 4, 0, "loss", torch.tensor(0.25))
+    4 0.25
+    """
+
+    def __init__(
+        self,
+        kinds: str | Iterable[str],
+        callback: Callable[..., object],
+        tag: str | None = DEFAULT_TAG,
+        subsample: int = 1,
+        modules: str | Iterable[str] | None = None,
+        *,
+        incomplete: Any = "drop",
+    ) -> None:
+        super().__init__(SynchronizedSubscription(kinds, tag, subsample, modules, incomplete=incomplete))
+        self.callback = callback
+
+    def compute(self, message_or_bundle: MessageBundle) -> None:
+        """Call the function."""
+        bundle = message_or_bundle
+        data = [bundle.data.get(kind) for kind in bundle.kinds]
+        self.callback(*data, bundle.global_step, bundle.train_step, bundle.epoch, bundle.key)
