@@ -5,7 +5,9 @@ The names below are imported when they are first used, so that ``import tracer``
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -100,7 +102,6 @@ def __getattr__(name: str) -> Any:
     if name == "open":
         value = import_module("tracer.reader").TraceReader
     elif name in _HOME_OF:
-        # import_module binds submodules as attributes: `tracer.replay` is the function, not the module
         value = getattr(import_module(f"tracer.{_HOME_OF[name]}"), name)
     else:
         raise AttributeError(f"module 'tracer' has no attribute {name!r}")
@@ -110,3 +111,15 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+class _Package(ModuleType):
+    """Keeps `tracer.replay` the function: importing the submodule of that name would else bind the module there."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "replay" and isinstance(value, ModuleType):
+            value = value.replay
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
