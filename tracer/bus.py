@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal, Protocol, runtime_checkable
 
@@ -80,6 +81,7 @@ class MessageBus:
             self._topics[kind] = "module"
         self._queue: deque[Message] = deque()
         self._publishing = False
+        self._watchers: list[weakref.WeakMethod[Callable[[], None]]] = []
         # a module may run in several threads (nn.DataParallel), and CUDA's backward has a thread of its own
         self._lock = threading.RLock()
 
@@ -151,6 +153,7 @@ class MessageBus:
         for kind in produces:
             self.register_topic(kind)
         self._receivers.append(receiver)
+        self._changed()
 
     def register_subscriber(self, sub: Receiver) -> None:
         """The same as `register` (ikkuna's name for it)."""
@@ -163,6 +166,21 @@ class MessageBus:
         self._receivers = [known for known in self._receivers if known is not receiver]
         for kind in getattr(receiver, "produces", ()):
             self._topics.pop(kind, None)
+        self._changed()
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Call a bound method whenever receivers come or go; it is held weakly."""
+        self._watchers.append(weakref.WeakMethod(callback))
+
+    def unwatch(self, callback: Callable[[], None]) -> None:
+        """No longer call a method given to `watch`."""
+        self._watchers = [known for known in self._watchers if known() not in (None, callback)]
+
+    def _changed(self) -> None:
+        for known in tuple(self._watchers):
+            callback = known()
+            if callback is not None:
+                callback()
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
         """Whether any receiver wants such a message."""
@@ -271,6 +289,7 @@ class MessageBus:
                 raise
             self.failures.append((receiver, error))
             self._receivers = [known for known in self._receivers if known is not receiver]
+            self._changed()
             warnings.warn(
                 f"{describe(receiver)} failed {about} and no longer listens; the training goes on "
                 f"({type(error).__name__}: {error})",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from tracer.bus import Receiver, describe
 from tracer.errors import MessageError
 from tracer.messages import DEFAULT_TAG, Message, MessageBundle
 from tracer.subscription import Subscription, SynchronizedSubscription, matches_tag
@@ -147,3 +148,49 @@ class CallbackSubscriber(Subscriber):
         bundle = message_or_bundle
         data = [bundle.data.get(kind) for kind in bundle.kinds]
         self.callback(*data, bundle.global_step, bundle.train_step, bundle.epoch, bundle.key)
+
+
+def unmet(
+    receivers: Iterable[Receiver], offered: Sequence[tuple[str, str | None, str | None]], source: str
+) -> list[str]:
+    """What the subscribers among `receivers` need and cannot get: one sentence for each of them, or nothing.
+
+    A `SynchronizedSubscription` needs all of its kinds, of one module at least; a plain `Subscription` one of them.
+
+    Parameters
+    ----------
+    receivers : iterable of Receiver
+    offered : sequence of (kind, module or None, tag or None)
+        The streams that can be had; a tag of None means that any tag may still come.
+    source : str
+        What offers them, for the sentence.
+    """
+    receivers = tuple(receivers)
+    answers = {kind for receiver in receivers for kind in getattr(receiver, "produces", ())}
+    sentences = []
+    for receiver in receivers:
+        lacking: dict[str, None] = {}
+        for subscription in getattr(receiver, "subscriptions", ()):
+            absent = [
+                kind
+                for kind in subscription.kinds
+                if kind not in answers
+                and not any(known == kind and subscription.wants(kind, module, tag, None) for known, module, tag in offered)
+            ]
+            needs_all = isinstance(subscription, SynchronizedSubscription)
+            if absent and (needs_all or len(absent) == len(subscription.kinds)):
+                tag = "" if subscription.tag is None else f" (tag {subscription.tag})"
+                modules = "" if subscription.modules is None else f" of modules {', '.join(subscription.modules)}"
+                lacking.update(dict.fromkeys(f"{kind}{tag}{modules}" for kind in absent))
+        if lacking:
+            sentences.append(
+                f"{describe(receiver)} needs {', '.join(lacking)}, but {source} has only {_summary(offered)}"
+            )
+    return sentences
+
+
+def _summary(offered: Sequence[tuple[str, str | None, str | None]]) -> str:
+    tags: dict[str, dict[str, None]] = {}
+    for kind, _, tag in offered:
+        tags.setdefault(kind, {}).update({} if tag is None else {tag: None})
+    return ", ".join(f"{kind} ({', '.join(of)})" if of else kind for kind, of in tags.items()) or "nothing"

@@ -1,0 +1,37 @@
+# Each target works on a fresh machine that has make and Python 3.11 or newer: the first one that runs makes .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+# the tests' models are tiny: more threads than processes only wait for each other
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test lint bench clean
+
+help: ## say what there is to make
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+
+demo: $(INSTALLED) ## train a small network on real images, record it, replay it, show what it says
+	$(BIN)/trace demo
+
+test: lint ## everything that must hold: lint, types, tests, doctests
+	$(BIN)/python -m pytest -n 2
+
+lint: $(INSTALLED) ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED) ## what recording costs, as ratios measured in one run
+	$(BIN)/python benchmarks/overhead.py
+
+clean: ## forget the environment and the caches
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer, not " + sys.version'
+	$(PYTHON) -m venv $(VENV)
+	# torch by itself: it is the one wheel of which a machine may have a build of its own
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $(INSTALLED)

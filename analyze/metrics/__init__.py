@@ -1,0 +1,1 @@
+"""The metrics: one subscriber a file, each a pure function and a thin final class."""

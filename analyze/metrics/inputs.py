@@ -1,0 +1,93 @@
+"""What metrics take: subscriptions to kinds that carry data, and data as exact float64 arrays on the CPU.
+
+Everything is computed in float64 on the CPU by NumPy, one thread, in the logical order of the elements; so a live run on a
+GPU and its replay elsewhere agree to the bit, whatever the device, the memory format or the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tracer.errors import MessageError
+from tracer.messages import KINDS
+from tracer.subscription import Subscription
+
+Array: TypeAlias = Tensor | NDArray[Any] | Iterable[Any] | float
+"""What the pure functions take: a tensor (any device, any dtype), an array, nested lists or a number."""
+
+BLOCK = 65536
+"""Elements per block: 512 KiB of float64, which stays in a core's second-level cache."""
+
+
+def subscription_to(kind: str, tag: str | None, subsample: int, modules: str | Iterable[str] | None) -> Subscription:
+    """A subscription to single messages of a kind that carries data.
+
+    Raises
+    ------
+    MessageError
+        If messages of this kind are events, which carry none.
+    """
+    carries_data(kind)
+    return Subscription(kind, tag, subsample, modules)
+
+
+def carries_data(kind: str) -> None:
+    """Raise `MessageError` if messages of this kind are events, which carry no data."""
+    if kind in KINDS and KINDS[kind].event:
+        allowed = ", ".join(name for name, known in KINDS.items() if not known.event)
+        raise MessageError(f"{kind} messages are events and carry no data; a metric can take {allowed}")
+
+
+def as_array(x: Array | None) -> NDArray[Any]:
+    """The same values as a NumPy array on the CPU, in a dtype that NumPy has and that holds them exactly.
+
+    Raises
+    ------
+    MessageError
+        If `x` is None (the data of an event) or is not numeric.
+    """
+    if x is None:
+        raise MessageError("a metric needs a message with data, but this one is an event and carries none")
+    if not isinstance(x, Tensor):
+        array = np.asarray(x)
+        if array.dtype.kind not in "biufc":
+            raise MessageError(f"a metric needs numbers, not an array of dtype {array.dtype}")
+        return array
+    tensor = x.detach()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    tensor = tensor.cpu()
+    if tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float32, torch.float64):
+        tensor = tensor.float()  # bfloat16 and the float8 types are subsets of float32
+    elif tensor.dtype is torch.complex32:
+        tensor = tensor.to(torch.complex64)
+    array = tensor.resolve_conj().resolve_neg().numpy()
+    return array
+
+
+def as_float64(x: Array | None) -> NDArray[Any]:
+    """The same values in float64, or in complex128 if they are complex; never a view of `x`."""
+    array = as_array(x)
+    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+
+
+def blocks(x: Array | None) -> Iterator[NDArray[Any]]:
+    """The elements in logical order, as float64 (or complex128) vectors of at most `BLOCK` elements."""
+    array = as_array(x)
+    dtype = np.complex128 if array.dtype.kind == "c" else np.float64
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, BLOCK):
+        yield flat[start : start + BLOCK].astype(dtype)
+
+
+def answer(value: float) -> Tensor:
+    """A number as metrics publish it: a float64 tensor of no dimensions."""
+    return torch.tensor(float(value), dtype=torch.float64)

@@ -1,0 +1,1410 @@
+"""A training loop → messages, through PyTorch's own hooks.
+
+The contract is in ``docs/architecture.md`` ("What is observed, and when"). In short: a step is one optimizer step; the
+messages of step k all belong to the batch and the weights W_k of that step; watching changes nothing; what nobody wants is
+neither hooked nor copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.optim import Optimizer
+
+from tracer.bus import MessageBus, Receiver
+from tracer.capture import Capture
+from tracer.errors import CaptureError, MessageError
+from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message, ModuleMessage, NetworkMessage
+from tracer.subscriber import unmet
+
+LOSS_FUNCTIONS: tuple[str, ...] = (
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "cross_entropy", "ctc_loss",
+    "gaussian_nll_loss", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss", "margin_ranking_loss", "mse_loss",
+    "multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss", "nll_loss", "poisson_nll_loss",
+    "smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss", "triplet_margin_with_distance_loss",
+)  # fmt: skip
+"""The loss functions of ``torch.nn.functional``; the modules of ``torch.nn`` call these."""
+
+
+class Exporter:
+    """Listens to a training loop and publishes what it sees on a bus.
+
+    `tracer.record` wires one for the common case. By hand: give it the model (`set_model`), the optimizer
+    (`set_optimizer`), the loss (`set_loss`), call `epoch_finished`, and `finish` and `detach` at the end. Receivers may join
+    the bus at any time.
+
+    Parameters
+    ----------
+    depth : int or None
+        Which modules are observed, if no `capture` says so: modules exactly this deep below the root and leaves above; -1
+        for all leaves; None for every leaf and every module that has parameters of its own.
+    module_filter : iterable of type, optional
+        Only modules that are instances of one of these classes.
+    message_bus : MessageBus, optional
+        By default a new one of its own.
+    capture : Capture or iterable of Capture, optional
+        What may be observed, for all receivers of the bus; by default all kinds of the modules given by `depth` and
+        `module_filter`, in full.
+    strict : bool
+        Whether an exception in a hook reaches the training loop. By default the stream is disabled with one warning.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tracer import Collect
+    >>> exporter, heard = Exporter(), Collect("activations")
+    >>> model = exporter(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU()))
+    >>> exporter.message_bus.register(heard)
+    >>> _ = exporter.set_model(model)(torch.ones(4, 3))
+    >>> [(message.module, tuple(message.data.shape)) for message in heard]
+    [('0', (4, 2)), ('1', (4, 2))]
+    >>> exporter.detach()
+    """
+
+    def __init__(
+        self,
+        depth: int | None = None,
+        module_filter: Iterable[type] | None = None,
+        message_bus: MessageBus | None = None,
+        *,
+        capture: Capture | Iterable[Capture] | None = None,
+        strict: bool = False,
+    ) -> None:
+        if capture is None:
+            capture = Capture(kinds=KINDS, depth=depth, types=tuple(module_filter) if module_filter else None)
+        elif depth is not None or module_filter is not None:
+            raise CaptureError("give an exporter a capture, or depth and module_filter, not both")
+        self.captures: tuple[Capture, ...] = (capture,) if isinstance(capture, Capture) else tuple(capture)
+        self.message_bus = message_bus if message_bus is not None else MessageBus("exporter")
+        self.strict = strict
+        self.problems: list[dict[str, Any]] = []
+        self.global_step = 0
+        self.train_step = 0
+        self.epoch = 0
+
+        self._root: nn.Module | None = None
+        self._added: list[tuple[str, nn.Module, bool]] = []
+        self._modules: dict[str, nn.Module] = {}
+        self._parameters: list[_Parameter] = []
+        self._optimizers: tuple[Optimizer, ...] = ()
+        self._steps_itself = False  # the user calls step(), neither an optimizer nor the forward ends a step
+        self._losses: list[nn.Module | str] = []
+        self._patched: dict[str, Any] = {}
+        self._in_loss = False
+        self._lasting: dict[Any, list[Any]] = {}
+        self._handles: list[Any] = []
+        self._hooks: list[_Hook] = []
+        self._probes: list[_Probe] = []
+        self._sampling: dict[tuple[str, str | None, str, str], dict[str, Any]] = {}
+
+        # answers to "who wants this stream", asked in every hook
+        self._streams: dict[tuple[str, str | None, str], _Stream] = {}
+        self._asking: tuple[Receiver, ...] = ()
+        self._heard_tags: dict[str, bool] = {}
+        self._published: dict[tuple[str, str | None, str, str], int] = {}
+        self._running: dict[tuple[str, str | None, str, str], Tensor] = {}
+
+        self._enabled = True
+        self._attached = True
+        self._silent: list[str] = []
+        self._open = False  # whether a step has begun and not ended
+        self._epoch_open = False
+        self._idle = False  # whether nobody wants anything of the open step
+        self._depth = 0  # how many forwards of the root are running
+        self._tag = DEFAULT_TAG  # of the running, or else the last, pass
+        self._user_tag: str | None = None
+        self._listening = False  # whether hooks have anything to do in the running pass
+        self._inputs: list[tuple[str, list[tuple[str, Tensor]]]] = []
+        self._calls: dict[tuple[str, str], int] = {}
+        self._before: dict[str, tuple[Tensor | None, Tensor | None]] = {}
+        self._gradients: dict[str, Tensor] = {}
+        self._after: dict[str, Tensor] = {}
+        self._last: tuple[int, int, int] | None = None
+        self._collecting: dict[tuple[str, str | None, int, str], list[Tensor]] | None = None
+        self.message_bus.watch(self._rewire)
+
+    # -- what to listen to ----------------------------------------------------------------------------------
+
+    def add_modules(self, module: nn.Module | tuple[str, nn.Module], recursive: bool = True) -> None:
+        """Observe a module, or a pair (name, module), and unless told otherwise all below it.
+
+        Raises
+        ------
+        CaptureError
+            If it is neither.
+        """
+        name, one = module if isinstance(module, tuple) and len(module) == 2 else ("", module)
+        if not isinstance(one, nn.Module) or not isinstance(name, str):
+            raise CaptureError(f"add_modules takes a module or a pair (name, module), not {type(module).__name__}")
+        self._added.append((name, unwrap(one), recursive))
+        self._rewire()
+
+    def __call__(self, module: nn.Module, recursive: bool = True) -> nn.Module:
+        """`add_modules`, returning the module: for use inside a constructor."""
+        self.add_modules(module, recursive)
+        return module
+
+    def set_model(self, model: nn.Module) -> nn.Module:
+        """Name the root of the network; its forward passes are what steps and passes are made of. Returns it.
+
+        A wrapper (DistributedDataParallel, DataParallel, a compiled module) is looked through, so names have no prefix.
+
+        Raises
+        ------
+        CaptureError
+            If it is not a module, or another model was set before.
+        """
+        if not isinstance(model, nn.Module):
+            raise CaptureError(f"the model is a torch.nn.Module, not {type(model).__name__}")
+        root = unwrap(model)
+        if self._root is not None and self._root is not root:
+            raise CaptureError("this exporter already has a model; use another exporter for another model")
+        if self._root is None:
+            self._root = root
+            self._rewire()
+        return model
+
+    def set_optimizer(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> None:
+        """Name the optimizer whose step ends a step; of several, the last one's does.
+
+        None: each training forward of the model is a step. An empty sequence: the user calls `step`.
+
+        Raises
+        ------
+        CaptureError
+            If one is not an optimizer.
+        """
+        self._steps_itself = optimizer is not None and not isinstance(optimizer, Optimizer) and not tuple(optimizer)
+        given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+        for one in given:
+            if not isinstance(one, Optimizer):
+                raise CaptureError(f"the optimizer is a torch.optim.Optimizer, not {type(one).__name__}")
+        self._optimizers = given
+        self._rewire()
+
+    def set_loss(self, loss: nn.Module | Callable[..., Any] | Iterable[str]) -> None:
+        """Name the loss: a module, a function of ``torch.nn.functional``, or names of such functions.
+
+        Its first two arguments are published as ``network_output`` and ``input_labels``, its result as ``loss``.
+
+        Raises
+        ------
+        CaptureError
+            If it is a function of another place; ``log("loss", value)`` serves those.
+        """
+        if isinstance(loss, nn.Module):
+            self._losses.append(unwrap(loss))
+        else:
+            names = [getattr(loss, "__name__", "")] if callable(loss) else [loss] if isinstance(loss, str) else list(loss)
+            for name in names:
+                there = getattr(torch.nn.functional, name, None) if name in LOSS_FUNCTIONS else None
+                if there is None or (callable(loss) and there is not loss):
+                    raise CaptureError(
+                        f"the loss is a module or a loss function of torch.nn.functional, not {loss!r}; "
+                        "for others, call log('loss', value)"
+                    )
+                self._losses.append(name)
+        self._rewire()
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The observed modules."""
+        return list(self._modules.values())
+
+    @property
+    def named_modules(self) -> list[tuple[str, nn.Module]]:
+        """The observed modules with their dotted paths."""
+        return list(self._modules.items())
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The root of the network, without wrappers."""
+        return self._root
+
+    def freeze_module(self, module: nn.Module | str) -> list[str]:
+        """Stop training a module (or the one at a dotted path); returns the names of the parameters it froze.
+
+        Each parameter's ``requires_grad`` becomes False and its gradient None, so that an optimizer with momentum or weight
+        decay leaves it alone too.
+
+        Raises
+        ------
+        CaptureError
+            If there is no such module.
+        """
+        if isinstance(module, str):
+            everything = dict(self._root.named_modules()) if self._root is not None else dict(self._modules)
+            if module not in everything:
+                raise CaptureError(f"there is no module {module!r}; there are {', '.join(everything)}")
+            module = everything[module]
+        frozen = []
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                parameter.requires_grad_(False)
+                parameter.grad = None
+                frozen.append(name)
+        return frozen
+
+    def train(self, train: bool = True) -> None:
+        """Publish again, after `test`; ``train(False)`` is ``test()``."""
+        self._enabled = train
+
+    def test(self, test: bool = True) -> None:
+        """Publish nothing and count nothing until `train` is called."""
+        self.train(not test)
+
+    # -- the clock ------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """End the step: for loops without an optimizer that this exporter knows."""
+        if self._enabled and self._attached:
+            self._guard("step", self._end_step)
+
+    def epoch_finished(self) -> None:
+        """End the epoch: publish ``epoch_finished``; the next step is the first of the next epoch."""
+        if not (self._enabled and self._attached):
+            return
+        if self._open and not self._optimizers:
+            self._guard("step", self._end_step)
+        if not self._epoch_open:
+            self._announce_epoch()
+        at = self._last if self._last is not None and self._last[2] == self.epoch else (self.global_step, 0, self.epoch)
+        self._event("epoch_finished", at)
+        self.epoch += 1
+        self.train_step = 0
+        self._epoch_open = False
+
+    def finish(self) -> None:
+        """End the run: the last step of a loop without an optimizer, and the last pass of each probe."""
+        if self._open and not self._optimizers:
+            self._guard("step", self._end_step)
+        for probe in self._probes:
+            if probe.last != self.global_step:
+                self._guard(f"probe {probe.name}", lambda probe=probe: self._run_probe(probe))
+
+    def detach(self) -> None:
+        """Remove every hook; the model is as it was."""
+        self._silent = self.silent
+        self._attached = False
+        for handle in [*self._handles, *(one for handles in self._lasting.values() for one in handles)]:
+            handle.remove()
+        self._handles, self._lasting, self._hooks = [], {}, []
+        for name, original in self._patched.items():
+            setattr(torch.nn.functional, name, original)
+        self._patched = {}
+        self._before, self._after, self._gradients, self._inputs = {}, {}, {}, []
+        self.message_bus.unwatch(self._rewire)
+
+    @property
+    def silent(self) -> list[str]:
+        """Hooked modules whose forward was never seen: bypassed, compiled away, or not part of the forward."""
+        if not self._attached:
+            return self._silent
+        fired = {hook.name for hook in self._hooks if hook.fired}
+        names = {hook.name for hook in self._hooks if hook.method == "_after_forward"}
+        return [name for name in self._modules if name in names and name not in fired]
+
+    # -- what the user says ---------------------------------------------------------------------------------
+
+    def log(self, kind: str, value: Any) -> None:
+        """Publish a value of the user's own under `kind`, which may be new: a loss, a learning rate.
+
+        It belongs to the open step, or to the last one if none is open (right after ``optimizer.step()``).
+
+        Raises
+        ------
+        MessageError
+            If the value cannot be made a tensor, or `kind` is a kind of modules.
+        """
+        if not (self._enabled and self._attached):
+            return
+        if kind not in self.message_bus.topics:
+            self.message_bus.register_topic(kind, "network")
+        if isinstance(value, Tensor):
+            data = value.detach().clone()
+        else:
+            try:
+                data = torch.as_tensor(np.array(value))
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise MessageError(f"log({kind!r}) takes a number or an array, not {type(value).__name__}") from error
+        aside = self._user_tag is not None
+        at = self._now() if aside or self._open or self._last is None else self._last
+        self._publish(kind, None, data, self._user_tag or DEFAULT_TAG, at=at)
+
+    @contextlib.contextmanager
+    def tag(self, name: str) -> Iterator[None]:
+        """Give every pass inside this context the tag `name`; such passes are never training steps.
+
+        Raises
+        ------
+        CaptureError
+            If it is empty or ``"default"``.
+        """
+        if not isinstance(name, str) or not name or name == DEFAULT_TAG:
+            raise CaptureError(f"a tag is a non-empty name other than {DEFAULT_TAG!r}, not {name!r}")
+        before, self._user_tag = self._user_tag, name
+        try:
+            yield
+        finally:
+            self._user_tag = before
+
+    def probe(
+        self, name: str, inputs: Any, labels: Any = None, *, every: int = 1, batch_size: int | None = None
+    ) -> None:
+        """Run the model on fixed inputs, in eval mode without gradients: now, after every `every` steps, and at the end.
+
+        Activations and output are published under the tag `name`; mode, buffers and random generators are restored.
+
+        Parameters
+        ----------
+        name : str
+            The tag.
+        inputs : Tensor, tuple or dict
+            Of the model: ``model(inputs)``, ``model(*inputs)`` or ``model(**inputs)``.
+        labels : Tensor, optional
+            Published as ``input_labels``, so that accuracies can be computed.
+        every : int
+            Steps between two passes.
+        batch_size : int, optional
+            Split the inputs along their first axis to save memory; what is published is put together again.
+
+        Raises
+        ------
+        CaptureError
+            If there is no model, the name is not a new tag, or `every` or `batch_size` is not a positive integer.
+        """
+        if self._root is None:
+            raise CaptureError("a probe needs the model: call set_model first")
+        if not isinstance(name, str) or name in ("", DEFAULT_TAG, EVAL_TAG) or any(p.name == name for p in self._probes):
+            raise CaptureError(f"a probe's name is a tag of its own, not {name!r}")
+        for what, number in (("every", every), ("batch_size", batch_size)):
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+                raise CaptureError(f"{what} of probe {name!r} is a positive integer, not {number!r}")
+        probe = _Probe(name, inputs, None if labels is None else torch.as_tensor(labels), every, batch_size)
+        self._run_probe(probe)  # a probe that cannot run is the caller's error, now, not a problem of the training
+        self._probes.append(probe)
+
+    # -- callbacks for hand-written loops -------------------------------------------------------------------
+
+    def new_input_data(self, *args: Tensor) -> None:
+        """Publish the network's input; begins a step if none is open."""
+        self._begin_step()
+        self._publish_leaves("input_data", None, args if len(args) != 1 else args[0], DEFAULT_TAG)
+
+    def new_output_and_labels(self, network_output: Tensor, labels: Tensor) -> None:
+        """Publish the network's output and the labels."""
+        self._publish_leaves("network_output", None, network_output, self._tag)
+        self._publish_leaves("input_labels", None, labels, self._tag)
+
+    def new_loss(self, loss: Tensor) -> None:
+        """Publish the loss."""
+        self._publish_leaves("loss", None, loss, self._tag)
+
+    def new_activations(self, module: nn.Module, in_: Any, out_: Any) -> None:
+        """Publish a module's inputs and output."""
+        path = self._path_of(module)
+        self._publish_leaves("layer_inputs", path, in_, self._tag)
+        self._publish_leaves("activations", path, out_, self._tag)
+
+    def new_layer_gradients(self, module: nn.Module, gradients: Any) -> None:
+        """Publish the gradients of the loss with respect to a module's output."""
+        self._publish_leaves("layer_gradients", self._path_of(module), gradients, self._tag)
+
+    def new_parameter_gradients(self, module: nn.Module, gradients: Sequence[Tensor | None]) -> None:
+        """Publish the gradients of the loss with respect to a module's weight and bias, in this order."""
+        path = self._path_of(module)
+        for kind, gradient in zip(("weight_gradients", "bias_gradients"), gradients, strict=False):
+            if gradient is not None:
+                self._publish_leaves(kind, path, gradient, self._tag)
+
+    # -- assembly -------------------------------------------------------------------------------------------
+
+    def check(self, receivers: Iterable[Receiver] | None = None) -> None:
+        """Make sure that everything the receivers need can be observed.
+
+        Raises
+        ------
+        CaptureError
+            With a sentence that names what is missing and what can be had; or if the capture matches no module at all.
+        """
+        offered: list[tuple[str, str | None, str | None]] = [
+            (kind, None, None) for kind, entry in KINDS.items() if entry.network and self._capture_of(kind, None, None)
+        ]
+        for kind, entry in KINDS.items():
+            if not entry.network:
+                offered += [(kind, path, None) for path in self._paths_of(kind)]
+        candidates = self._candidates()
+        for capture in self.captures:
+            if any(not KINDS[kind].network for kind in capture.kinds or ()) and not (
+                any(capture.takes_module(path, one) for path, one in candidates)
+                or any(capture.takes_parameter(parameter.path) for parameter in self._parameters)
+            ):
+                asked = {key: value for key, value in capture.describe().items() if key in ("modules", "types", "depth")}
+                names = ", ".join(repr(name) for name, _ in candidates) or "none"
+                told = ", ".join(f"{key}={value}" for key, value in asked.items() if value is not None)
+                raise CaptureError(f"the capture ({told or 'all modules'}) matches no module; there are {names}")
+        missing = unmet(self.message_bus.receivers if receivers is None else tuple(receivers), offered, "the capture")
+        if missing:
+            raise CaptureError("; ".join(missing))
+
+    def sampling(self, message: Message) -> dict[str, Any] | None:
+        """How a message of this stream was thinned out, for the trace; None if it is whole."""
+        return self._sampling.get((message.kind, message.key, message.tag, message.leaf))
+
+    def structure(self) -> dict[str, Any]:
+        """The model as JSON: module names and classes, parameter names, shapes and dtypes, tied aliases, silent modules."""
+        if self._root is None:
+            return {}
+        parameters = list(self._root.named_parameters(remove_duplicate=False))
+        names_of: dict[int, list[str]] = {}
+        for name, parameter in parameters:
+            names_of.setdefault(id(parameter), []).append(name)
+        return {
+            "class": _class_name(self._root),
+            "modules": [{"name": name, "class": _class_name(one)} for name, one in self._root.named_modules()],
+            "parameters": [
+                {
+                    "name": name,
+                    "shape": list(parameter.shape),
+                    "dtype": str(parameter.dtype).removeprefix("torch."),
+                    "requires_grad": parameter.requires_grad,
+                }
+                for name, parameter in self._root.named_parameters()
+            ],
+            "tied": [names for names in names_of.values() if len(names) > 1],
+        }
+
+    def _candidates(self) -> list[tuple[str, nn.Module]]:
+        """Every module that may be observed, by path; pseudo-modules of parametrizations have no forward of their own."""
+        below_root = {} if self._root is None else {id(one): name for name, one in self._root.named_modules()}
+        found: dict[int, tuple[str, nn.Module]] = {}
+        sources = self._added or ([("", self._root, True)] if self._root is not None else [])
+        for prefix, top, recursive in sources:
+            for inner, one in top.named_modules() if recursive else [("", top)]:
+                name = ".".join(part for part in (prefix, inner) if part)
+                found.setdefault(id(one), (below_root.get(id(one), name), one))
+        names: dict[str, nn.Module] = {}
+        for name, one in found.values():
+            if ".parametrizations." in f".{name}." or isinstance(one, ParametrizationList):
+                continue
+            while name in names:  # modules added one by one, without names, would all be called ""
+                name = f"{name or _class_name(one).rpartition('.')[2].lower()}_"
+            names[name] = one
+        return list(names.items())
+
+    def _paths_of(self, kind: str) -> list[str]:
+        """The modules or parameters of which messages of a kind can be observed."""
+        of_parameter = _PARAMETER_KINDS.get(kind)
+        if of_parameter is None:
+            return [path for path, one in self._modules.items() if self._capture_of(kind, path, None) is not None]
+        return [p.stream for p in self._parameters if p.bias == of_parameter[0] and self._capture_of(kind, p.stream, None)]
+
+    def _capture_of(self, kind: str, path: str | None, tag: str | None) -> Capture | None:
+        """The first capture that takes this stream."""
+        for capture in self.captures:
+            if capture.takes(kind, tag):
+                if path is None:
+                    return capture
+                if kind in _PARAMETER_KINDS:
+                    parameter = self._parameter_of.get((path, _PARAMETER_KINDS[kind][0]))
+                    if parameter is not None and (
+                        capture.takes_module(parameter.owner_path, parameter.owner)
+                        or capture.takes_parameter(parameter.path)
+                    ):
+                        return capture
+                elif path in self._modules and capture.takes_module(path, self._modules[path]):
+                    return capture
+        return None
+
+    def _rewire(self) -> None:
+        """Put hooks where a receiver wants something, and nowhere else; called when receivers or modules change."""
+        if not self._attached:
+            return
+        fired = {(hook.name, hook.method) for hook in self._hooks if hook.fired}
+        off = {(hook.name, hook.method) for hook in self._hooks if hook.off}
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._hooks, self._streams, self._heard_tags = [], [], {}, {}
+        receivers = self.message_bus.receivers
+        self._asking = tuple(one for one in receivers if not getattr(one, "passive", False)) or receivers
+        self._modules = {
+            path: one for path, one in self._candidates() if any(c.takes_module(path, one) for c in self.captures)
+        }
+        self._find_parameters()
+        # these stay while others come and go: torch forbids changing an optimizer's hooks while they run
+        if self._root is not None and "root" not in self._lasting:
+            before = _Hook(self, "_before_root", "")
+            self._lasting["root"] = [self._root.register_forward_pre_hook(before, with_kwargs=True, prepend=True)]
+        for optimizer in self._optimizers:
+            if id(optimizer) not in self._lasting:
+                self._lasting[id(optimizer)] = [
+                    optimizer.register_step_pre_hook(_Hook(self, "_before_optimizer", "")),
+                    optimizer.register_step_post_hook(_Hook(self, "_after_optimizer", "")),
+                ]
+        for path, one in self._modules.items():
+            if isinstance(one, torch.jit.ScriptModule):
+                self._problem(f"module {path!r}", "a ScriptModule takes no hooks; its activations are not observed")
+                continue
+            inputs = any(self._asked(kind, path) for kind in ("layer_inputs", "input_gradients"))
+            if inputs:
+                hook = self._hook("_before_forward", path)
+                self._handles.append(one.register_forward_pre_hook(hook, with_kwargs=True))
+            if inputs or any(self._asked(kind, path) for kind in ("activations", "layer_gradients")):
+                hook = self._hook("_after_forward", path)
+                self._handles.append(one.register_forward_hook(hook, with_kwargs=True))
+        if self._root is not None:  # after the root's own activations, which belong before the network's output
+            hook = self._hook("_after_root", "")
+            self._handles.append(self._root.register_forward_hook(hook, with_kwargs=True, always_call=True))
+        if not self._optimizers and not self._steps_itself:
+            for parameter in self._parameters:
+                tensor = parameter.tensor
+                if tensor is not None and tensor.requires_grad and self._asked(parameter.kind("gradients"), parameter.stream):
+                    hook = self._hook("_after_accumulation", parameter.path)
+                    self._handles.append(tensor.register_post_accumulate_grad_hook(hook))
+        self._wire_losses()
+        for hook in self._hooks:
+            hook.fired = (hook.name, hook.method) in fired
+            hook.off = (hook.name, hook.method) in off
+
+    def _wire_losses(self) -> None:
+        wanted = any(self._asked(kind, None) for kind in ("loss", "input_labels", "network_output"))
+        for loss in self._losses if wanted else ():
+            if isinstance(loss, nn.Module):
+                self._handles.append(loss.register_forward_hook(self._hook("_after_loss", ""), with_kwargs=True))
+            elif loss not in self._patched:
+                self._patched[loss] = getattr(torch.nn.functional, loss)
+                setattr(torch.nn.functional, loss, _LossFunction(self, self._patched[loss]))
+
+    def _find_parameters(self) -> None:
+        self._parameters = []
+        tops: list[tuple[str, nn.Module]] = (
+            [("", self._root)] if self._root is not None else [(name, top) for name, top, _ in self._added]
+        )
+        seen: set[int] = set()
+        for prefix, top in tops:
+            for owner_path, owner in top.named_modules(prefix=prefix):
+                for attribute, tensor in owner._parameters.items():
+                    if tensor is None or id(tensor) in seen:
+                        continue
+                    seen.add(id(tensor))
+                    path = f"{owner_path}.{attribute}" if owner_path else attribute
+                    self._parameters.append(_Parameter(path, owner_path, owner, attribute))
+        self._parameter_of = {(p.stream, p.bias): p for p in self._parameters}
+
+    def _hook(self, method: str, name: str) -> _Hook:
+        hook = _Hook(self, method, name)
+        self._hooks.append(hook)
+        return hook
+
+    def _asked(self, kind: str, path: str | None) -> bool:
+        """Whether some receiver asks for this stream in some pass, and a capture allows it."""
+        return self._capture_of(kind, path, None) is not None and any(
+            one.wants(kind, path, None, None) for one in self._asking
+        )
+
+    def _wanted(self, kind: str, path: str | None, tag: str, at: tuple[int, int, int] | None = None) -> Capture | None:
+        """The capture by which to observe this stream now, or None if nobody wants it."""
+        stream = self._streams.get((kind, path, tag))
+        if stream is None:
+            capture = self._capture_of(kind, path, tag) if kind in KINDS else _EVERYTHING
+            asking = [one for one in self._asking if one.wants(kind, path, tag, None)]
+            stream = self._streams[kind, path, tag] = _Stream(capture, asking)
+        if stream.capture is None or not stream.asking:
+            return None
+        step, _, epoch = at if at is not None else (self.global_step, self.train_step, self.epoch)
+        if kind in KINDS:
+            clock = epoch if KINDS[kind].clock == "epoch" else step
+            if not stream.capture.due(kind, tag, clock):
+                return None
+        else:
+            clock = step
+        for one in stream.asking:
+            if one.wants(kind, path, tag, clock):
+                return stream.capture
+        return None
+
+    # -- publishing -----------------------------------------------------------------------------------------
+
+    def _now(self) -> tuple[int, int, int]:
+        return self.global_step, self.train_step, self.epoch
+
+    def _event(self, kind: str, at: tuple[int, int, int]) -> None:
+        if self._wanted(kind, None, DEFAULT_TAG, at) is not None:
+            step, train_step, epoch = at
+            self.message_bus.publish(NetworkMessage(kind=kind, global_step=step, train_step=train_step, epoch=epoch))
+
+    def _publish(
+        self,
+        kind: str,
+        path: str | None,
+        data: Tensor,
+        tag: str,
+        leaf: str = "",
+        call: int | None = None,
+        at: tuple[int, int, int] | None = None,
+        module: nn.Module | None = None,
+    ) -> None:
+        """Publish data that this exporter owns, if it is wanted."""
+        at = at if at is not None else self._now()
+        capture = self._wanted(kind, path, tag, at)
+        if capture is not None:
+            self._deliver(capture, kind, path, data, tag, leaf, call, at, module, owned=True)
+
+    def _publish_leaves(self, kind: str, path: str | None, value: Any, tag: str, call: int | None = None) -> None:
+        """Publish copies of the tensors in a structure, if they are wanted."""
+        capture = self._wanted(kind, path, tag)
+        if capture is None:
+            return
+        module = None if path is None else self._modules.get(path)
+        for leaf, tensor in leaves(value):
+            self._deliver(capture, kind, path, tensor, tag, leaf, call, self._now(), module, owned=False)
+
+    def _deliver(
+        self,
+        capture: Capture,
+        kind: str,
+        path: str | None,
+        data: Tensor,
+        tag: str,
+        leaf: str,
+        call: int | None,
+        at: tuple[int, int, int],
+        module: nn.Module | None,
+        *,
+        owned: bool,
+    ) -> None:
+        """Select, condition, copy, reduce, cast and publish one tensor."""
+        reason = unobservable(data)
+        if reason is not None:
+            self._problem(f"{kind} of {path!r}" if path is not None else kind, reason)
+            return
+        source = data.detach()
+        if source.layout is not torch.strided:
+            source, owned = source.to_dense(), True
+        if self._collecting is not None:
+            if kind not in _PROBED:  # the inputs of a probe are fixed: once is in the user's hands, often is waste
+                return
+            held = source if owned else source.clone(memory_format=torch.contiguous_format)
+            self._collecting.setdefault((kind, path, call or 0, leaf), []).append(held)
+            return
+        stream = (kind, path, tag, leaf)
+        # probed data is put together before it is published; everything else counts its own calls
+        number = call if call is not None else self._published.get(stream, 0)
+        if capture is _EVERYTHING:
+            final = source
+        else:
+            chosen = capture.select(kind, source, module)
+            if capture.condition is not None and not capture.condition(
+                self._message(kind, path, chosen, tag, leaf, number, at)
+            ):
+                self._published[stream] = number + 1
+                return
+            final = capture.finish(kind, chosen, self._running.get(stream) if capture.runs else None)
+            if capture.choices and stream not in self._sampling:
+                told = capture.sampling(kind, tuple(data.shape), module)
+                if told is not None:
+                    self._sampling[stream] = told
+        if final.is_conj() or final.is_neg():
+            final = final.resolve_conj().resolve_neg()
+        if not owned and _same_storage(final, source):
+            final = final.clone(memory_format=torch.contiguous_format)
+        if capture.runs:
+            self._running[stream] = final
+        self._published[stream] = number + 1
+        self.message_bus.publish(self._message(kind, path, final, tag, leaf, number, at))
+
+    def _message(
+        self, kind: str, path: str | None, data: Tensor, tag: str, leaf: str, call: int, at: tuple[int, int, int]
+    ) -> Message:
+        step, train_step, epoch = at
+        if path is None:
+            return NetworkMessage(
+                kind=kind, global_step=step, train_step=train_step, epoch=epoch, tag=tag, call=call, leaf=leaf, data=data
+            )
+        return ModuleMessage(
+            kind=kind, module=path, global_step=step, train_step=train_step, epoch=epoch, tag=tag, call=call, leaf=leaf,
+            data=data,
+        )  # fmt: skip
+
+    # -- steps ----------------------------------------------------------------------------------------------
+
+    def _announce_epoch(self) -> None:
+        self._epoch_open = True
+        self._event("epoch_started", self._now())
+
+    def _begin_step(self) -> None:
+        if self._open:
+            return
+        self._open = True
+        self._idle = self._nothing_due()
+        self._calls = {key: count for key, count in self._calls.items() if key[1] != DEFAULT_TAG}
+        self._published = {key: count for key, count in self._published.items() if key[2] != DEFAULT_TAG}
+        if not self._epoch_open:
+            self._announce_epoch()
+        if not self._idle:
+            self._event("batch_started", self._now())
+            if not self._optimizers:
+                self._snapshot(self._parameters)
+
+    def _nothing_due(self) -> bool:
+        """Whether nobody wants anything of the training passes of this global step."""
+        return not (
+            any(capture.due_step(self.global_step) for capture in self.captures)
+            and any(awake(one, self.global_step) for one in self._asking)
+        )
+
+    def _end_step(self) -> None:
+        """Publish what is known now that the weights have moved, and move the clock."""
+        self._begin_step()  # nothing of the forward was seen (compiled, bypassed), but the step took place
+        if not self._idle:
+            if not self._optimizers:
+                self._compare(self._parameters)
+            for parameter in self._parameters:
+                self._publish_parameter(parameter)
+            self._event("batch_finished", self._now())
+        self._before, self._after, self._gradients = {}, {}, {}
+        self._calls, self._published = {}, {}
+        self._last = self._now()
+        self._open = False
+        self._listening = False
+        self.global_step += 1
+        self.train_step += 1
+        for probe in self._probes:
+            if self.global_step % probe.every == 0:
+                self._guard(f"probe {probe.name}", lambda probe=probe: self._run_probe(probe))
+
+    def _snapshot(self, parameters: Iterable[_Parameter]) -> None:
+        """Copy what is wanted of the weights before they move."""
+        for parameter in parameters:
+            if parameter.path in self._before or parameter.tensor is None:
+                continue
+            value_capture = self._wanted(parameter.kind(""), parameter.stream, DEFAULT_TAG)
+            update_capture = self._wanted(parameter.kind("updates"), parameter.stream, DEFAULT_TAG)
+            if value_capture is None and update_capture is None:
+                continue
+            if unobservable(parameter.tensor) is not None:
+                continue
+            value = self._copy(value_capture, parameter.kind(""), parameter.tensor)
+            if update_capture is value_capture:
+                base = value
+            else:
+                base = self._copy(update_capture, parameter.kind("updates"), parameter.tensor)
+            self._before[parameter.path] = (value, base)
+
+    def _copy(self, capture: Capture | None, kind: str, tensor: Tensor) -> Tensor | None:
+        if capture is None:
+            return None
+        source = tensor.detach()
+        chosen = capture.select(kind, source)
+        return chosen.clone(memory_format=torch.contiguous_format) if _same_storage(chosen, source) else chosen
+
+    def _compare(self, parameters: Iterable[_Parameter]) -> None:
+        """Form the wanted updates, now that the weights have moved; and copy gradients that are still there."""
+        for parameter in parameters:
+            tensor = parameter.tensor
+            if tensor is None:
+                continue
+            _, base = self._before.get(parameter.path, (None, None))
+            capture = self._wanted(parameter.kind("updates"), parameter.stream, DEFAULT_TAG)
+            if capture is not None and base is not None:
+                now = capture.select(parameter.kind("updates"), tensor.detach())
+                if now.shape == base.shape:
+                    self._after[parameter.path] = now - base
+            capture = self._wanted(parameter.kind("gradients"), parameter.stream, DEFAULT_TAG)
+            gradient = tensor.grad
+            if capture is not None and gradient is not None and (self._optimizers or self._steps_itself):
+                self._keep_gradient(parameter, capture, gradient)
+
+    def _keep_gradient(self, parameter: _Parameter, capture: Capture, gradient: Tensor) -> None:
+        reason = unobservable(gradient)
+        if reason is not None:
+            self._problem(f"{parameter.kind('gradients')} of {parameter.stream!r}", reason)
+            return
+        dense = gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
+        copied = self._copy(capture, parameter.kind("gradients"), dense)
+        if copied is not None:
+            self._gradients[parameter.path] = copied
+
+    def _publish_parameter(self, parameter: _Parameter) -> None:
+        value, _ = self._before.get(parameter.path, (None, None))
+        stages = (("", value), ("gradients", self._gradients.get(parameter.path)), ("updates", self._after.get(parameter.path)))
+        for suffix, data in stages:
+            if data is None:
+                continue
+            kind = parameter.kind(suffix)
+            capture = self._wanted(kind, parameter.stream, DEFAULT_TAG)
+            if capture is not None:
+                self._deliver_chosen(capture, kind, parameter, data)
+
+    def _deliver_chosen(self, capture: Capture, kind: str, parameter: _Parameter, chosen: Tensor) -> None:
+        """Condition, reduce, cast and publish a parameter's data, which is selected and copied already."""
+        stream = (kind, parameter.stream, DEFAULT_TAG, "")
+        if capture.condition is not None and not capture.condition(
+            self._message(kind, parameter.stream, chosen, DEFAULT_TAG, "", 0, self._now())
+        ):
+            return
+        final = capture.finish(kind, chosen, self._running.get(stream) if capture.runs else None)
+        if capture.runs:
+            self._running[stream] = final
+        if capture.choices and stream not in self._sampling and parameter.tensor is not None:
+            told = capture.sampling(kind, tuple(parameter.tensor.shape))
+            if told is not None:
+                self._sampling[stream] = told
+        self.message_bus.publish(self._message(kind, parameter.stream, final, DEFAULT_TAG, "", 0, self._now()))
+
+    # -- passes ---------------------------------------------------------------------------------------------
+
+    def _enter_pass(self, module: nn.Module) -> None:
+        """Decide what the forward that begins is: a training pass, which may begin a step, or a pass aside."""
+        training = module.training and torch.is_grad_enabled()
+        if self._user_tag is not None:
+            self._tag = self._user_tag
+        else:
+            self._tag = DEFAULT_TAG if training else EVAL_TAG
+        if self._tag == DEFAULT_TAG:
+            self._begin_step()
+            self._listening = not self._idle
+        else:
+            self._listening = self._hears(self._tag)
+
+    def _hears(self, tag: str) -> bool:
+        """Whether anybody wants anything of the passes of this tag."""
+        known = self._heard_tags.get(tag)
+        if known is None:
+            streams = [(kind, path) for kind in KINDS for path in ([None] if KINDS[kind].network else self._modules)]
+            known = any(capture.takes_tag(tag) for capture in self.captures) and any(
+                one.wants(kind, path, tag, None) for one in self._asking for kind, path in streams
+            )
+            self._heard_tags[tag] = known
+        return known
+
+    def _before_root(self, _: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if recomputing():
+            return
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._inputs = []
+        if self._open and not self._optimizers and not self._steps_itself and self._is_training_pass(module):
+            self._end_step()  # without an optimizer, a step lasts until the next one begins
+        self._enter_pass(module)
+        if self._listening:
+            self._publish_leaves("input_data", None, _arguments(args, kwargs), self._tag)
+
+    def _is_training_pass(self, module: nn.Module) -> bool:
+        return module.training and torch.is_grad_enabled() and self._user_tag is None
+
+    def _after_root(self, _: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if recomputing():
+            return
+        self._depth = max(0, self._depth - 1)
+        if self._depth or output is None or not self._listening:
+            return
+        # with a loss, the output is what the loss gets: on the same footing as the labels
+        if not self._losses or self._collecting is not None:
+            self._publish_leaves("network_output", None, output, self._tag)
+
+    def _before_forward(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if recomputing():
+            return
+        if self._depth == 0:
+            self._enter_pass(module)
+        if not self._listening:
+            return
+        tag, now = self._tag, self._now()
+        copies: list[tuple[str, Tensor]] = []
+        inputs = leaves(_arguments(args, kwargs))
+        capture = self._wanted("layer_inputs", path, tag)
+        if capture is not None:  # copied now, because the module may overwrite its input in place
+            for leaf, tensor in inputs:
+                if unobservable(tensor) is None:
+                    copies.append((leaf, tensor.detach().clone(memory_format=torch.contiguous_format)))
+        self._inputs.append((path, copies))
+        if self._wanted("input_gradients", path, tag) is not None and torch.is_grad_enabled():
+            call = self._calls.get((path, tag), 0)
+            for leaf, tensor in inputs:
+                if tensor.requires_grad and not recomputing():
+                    tensor.register_hook(_GradientHook(self, "input_gradients", path, leaf, call, tag, now))
+
+    def _after_forward(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if recomputing():
+            self._after_recomputation(path, output)
+            return
+        if self._depth == 0:
+            self._enter_pass(module)
+        if not self._listening:
+            return
+        tag, now = self._tag, self._now()
+        call = self._calls.get((path, tag), 0)
+        self._calls[path, tag] = call + 1
+        self._publish_inputs(path, module, tag, call, now)
+        observed = leaves(output)
+        capture = self._wanted("activations", path, tag)
+        if capture is not None:
+            for leaf, tensor in observed:
+                self._deliver(capture, "activations", path, tensor, tag, leaf, call, now, module, owned=False)
+        if torch.is_grad_enabled() and self._wanted("layer_gradients", path, tag) is not None:
+            for leaf, tensor in observed:
+                if tensor.requires_grad:
+                    tensor.register_hook(_GradientHook(self, "layer_gradients", path, leaf, call, tag, now))
+
+    def _publish_inputs(self, path: str, module: nn.Module, tag: str, call: int, now: tuple[int, int, int]) -> None:
+        """Publish what the pre-hook of this module copied; what a failed forward left behind is dropped."""
+        while self._inputs:
+            owner, copies = self._inputs.pop()
+            if owner == path:
+                for leaf, tensor in copies:
+                    self._publish("layer_inputs", path, tensor, tag, leaf, call, now, module)
+                return
+
+    def _after_recomputation(self, path: str, output: Any) -> None:
+        """In a checkpoint's second forward, catch the gradients that only this one will see (reentrant checkpoints)."""
+        if self._listening and torch.is_grad_enabled() and self._wanted("layer_gradients", path, self._tag) is not None:
+            call = self._calls.get((path, "recomputed"), 0)
+            self._calls[path, "recomputed"] = call + 1
+            for leaf, tensor in leaves(output):
+                if tensor.requires_grad:
+                    now = self._now()
+                    tensor.register_hook(_GradientHook(self, "layer_gradients", path, leaf, call, self._tag, now))
+
+    def _gradient(self, hook: _GradientHook, gradient: Tensor) -> None:
+        capture = self._wanted(hook.kind, hook.path, hook.tag, hook.at)
+        if capture is None:
+            return
+        # a second backward through the same forward counts on, so that no two messages have one identity
+        seen = self._published.get((hook.kind, hook.path, hook.tag, hook.leaf + "\0"), 0)
+        call = hook.call if not (seen >> hook.call) & 1 else seen.bit_length()
+        self._published[hook.kind, hook.path, hook.tag, hook.leaf + "\0"] = seen | (1 << call)
+        module = self._modules.get(hook.path)
+        self._deliver(capture, hook.kind, hook.path, gradient, hook.tag, hook.leaf, call, hook.at, module, owned=False)
+
+    # -- loss -----------------------------------------------------------------------------------------------
+
+    def _after_loss(self, _: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._loss_seen(args, kwargs, output)
+
+    def _loss_seen(self, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        if not isinstance(output, Tensor) or self._collecting is not None:
+            return
+        if self._user_tag is not None:
+            tag = self._user_tag
+        elif not output.requires_grad:  # without gradients, or a second look at detached outputs
+            tag = EVAL_TAG
+        else:
+            tag = self._tag
+        if tag == DEFAULT_TAG:
+            self._begin_step()
+            if self._idle:
+                return
+        given = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+        for kind, tensor in zip(("network_output", "input_labels"), given, strict=False):
+            self._publish_leaves(kind, None, tensor, tag)
+        self._publish_leaves("loss", None, output, tag)
+
+    # -- optimizer ------------------------------------------------------------------------------------------
+
+    def _before_optimizer(self, _: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # the forward may come later, in a closure: whether anything is wanted is a question of the clock alone
+        if not self._nothing_due():
+            self._snapshot(self._of_optimizer(optimizer))
+
+    def _after_optimizer(self, _: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        found_inf = getattr(optimizer, "found_inf", None)
+        if isinstance(found_inf, Tensor) and bool(found_inf.item()):  # a fused optimizer under GradScaler did not move
+            self.message_bus.register_topic("skipped_step", "network")
+            if any(one.wants("skipped_step", None, DEFAULT_TAG, self.global_step) for one in self._asking):
+                step, train_step, epoch = self._now()
+                skipped = NetworkMessage(kind="skipped_step", global_step=step, train_step=train_step, epoch=epoch)
+                self.message_bus.publish(skipped)
+            return
+        if not self._nothing_due():
+            self._compare(self._of_optimizer(optimizer))
+        if optimizer is self._optimizers[-1]:
+            self._end_step()
+
+    def _of_optimizer(self, optimizer: Optimizer) -> list[_Parameter]:
+        """The parameters that an optimizer moves; to the last one also those that no optimizer moves."""
+        if len(self._optimizers) == 1:
+            return self._parameters
+        own = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        if optimizer is self._optimizers[-1]:
+            others = {
+                id(tensor)
+                for other in self._optimizers[:-1]
+                for group in other.param_groups
+                for tensor in group["params"]
+            }
+            return [p for p in self._parameters if id(p.tensor) in own or id(p.tensor) not in others]
+        return [p for p in self._parameters if id(p.tensor) in own]
+
+    def _after_accumulation(self, path: str, tensor: Tensor) -> None:
+        """Without an optimizer, nothing says when a gradient is final: keep the last running sum."""
+        parameter = next((p for p in self._parameters if p.path == path), None)
+        if parameter is None or not self._open or self._idle or tensor.grad is None:
+            return
+        capture = self._wanted(parameter.kind("gradients"), parameter.stream, DEFAULT_TAG)
+        if capture is not None:
+            self._keep_gradient(parameter, capture, tensor.grad)
+
+    # -- probes ---------------------------------------------------------------------------------------------
+
+    def _run_probe(self, probe: _Probe) -> None:
+        root = self._root
+        assert root is not None  # probe() checked it
+        probe.last = self.global_step
+        if not (self._enabled and self._attached):
+            return
+        if not self._hears(probe.name):
+            return
+        before = (self._tag, self._user_tag, self._listening, self._depth, self._inputs)
+        self._user_tag, self._depth, self._inputs = probe.name, 0, []
+        self._forget_calls(probe.name)
+        collected: dict[tuple[str, str | None, int, str], list[Tensor]] = {}
+        self._collecting = collected
+        try:
+            with _undisturbed(root):
+                for batch in probe.batches():
+                    self._forget_calls(probe.name)
+                    probe.call(root, batch)
+        finally:
+            self._tag, self._user_tag, self._listening, self._depth, self._inputs = before
+            self._collecting = None
+        for (kind, path, call, leaf), parts in collected.items():
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts) if parts[0].ndim else torch.stack(parts)
+            module = self._modules.get(path) if path is not None else None
+            self._publish(kind, path, whole, probe.name, leaf, call, module=module)
+        if probe.labels is not None:
+            self._publish_leaves("input_labels", None, probe.labels, probe.name, 0)
+        self._forget_calls(probe.name)
+
+    def _forget_calls(self, tag: str) -> None:
+        self._calls = {key: count for key, count in self._calls.items() if key[1] != tag}
+        self._published = {key: count for key, count in self._published.items() if key[2] != tag}
+
+    # -- trouble --------------------------------------------------------------------------------------------
+
+    def _guard(self, what: str, work: Callable[[], None]) -> None:
+        """Do work that must not end the training."""
+        try:
+            work()
+        except Exception as error:
+            if self.strict:
+                raise
+            self._problem(what, f"{type(error).__name__}: {error}")
+
+    def _problem(self, what: str, why: str) -> None:
+        """Note a problem; the first of each sort is also a warning."""
+        for known in self.problems:
+            if known["what"] == what and known["why"] == why:
+                known["count"] += 1
+                return
+        self.problems.append({"what": what, "why": why, "count": 1, "global_step": self.global_step})
+        warnings.warn(f"{what} is not observed: {why}; the training goes on", RuntimeWarning, stacklevel=3)
+
+    def _path_of(self, module: nn.Module) -> str:
+        for path, one in [*self._modules.items(), *self._candidates()]:
+            if one is module:
+                return path
+        raise CaptureError(f"this {type(module).__name__} was not added to the exporter; call add_modules first")
+
+
+@dataclasses.dataclass
+class _Parameter:
+    """A parameter of the model, found by its place so that a replaced tensor is followed."""
+
+    path: str
+    owner_path: str
+    owner: nn.Module
+    attribute: str
+
+    def __post_init__(self) -> None:
+        named = self.attribute in ("weight", "bias")
+        self.bias = "bias" in self.attribute
+        self.stream = self.owner_path if named else self.path
+        own = "bias" if self.bias else "weight"
+        self._kinds = {
+            "": "biases" if self.bias else "weights",
+            "gradients": f"{own}_gradients",
+            "updates": f"{own}_updates",
+        }
+
+    def kind(self, suffix: str) -> str:
+        return self._kinds[suffix]
+
+    @property
+    def tensor(self) -> Tensor | None:
+        return self.owner._parameters.get(self.attribute)
+
+
+@dataclasses.dataclass(slots=True)
+class _Stream:
+    """Who asks for a stream, and by which capture it is observed; what does not change from step to step."""
+
+    capture: Capture | None
+    asking: list[Receiver]
+
+
+class _Probe:
+    """Fixed inputs, and when they are due."""
+
+    def __init__(self, name: str, inputs: Any, labels: Tensor | None, every: int, batch_size: int | None) -> None:
+        self.name = name
+        self.inputs = inputs
+        self.labels = labels
+        self.every = every
+        self.batch_size = batch_size
+        self.last: int | None = None
+
+    def batches(self) -> Iterator[Any]:
+        tensors = [tensor for _, tensor in leaves(self.inputs) if tensor.ndim]
+        if self.batch_size is None or not tensors:
+            yield self.inputs
+            return
+        for begin in range(0, tensors[0].shape[0], self.batch_size):
+            yield _map(self.inputs, lambda x, begin=begin: x[begin : begin + (self.batch_size or 0)] if x.ndim else x)
+
+    @staticmethod
+    def call(model: nn.Module, inputs: Any) -> None:
+        if isinstance(inputs, Mapping):
+            model(**inputs)
+        elif isinstance(inputs, tuple):
+            model(*inputs)
+        else:
+            model(inputs)
+
+
+class _Hook:
+    """A hook of an exporter; in a copy or a pickle of what it hangs on, a function that does nothing."""
+
+    __slots__ = ("_exporter", "fired", "method", "name", "off")
+
+    def __init__(self, exporter: Exporter, method: str, name: str) -> None:
+        self._exporter = weakref.ref(exporter)
+        self.method = method
+        self.name = name
+        self.fired = False
+        self.off = False
+
+    def __call__(self, *args: Any) -> None:
+        if torch.compiler.is_compiling():  # state that changes would recompile the graph at every step
+            return
+        exporter = self._exporter()
+        if exporter is None or self.off or not (exporter._attached and exporter._enabled):
+            return
+        self.fired = True
+        if torch.jit.is_tracing():
+            return
+        try:
+            getattr(exporter, self.method)(self.name, *args)
+        except Exception as error:
+            if exporter.strict:
+                raise
+            self.off = self.method not in ("_before_root", "_after_root", "_before_optimizer", "_after_optimizer")
+            what = f"module {self.name!r}" if self.name else self.method.strip("_").replace("_", " ")
+            exporter._problem(what, f"{type(error).__name__}: {error}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a callable of the standard library that takes anything and returns None: what is loaded needs no tracer
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class _GradientHook:
+    """Sees the gradient of one tensor of one forward pass."""
+
+    __slots__ = ("_exporter", "at", "call", "kind", "leaf", "path", "tag")
+
+    def __init__(
+        self, exporter: Exporter, kind: str, path: str, leaf: str, call: int, tag: str, at: tuple[int, int, int]
+    ) -> None:
+        self._exporter = weakref.ref(exporter)
+        self.kind = kind
+        self.path = path
+        self.leaf = leaf
+        self.call = call
+        self.tag = tag
+        self.at = at
+
+    def __call__(self, gradient: Tensor) -> None:
+        exporter = self._exporter()
+        if exporter is None or not (exporter._attached and exporter._enabled):
+            return
+        try:
+            exporter._gradient(self, gradient)
+        except Exception as error:
+            if exporter.strict:
+                raise
+            exporter._problem(f"{self.kind} of {self.path!r}", f"{type(error).__name__}: {error}")
+
+
+class _LossFunction:
+    """Stands in for a function of ``torch.nn.functional`` while it is observed."""
+
+    def __init__(self, exporter: Exporter, original: Callable[..., Any]) -> None:
+        self._exporter = weakref.ref(exporter)
+        self.__wrapped__ = original
+        self.__name__ = getattr(original, "__name__", "loss")
+        self.__doc__ = original.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        exporter = self._exporter()
+        if exporter is None or exporter._in_loss or torch.compiler.is_compiling():
+            return self.__wrapped__(*args, **kwargs)
+        exporter._in_loss = True  # some losses are made of others
+        try:
+            output = self.__wrapped__(*args, **kwargs)
+        finally:
+            exporter._in_loss = False
+        if exporter._attached and exporter._enabled:
+            exporter._guard("loss", lambda: exporter._loss_seen(args, kwargs, output))
+        return output
+
+
+@contextlib.contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients or autocast; afterwards modes, buffers and random generators are as before."""
+    modes = [(one, one.training) for one in model.modules()]
+    buffers = [
+        (one, name, buffer, buffer.detach().clone(), buffer._version)
+        for one in model.modules()
+        for name, buffer in one._buffers.items()
+        if buffer is not None and not buffer.is_inference()
+    ]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    device_type = next((p.device.type for p in model.parameters()), "cpu")
+    try:
+        with torch.random.fork_rng(devices=devices), torch.no_grad(), torch.autocast(device_type, enabled=False):
+            model.eval()
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        for one, mode in modes:
+            one.training = mode
+        with torch.no_grad():
+            for one, name, buffer, content, version in buffers:
+                if buffer._version != version:
+                    buffer.copy_(content)
+                if one._buffers.get(name) is not buffer:
+                    one._buffers[name] = buffer
+
+
+_EVERYTHING = Capture(kinds=KINDS)
+_PARAMETER_KINDS: Mapping[str, tuple[bool, str]] = {
+    "weights": (False, ""),
+    "weight_gradients": (False, "gradients"),
+    "weight_updates": (False, "updates"),
+    "biases": (True, ""),
+    "bias_gradients": (True, "gradients"),
+    "bias_updates": (True, "updates"),
+}
+_PROBED = ("layer_inputs", "activations", "network_output")
+
+
+def leaves(value: Any) -> list[tuple[str, Tensor]]:
+    """The tensors in a structure, each with its path; a tensor that is alone has the empty path.
+
+    Knows tuples, named tuples, lists, mappings and dataclasses (which ``torch.utils._pytree`` does not flatten), nested;
+    everything else is no tensor and is left out.
+
+    Examples
+    --------
+    >>> x = torch.zeros(1)
+    >>> [path for path, _ in leaves((x, (x, x), None, {"logits": x}))]
+    ['0', '1.0', '1.1', '3.logits']
+    >>> [path for path, _ in leaves((x, None))]
+    ['']
+    """
+    found: list[tuple[str, Tensor]] = []
+    _walk(value, "", found)
+    return [("", found[0][1])] if len(found) == 1 else found
+
+
+def _walk(value: Any, path: str, found: list[tuple[str, Tensor]]) -> None:
+    if isinstance(value, Tensor):
+        found.append((path, value))
+        return
+    parts: Iterable[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        parts = zip(value._fields, value, strict=True)
+    elif isinstance(value, tuple | list):
+        parts = enumerate(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+    else:
+        return
+    for name, part in parts:
+        _walk(part, f"{path}.{name}" if path else str(name), found)
+
+
+def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: _map(part, function) for key, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_map(part, function) for part in value)
+    return [_map(part, function) for part in value] if isinstance(value, list) else value
+
+
+def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if not kwargs:
+        return args
+    return {**{str(index): value for index, value in enumerate(args)}, **kwargs}
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside wrappers that only pass on: compiled, DistributedDataParallel, DataParallel."""
+    while True:
+        if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]  # what torch.compile calls the module it wraps
+        elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        else:
+            return model
+
+
+def unobservable(tensor: Tensor) -> str | None:
+    """Why a tensor's values cannot be copied, or None if they can."""
+    if tensor.is_meta:
+        return "a meta tensor has no values"
+    if tensor.is_quantized:
+        return "a quantized tensor is not supported"
+    if tensor.is_nested:
+        return "a nested tensor is not supported"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "inside vmap or grad of torch.func a tensor has no values of its own"
+    return None
+
+
+def _same_storage(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def recomputing() -> bool:
+    """Whether this forward runs inside a backward pass: a checkpoint's second forward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def awake(receiver: Receiver, step: int) -> bool:
+    """Whether a receiver may want something of the training passes of this step."""
+    ask = getattr(receiver, "awake", None)
+    return True if ask is None else bool(ask(step))
+
+
+def _class_name(one: nn.Module) -> str:
+    return f"{type(one).__module__}.{type(one).__qualname__}"
+

@@ -1,0 +1,664 @@
+"""`TraceReader`: the messages of a trace, in their order, filtered, and read in blocks."""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import math
+import os
+import platform
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer import layout
+from tracer.errors import CaptureError, TraceCorruptError, TraceError
+from tracer.layout import Column
+from tracer.messages import DEFAULT_TAG, Message, ModuleMessage, NetworkMessage
+from tracer.stores import ReadStore, open_store
+
+BLOCK_BYTES: Final = 16 << 20
+"""Bytes of data that `TraceReader.messages` reads ahead."""
+BLOCK_ROWS: Final = 16384
+"""Messages that it reads ahead, at most."""
+GAP_BYTES: Final = 65536
+"""Parts of a pool that are closer than this are read at once, with what lies between: a chunk is read as a whole."""
+SILENT_SECONDS: Final = 60.0
+"""A trace from another machine that was not written for so long counts as interrupted."""
+
+Steps = tuple[int | None, int | None] | tuple[int | None, int | None, int | None]
+"""``(start, stop)`` or ``(start, stop, stride)`` of the global step; start is inclusive, stop exclusive."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamInfo:
+    """What a trace holds of one stream.
+
+    Attributes
+    ----------
+    id : int
+        Its number in the journal.
+    kind : str
+    network : bool
+        Whether its messages are of the network, and not of a module.
+    module : str or None
+        Dotted path; None for the network.
+    tag, leaf : str
+    dtype : str or None
+        The logical dtype, torch's name without ``torch.``; None for events.
+    sampling : dict or None
+        How the data was made from what was observed, as the recorder said.
+    count : int
+        Messages.
+    bytes : int
+        Bytes of their data.
+    calls : int
+        Calls in a step, at most.
+    shapes : list of tuple of int
+        In the order in which the trace first had them.
+    steps : tuple of int or None
+        First and last global step; None without messages.
+    """
+
+    id: int
+    kind: str
+    network: bool
+    module: str | None
+    tag: str
+    leaf: str
+    dtype: str | None
+    sampling: dict[str, Any] | None
+    count: int
+    bytes: int
+    calls: int
+    shapes: list[tuple[int, ...]]
+    steps: tuple[int, int] | None
+
+    def __str__(self) -> str:
+        return _stream_name(self.kind, self.module, self.tag, self.leaf)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    kind: str
+    network: bool
+    module: str | None
+    tag: str
+    leaf: str
+    dtype: str | None
+    sampling: dict[str, Any] | None
+
+
+@final
+class TraceReader:
+    """A trace, as it was when it was opened; a trace that is being written can be opened too.
+
+    Parameters
+    ----------
+    path : path
+
+    Raises
+    ------
+    TraceNotFoundError
+        If nothing is at `path`.
+    TraceFormatError
+        If it is not a trace, of a version that this release does not read, or has parts that are not safe to read.
+    TraceCorruptError
+        If it is damaged where every message needs it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        """Where the trace is."""
+        self._store: ReadStore = open_store(self.path)
+        try:
+            self._load()
+        except BaseException:
+            self._store.close()
+            raise
+
+    def _load(self) -> None:
+        store = self._store
+        self._attributes = store.attrs()
+        try:
+            layout.check_version(self._attributes)
+        except TraceError as error:
+            raise type(error)(f"{self.path} cannot be read: {error}") from None
+        # the journal first: what it refers to was committed before it
+        journal = self._read_journal()
+        lines = self._read_declarations()
+        if any(what == "status" for what, _ in lines):
+            # the run may have ended between the two
+            journal = self._read_journal()
+        self.header: dict[str, Any] = {}
+        """What was known of the run before it started."""
+        self.notes: list[dict[str, Any]] = []
+        """Remarks that were made during the run."""
+        self._ending: dict[str, Any] = {}
+        self._streams: list[_Stream] = []
+        self._shapes: list[tuple[int, ...]] = []
+        self._pools: list[tuple[str, str]] = []
+        try:
+            for what, value in lines:
+                self._declare(what, value)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, TraceError):
+                raise
+            raise TraceCorruptError(f"{self.path}: a declaration is damaged: {error!r}") from error
+        if self._store.checksums_chunks is False:
+            journal = _without_torn_rows(journal)
+        self.journal: NDArray[np.int64] = journal
+        """The committed journal, (messages, columns); see `tracer.layout.Column`. Not to be changed."""
+        self.journal.flags.writeable = False
+        self._sizes = np.array([math.prod(shape) for shape in self._shapes], np.int64)
+        dtypes = [layout.ENCODINGS[s.dtype].storage if s.dtype else "uint8" for s in self._streams]
+        self._itemsizes = np.array([np.dtype(dtype).itemsize for dtype in dtypes], np.int64)
+        self._check_journal()
+        self._rows_of: dict[int, int] = {}
+        self._infos: list[StreamInfo] | None = None
+
+    def _read_journal(self) -> NDArray[np.int64]:
+        length = self._store.length(layout.JOURNAL)
+        if self._store.row_shape(layout.JOURNAL) != (layout.COLUMNS,) or self._store.dtype(layout.JOURNAL) != "int64":
+            raise TraceCorruptError(f"{self.path}: the journal is not {layout.COLUMNS} columns of int64")
+        return self._store.read(layout.JOURNAL, 0, length)
+
+    def _read_declarations(self) -> list[tuple[str, Any]]:
+        length = self._store.length(layout.DECLARATIONS)
+        data = self._store.read(layout.DECLARATIONS, 0, length).tobytes()
+        try:
+            return layout.declarations(data)
+        except TraceCorruptError as error:
+            raise TraceCorruptError(f"{self.path}: {error}") from None
+
+    def _declare(self, what: str, value: Any) -> None:
+        if what == "header":
+            self.header = dict(value)
+        elif what == "note":
+            self.notes.append(dict(value))
+        elif what == "status":
+            self._ending = dict(value)
+        elif what == "stream":
+            self._expect(value["id"], self._streams, what)
+            dtype, module = value["dtype"], value["module"]
+            if dtype is not None and dtype not in layout.ENCODINGS:
+                raise TraceError(f"{self.path}: stream {value['id']} has the dtype {dtype}, which this torch lacks")
+            if value["network"] is not (module is None) or not value["kind"] or (dtype is None and module is not None):
+                raise ValueError(f"stream {value['id']} contradicts itself")
+            if not all(isinstance(value[field], str) for field in ("kind", "tag", "leaf")):
+                raise TypeError(f"stream {value['id']} has a name that is no text")
+            self._streams.append(
+                _Stream(
+                    value["kind"],
+                    value["network"],
+                    module,
+                    value["tag"],
+                    value["leaf"],
+                    dtype,
+                    value.get("sampling"),
+                )
+            )
+        elif what == "shape":
+            self._expect(value["id"], self._shapes, what)
+            shape = tuple(value["shape"])
+            if not all(isinstance(size, int) and size >= 0 for size in shape):
+                raise ValueError(f"shape {shape}")
+            self._shapes.append(shape)
+        elif what == "pool":
+            self._expect(value["id"], self._pools, what)
+            if not isinstance(value["name"], str) or value["dtype"] not in layout.STORAGE_DTYPES:
+                raise ValueError(f"pool {value}")
+            self._pools.append((value["name"], value["dtype"]))
+        # a later minor release may declare more; what this one does not know does not change what it does
+
+    def _expect(self, number: Any, table: Sequence[Any], what: str) -> None:
+        if number != len(table):
+            raise ValueError(f"{what} {number!r} is declared where {len(table)} should be")
+
+    def _check_journal(self) -> None:
+        """Check what can be checked without reading data.
+
+        Raises
+        ------
+        TraceCorruptError
+            If a row contradicts the declarations or itself.
+        """
+        journal = self.journal
+        stream, pool, shape = (journal[:, c] for c in (Column.STREAM, Column.POOL, Column.SHAPE))
+        offset, count, flags = (journal[:, c] for c in (Column.OFFSET, Column.COUNT, Column.FLAGS))
+        carries = (flags & layout.HAS_DATA) != 0
+        events = np.array([s.dtype is None for s in self._streams] or [True])
+        sizes = self._sizes if len(self._sizes) else np.zeros(1, np.int64)
+        known = (stream >= 0) & (stream < len(self._streams))
+        self._refuse_rows(~known, "is of a stream that was not declared")
+        self._refuse_rows(events[stream] == carries, "says of its data what its stream does not")
+        low, pools, shapes = np.where(carries, 0, layout.NONE), len(self._pools), len(self._shapes)
+        self._refuse_rows((pool < low) | (pool >= np.where(carries, pools, 0)), "is in a pool that was not declared")
+        self._refuse_rows(
+            (shape < low) | (shape >= np.where(carries, shapes, 0)), "has a shape that was not declared"
+        )
+        expected = np.where(carries, sizes[np.where(carries, shape, 0)], 0)
+        self._refuse_rows(count != expected, "has another number of elements than its shape")
+        self._refuse_rows((offset < 0) | (offset > 2**62), "begins before its pool")
+        counters = journal[:, [Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]]
+        self._refuse_rows((counters < 0).any(axis=1), "has a negative counter")
+
+    def _refuse_rows(self, wrong: NDArray[np.bool_], why: str) -> None:
+        if wrong.any():
+            raise TraceCorruptError(f"{self.path}: row {int(wrong.argmax())} of the journal {why}")
+
+    @property
+    def status(self) -> str:
+        """``"finished"``, ``"failed: …"``, ``"recording"``, or ``"interrupted"``: the writer is gone without a word.
+
+        A trace that another machine writes counts as interrupted when it did not change for a minute.
+        """
+        if self._ending:
+            return str(self._ending.get("status", "finished"))
+        return "recording" if self._writer_lives() else "interrupted"
+
+    def _writer_lives(self) -> bool:
+        process = self.header.get("process")
+        if not isinstance(process, Mapping) or process.get("hostname") != platform.node():
+            return time.time() - self._store.modified < SILENT_SECONDS
+        pid = process.get("pid")
+        if not isinstance(pid, int) or pid <= 0:
+            return False
+        try:
+            os.kill(pid, 0)
+        except OSError as error:
+            # the process of another user lives too
+            if error.errno != errno.EPERM:
+                return False
+        return layout.process_start(pid) == process.get("start")
+
+    @property
+    def streams(self) -> list[StreamInfo]:
+        """Every stream, in the order in which they first occurred."""
+        if self._infos is None:
+            self._infos = self._describe()
+        return list(self._infos)
+
+    def _describe(self) -> list[StreamInfo]:
+        journal = self.journal
+        order = np.argsort(journal[:, Column.STREAM], kind="stable")
+        ids = np.arange(len(self._streams) + 1)
+        bounds = np.searchsorted(journal[order, Column.STREAM], ids).tolist()
+        infos = []
+        for number, stream in enumerate(self._streams):
+            rows = journal[order[bounds[number] : bounds[number + 1]]]
+            shape_ids, first = np.unique(rows[:, Column.SHAPE], return_index=True)
+            shape_ids = shape_ids[np.argsort(first)]
+            steps = rows[:, Column.GLOBAL_STEP]
+            infos.append(
+                StreamInfo(
+                    id=number,
+                    kind=stream.kind,
+                    network=stream.network,
+                    module=stream.module,
+                    tag=stream.tag,
+                    leaf=stream.leaf,
+                    dtype=stream.dtype,
+                    sampling=stream.sampling,
+                    count=len(rows),
+                    bytes=int(rows[:, Column.COUNT].sum() * self._itemsizes[number]),
+                    calls=int(rows[:, Column.CALL].max(initial=-1)) + 1,
+                    shapes=[self._shapes[shape] for shape in shape_ids.tolist() if shape != layout.NONE],
+                    steps=(int(steps.min()), int(steps.max())) if len(rows) else None,
+                )
+            )
+        return infos
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """The trace in a few JSON values: what it is, of what run, how far it got, how much it holds."""
+        journal = self.journal
+
+        def span(column: Column) -> list[int] | None:
+            values = journal[:, column]
+            return [int(values.min()), int(values.max())] if len(values) else None
+
+        return {
+            "path": str(self.path),
+            "format": layout.FORMAT,
+            "version": self._attributes["format_version"],
+            "store": type(self._store).__module__.rpartition(".")[2],
+            "run_id": self._attributes.get("run_id"),
+            "created": self._attributes.get("created"),
+            "status": self.status,
+            "ended": self._ending.get("ended"),
+            "messages": len(journal),
+            "bytes": int((journal[:, Column.COUNT] * self._itemsizes[journal[:, Column.STREAM]]).sum())
+            if len(journal)
+            else 0,
+            "steps": span(Column.GLOBAL_STEP),
+            "epochs": span(Column.EPOCH),
+            "streams": len(self._streams),
+            "header": self.header,
+            "notes": self.notes,
+        }
+
+    def __len__(self) -> int:
+        return len(self.journal)
+
+    def __iter__(self) -> Iterator[Message]:
+        return self.messages()
+
+    def select(
+        self,
+        kinds: str | Iterable[str] | None = None,
+        modules: str | Iterable[str] | None = None,
+        steps: Steps | None = None,
+        tags: str | Iterable[str] | None = None,
+        streams: Iterable[int] | None = None,
+        where: NDArray[np.bool_] | None = None,
+    ) -> NDArray[np.int64]:
+        """The rows of the journal whose messages pass all filters, ascending; see `messages`.
+
+        Raises
+        ------
+        CaptureError
+            If the steps are no range, a stream id is unknown, or the mask has another length than the journal.
+        """
+        start, stop, stride = _check_steps(steps)
+        kinds, modules, tags = _names(kinds), _names(modules), _names(tags)
+        wanted = None if streams is None else set(streams)
+        if wanted is not None and not wanted <= set(range(len(self._streams))):
+            raise CaptureError(f"{self.path} has the streams 0 to {len(self._streams) - 1}, and not all of {sorted(wanted)}")
+        chosen = np.array(
+            [
+                (kinds is None or stream.kind in kinds)
+                and (tags is None or stream.tag in tags)
+                and (wanted is None or number in wanted)
+                and (
+                    modules is None
+                    or (
+                        stream.module is not None
+                        and any(fnmatch.fnmatchcase(stream.module, pattern) for pattern in modules)
+                    )
+                )
+                for number, stream in enumerate(self._streams)
+            ]
+            or [False]
+        )
+        mask = chosen[self.journal[:, Column.STREAM]]
+        step = self.journal[:, Column.GLOBAL_STEP]
+        if start > 0:
+            mask &= step >= start
+        if stop is not None:
+            mask &= step < stop
+        if stride > 1:
+            mask &= (step - start) % stride == 0
+        if where is not None:
+            if where.shape != mask.shape or where.dtype != np.bool_:
+                raise CaptureError(f"a mask over this trace is {len(mask)} bools, not {where.dtype} of shape {where.shape}")
+            mask &= where
+        return np.flatnonzero(mask)
+
+    def messages(
+        self,
+        kinds: str | Iterable[str] | None = None,
+        modules: str | Iterable[str] | None = None,
+        steps: Steps | None = None,
+        tags: str | Iterable[str] | None = None,
+        streams: Iterable[int] | None = None,
+        where: NDArray[np.bool_] | None = None,
+    ) -> Iterator[Message]:
+        """The messages that pass all filters, in the order in which they were recorded.
+
+        Only what is wanted is read, in blocks of some 16 MiB. The memory of a message's data is nobody else's, or is
+        a part of a block that is never used again: it may be kept and changed.
+
+        Parameters
+        ----------
+        kinds : str or iterable of str, optional
+        modules : str or iterable of str, optional
+            Glob patterns of dotted paths (``"layer1.*"``; a dot is a character like others). Messages of the network
+            have no module, and pass only without this filter.
+        steps : tuple, optional
+            ``(start, stop)`` or ``(start, stop, stride)`` of the global step, start inclusive and stop exclusive; None
+            for an open end.
+        tags : str or iterable of str, optional
+        streams : iterable of int, optional
+            Ids of `streams`.
+        where : numpy.ndarray of bool, optional
+            A mask over the rows of `journal`.
+
+        Raises
+        ------
+        CaptureError
+            If the steps are no range, a stream id is unknown, or the mask has another length than the journal.
+        TraceCorruptError
+            If what is read is damaged. What came before is right.
+        """
+        return self._iterate(self.select(kinds, modules, steps, tags, streams, where))
+
+    def _iterate(self, selected: NDArray[np.int64]) -> Iterator[Message]:
+        nbytes = self.journal[selected, Column.COUNT] * self._itemsizes[self.journal[selected, Column.STREAM]]
+        ends = np.cumsum(nbytes)
+        first = 0
+        while first < len(selected):
+            before = int(ends[first - 1]) if first else 0
+            last = int(np.searchsorted(ends, before + BLOCK_BYTES, side="right"))
+            last = min(max(last, first + 1), first + BLOCK_ROWS)
+            yield from self._block(selected[first:last])
+            first = last
+
+    def _block(self, selected: NDArray[np.int64]) -> Iterator[Message]:
+        rows = self.journal[selected]
+        parts = self._read_parts(rows)
+        for position, row in enumerate(rows.tolist()):
+            number, _, _, _, shape, global_step, train_step, epoch, call, _, checksum = row
+            stream = self._streams[number]
+            data = None
+            if stream.dtype is not None:
+                part = parts[position]
+                if checksum != layout.NONE and layout.crc32c(part) != checksum:
+                    raise TraceCorruptError(
+                        f"{self.path}: the data of {_stream_name(stream.kind, stream.module, stream.tag, stream.leaf)} "
+                        f"in global step {global_step}, call {call}, fails its checksum"
+                    )
+                data = layout.decode(part, stream.dtype, self._shapes[shape])
+            if stream.module is None:
+                yield NetworkMessage(
+                    kind=stream.kind,
+                    global_step=global_step,
+                    train_step=train_step,
+                    epoch=epoch,
+                    tag=stream.tag,
+                    call=call,
+                    leaf=stream.leaf,
+                    data=data,
+                )
+            else:
+                yield ModuleMessage(
+                    kind=stream.kind,
+                    module=stream.module,
+                    global_step=global_step,
+                    train_step=train_step,
+                    epoch=epoch,
+                    tag=stream.tag,
+                    call=call,
+                    leaf=stream.leaf,
+                    data=data,
+                )
+
+    def _read_parts(self, rows: NDArray[np.int64]) -> list[NDArray[Any]]:
+        """The stored elements of each row, flat; an empty array where there are none."""
+        parts: list[Any] = [None] * len(rows)
+        pools = rows[:, Column.POOL]
+        for pool in np.unique(pools).tolist():
+            places = np.flatnonzero(pools == pool)
+            if pool == layout.NONE:
+                continue
+            offsets, counts = rows[places, Column.OFFSET], rows[places, Column.COUNT]
+            order = np.argsort(offsets, kind="stable")
+            places, offsets, counts = places[order], offsets[order], counts[order]
+            ends = offsets + counts
+            row_size = self._check_pool(pool, places, ends, rows)
+            name, dtype = self._pools[pool]
+            gap = GAP_BYTES // np.dtype(dtype).itemsize
+            cuts = np.flatnonzero(offsets[1:] > np.maximum.accumulate(ends)[:-1] + gap) + 1
+            bounds = [0, *cuts.tolist(), len(places)]
+            for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+                low = int(offsets[begin]) // row_size
+                high = -(-int(ends[begin:end].max()) // row_size)
+                buffer = self._store.read(name, low, high).reshape(-1)
+                base = low * row_size
+                starts, stops = (offsets[begin:end] - base).tolist(), (ends[begin:end] - base).tolist()
+                for place, start, stop in zip(places[begin:end].tolist(), starts, stops, strict=True):
+                    part = buffer[start:stop]
+                    # a message that is kept should not keep a block that is many times its size
+                    parts[place] = part.copy() if part.size * 64 < buffer.size else part
+        return parts
+
+    def _check_pool(
+        self, pool: int, places: NDArray[np.int64], ends: NDArray[np.int64], rows: NDArray[np.int64]
+    ) -> int:
+        """Elements in a row of a pool; raises `TraceCorruptError` if some messages lie beyond its end."""
+        name, dtype = self._pools[pool]
+        size = math.prod(self._store.row_shape(name))
+        length = self._rows_of.get(pool)
+        if length is None:
+            length = self._rows_of[pool] = self._store.length(name)
+            if self._store.dtype(name) != dtype or size < 1:
+                raise TraceCorruptError(f"{self.path}: pool {name!r} is not of the dtype {dtype} that was declared")
+        wrong = ends > length * size
+        streams = rows[places, Column.STREAM]
+        storage = np.array([s.dtype is not None and layout.ENCODINGS[s.dtype].storage == dtype for s in self._streams])
+        if wrong.any() or not storage[streams].all():
+            place = int(places[int((wrong | ~storage[streams]).argmax())])
+            stream = self._streams[int(rows[place, Column.STREAM])]
+            raise TraceCorruptError(
+                f"{self.path}: the data of {_stream_name(stream.kind, stream.module, stream.tag, stream.leaf)} in global "
+                f"step {int(rows[place, Column.GLOBAL_STEP])} is not in pool {name!r} where the journal says"
+            )
+        return size
+
+    def array(
+        self,
+        kind: str,
+        module: str | None = None,
+        tag: str = DEFAULT_TAG,
+        steps: Steps | None = None,
+        leaf: str = "",
+    ) -> tuple[NDArray[np.int64], NDArray[Any] | list[NDArray[Any]]]:
+        """All data of one stream, as numpy arrays.
+
+        Parameters
+        ----------
+        kind : str
+        module : str, optional
+            Dotted path. None is the network; where there is no such stream of the network, the root module.
+        tag : str
+        steps : tuple, optional
+            As in `messages`.
+        leaf : str
+
+        Returns
+        -------
+        global_steps : numpy.ndarray of int64, (n,)
+        data : numpy.ndarray (n, \\*shape), or list of n numpy.ndarray
+            A list where messages differ in shape or dtype. Numbers that numpy lacks (bfloat16, 8 bit floats) come as
+            float32, which holds each of them exactly.
+
+        Raises
+        ------
+        CaptureError
+            If there is no such stream, if it carries no data, or if the steps are no range.
+        TraceCorruptError
+            If what is read is damaged.
+        """
+        keys = (module,) if module else (None, "")
+        for key in keys:
+            found = [
+                number
+                for number, s in enumerate(self._streams)
+                if (s.kind, s.module, s.tag, s.leaf) == (kind, key, tag, leaf)
+            ]
+            if found:
+                break
+        if not found:
+            names = sorted({_stream_name(s.kind, s.module, s.tag, s.leaf) for s in self._streams})
+            shown = ", ".join(names[:20]) + (f", and {len(names) - 20} more" if len(names) > 20 else "")
+            raise CaptureError(
+                f"{self.path} has no {_stream_name(kind, module, tag, leaf)}; it has {shown or 'no streams'}"
+            )
+        if all(self._streams[number].dtype is None for number in found):
+            raise CaptureError(f"{self.path}: {kind} messages are events, and carry no data")
+        selected = self.select(steps=steps, streams=found)
+        arrays = []
+        for message in self._iterate(selected):
+            assert message.data is not None
+            encoding = layout.encoding_of(message.data)
+            data = message.data if encoding.bits is None else message.data.to(layout.ENCODINGS[encoding.readable].dtype)
+            arrays.append(data.numpy())
+        global_steps = self.journal[selected, Column.GLOBAL_STEP]
+        if len({(a.shape, a.dtype) for a in arrays}) == 1:
+            return global_steps, np.stack(arrays)
+        return global_steps, arrays
+
+    def close(self) -> None:
+        """Close the files. Closing again does nothing."""
+        self._store.close()
+
+    def __enter__(self) -> TraceReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"TraceReader({str(self.path)!r}: {len(self)} messages, {self.status})"
+
+
+def open(path: str | os.PathLike[str]) -> TraceReader:  # noqa: A001 - `tracer.open` is the word for it
+    """Open a trace; see `TraceReader`."""
+    return TraceReader(path)
+
+
+def _without_torn_rows(journal: NDArray[np.int64]) -> NDArray[np.int64]:
+    # The length of an HDF5 journal may have reached the disk before its last rows; those are zeros, which no row is:
+    # without data its pool is -1, and with data its flags are not 0.
+    torn = ~journal.any(axis=1)
+    length = len(journal)
+    while length and torn[length - 1]:
+        length -= 1
+    return journal[:length]
+
+
+def _names(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _check_steps(steps: Steps | None) -> tuple[int, int | None, int]:
+    if steps is None:
+        return 0, None, 1
+    parts = tuple(steps)
+    if len(parts) not in (2, 3):
+        raise CaptureError(f"steps are (start, stop) or (start, stop, stride), not {steps!r}")
+    if any(part is not None and (isinstance(part, bool) or not isinstance(part, (int, np.integer))) for part in parts):
+        raise CaptureError(f"steps are whole numbers or None, not {steps!r}")
+    start, stop = parts[0], parts[1]
+    stride = parts[2] if len(parts) == 3 else None
+    start, stride = 0 if start is None else int(start), 1 if stride is None else int(stride)
+    stop = None if stop is None else int(stop)
+    if start < 0 or (stop is not None and stop < start) or stride < 1:
+        raise CaptureError(f"steps go up from 0: {steps!r} has a negative, reversed or standing part")
+    return start, stop, stride
+
+
+def _stream_name(kind: str, module: str | None, tag: str, leaf: str) -> str:
+    name = kind if module is None else f"{kind} of {module or 'the root module'}"
+    name += f", leaf {leaf}" if leaf else ""
+    return name if tag == DEFAULT_TAG else f"{name}, tag {tag}"

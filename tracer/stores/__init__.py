@@ -1,0 +1,339 @@
+"""What a trace is kept in: named arrays that grow by rows, and JSON attributes, and nothing else.
+
+A store knows no messages. `WriteStore` and `ReadStore` are what `tracer.writer` and `tracer.reader` need of one; a new
+store is a module with two such classes and a row in `STORES`. `RowChunks` is the arithmetic that every chunked store
+shares: how appended rows fall into chunks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.errors import TraceError, TraceFormatError
+
+CHUNK_LIMIT = 1 << 20
+"""Bytes of the largest chunk, save for rows so large that they would fall into more than 64 chunks."""
+
+STORES: Mapping[str, str] = {
+    ".zarr": "tracer.stores.zarr",
+    ".h5": "tracer.stores.hdf5",
+    ".hdf5": "tracer.stores.hdf5",
+}
+"""Which module stores traces of which suffix; a module is imported when a store of its suffix is first opened."""
+
+
+class WriteStore(Protocol):
+    """A store being written, by one thread of one process."""
+
+    path: Path
+    checksums_chunks: bool
+    """Whether damaged numbers are noticed by the store itself."""
+    seals: bool
+    """Whether `seal` ends what `can_create` tells."""
+
+    @property
+    def can_create(self) -> bool:
+        """Whether `create` and `set_attrs` still work."""
+
+    def create(self, name: str, *, dtype: str, shape: tuple[int, ...], chunk_bytes: int) -> None:
+        """Make an empty array.
+
+        Parameters
+        ----------
+        name : str
+            Path of the array; ``/`` separates groups, which are made as needed.
+        dtype : str
+            Name of a numpy dtype: a bool, integer, float or complex number.
+        shape : tuple of int
+            Shape of one row, each at least 1; ``()`` for a one-dimensional array.
+        chunk_bytes : int
+            Bytes of a chunk, at most; a chunk holds at least one row, or part of one row over `CHUNK_LIMIT`.
+
+        Raises
+        ------
+        TraceError
+            If the name is taken or cannot be used, or if this store can make no more arrays.
+        """
+
+    def append(self, name: str, rows: NDArray[Any]) -> None:
+        """Append `rows`, an array (n, \\*shape); they are there for readers after the next `commit`.
+
+        Raises
+        ------
+        TraceError
+            If they do not fit the array, or cannot be written (disk full).
+        """
+
+    def length(self, name: str) -> int:
+        """Rows of an array, with those not yet committed."""
+
+    def set_attrs(self, name: str, values: Mapping[str, Any]) -> None:
+        """Set attributes (JSON values) of an array or group; ``""`` is the root. They come with the next `commit`."""
+
+    def seal(self) -> None:
+        """Say that no array and no attribute will follow where the store needs to know it; `can_create` tells."""
+
+    def commit(self) -> None:
+        """Publish everything appended and set so far: it is there for readers and survives ``kill -9``.
+
+        There is no order within one commit; what must not be seen before something else goes into a later one.
+        """
+
+    def close(self) -> None:
+        """Commit and close. Closing again does nothing."""
+
+    def abandon(self) -> None:
+        """Close the files and write nothing more; for use after an error. Does nothing on a closed store."""
+
+
+class ReadStore(Protocol):
+    """A store being read."""
+
+    path: Path
+    checksums_chunks: bool
+
+    @property
+    def modified(self) -> float:
+        """When the store was last written, in seconds since 1970."""
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Sorted names of the arrays that begin with `prefix`."""
+
+    def length(self, name: str) -> int:
+        """Committed rows of an array, looked up anew at each call."""
+
+    def row_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one row of an array."""
+
+    def dtype(self, name: str) -> str:
+        """Name of the numpy dtype of an array."""
+
+    def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """Rows ``start`` up to, not including, ``stop`` in memory that nobody else uses.
+
+        Raises
+        ------
+        TraceCorruptError
+            If there are no such rows, or if they fail their checksum.
+        """
+
+    def attrs(self, name: str = "") -> dict[str, Any]:
+        """The attributes of an array or group; ``""`` is the root."""
+
+    def close(self) -> None:
+        """Close the files. Closing again does nothing."""
+
+
+def _module(path: Path) -> ModuleType:
+    name = STORES.get(path.suffix.lower())
+    if name is None:
+        allowed = ", ".join(STORES)
+        raise TraceFormatError(
+            f"{path}: the suffix says how a trace is stored; it is {path.suffix or 'missing'!r}, and can be {allowed}"
+        )
+    return importlib.import_module(name)
+
+
+def create_store(path: str | os.PathLike[str], *, overwrite: bool = False) -> WriteStore:
+    """Make a store at `path`, in the format that its suffix names. Parent directories are made.
+
+    Parameters
+    ----------
+    path : path
+    overwrite : bool
+        Whether a store of this format that is already there is removed first.
+
+    Raises
+    ------
+    TraceFormatError
+        If the suffix is not one of `STORES`.
+    TraceExistsError
+        If something is at `path` and `overwrite` is false, or if it is not a store of this format.
+    TraceError
+        If nothing can be written there.
+    """
+    path = Path(path)
+    return cast(WriteStore, _module(path).create(path, overwrite=overwrite))
+
+
+def open_store(path: str | os.PathLike[str]) -> ReadStore:
+    """Open the store at `path` for reading, in the format that its suffix names.
+
+    Raises
+    ------
+    TraceNotFoundError
+        If nothing is at `path`.
+    TraceFormatError
+        If it is not a store of this format, or has parts that a trace never has and that are not safe to read.
+    TraceCorruptError
+        If it is one but damaged.
+    """
+    path = Path(path)
+    return cast(ReadStore, _module(path).open(path))
+
+
+def check_name(name: str) -> None:
+    """Raise `TraceError` unless `name` is a path that stays inside a store and that every store can use."""
+    for part in name.split("/"):
+        if (
+            not part
+            or part[0] == "."
+            or part.startswith("__")
+            or part == "zarr.json"
+            or "\\" in part
+            or not part.isprintable()
+            or len(part.encode()) > 255
+        ):
+            raise TraceError(f"{name!r} cannot be the name of an array, because of its part {part!r}")
+
+
+def chunk_shape(itemsize: int, shape: tuple[int, ...], chunk_bytes: int) -> tuple[int, ...]:
+    """Shape of the chunks of an array whose rows have `shape`.
+
+    A chunk is several whole rows, one row, or a part of one row that is contiguous in it (so it is written without
+    being copied together).
+
+    Examples
+    --------
+    >>> chunk_shape(4, (), 65536), chunk_shape(4, (100,), 65536), chunk_shape(4, (512, 512), 65536)
+    ((16384,), (163, 100), (1, 512, 512))
+    >>> chunk_shape(4, (3, 1000, 1000), 65536)
+    (1, 1, 250, 1000)
+    """
+    row = itemsize * math.prod(shape)
+    # more than 256 chunks in a row would not leave the index of a shard within one page of 4096 bytes
+    limit = max(CHUNK_LIMIT, -(-row // 64))
+    if row <= limit:
+        return (max(1, min(chunk_bytes, limit) // row), *shape)
+    chunk = [1]
+    rest = row
+    for axis, size in enumerate(shape):
+        below = rest // size
+        if below <= limit:
+            pieces = -(-size // (limit // below))
+            return (*chunk, -(-size // pieces), *shape[axis + 1 :])
+        chunk.append(1)
+        rest = below
+    raise AssertionError("an item is smaller than the limit")
+
+
+class RowChunks:
+    """Cuts the rows appended to one array into chunks, and keeps those of the last chunk until it is full.
+
+    Chunks are numbered in C order over the grid of chunks.
+
+    Attributes
+    ----------
+    dtype : numpy.dtype
+        Little-endian.
+    chunk : tuple of int
+        Shape of a chunk.
+    grid : tuple of int
+        Chunks that a row falls into, along each of its axes.
+    per_row : int
+        Their product.
+    chunk_nbytes : int
+    rows : int
+        Rows appended so far.
+    """
+
+    __slots__ = (
+        "_name",
+        "_row_nbytes",
+        "_run",
+        "_runs",
+        "_tail",
+        "_tail_changed",
+        "chunk",
+        "chunk_nbytes",
+        "dtype",
+        "grid",
+        "per_row",
+        "rows",
+        "shape",
+    )
+
+    def __init__(self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int) -> None:
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype.kind not in "biufc" or self.dtype.itemsize > 16:
+            raise TraceError(f"array {name!r} cannot have the dtype {dtype}: stores keep numbers of at most 16 bytes")
+        if any(size < 1 for size in shape):
+            raise TraceError(f"the rows of array {name!r} cannot have the shape {shape}: no axis may be empty")
+        self._name = name
+        self.shape = shape
+        self.chunk = chunk_shape(self.dtype.itemsize, shape, chunk_bytes)
+        self.grid = tuple(-(-size // part) for size, part in zip(shape, self.chunk[1:], strict=True))
+        self.per_row = math.prod(self.grid)
+        self.chunk_nbytes = math.prod(self.chunk) * self.dtype.itemsize
+        self.rows = 0
+        self._row_nbytes = math.prod(shape) * self.dtype.itemsize
+        # a split row is so many runs, each cut into chunks; the last chunk of each run may stick out and is padded
+        split = [axis for axis, count in enumerate(self.grid) if count > 1]
+        self._run = math.prod(shape[split[-1] :]) * self.dtype.itemsize if split else self._row_nbytes
+        self._runs = self._row_nbytes // self._run
+        self._tail: bytearray | None = None
+        self._tail_changed = False
+
+    def append(self, rows: NDArray[Any], write: Callable[[int, memoryview], None]) -> None:
+        """Take `rows` (n, \\*shape), and call `write` with the number and the bytes of each chunk that is now full.
+
+        The bytes are valid during the call only.
+        """
+        if rows.shape[1:] != self.shape or rows.ndim != len(self.shape) + 1:
+            raise TraceError(f"rows of shape {rows.shape[1:]} do not fit array {self._name!r} with {self.shape}")
+        if rows.dtype != self.dtype:
+            raise TraceError(f"rows of dtype {rows.dtype} do not fit array {self._name!r} with {self.dtype}")
+        count = len(rows)
+        if not count:
+            return
+        data = memoryview(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))
+        height, nbytes = self.chunk[0], self._row_nbytes
+        position = 0
+        while position < count:
+            filled = self.rows % height
+            take = min(height - filled, count - position)
+            piece = data[position * nbytes : (position + take) * nbytes]
+            if take == height:
+                if self.per_row == 1:
+                    write(self.rows // height, piece)
+                else:
+                    self._split(piece, write)
+            else:
+                if self._tail is None:
+                    self._tail = bytearray(self.chunk_nbytes)
+                self._tail[filled * nbytes : (filled + take) * nbytes] = piece
+                self._tail_changed = True
+                if filled + take == height:
+                    write(self.rows // height, memoryview(self._tail))
+                    # a new buffer, so that what follows the last row is zeros and not rows of the chunk before
+                    self._tail = None
+                    self._tail_changed = False
+            self.rows += take
+            position += take
+
+    def _split(self, row: memoryview, write: Callable[[int, memoryview], None]) -> None:
+        number = self.rows * self.per_row
+        for run in range(self._runs):
+            end = (run + 1) * self._run
+            for start in range(run * self._run, end, self.chunk_nbytes):
+                piece = row[start : min(start + self.chunk_nbytes, end)]
+                if len(piece) < self.chunk_nbytes:
+                    piece = memoryview(bytes(piece) + bytes(self.chunk_nbytes - len(piece)))
+                write(number, piece)
+                number += 1
+
+    def take_tail(self) -> tuple[int, memoryview] | None:
+        """Number and bytes of the last chunk, padded with zeros, if it is not full and changed since the last call."""
+        if not self._tail_changed or self._tail is None:
+            return None
+        self._tail_changed = False
+        return self.rows // self.chunk[0], memoryview(self._tail)

@@ -1,0 +1,340 @@
+"""Traces in one file of the HDF5 format, which any HDF5 library reads.
+
+Chunks go into the file without passing through HDF5's chunk cache. From the first commit on the file is in SWMR mode,
+in which it can be read while it is written and after ``kill -9``, and in which no datasets can be made; until then
+it lies beside its final path, so that what is at the path can always be opened.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
+from tracer.stores import RowChunks, check_name
+
+_JSON = "json:"
+"""Begins an attribute that holds JSON text, because HDF5 has no such value."""
+
+
+def create(path: Path, *, overwrite: bool = False) -> Hdf5WriteStore:
+    """Make an HDF5 file at `path`; see `tracer.stores.create_store`."""
+    if path.exists() or path.is_symlink():
+        if not overwrite:
+            raise TraceExistsError(f"{path} already exists")
+        if path.is_symlink() or not path.is_file() or not h5py.is_hdf5(path):
+            raise TraceExistsError(f"{path} already exists, and is not an HDF5 file that could be overwritten")
+    with _written(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return Hdf5WriteStore(path)
+
+
+def open(path: Path) -> Hdf5ReadStore:
+    """Open the HDF5 file at `path`; see `tracer.stores.open_store`."""
+    if not path.exists():
+        raise TraceNotFoundError(f"there is no trace at {path}")
+    if not path.is_file():
+        raise TraceFormatError(f"{path} is not a file; an HDF5 trace is one")
+    try:
+        signed = h5py.is_hdf5(path)
+    except Exception as error:
+        raise TraceFormatError(f"{path} cannot be read as an HDF5 file: {error}") from error
+    if not signed:
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise TraceError(f"cannot read {path}: {error.strerror or error}") from error
+        raise TraceFormatError(f"{path} is not an HDF5 file")
+    return Hdf5ReadStore(path)
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except TraceError:
+        raise
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise TraceError(f"cannot write {path}: {reason}") from error
+
+
+@contextmanager
+def _read(path: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except TraceError:
+        raise
+    except Exception as error:  # h5py lets out nearly everything on damaged metadata
+        raise TraceCorruptError(f"{path}: {what} cannot be read: {error}") from error
+
+
+def _open(path: Path) -> Any:
+    # A process opens a file twice only in the same mode, and most others open it plainly. Plainly fails while it is
+    # written or after its writer was killed (swmr), and on file systems without locks.
+    attempts: tuple[dict[str, Any], ...] = ({}, {"swmr": True}, {"swmr": True, "locking": False})
+    for options in attempts:
+        try:
+            return h5py.File(path, "r", libver="latest", **options)
+        except OSError as error:
+            failure = error
+    raise failure
+
+
+class _Array:
+    """A dataset that is being written."""
+
+    __slots__ = ("dataset", "rows")
+
+    def __init__(self, dataset: Any, rows: RowChunks) -> None:
+        self.dataset = dataset
+        self.rows = rows
+
+
+class Hdf5WriteStore:
+    """An HDF5 file being written; see `tracer.stores.WriteStore`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checksums_chunks = False
+        self.seals = True
+        self._arrays: dict[str, _Array] = {}
+        self._changed: dict[str, None] = {}
+        self._unsealed = path.with_name(f".{path.name}.part")
+        self._sealed = False
+        self._file: Any = h5py.File(self._unsealed, "w", libver="latest", locking=False)
+
+    @property
+    def can_create(self) -> bool:
+        """Whether the file is not yet in SWMR mode."""
+        return not self._sealed
+
+    def create(self, name: str, *, dtype: str, shape: tuple[int, ...], chunk_bytes: int) -> None:
+        check_name(name)
+        if self._sealed:
+            raise TraceError(f"{self.path} is sealed: {name!r} should have been made before the first commit")
+        rows = RowChunks(name, dtype, shape, chunk_bytes)
+        self._opened()
+        if name in self._file:
+            raise TraceError(f"{self.path} already has an array or group {name!r}")
+        with _written(self.path):
+            dataset = self._file.create_dataset(
+                name, shape=(0, *shape), maxshape=(None, *shape), chunks=rows.chunk, dtype=rows.dtype
+            )
+        self._arrays[name] = _Array(dataset.id, rows)
+
+    def append(self, name: str, rows: NDArray[Any]) -> None:
+        array = self._array(name)
+        with _written(self.path):
+            array.rows.append(rows, lambda number, data: self._write_chunk(array, number, data))
+        self._changed[name] = None
+
+    def length(self, name: str) -> int:
+        return self._array(name).rows.rows
+
+    def set_attrs(self, name: str, values: Mapping[str, Any]) -> None:
+        if self._sealed:
+            raise TraceError(f"{self.path} is sealed: attributes should have been set before the first commit")
+        with _written(self.path):
+            attrs = self._opened()[name or "/"].attrs
+            for key, value in values.items():
+                attrs[key] = _encode(value)
+
+    def seal(self) -> None:
+        """Switch to SWMR mode, and put the file at its path."""
+        if self._sealed:
+            return
+        file = self._opened()
+        with _written(self.path):
+            file.swmr_mode = True
+            file.flush()
+            os.replace(self._unsealed, self.path)
+        self._sealed = True
+
+    def commit(self) -> None:
+        file = self._opened()
+        with _written(self.path):
+            for name in self._changed:
+                array = self._arrays[name]
+                tail = array.rows.take_tail()
+                if tail is not None:
+                    self._write_chunk(array, *tail)
+                self._resize(array, array.rows.rows)
+            self._changed.clear()
+            file.flush()
+            if not self._sealed:
+                # a file that is not in SWMR mode cannot be opened after a kill, but a copy of a closed one can
+                file.close()
+                copy = self._unsealed.with_suffix(".copy")
+                shutil.copyfile(self._unsealed, copy)
+                os.replace(copy, self.path)
+                self._file = h5py.File(self._unsealed, "r+", libver="latest", locking=False)
+                for name, array in self._arrays.items():
+                    array.dataset = self._file[name].id
+
+    def close(self) -> None:
+        if self._file is None:
+            return
+        self.seal()
+        self.commit()
+        with _written(self.path):
+            self._file.close()
+        self._file = None
+
+    def abandon(self) -> None:
+        if self._file is None:
+            return
+        file, self._file = self._file, None
+        try:
+            file.close()
+        except Exception:  # noqa: S110 - the error that led here is the one to report
+            pass
+
+    def _opened(self) -> Any:
+        if self._file is None:
+            raise TraceError(f"{self.path} is closed")
+        return self._file
+
+    def _array(self, name: str) -> _Array:
+        self._opened()
+        if name not in self._arrays:
+            raise TraceError(f"{self.path} has no array {name!r}")
+        return self._arrays[name]
+
+    def _resize(self, array: _Array, length: int) -> None:
+        shape = array.dataset.shape
+        if shape[0] < length:
+            array.dataset.set_extent((length, *shape[1:]))
+
+    def _write_chunk(self, array: _Array, number: int, data: memoryview) -> None:
+        rows = array.rows
+        height, place = divmod(number, rows.per_row)
+        start = [height * rows.chunk[0]]
+        if rows.per_row == 1:
+            start += [0] * len(rows.grid)
+        else:
+            start += [int(i) * size for i, size in zip(np.unravel_index(place, rows.grid), rows.chunk[1:], strict=True)]
+        # the chunk comes before the length that makes it visible, save for the one row that makes it exist
+        self._resize(array, start[0] + 1)
+        array.dataset.write_direct_chunk(tuple(start), data)
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, (bool, float)) or (isinstance(value, int) and -(2**63) <= value < 2**63):
+        return value
+    if isinstance(value, str) and not value.startswith(_JSON) and "\0" not in value:
+        return value
+    try:
+        return _JSON + json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise TraceError(f"an attribute cannot be written as JSON: {error}") from error
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, str):
+        return json.loads(value.removeprefix(_JSON)) if value.startswith(_JSON) else value
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return value.item()
+    raise TraceFormatError(f"an attribute of the type {type(value).__name__} is not one of a trace")
+
+
+class Hdf5ReadStore:
+    """An HDF5 file being read; see `tracer.stores.ReadStore`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checksums_chunks = False
+        self._datasets: dict[str, Any] = {}
+        with _read(path, "the file"):
+            self._file = _open(path)
+        try:
+            with _read(path, "the file"):
+                self._check("", self._file, set())
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _check(self, prefix: str, group: Any, seen: set[Any]) -> None:
+        """Refuse, before anything is read, what reaches outside of the file or runs code of others."""
+        for part in group:
+            name = f"{prefix}{part}"
+            link = group.get(part, getlink=True)
+            if not isinstance(link, h5py.HardLink):
+                raise TraceFormatError(f"{self.path}: {name!r} is a {type(link).__name__}, which a trace never has")
+            item = group[part]
+            address = h5py.h5o.get_info(item.id).addr
+            if address in seen:
+                raise TraceFormatError(f"{self.path}: {name!r} is there under two names, which a trace never has")
+            seen.add(address)
+            if isinstance(item, h5py.Group):
+                self._check(f"{name}/", item, seen)
+            elif isinstance(item, h5py.Dataset):
+                properties = item.id.get_create_plist()
+                if properties.get_layout() != h5py.h5d.CHUNKED or properties.get_external_count():
+                    raise TraceFormatError(f"{self.path}: the numbers of {name!r} are not in chunks of this file")
+                if properties.get_nfilters():
+                    raise TraceFormatError(f"{self.path}: {name!r} has a filter, which a trace never has")
+                if item.dtype.kind not in "biufc" or not item.shape:
+                    raise TraceFormatError(f"{self.path}: {name!r} is not an array of numbers")
+                self._datasets[name] = item
+            else:
+                raise TraceFormatError(f"{self.path}: {name!r} is neither a group nor an array")
+
+    @property
+    def modified(self) -> float:
+        """When the file was last written."""
+        return self.path.stat().st_mtime
+
+    def names(self, prefix: str = "") -> list[str]:
+        return sorted(name for name in self._datasets if name.startswith(prefix))
+
+    def length(self, name: str) -> int:
+        dataset = self._dataset(name)
+        with _read(self.path, f"array {name!r}"):
+            dataset.id.refresh()
+            return int(dataset.shape[0])
+
+    def row_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._dataset(name).shape[1:])
+
+    def dtype(self, name: str) -> str:
+        return str(self._dataset(name).dtype.name)
+
+    def attrs(self, name: str = "") -> dict[str, Any]:
+        with _read(self.path, f"the attributes of {name or 'the root'!r}"):
+            return {key: _decode(value) for key, value in self._file[name or "/"].attrs.items()}
+
+    def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        dataset = self._dataset(name)
+        with _read(self.path, f"array {name!r}"):
+            if not 0 <= start <= stop <= len(dataset):
+                # another reader of this store may have seen more rows than this handle has
+                dataset.id.refresh()
+            if not 0 <= start <= stop <= len(dataset):
+                raise TraceCorruptError(
+                    f"{self.path}: array {name!r} has {len(dataset)} rows, and not those from {start} to {stop}"
+                )
+            out = np.empty((stop - start, *dataset.shape[1:]), dataset.dtype)
+            if math.prod(out.shape):
+                dataset.read_direct(out, np.s_[start:stop])
+            return out
+
+    def close(self) -> None:
+        self._datasets.clear()
+        self._file.close()
+
+    def _dataset(self, name: str) -> Any:
+        dataset = self._datasets.get(name)
+        if dataset is None:
+            raise TraceCorruptError(f"{self.path} has no array {name!r}")
+        return dataset

@@ -1,0 +1,545 @@
+"""Traces in a directory of the Zarr v3 format, which any Zarr library reads.
+
+Arrays are sharded and checksummed: a shard is a file with a fixed-size index at its start, then chunks of one size.
+Shards are written here with ``pwrite``, because a library call for each chunk costs more than the chunk. Reading does
+the same for the codecs written here, and leaves arrays with other codecs (a trace that was copied with compression)
+to zarr-python.
+
+What a commit published is never written over: the last chunk of an array, which is not full yet, alternates between
+slots, and the index, which fits into one page, is replaced as a whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
+from tracer.stores import RowChunks, check_name
+
+CHUNKS_PER_SHARD = 128
+PIECE = 65536
+"""Bytes of one write: larger ones reach a third of the speed, because of how page caches allocate."""
+OPEN_FILES = 64
+"""Shards kept open; models have thousands of streams, and processes may open about a thousand files."""
+MISSING = 2**64 - 1
+
+_BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
+_CRC32C = {"name": "crc32c"}
+_SAFE_CODECS = frozenset({"bytes", "crc32c", "gzip", "zstd", "blosc", "sharding_indexed", "transpose"})
+
+
+def create(path: Path, *, overwrite: bool = False) -> ZarrWriteStore:
+    """Make a Zarr group at `path`; see `tracer.stores.create_store`."""
+    if path.exists() or path.is_symlink():
+        if not overwrite:
+            raise TraceExistsError(f"{path} already exists")
+        if path.is_symlink() or not path.is_dir() or _document(path).get("node_type") != "group":
+            raise TraceExistsError(f"{path} already exists, and is not a Zarr group that could be overwritten")
+    with _written(path):
+        if path.exists():
+            shutil.rmtree(path)
+        path.mkdir(parents=True)
+    return ZarrWriteStore(path)
+
+
+def open(path: Path) -> ZarrReadStore:
+    """Open the Zarr group at `path`; see `tracer.stores.open_store`."""
+    if not path.exists():
+        raise TraceNotFoundError(f"there is no trace at {path}")
+    if not path.is_dir():
+        raise TraceFormatError(f"{path} is a file; a Zarr trace is a directory")
+    document = _document(path)
+    if document.get("zarr_format") != 3 or document.get("node_type") != "group":
+        raise TraceFormatError(f"{path} is not a Zarr group of format 3: it has no zarr.json that says so")
+    return ZarrReadStore(path)
+
+
+def _document(folder: Path) -> dict[str, Any]:
+    """The parsed ``zarr.json`` of a folder; empty when there is none, or when it is not a JSON object."""
+    try:
+        document = json.loads((folder / "zarr.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TraceError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _crc32c(data: bytes | memoryview) -> bytes:
+    # the library takes no memoryview, but takes an array that looks at one
+    return int(google_crc32c.value(np.frombuffer(data, np.uint8))).to_bytes(4, "little")
+
+
+class _Shard:
+    """The shard file of an array that is being written: its index, and which slots of the file are in use."""
+
+    __slots__ = ("changed", "free", "index", "number", "path", "retired", "slots")
+
+    def __init__(self, number: int, path: Path, chunks: int) -> None:
+        self.number = number
+        self.path = path
+        self.index = np.full((chunks, 2), MISSING, "<u8")
+        self.slots = 0
+        self.free: list[int] = []
+        # offsets that the index on disk still refers to, and the index in memory no longer does
+        self.retired: list[int] = []
+        self.changed = False
+
+
+class _Array:
+    """An array that is being written."""
+
+    __slots__ = ("attrs", "folder", "per_shard", "published", "rows", "shard", "template")
+
+    def __init__(self, folder: Path, name: str, rows: RowChunks) -> None:
+        self.folder = folder
+        self.rows = rows
+        heights = max(1, CHUNKS_PER_SHARD // rows.per_row)
+        self.per_shard = heights * rows.per_row
+        self.shard: _Shard | None = None
+        self.published = -1
+        self.attrs: dict[str, Any] = {}
+        trailing = [count * size for count, size in zip(rows.grid, rows.chunk[1:], strict=True)]
+        self.template = _array_document(rows.dtype, rows.chunk, (heights * rows.chunk[0], *trailing))
+
+
+def _array_document(dtype: np.dtype[Any], chunk: tuple[int, ...], shard: tuple[int, ...]) -> dict[str, Any]:
+    fill: Any = {"b": False, "i": 0, "u": 0, "f": 0.0, "c": [0.0, 0.0]}[dtype.kind]
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "data_type": dtype.name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(shard)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": fill,
+        "codecs": [
+            {
+                "name": "sharding_indexed",
+                "configuration": {
+                    "chunk_shape": list(chunk),
+                    "codecs": [_BYTES, _CRC32C],
+                    "index_codecs": [_BYTES, _CRC32C],
+                    "index_location": "start",
+                },
+            }
+        ],
+    }
+
+
+class ZarrWriteStore:
+    """A Zarr group being written; see `tracer.stores.WriteStore`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checksums_chunks = True
+        self.seals = False
+        self._arrays: dict[str, _Array] = {}
+        self._groups: dict[str, dict[str, Any]] = {"": {}}
+        self._changed: dict[str, None] = {}
+        self._files: OrderedDict[Path, int] = OrderedDict()
+        self._closed = False
+        with _written(path):
+            self._publish_group("")
+
+    @property
+    def can_create(self) -> bool:
+        """Always true: arrays can be made at any time."""
+        return True
+
+    def create(self, name: str, *, dtype: str, shape: tuple[int, ...], chunk_bytes: int) -> None:
+        check_name(name)
+        if name in self._arrays or name in self._groups:
+            raise TraceError(f"{self.path} already has an array or group {name!r}")
+        parts = name.split("/")
+        parents = ["/".join(parts[:depth]) for depth in range(1, len(parts))]
+        if any(parent in self._arrays for parent in parents):
+            raise TraceError(f"{self.path}: {name!r} lies within an array")
+        array = _Array(self.path / name, name, RowChunks(name, dtype, shape, chunk_bytes))
+        with _written(self.path):
+            for parent in parents:
+                if parent not in self._groups:
+                    self._groups[parent] = {}
+                    self._publish_group(parent)
+            array.folder.mkdir(parents=True, exist_ok=True)
+            self._arrays[name] = array
+            self._publish_array(array)
+
+    def append(self, name: str, rows: NDArray[Any]) -> None:
+        array = self._array(name)
+        with _written(self.path):
+            array.rows.append(rows, lambda number, data: self._write_chunk(array, number, data))
+        self._changed[name] = None
+
+    def length(self, name: str) -> int:
+        return self._array(name).rows.rows
+
+    def set_attrs(self, name: str, values: Mapping[str, Any]) -> None:
+        if name in self._groups:
+            self._groups[name].update(values)
+        else:
+            array = self._array(name)
+            array.attrs.update(values)
+            array.published = -1
+        self._changed[name] = None
+
+    def seal(self) -> None:
+        """Do nothing: arrays can be made at any time."""
+
+    def commit(self) -> None:
+        with _written(self.path):
+            for name in self._changed:
+                array = self._arrays.get(name)
+                if array is None:
+                    self._publish_group(name)
+                    continue
+                tail = array.rows.take_tail()
+                if tail is not None:
+                    self._write_chunk(array, *tail)
+                if array.shard is not None and array.shard.changed:
+                    self._write_index(array.shard)
+                if array.published != array.rows.rows:
+                    self._publish_array(array)
+        self._changed.clear()
+
+    def close(self) -> None:
+        if not self._closed:
+            self.commit()
+            self.abandon()
+
+    def abandon(self) -> None:
+        self._closed = True
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def _array(self, name: str) -> _Array:
+        if self._closed:
+            raise TraceError(f"{self.path} is closed")
+        if name not in self._arrays:
+            raise TraceError(f"{self.path} has no array {name!r}")
+        return self._arrays[name]
+
+    def _write_chunk(self, array: _Array, number: int, data: memoryview) -> None:
+        shard_number, place = divmod(number, array.per_shard)
+        shard = array.shard
+        if shard is None or shard.number != shard_number:
+            if shard is not None and shard.changed:
+                self._write_index(shard)
+            folder = array.folder.joinpath("c", str(shard_number), *["0"] * (len(array.rows.shape) - 1))
+            if array.rows.shape:
+                folder = folder / "0"
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            shard = array.shard = _Shard(shard_number, folder, array.per_shard)
+        nbytes = len(data)
+        if shard.free:
+            offset = shard.free.pop()
+        else:
+            offset = array.per_shard * 16 + 4 + shard.slots * (nbytes + 4)
+            shard.slots += 1
+        file = self._file(shard.path)
+        last = nbytes - 1 - (nbytes - 1) % PIECE
+        for start in range(0, last, PIECE):
+            _pwrite(file, [data[start : start + PIECE]], offset + start)
+        checksum = _crc32c(data)
+        _pwrite(file, [data[last:], checksum], offset + last)
+        before = int(shard.index[place, 0])
+        if before != MISSING:
+            shard.retired.append(before)
+        shard.index[place, 0] = offset
+        shard.index[place, 1] = nbytes + 4
+        shard.changed = True
+
+    def _write_index(self, shard: _Shard) -> None:
+        data = shard.index.tobytes()
+        # one write within one page: a killed process leaves the old index or the new one
+        _pwrite(self._file(shard.path), [data + _crc32c(data)], 0)
+        shard.changed = False
+        shard.free += shard.retired
+        shard.retired.clear()
+
+    def _file(self, path: Path) -> int:
+        file = self._files.get(path)
+        if file is None:
+            if len(self._files) >= OPEN_FILES:
+                os.close(self._files.popitem(last=False)[1])
+            file = self._files[path] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        else:
+            self._files.move_to_end(path)
+        return file
+
+    def _publish_array(self, array: _Array) -> None:
+        rows = array.rows.rows
+        document = array.template | {"shape": [rows, *array.rows.shape], "attributes": array.attrs}
+        _replace(array.folder, document)
+        array.published = rows
+
+    def _publish_group(self, name: str) -> None:
+        folder = self.path / name
+        folder.mkdir(exist_ok=True)
+        _replace(folder, {"zarr_format": 3, "node_type": "group", "attributes": self._groups[name]})
+
+
+def _pwrite(file: int, parts: list[Any], offset: int) -> None:
+    size = sum(len(part) for part in parts)
+    written = os.pwritev(file, parts, offset)
+    if written != size:
+        # a short write is what a full disk looks like before the next one fails
+        rest = b"".join(bytes(part) for part in parts)
+        while written < size:
+            step = os.pwrite(file, rest[written:], offset + written)
+            if step == 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            written += step
+
+
+def _replace(folder: Path, document: Mapping[str, Any]) -> None:
+    temporary = folder / ".zarr.json.part"
+    try:
+        text = json.dumps(document)
+    except (TypeError, ValueError) as error:
+        raise TraceError(f"the attributes of {folder} cannot be written as JSON: {error}") from error
+    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        data = text.encode()
+        while data:
+            data = data[os.write(file, data) :]
+    finally:
+        os.close(file)
+    os.replace(temporary, folder / "zarr.json")
+
+
+class _Opened:
+    """The metadata of an array that is being read."""
+
+    __slots__ = ("array", "chunk", "dtype", "folder", "per_shard", "shape")
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.folder = path / name
+        document = _document(self.folder)
+        if document.get("zarr_format") != 3 or document.get("node_type") != "array":
+            raise TraceCorruptError(f"{path} has no array {name!r}: it has no zarr.json that says so")
+        try:
+            self.shape = tuple(int(size) for size in document["shape"])
+            self.dtype = np.dtype(document["data_type"]).newbyteorder("<")
+            grid, codecs = document["chunk_grid"], document["codecs"]
+            shard = tuple(grid["configuration"]["chunk_shape"])
+            sizes = (*self.shape, *shard)
+            if not self.shape or len(shard) != len(self.shape) or any(not isinstance(s, int) or s < 0 for s in sizes):
+                raise ValueError(f"shape {self.shape} and chunks of {shard}")
+            _check_codecs(codecs)
+            if self.dtype.kind not in "biufc":
+                raise ValueError(f"dtype {self.dtype}")
+            self.chunk: tuple[int, ...] = tuple(codecs[0]["configuration"].get("chunk_shape", ()))
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise TraceFormatError(f"{path}: the zarr.json of array {name!r} is not one of a trace: {error}") from error
+        # zarr-python's array, for codecs other than ours
+        self.array: Any = None
+        self.per_shard = 0
+        ours = len(self.chunk) == len(shard) and all(
+            isinstance(inner, int) and inner > 0 and outer % inner == 0
+            for inner, outer in zip(self.chunk, shard, strict=True)
+        )
+        if ours:
+            template = _array_document(self.dtype, self.chunk, shard)
+            ours = {key: document.get(key) for key in template} == template
+            # a row lies in one shard, and its parts are contiguous
+            ours = ours and all(outer >= size for outer, size in zip(shard[1:], self.shape[1:], strict=True))
+            ours = ours and _contiguous(self.chunk, self.shape)
+        if ours:
+            self.per_shard = math.prod(shard) // math.prod(self.chunk)
+        else:
+            self.array = _zarr_array(path, name)
+
+
+def _contiguous(chunk: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether chunks of this shape are whole rows, or contiguous parts of one row."""
+    for axis, size in enumerate(chunk):
+        if size != 1:
+            return chunk[axis + 1 :] == shape[axis + 1 :]
+    return True
+
+
+def _check_codecs(codecs: Any) -> None:
+    for codec in codecs:
+        if codec["name"] not in _SAFE_CODECS:
+            raise ValueError(f"codec {codec['name']!r}")
+        configuration = codec.get("configuration", {})
+        for nested in ("codecs", "index_codecs"):
+            _check_codecs(configuration.get(nested, ()))
+
+
+def _zarr_array(path: Path, name: str) -> Any:
+    # only here, because importing zarr-python takes half a second that most traces do not need
+    import zarr
+
+    try:
+        return zarr.open_array(str(path / name), mode="r", zarr_format=3)
+    except Exception as error:
+        raise TraceFormatError(f"{path}: array {name!r} cannot be opened: {error}") from error
+
+
+class ZarrReadStore:
+    """A Zarr group being read; see `tracer.stores.ReadStore`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checksums_chunks = True
+        self._root = os.path.realpath(path)
+        self._arrays: dict[str, _Opened] = {}
+
+    @property
+    def modified(self) -> float:
+        """When a ``zarr.json`` was last replaced; every commit replaces some."""
+        newest = 0.0
+        for folder, folders, files in os.walk(self.path):
+            if "zarr.json" in files:
+                newest = max(newest, os.stat(os.path.join(folder, "zarr.json")).st_mtime)
+            folders[:] = [name for name in folders if name != "c"]
+        return newest
+
+    def names(self, prefix: str = "") -> list[str]:
+        found = []
+        for folder, folders, files in os.walk(self.path):
+            if "zarr.json" in files and _document(Path(folder)).get("node_type") == "array":
+                folders.clear()
+                found.append(os.path.relpath(folder, self.path).replace(os.sep, "/"))
+        return sorted(name for name in found if name.startswith(prefix))
+
+    def length(self, name: str) -> int:
+        return self._open(name, anew=True).shape[0]
+
+    def row_shape(self, name: str) -> tuple[int, ...]:
+        return self._open(name).shape[1:]
+
+    def dtype(self, name: str) -> str:
+        return self._open(name).dtype.name
+
+    def attrs(self, name: str = "") -> dict[str, Any]:
+        if name:
+            check_name(name)
+        attributes = _document(self.path / name).get("attributes", {})
+        return attributes if isinstance(attributes, dict) else {}
+
+    def close(self) -> None:
+        self._arrays.clear()
+
+    def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        array = self._open(name)
+        if not 0 <= start <= stop <= array.shape[0]:
+            raise TraceCorruptError(
+                f"{self.path}: array {name!r} has {array.shape[0]} rows, and not those from {start} to {stop}"
+            )
+        if array.array is not None:
+            try:
+                return np.array(array.array[start:stop])
+            except Exception as error:
+                raise TraceCorruptError(f"{self.path}: array {name!r} cannot be read: {error}") from error
+        out = np.empty((stop - start, *array.shape[1:]), array.dtype)
+        if out.size:
+            self._read(name, array, start, stop, memoryview(out.reshape(-1).view(np.uint8)))
+        return out
+
+    def _open(self, name: str, anew: bool = False) -> _Opened:
+        array = self._arrays.get(name)
+        if array is None or anew:
+            check_name(name)
+            self._inside(self.path / name / "zarr.json")
+            array = self._arrays[name] = _Opened(self.path, name)
+        return array
+
+    def _inside(self, path: Path) -> None:
+        # a link out of the directory would make a trace show what lies elsewhere
+        if not os.path.realpath(path).startswith(self._root + os.sep):
+            raise TraceFormatError(f"{self.path}: {path} leads out of the trace")
+
+    def _read(self, name: str, array: _Opened, start: int, stop: int, out: memoryview) -> None:
+        """Fill `out` with rows ``start`` to ``stop``, chunk by chunk.
+
+        Every chunk is contiguous in its row or rows, so its bytes are one range of the rows' bytes; those of a padded
+        chunk at the end of a run are shorter than the chunk.
+        """
+        item = array.dtype.itemsize
+        height = array.chunk[0]
+        row_nbytes = item * math.prod(array.shape[1:])
+        chunk_nbytes = item * math.prod(array.chunk)
+        runs, run_nbytes, per_run = 1, row_nbytes * height, 1
+        if height == 1:
+            for axis in range(1, len(array.shape)):
+                if array.chunk[axis] != array.shape[axis]:
+                    runs = math.prod(array.shape[1:axis])
+                    run_nbytes = row_nbytes // runs
+                    per_run = -(-run_nbytes // chunk_nbytes)
+                    if array.chunk[axis] == 1:
+                        continue
+                    break
+        per_height = runs * per_run
+        first, end = start * row_nbytes, stop * row_nbytes
+        shard_number, file, index = -1, -1, np.empty(0, "<u8")
+        trailer = bytearray(4)
+        try:
+            for number in range(start // height * per_height, -(-stop // height) * per_height):
+                if number // array.per_shard != shard_number:
+                    if file >= 0:
+                        os.close(file)
+                        file = -1
+                    shard_number = number // array.per_shard
+                    file = self._open_shard(name, array, shard_number)
+                    index = self._read_index(name, array, file)
+                offset, nbytes = index[number % array.per_shard].tolist()
+                if nbytes != chunk_nbytes + 4:
+                    raise TraceCorruptError(f"{self.path}: array {name!r} lacks its chunk {number}")
+                run, part = divmod(number % per_height, per_run)
+                begin = number // per_height * height * row_nbytes + run * run_nbytes + part * chunk_nbytes
+                length = min(chunk_nbytes, run_nbytes - part * chunk_nbytes)
+                if length == chunk_nbytes and begin >= first and begin + length <= end:
+                    target = out[begin - first : begin - first + length]
+                    got = os.preadv(file, [target, trailer], offset)
+                else:
+                    target = memoryview(bytearray(chunk_nbytes))
+                    got = os.preadv(file, [target, trailer], offset)
+                    low, high = max(begin, first), min(begin + length, end)
+                    out[low - first : high - first] = target[low - begin : high - begin]
+                if got != nbytes or _crc32c(target) != trailer:
+                    raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} fails its checksum")
+        except OSError as error:
+            if isinstance(error, TraceError):
+                raise
+            raise TraceCorruptError(f"{self.path}: array {name!r} cannot be read: {error}") from error
+        finally:
+            if file >= 0:
+                os.close(file)
+
+    def _open_shard(self, name: str, array: _Opened, number: int) -> int:
+        path = array.folder.joinpath("c", str(number), *["0"] * (len(array.shape) - 1))
+        self._inside(path)
+        try:
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise TraceCorruptError(
+                f"{self.path}: shard {number} of array {name!r} cannot be opened: {error.strerror}"
+            ) from error
+
+    def _read_index(self, name: str, array: _Opened, file: int) -> NDArray[np.uint64]:
+        size = array.per_shard * 16
+        data = os.pread(file, size + 4, 0)
+        if len(data) != size + 4 or _crc32c(data[:size]) != data[size:]:
+            raise TraceCorruptError(f"{self.path}: the index of a shard of array {name!r} fails its checksum")
+        return np.frombuffer(data[:size], "<u8").reshape(-1, 2)
