@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -25,19 +25,16 @@ from tracer.errors import (
     TraceCorruptError,
     TraceError,
     TraceExistsError,
-    TraceNotFoundError,
     TracerError,
     UnknownNameError,
 )
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from torch import Tensor
 
-    from analyze.results import Results
-    from tracer.capture import Capture
     from tracer.messages import Message
     from tracer.reader import StreamInfo, TraceReader
-    from tracer.subscriber import Subscriber
 
 FAILED, WRONG_USAGE, DAMAGED, INTERRUPTED = 1, 2, 3, 130
 
@@ -191,7 +188,12 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace what is already at the output's path.")
 _kinds = click.option("-k", "--kind", "kinds", metavar="KIND", multiple=True, help="Only this kind; may be repeated.")
 _modules = click.option(
-    "-m", "--module", "modules", metavar="GLOB", multiple=True, help="Only modules whose dotted names match; repeatable."
+    "-m",
+    "--modules",
+    "modules",
+    metavar="GLOB",
+    multiple=True,
+    help="Only modules whose dotted names match; repeatable.",
 )
 _steps = click.option("--steps", type=Steps(), help="Only these global steps: start inclusive, stop exclusive, stride.")
 _tags = click.option("--tag", "tags", metavar="TAG", multiple=True, help="Only this tag (a glob); may be repeated.")
@@ -201,12 +203,21 @@ _filters = _options(_kinds, _modules, _steps, _tags)
 # -- printing ----------------------------------------------------------------------------------------------------
 
 
-def _table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any]], right: Iterable[str] = ()) -> Table:
+def _table(
+    title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any]], right: Iterable[str] = ()
+) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, expand=False)
+    # ruled on a terminal, bare in a pipe
+    made = Table(
+        title=title,
+        box=box.SIMPLE_HEAD if sys.stdout.isatty() else None,
+        title_justify="left",
+        pad_edge=False,
+        expand=False,
+    )
     to_the_right = set(right)
     for column in columns:
         justify = "right" if column in to_the_right else "left"
@@ -300,3 +311,405 @@ def main() -> None:
 
     A TRACE is a directory that ends in .zarr or a file that ends in .h5.
     """
+
+
+@main.command(cls=Command)
+@click.option("--out", metavar="DIR", default="trace-demo", show_default=True, help="Where the files go.")
+@click.option("--epochs", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@_overwrite
+def demo(out: str, epochs: int, seed: int, overwrite: bool) -> None:
+    """Train a small network on real images, record it, replay it, show what it says.
+
+    The images are scikit-learn's handwritten digits, so nothing is downloaded. Takes less than a minute.
+    """
+    folder = Path(out)
+    if folder.exists() and not folder.is_dir():
+        raise TraceExistsError(f"{out} is already there and is not a directory")
+    for name in ("digits.zarr", "results.csv", "digits.png"):
+        if (folder / name).exists() and not overwrite:
+            raise TraceExistsError(f"{folder / name} is already there; --overwrite replaces it, --out DIR spares it")
+    _check_new(str(folder / "digits.zarr"), TRACE_SUFFIXES, overwrite)
+    with _plain_warnings():
+        from analyze import demo as demonstration
+
+        shown = demonstration.run(folder, epochs=epochs, seed=seed, overwrite=overwrite, say=_say)
+    for caption, columns, rows in shown.tables:
+        _show(_table(caption, columns, rows, right=columns[1:]))
+    click.echo("The files:")
+    for path, what in shown.files:
+        click.echo(f"  {path}  {what}")
+
+
+def _say(sentence: str) -> None:
+    click.echo(sentence, err=True)
+
+
+class RecordCommand(Command):
+    """Passes all that follows the script's name, or ``--module NAME``, to the program as it is."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put a ``--`` where the program's own arguments begin, if it is after ``--module NAME``."""
+        takes_value = {
+            name: isinstance(option, click.Option) and not option.is_flag
+            for option in self.params
+            for name in (*option.opts, *option.secondary_opts)
+        }
+        position = 0
+        while position < len(args) and args[position].startswith("-") and args[position] not in ("-", "--"):
+            name, equals, _ = args[position].partition("=")
+            position += 2 if takes_value.get(args[position]) and not equals else 1
+            if name == "--module":
+                args = [*args[:position], "--", *args[position:]]
+                break
+        return super().parse_args(ctx, args)
+
+
+@main.command(
+    cls=RecordCommand,
+    context_settings={"allow_interspersed_args": False},
+    options_metavar="[OPTIONS]",
+    no_args_is_help=True,
+)
+@click.option("--out", metavar="PATH", help="Trace to make, .zarr or .h5.  [default: the program's name with .zarr]")
+@click.option("-k", "--kind", "kinds", metavar="KIND", multiple=True, help="Record this kind; may be repeated.")
+@click.option(
+    "-m", "--modules", "modules", metavar="GLOB", multiple=True, help="Record modules that match; repeatable."
+)
+@click.option("--every", type=click.IntRange(min=1), metavar="N", help="Record every N-th step.")
+@click.option("--start", type=click.IntRange(min=0), metavar="N", help="Record from this step on.")
+@click.option("--stop", type=click.IntRange(min=1), metavar="N", help="Record up to, not including, this step.")
+@click.option("--rows", type=click.IntRange(min=1), metavar="N", help="Keep the first N datapoints of a batch.")
+@click.option("--positions", type=click.IntRange(min=1), metavar="N", help="Keep N spatial or sequence positions.")
+@click.option("--elements", type=click.IntRange(min=1), metavar="N", help="Keep N elements of each tensor.")
+@click.option("--dtype", metavar="T", help="Cast to float16, bfloat16, float32 or float64.")
+@click.option("--config", metavar="FILE", help="Settings of tracer.Capture as TOML or JSON; options here win.")
+@click.option("--module", "module", metavar="NAME", help="Run a module, as python -m does; its arguments follow.")
+@_overwrite
+@click.argument("program", metavar="SCRIPT.py [ARGS]...", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def record(
+    ctx: click.Context,
+    out: str | None,
+    config: str | None,
+    module: str | None,
+    overwrite: bool,
+    program: tuple[str, ...],
+    **settings: Any,
+) -> None:
+    """Run a training script as it is, and record it.
+
+    Everything after SCRIPT.py goes to the script. The exit code is the script's.
+    """
+    if module is None and not program:
+        raise click.UsageError("there is no script to run: trace record [OPTIONS] SCRIPT.py [ARGS]...")
+    arguments = program if module is not None else program[1:]
+    name = module.rpartition(".")[2] if module is not None else Path(program[0]).stem
+    if module is None and not Path(program[0]).is_file():
+        raise Failure(f"{program[0]} is not a file, so there is no script to run")
+    target = _check_new(out or f"{name}.zarr", TRACE_SUFFIXES, overwrite)
+    files = _read_config(config) if config is not None else [{}]
+    given = {key: value for key, value in settings.items() if value not in (None, ())}
+    with _wrong_usage():
+        from tracer.capture import Capture
+
+        captures = tuple(Capture.from_mapping({**file, **given}) for file in files)
+    from tracer import launch
+
+    code = launch.run(
+        program[0] if module is None else None,
+        list(arguments),
+        module=module,
+        out=target,
+        captures=captures,
+        overwrite=overwrite,
+    )
+    ctx.exit(code)
+
+
+def _read_config(path: str) -> list[dict[str, Any]]:
+    """The captures that a file describes: its top level, or each entry of its ``capture``."""
+    import tomllib
+
+    file = Path(path)
+    if not file.is_file():
+        raise Failure(f"{path} is not a file, so it configures nothing")
+    if file.suffix.lower() not in (".toml", ".json"):
+        raise Failure(f"{path}: a configuration is a .toml or .json file", WRONG_USAGE)
+    try:
+        text = file.read_text(encoding="utf-8")
+        content = tomllib.loads(text) if file.suffix.lower() == ".toml" else json.loads(text)
+    except ValueError as error:
+        raise Failure(f"{path} cannot be read as {file.suffix[1:].upper()}: {error}", WRONG_USAGE) from error
+    captures = content.get("capture", content) if isinstance(content, dict) else content
+    captures = [captures] if isinstance(captures, dict) else captures
+    if not (isinstance(captures, list) and captures and all(isinstance(one, dict) for one in captures)):
+        raise Failure(f"{path} must hold the settings of a capture, or a list of them called capture", WRONG_USAGE)
+    return captures
+
+
+@main.command(cls=Command)
+@_trace_argument
+@_as_json
+def info(trace: str, as_json: bool) -> None:
+    """Show what a trace is, at a glance."""
+    with tracer.open(trace) as reader:
+        counts: dict[str, int] = {}
+        for stream in reader.streams:
+            counts[stream.kind] = counts.get(stream.kind, 0) + stream.count
+        told = {**reader.info, "kinds": counts, "tags": sorted({stream.tag for stream in reader.streams})}
+    if as_json:
+        _print_json(told)
+        return
+    for name, value in _info_rows(told):
+        click.echo(f"{name:<12}{value}")
+
+
+def _info_rows(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What `trace info` shows of `TraceReader.info`, line by line."""
+    header = info["header"]
+    yield "trace", f"{info['path']} ({info['store']}, format version {info['version']})"
+    yield "status", str(info["status"])
+    yield "run", f"{info['run_id']}, started {info['created']}" + (f", ended {info['ended']}" if info["ended"] else "")
+    if header.get("argv"):
+        yield "command", " ".join(map(str, header["argv"]))
+    yield "steps", _span(info["steps"])
+    yield "epochs", _span(info["epochs"])
+    yield "holds", f"{info['messages']:,} messages in {info['streams']:,} streams, {_size(info['bytes'])}"
+    kinds = [f"{kind} {count:,}" for kind, count in info["kinds"].items()]
+    if kinds:
+        yield "kinds", ", ".join(kinds)
+    if info["tags"] and info["tags"] != ["default"]:
+        yield "tags", ", ".join(info["tags"])
+    for name, value in header.items():
+        if name not in ("argv", "process", "run_id", "created") and value not in (None, "", [], {}):
+            yield name, _in_short(value)
+    for note in info["notes"]:
+        yield "note", _in_short(note)
+
+
+def _in_short(value: Any) -> str:
+    """A JSON value on a line: what is nested deeper is counted, --json shows it."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_in_short_part(part)}" for key, part in value.items() if part is not None)
+    if isinstance(value, list | tuple):
+        return "; ".join(_in_short(part) if isinstance(part, Mapping) else _cell(part) for part in value)
+    return _cell(value)
+
+
+def _in_short_part(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"({len(value)})"
+    if isinstance(value, list | tuple):
+        return (
+            f"({len(value)})"
+            if any(isinstance(part, Mapping | list) for part in value) or len(value) > 8
+            else _cell(value)
+        )
+    return _cell(value)
+
+
+def _chosen_streams(reader: TraceReader, filters: Mapping[str, Any]) -> list[StreamInfo]:
+    """The streams that the filters leave; a name that is not in the trace is wrong usage, and is told what there is."""
+    from fnmatch import fnmatchcase
+
+    streams = reader.streams
+    kinds, tags = {stream.kind for stream in streams}, {stream.tag for stream in streams}
+    modules = {stream.module for stream in streams if stream.module is not None}
+    with _wrong_usage():
+        for kind in filters["kinds"]:
+            if kind not in kinds:
+                raise UnknownNameError.of("recorded kind", kind, kinds)
+        for tag in filters["tags"]:
+            if tag not in tags:
+                raise UnknownNameError.of("recorded tag", tag, tags)
+        for pattern in filters["modules"]:
+            if not any(fnmatchcase(module, pattern) for module in modules):
+                raise UnknownNameError.of("recorded module", pattern, (module or "''" for module in modules))
+    steps = filters["steps"]
+    return [
+        stream
+        for stream in streams
+        if (not filters["kinds"] or stream.kind in filters["kinds"])
+        and (not filters["tags"] or stream.tag in filters["tags"])
+        and (
+            not filters["modules"]
+            or (stream.module is not None and any(fnmatchcase(stream.module, glob) for glob in filters["modules"]))
+        )
+        and (steps is None or _reaches(stream.steps, steps))
+    ]
+
+
+def _reaches(span: tuple[int, int] | None, steps: tuple[int, int | None, int]) -> bool:
+    return span is not None and span[1] >= steps[0] and (steps[1] is None or span[0] < steps[1])
+
+
+def _reading(filters: Mapping[str, Any]) -> dict[str, Any]:
+    """The filters as `tracer.replay` and `TraceReader.messages` take them."""
+    return {name: filters[name] or None for name in ("kinds", "modules", "steps", "tags")}
+
+
+def _where(stream: StreamInfo) -> str:
+    path = "" if stream.module is None else stream.module or "(root)"
+    return f"{path} [{stream.leaf}]".strip() if stream.leaf else path
+
+
+def _span(span: Sequence[int] | None) -> str:
+    if span is None:
+        return "none"
+    return f"{span[0]}" if span[0] == span[1] else f"{span[0]} to {span[1]}"
+
+
+def _stream_facts(stream: StreamInfo) -> dict[str, Any]:
+    names = ("kind", "module", "tag", "leaf", "calls", "dtype", "shapes", "count", "bytes", "steps", "sampling")
+    return {name: getattr(stream, name) for name in names}
+
+
+def _message_facts(message: Message, values: int) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "kind": message.kind,
+        "module": message.key,
+        "tag": message.tag,
+        "global_step": message.global_step,
+        "train_step": message.train_step,
+        "epoch": message.epoch,
+        "call": message.call,
+        "leaf": message.leaf,
+    }
+    data = message.data
+    if data is None:
+        return told
+    told |= {"dtype": str(data.dtype).removeprefix("torch."), "shape": list(data.shape)}
+    if data.numel() and not data.is_complex():
+        # in float64, because the mean of many float16 is not one
+        numbers = data.double()
+        told |= {name: float(value) for name, value in zip(("min", "mean", "max"), _min_mean_max(numbers), strict=True)}
+    if values:
+        numbers = data.flatten()[:values]
+        told["values"] = [str(z) for z in numbers.tolist()] if data.is_complex() else numbers.tolist()
+    return told
+
+
+def _min_mean_max(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    low, high = numbers.aminmax()
+    return low, numbers.mean(), high
+
+
+def _message_line(told: Mapping[str, Any]) -> str:
+    module = told["module"]
+    words = [f"step {told['global_step']}", told["kind"]]
+    if module is not None:
+        words.append(module or "(root)")
+    words += [f"{name} {told[name]}" for name in ("leaf", "call") if told[name]]
+    if told["tag"] != "default":
+        words.append(f"tag {told['tag']}")
+    if "shape" in told:
+        words += [told["dtype"], _shape(told["shape"])]
+    if "mean" in told:
+        values = {told[name] for name in ("min", "mean", "max")}
+        if told["shape"] == [] and len(values) == 1:
+            words.append(f"{told['mean']:.6g}")
+        else:
+            words.append(f"min {told['min']:.4g}  mean {told['mean']:.4g}  max {told['max']:.4g}")
+    if told.get("values"):
+        words.append(f"[{', '.join(map(_cell, told['values']))}]")
+    return "  ".join(words)
+
+
+@main.command("ls", cls=Command)
+@_trace_argument
+@_filters
+@_as_json
+def list_streams(trace: str, as_json: bool, **filters: Any) -> None:
+    """List the streams of a trace, one a row."""
+    with tracer.open(trace) as reader:
+        streams = _chosen_streams(reader, filters)
+    if as_json:
+        _print_json([_stream_facts(stream) for stream in streams])
+        return
+    columns = ("kind", "module", "tag", "calls", "dtype", "shape", "messages", "steps", "bytes")
+    rows = [
+        (
+            stream.kind,
+            _where(stream),
+            stream.tag,
+            stream.calls,
+            stream.dtype,
+            ", ".join(map(_shape, stream.shapes[:3])) + (", …" if len(stream.shapes) > 3 else ""),
+            stream.count,
+            _span(stream.steps),
+            _size(stream.bytes),
+        )
+        for stream in streams
+    ]
+    _show(_table(None, columns, rows, right=("calls", "messages", "bytes")))
+
+
+@main.command(cls=Command)
+@_trace_argument
+@_filters
+@click.option("--limit", type=click.IntRange(min=0), metavar="N", help="Stop after N messages.")
+@click.option("--values", type=click.IntRange(min=0), metavar="N", default=0, help="Show the first N elements too.")
+@_as_json
+def cat(trace: str, limit: int | None, values: int, as_json: bool, **filters: Any) -> None:
+    """Print the messages of a trace, one a line, in the order in which they were recorded.
+
+    With --json each line is an object.
+    """
+    from itertools import islice
+
+    with tracer.open(trace) as reader:
+        _chosen_streams(reader, filters)
+        for message in islice(reader.messages(**_reading(filters)), limit):
+            told = _message_facts(message, values)
+            if as_json:
+                _print_json(told, indent=None)
+            else:
+                click.echo(_message_line(told))
+
+
+@main.command(cls=Command)
+@click.argument("name", required=False)
+@_as_json
+def subscribers(name: str | None, as_json: bool) -> None:
+    """List the metrics that can be asked; with a NAME, its parameters and what it needs."""
+    from analyze import registry
+
+    with _wrong_usage():
+        told = [registry.describe(one) for one in ([name] if name else registry.names())]
+    if as_json:
+        _print_json(told[0] if name else told)
+    elif name:
+        _show(*_subscriber_page(told[0]))
+    else:
+        rows = [(one["name"], one["needs"], one["summary"]) for one in told]
+        _show(_table(None, ("name", "needs", "what it says"), rows))
+
+
+@main.command(cls=Command)
+@_trace_argument
+@click.option(
+    "-s", "--subscriber", "specs", metavar="NAME[:key=value,...]", multiple=True, required=True,
+    help="Ask this metric; may be repeated. Also path/to/file.py:ClassName[:key=value,...].",
+)  # fmt: skip
+@_filters
+@click.option("--out", metavar="FILE", help="Write the answers: .parquet, .csv, .jsonl, or as a trace: .zarr, .h5.")
+@click.option("--tensorboard", metavar="DIR", help="Write the answers for TensorBoard too.")
+@_overwrite
+@click.option("--plan", "only_plan", is_flag=True, help="Only say what would be read, and what is missing.")
+@_as_json
+def replay(
+    trace: str,
+    specs: tuple[str, ...],
+    out: str | None,
+    tensorboard: str | None,
+    overwrite: bool,
+    only_plan: bool,
+    as_json: bool,
+    **filters: Any,
+) -> None:
+    """Feed a trace through subscribers, and print, write or plot what they answer."""
+    if out is not None:
+        target = _check_new(out, (*TABLE_SUFFIXES, *TRACE_SUFFIXES), overwrite)
+        if target.exists() and target.resolve() == Path(trace).resolve():
+            raise TraceExistsError(f"{out} is the trace that is to be read; write somewhere else")

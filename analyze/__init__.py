@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from analyze.metrics.spectral_norm import SpectralNorm, spectral_norm
     from analyze.metrics.sum import Sum, sum  # noqa: A004 - analyze.sum, as in numpy.sum
     from analyze.metrics.svcca import SVCCA, svcca
-    from analyze.metrics.test_accuracy import TestAccuracy, test_accuracy
+    from analyze.metrics.pooled_accuracy import TestAccuracy, test_accuracy
     from analyze.metrics.train_accuracy import TrainAccuracy, train_accuracy
     from analyze.metrics.variance import Variance, variance
     from analyze.registry import describe, parse, subscribers
@@ -39,7 +39,7 @@ _HOMES = {
     "metrics.spectral_norm": ("SpectralNorm", "spectral_norm"),
     "metrics.sum": ("Sum", "sum"),
     "metrics.svcca": ("SVCCA", "svcca"),
-    "metrics.test_accuracy": ("TestAccuracy", "test_accuracy"),
+    "metrics.pooled_accuracy": ("TestAccuracy", "test_accuracy"),
     "metrics.train_accuracy": ("TrainAccuracy", "train_accuracy"),
     "metrics.variance": ("Variance", "variance"),
     "registry": ("describe", "parse", "subscribers"),

@@ -1,7 +1,7 @@
 """What a trace looks like inside: names, columns, the encodings of dtypes, and the version of the format.
 
-Constants and functions, most of them pure. `docs/trace-format.md` says the same in prose, with a reason for each rule; the two are
-changed together, and `VERSION` with them where an older reader would go wrong.
+Constants and functions, most of them pure. `docs/trace-format.md` says the same in prose, with a reason for each rule;
+the two are changed together, and `VERSION` with them where an older reader would go wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import google_crc32c
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -168,6 +167,7 @@ def crc32c(array: NDArray[Any]) -> int:
 
     Examples
     --------
+    >>> import numpy as np
     >>> crc32c(np.frombuffer(b"123456789", np.uint8)) == 0xE3069283
     True
     """
@@ -202,7 +202,7 @@ def quote(name: str) -> str:
 
 
 def own_pool(kind: str, module: str | None, tag: str, leaf: str) -> str:
-    """The name of the pool of one stream: ``rank0/{kind}/{module}``, with ``@{tag}`` and ``#{leaf}`` where they say more.
+    """The name of the pool of one stream: ``rank0/{kind}/{module}``, with ``@{tag}`` and ``#{leaf}`` where needed.
 
     The network's streams stand under ``%~network``.
 
@@ -257,7 +257,7 @@ def declarations(data: bytes) -> list[tuple[str, Any]]:
     TraceCorruptError
         If a line is not an object with one member.
     """
-    found = []
+    found: list[tuple[str, Any]] = []
     for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines()):
         try:
             value = json.loads(line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fnmatch
+import itertools
 import math
 import os
 import platform
@@ -240,16 +241,14 @@ class TraceReader:
         self._refuse_rows(events[stream] == carries, "says of its data what its stream does not")
         low, pools, shapes = np.where(carries, 0, layout.NONE), len(self._pools), len(self._shapes)
         self._refuse_rows((pool < low) | (pool >= np.where(carries, pools, 0)), "is in a pool that was not declared")
-        self._refuse_rows(
-            (shape < low) | (shape >= np.where(carries, shapes, 0)), "has a shape that was not declared"
-        )
+        self._refuse_rows((shape < low) | (shape >= np.where(carries, shapes, 0)), "has a shape that was not declared")
         expected = np.where(carries, sizes[np.where(carries, shape, 0)], 0)
         self._refuse_rows(count != expected, "has another number of elements than its shape")
         self._refuse_rows((offset < 0) | (offset > 2**62), "begins before its pool")
         counters = journal[:, [Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]]
         self._refuse_rows((counters < 0).any(axis=1), "has a negative counter")
 
-    def _refuse_rows(self, wrong: NDArray[np.bool_], why: str) -> None:
+    def _refuse_rows(self, wrong: Any, why: str) -> None:
         if wrong.any():
             raise TraceCorruptError(f"{self.path}: row {int(wrong.argmax())} of the journal {why}")
 
@@ -370,7 +369,9 @@ class TraceReader:
         kinds, modules, tags = _names(kinds), _names(modules), _names(tags)
         wanted = None if streams is None else set(streams)
         if wanted is not None and not wanted <= set(range(len(self._streams))):
-            raise CaptureError(f"{self.path} has the streams 0 to {len(self._streams) - 1}, and not all of {sorted(wanted)}")
+            raise CaptureError(
+                f"{self.path} has the streams 0 to {len(self._streams) - 1}, and not all of {sorted(wanted)}"
+            )
         chosen = np.array(
             [
                 (kinds is None or stream.kind in kinds)
@@ -397,7 +398,9 @@ class TraceReader:
             mask &= (step - start) % stride == 0
         if where is not None:
             if where.shape != mask.shape or where.dtype != np.bool_:
-                raise CaptureError(f"a mask over this trace is {len(mask)} bools, not {where.dtype} of shape {where.shape}")
+                raise CaptureError(
+                    f"a mask over this trace is {len(mask)} bools, not {where.dtype} of shape {where.shape}"
+                )
             mask &= where
         return np.flatnonzero(mask)
 
@@ -506,7 +509,7 @@ class TraceReader:
             gap = GAP_BYTES // np.dtype(dtype).itemsize
             cuts = np.flatnonzero(offsets[1:] > np.maximum.accumulate(ends)[:-1] + gap) + 1
             bounds = [0, *cuts.tolist(), len(places)]
-            for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+            for begin, end in itertools.pairwise(bounds):
                 low = int(offsets[begin]) // row_size
                 high = -(-int(ends[begin:end].max()) // row_size)
                 buffer = self._store.read(name, low, high).reshape(-1)
@@ -529,15 +532,15 @@ class TraceReader:
             length = self._rows_of[pool] = self._store.length(name)
             if self._store.dtype(name) != dtype or size < 1:
                 raise TraceCorruptError(f"{self.path}: pool {name!r} is not of the dtype {dtype} that was declared")
-        wrong = ends > length * size
+        wrong: NDArray[np.bool_] = np.asarray(ends > length * size)
         streams = rows[places, Column.STREAM]
         storage = np.array([s.dtype is not None and layout.ENCODINGS[s.dtype].storage == dtype for s in self._streams])
         if wrong.any() or not storage[streams].all():
             place = int(places[int((wrong | ~storage[streams]).argmax())])
             stream = self._streams[int(rows[place, Column.STREAM])]
             raise TraceCorruptError(
-                f"{self.path}: the data of {_stream_name(stream.kind, stream.module, stream.tag, stream.leaf)} in global "
-                f"step {int(rows[place, Column.GLOBAL_STEP])} is not in pool {name!r} where the journal says"
+                f"{self.path}: the data of {_stream_name(stream.kind, stream.module, stream.tag, stream.leaf)} in "
+                f"global step {int(rows[place, Column.GLOBAL_STEP])} is not in pool {name!r} where the journal says"
             )
         return size
 
@@ -564,7 +567,7 @@ class TraceReader:
         Returns
         -------
         global_steps : numpy.ndarray of int64, (n,)
-        data : numpy.ndarray (n, \\*shape), or list of n numpy.ndarray
+        data : numpy.ndarray (n, ...), or list of n numpy.ndarray
             A list where messages differ in shape or dtype. Numbers that numpy lacks (bfloat16, 8 bit floats) come as
             float32, which holds each of them exactly.
 
@@ -620,15 +623,10 @@ class TraceReader:
         return f"TraceReader({str(self.path)!r}: {len(self)} messages, {self.status})"
 
 
-def open(path: str | os.PathLike[str]) -> TraceReader:  # noqa: A001 - `tracer.open` is the word for it
-    """Open a trace; see `TraceReader`."""
-    return TraceReader(path)
-
-
 def _without_torn_rows(journal: NDArray[np.int64]) -> NDArray[np.int64]:
     # The length of an HDF5 journal may have reached the disk before its last rows; those are zeros, which no row is:
     # without data its pool is -1, and with data its flags are not 0.
-    torn = ~journal.any(axis=1)
+    torn: NDArray[np.bool_] = np.logical_not(journal.any(axis=1))
     length = len(journal)
     while length and torn[length - 1]:
         length -= 1

@@ -1,8 +1,8 @@
-"""`TraceWriter`: messages into a store, committed every now and then, so that a killed run loses its last moments only."""
+"""`TraceWriter`: messages into a store, committed every now and then, so that a killed run loses moments only."""
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import os
 import platform
 import struct
@@ -18,7 +18,7 @@ import torch
 
 from tracer import layout
 from tracer.errors import TraceError, TraceExistsError
-from tracer.layout import Column, Encoding
+from tracer.layout import Encoding
 from tracer.messages import Message
 from tracer.stores import WriteStore, create_store, open_store
 
@@ -30,8 +30,8 @@ class _Pool:
 
     __slots__ = ("elements", "id", "name", "row")
 
-    def __init__(self, id: int, name: str, row: tuple[int, ...]) -> None:
-        self.id = id
+    def __init__(self, number: int, name: str, row: tuple[int, ...]) -> None:
+        self.id = number
         self.name = name
         # shape of one row of an own pool, () for a shared one
         self.row = row
@@ -43,8 +43,8 @@ class _Stream:
 
     __slots__ = ("encoding", "fresh", "id", "own", "sampling", "shared")
 
-    def __init__(self, id: int, encoding: Encoding | None, sampling: Mapping[str, Any] | None) -> None:
-        self.id = id
+    def __init__(self, number: int, encoding: Encoding | None, sampling: Mapping[str, Any] | None) -> None:
+        self.id = number
         self.encoding = encoding
         self.sampling = sampling
         # until its first message decided whether it has a pool of its own
@@ -65,8 +65,8 @@ class TraceWriter:
     path : path
         Of a directory that ends in ``.zarr``, or of a file that ends in ``.h5`` or ``.hdf5``.
     header : mapping
-        What is known of the run before it starts (JSON values). ``run_id``, ``created`` (ISO 8601, UTC) and ``process``
-        (``pid``, ``hostname``, ``start``: what tells later whether the writer still lives) are added if they are missing.
+        What is known of the run before it starts (JSON values). ``run_id``, ``created`` (ISO 8601, UTC), ``versions``
+        and ``process`` (``pid``, ``hostname``, ``start``: what tells later if the writer lives) are added if missing.
     overwrite : bool
         Whether a trace that is already at `path` is removed. Anything else than a trace never is.
     chunk_bytes : int
@@ -93,8 +93,8 @@ class TraceWriter:
     >>> path = Path(tempfile.mkdtemp()) / "run.zarr"
     >>> with TraceWriter(path, header={"argv": ["train.py"]}) as writer:
     ...     for step in range(3):
-    ...         data = torch.full((2,), float(step))
-    ...         writer.write(ModuleMessage(kind="biases", module="fc", global_step=step, train_step=step, epoch=0, data=data))
+    ...         counters = {"global_step": step, "train_step": step, "epoch": 0}
+    ...         writer.write(ModuleMessage(kind="biases", module="fc", data=torch.full((2,), float(step)), **counters))
     >>> with TraceReader(path) as trace:
     ...     [message.data.tolist() for message in trace.messages()], trace.status
     ([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]], 'finished')
@@ -424,7 +424,7 @@ class _Guard:
 
 
 def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    return dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
 
 
 def _complete(header: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class WriteStore(Protocol):
         """
 
     def append(self, name: str, rows: NDArray[Any]) -> None:
-        """Append `rows`, an array (n, \\*shape); they are there for readers after the next `commit`.
+        """Append `rows`, an array (n, ...); they are there for readers after the next `commit`.
 
         Raises
         ------
@@ -284,7 +284,7 @@ class RowChunks:
         self._tail_changed = False
 
     def append(self, rows: NDArray[Any], write: Callable[[int, memoryview], None]) -> None:
-        """Take `rows` (n, \\*shape), and call `write` with the number and the bytes of each chunk that is now full.
+        """Take `rows` (n, ...), and call `write` with the number and the bytes of each chunk that is now full.
 
         The bytes are valid during the call only.
         """
@@ -295,7 +295,7 @@ class RowChunks:
         count = len(rows)
         if not count:
             return
-        data = memoryview(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))
+        data = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
         height, nbytes = self.chunk[0], self._row_nbytes
         position = 0
         while position < count:

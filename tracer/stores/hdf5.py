@@ -7,12 +7,12 @@ it lies beside its final path, so that what is at the path can always be opened.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def open(path: Path) -> Hdf5ReadStore:
     return Hdf5ReadStore(path)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _written(path: Path) -> Iterator[None]:
     try:
         yield
@@ -69,7 +69,7 @@ def _written(path: Path) -> Iterator[None]:
         raise TraceError(f"cannot write {path}: {reason}") from error
 
 
-@contextmanager
+@contextlib.contextmanager
 def _read(path: Path, what: str) -> Iterator[None]:
     try:
         yield
@@ -195,10 +195,9 @@ class Hdf5WriteStore:
         if self._file is None:
             return
         file, self._file = self._file, None
-        try:
+        # the error that led here is the one to report
+        with contextlib.suppress(Exception):
             file.close()
-        except Exception:  # noqa: S110 - the error that led here is the one to report
-            pass
 
     def _opened(self) -> Any:
         if self._file is None:

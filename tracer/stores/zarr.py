@@ -353,20 +353,23 @@ class _Opened:
         # zarr-python's array, for codecs other than ours
         self.array: Any = None
         self.per_shard = 0
-        ours = len(self.chunk) == len(shard) and all(
-            isinstance(inner, int) and inner > 0 and outer % inner == 0
-            for inner, outer in zip(self.chunk, shard, strict=True)
-        )
-        if ours:
-            template = _array_document(self.dtype, self.chunk, shard)
-            ours = {key: document.get(key) for key in template} == template
-            # a row lies in one shard, and its parts are contiguous
-            ours = ours and all(outer >= size for outer, size in zip(shard[1:], self.shape[1:], strict=True))
-            ours = ours and _contiguous(self.chunk, self.shape)
-        if ours:
+        if self._is_ours(document, shard):
             self.per_shard = math.prod(shard) // math.prod(self.chunk)
         else:
             self.array = _zarr_array(path, name)
+
+    def _is_ours(self, document: Mapping[str, Any], shard: tuple[int, ...]) -> bool:
+        """Whether the array is laid out as `ZarrWriteStore` does it."""
+        if len(self.chunk) != len(shard) or any(not isinstance(size, int) or size < 1 for size in self.chunk):
+            return False
+        template = _array_document(self.dtype, self.chunk, shard)
+        return (
+            all(document.get(key) == value for key, value in template.items())
+            and all(outer % inner == 0 for outer, inner in zip(shard, self.chunk, strict=True))
+            # a row lies in one shard, and its parts are contiguous
+            and all(outer >= size for outer, size in zip(shard[1:], self.shape[1:], strict=True))
+            and _contiguous(self.chunk, self.shape)
+        )
 
 
 def _contiguous(chunk: tuple[int, ...], shape: tuple[int, ...]) -> bool:
@@ -430,7 +433,7 @@ class ZarrReadStore:
         return self._open(name).shape[1:]
 
     def dtype(self, name: str) -> str:
-        return self._open(name).dtype.name
+        return str(self._open(name).dtype.name)
 
     def attrs(self, name: str = "") -> dict[str, Any]:
         if name:
@@ -454,7 +457,7 @@ class ZarrReadStore:
                 raise TraceCorruptError(f"{self.path}: array {name!r} cannot be read: {error}") from error
         out = np.empty((stop - start, *array.shape[1:]), array.dtype)
         if out.size:
-            self._read(name, array, start, stop, memoryview(out.reshape(-1).view(np.uint8)))
+            self._read(name, array, start, stop, out.reshape(-1).view(np.uint8).data)
         return out
 
     def _open(self, name: str, anew: bool = False) -> _Opened:

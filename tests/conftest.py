@@ -1,0 +1,27 @@
+"""What the tests share: seeds, one thread, and a small trace in each format."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def explicit_seeds() -> Iterator[None]:
+    """Every test begins with the same generators, and with gradients on."""
+    random.seed(0)
+    # for code under test that draws from NumPy's global generator, as users' training scripts do
+    np.random.seed(0)  # noqa: NPY002
+    torch.manual_seed(0)
+    with torch.enable_grad():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """The models are tiny; more threads would only wait for each other, and sums would depend on the machine."""
+    torch.set_num_threads(1)

@@ -1,0 +1,411 @@
+"""Recorder: the receiver that hands messages to a writer thread; and `record`, which wires a whole recording."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tracer.bus import MessageBus, Receiver, in_order
+from tracer.capture import Capture, choice
+from tracer.errors import CaptureError, TraceError
+from tracer.exporter import Exporter
+from tracer.messages import KINDS, Message
+from tracer.writer import TraceWriter
+
+QUEUE_BYTES = 256 << 20
+"""How much data may wait for the writer thread before the training waits for it."""
+
+_PER_MESSAGE = 512
+"""Bytes that a waiting message takes besides its data, so that a million empty ones are bounded too."""
+
+
+class Recorder:
+    """Writes what it receives to a trace, from a thread of its own.
+
+    Parameters
+    ----------
+    writer : TraceWriter
+    sampling : callable, optional
+        ``sampling(message)`` tells how the message's stream was thinned out (`Exporter.sampling`), or None.
+    queue_bytes : int
+        Bound of the data that waits for the thread; when it is reached, `receive` waits. Never less than one message.
+    derived : container of str
+        Kinds that are answers of subscribers: a trace holds what was observed, so they are not recorded.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from tracer import MessageBus, TraceReader
+    >>> path = tempfile.mkdtemp() + "/run.zarr"
+    >>> bus, recorder = MessageBus(), Recorder(TraceWriter(path))
+    >>> bus.register(recorder)
+    >>> bus.publish_network_message(0, 0, 0, "loss", torch.tensor(0.5))
+    >>> bus.close()
+    >>> [float(message.data) for message in TraceReader(path).messages()]
+    [0.5]
+    """
+
+    name = "recorder"
+
+    def __init__(
+        self,
+        writer: TraceWriter,
+        *,
+        sampling: Callable[[Message], Mapping[str, Any] | None] | None = None,
+        queue_bytes: int = QUEUE_BYTES,
+        derived: Iterable[str] = (),
+    ) -> None:
+        if queue_bytes < 1:
+            raise CaptureError(f"queue_bytes of a recorder is a positive integer, not {queue_bytes!r}")
+        self.writer = writer
+        self.derived = set(derived)
+        self._sampling = sampling
+        self._bound = queue_bytes
+        self._waiting: list[Message | Mapping[str, Any]] = []
+        self._bytes = 0  # of what waits, and of what the thread has taken and not yet written
+        self._changed = threading.Condition()
+        self._closing = False
+        self._closed = False
+        self._error: Exception | None = None
+        self._indices: set[tuple[int, int, int]] = set()
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._write, name="trace-writer", daemon=True)
+        self._thread.start()
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """Everything that is observed, and nothing that is derived from it."""
+        return kind not in self.derived
+
+    def receive(self, message: Message) -> Iterable[Message]:
+        """Queue a message; waits while the queue is full.
+
+        Raises
+        ------
+        TraceError
+            If the writer thread has failed: what was committed before is safe, the rest is lost.
+        """
+        if os.getpid() != self._pid:  # a forked child has this object, but not the thread: the trace is the parent's
+            return ()
+        if message.data is not None and message.data.device.type != "cpu":
+            # here and not in the thread: the training may overwrite its own buffers as soon as this returns
+            message = replace(message, data=message.data.cpu())
+        size = _PER_MESSAGE + (0 if message.data is None else message.data.nbytes)
+        with self._changed:
+            while self._bytes and self._bytes + size > self._bound and self._error is None:
+                self._changed.wait()
+            self._check()
+            self._bytes += size
+            self._waiting.append(message)
+            self._changed.notify_all()
+        return ()
+
+    def note(self, note: Mapping[str, Any]) -> None:
+        """Put a remark into the trace: a stream that was disabled, a module that was never seen."""
+        with self._changed:
+            if self._error is None and not self._closed:
+                self._waiting.append(note)
+                self._changed.notify_all()
+
+    def finish(self) -> Iterable[Message]:
+        """Nothing to add."""
+        return ()
+
+    def close(self, status: str = "finished") -> None:
+        """Write all that waits, then the status, and close the trace; closing twice is fine.
+
+        Raises
+        ------
+        TraceError
+            If not everything could be written.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        if self._error is None:
+            self.writer.finish(status)
+        else:
+            self._check()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise TraceError(
+                f"{self.writer.path} can no longer be written ({self._error}); what was committed before is safe"
+            ) from self._error
+
+    def _write(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    while not self._waiting and not self._closing:
+                        # a quiet training still wants its last messages committed
+                        if not self._changed.wait(timeout=2.0):
+                            break
+                    batch, self._waiting = self._waiting, []
+                    if not batch and self._closing:
+                        return
+                if not batch:
+                    self.writer.commit()
+                for item in batch:
+                    self._write_one(item)
+        except Exception as error:
+            with self._changed:
+                self._error = error
+                self._waiting = []
+                self._changed.notify_all()
+
+    def _write_one(self, item: Message | Mapping[str, Any]) -> None:
+        if not isinstance(item, Message):
+            self.writer.note(item)
+            return
+        sampling = self._sampling(item) if self._sampling is not None else None
+        if sampling is not None:
+            self._note_indices(sampling)
+        self.writer.write(item, sampling)
+        with self._changed:
+            self._bytes -= _PER_MESSAGE + (0 if item.data is None else item.data.nbytes)
+            self._changed.notify_all()
+
+    def _note_indices(self, sampling: Mapping[str, Any]) -> None:
+        """The indices of a fixed random choice stand in the trace, once for all streams that share it."""
+        for what in ("positions", "elements"):
+            chosen = sampling.get(what)
+            if chosen is not None:
+                key = (chosen["of"], chosen["count"], chosen["seed"])
+                if key not in self._indices:
+                    self._indices.add(key)
+                    of, count, seed = key
+                    values = choice(of, count, seed).tolist()
+                    self.writer.note({"indices": {"of": of, "count": count, "seed": seed, "values": values}})
+
+
+class Run:
+    """A recording in progress: what `record` gives inside its ``with`` block."""
+
+    def __init__(self, exporter: Exporter, recorder: Recorder) -> None:
+        self.exporter = exporter
+        self.recorder = recorder
+        self.bus = exporter.message_bus
+        self.path = recorder.writer.path
+
+    def log(self, kind: str, value: Any) -> None:
+        """Record a value of your own, as `Exporter.log`."""
+        self.exporter.log(kind, value)
+
+    def tag(self, name: str) -> AbstractContextManager[None]:
+        """Give every pass inside this context a tag, as `Exporter.tag`."""
+        return self.exporter.tag(name)
+
+    def probe(
+        self, name: str, inputs: Any, labels: Any = None, *, every: int = 1, batch_size: int | None = None
+    ) -> None:
+        """Observe the model on fixed inputs, as `Exporter.probe`."""
+        self.exporter.probe(name, inputs, labels, every=every, batch_size=batch_size)
+
+    def epoch_finished(self) -> None:
+        """End the epoch, as `Exporter.epoch_finished`."""
+        self.exporter.epoch_finished()
+
+    def step(self) -> None:
+        """End the step, as `Exporter.step`: for loops whose optimizer the recorder does not know."""
+        self.exporter.step()
+
+
+class record:  # noqa: N801 - a context manager that reads as a verb, as in contextlib
+    """Record a training run: a context manager around a training loop that needs no other change.
+
+    Parameters
+    ----------
+    path : path
+        Of the trace: a new ``.zarr`` directory or ``.h5`` file.
+    model : nn.Module
+        The root of the network; wrappers (compiled, DistributedDataParallel) are looked through.
+    optimizer : Optimizer or iterable of Optimizer, optional
+        The last one's step ends a step. None: each training forward of the model is a step. An empty sequence: you call
+        ``run.step()``.
+    loss : nn.Module or callable, optional
+        A loss module, or a function of ``torch.nn.functional`` that the loop calls by that path: gives ``loss``,
+        ``network_output`` and ``input_labels``. For other losses, ``run.log("loss", value)``.
+    capture : Capture or iterable of Capture
+        What to observe; also the bound of what `receivers` can get.
+    receivers : iterable of Receiver
+        Subscribers that listen live, on the same bus, to the same messages that are recorded.
+    overwrite : bool
+        Whether to replace a trace that is at `path`. Anything else there is never replaced.
+    strict : bool
+        Whether an exception while observing reaches the training loop. By default what fails is disabled, with a warning
+        and a note in the trace.
+    seeds : mapping, optional
+        The seeds the run was given, for the header. By default torch's initial seed.
+    queue_bytes : int
+        How much data may wait for the writer thread before the training waits for it.
+
+    Raises
+    ------
+    TraceExistsError
+        If something is at `path`.
+    CaptureError
+        If the capture matches nothing, or a receiver needs a stream that the capture does not observe.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> import tracer
+    >>> path = tempfile.mkdtemp() + "/run.zarr"
+    >>> model, loss = torch.nn.Linear(3, 2), torch.nn.MSELoss()
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with tracer.record(path, model, optimizer, loss=loss):
+    ...     for _ in range(4):
+    ...         optimizer.zero_grad()
+    ...         loss(model(torch.ones(5, 3)), torch.zeros(5, 2)).backward()
+    ...         optimizer.step()
+    >>> steps, weights = tracer.open(path).array("weights", "")
+    >>> steps.tolist(), weights.shape
+    ([0, 1, 2, 3], (4, 2, 3))
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
+        *,
+        loss: nn.Module | Callable[..., Any] | None = None,
+        capture: Capture | Iterable[Capture] | None = None,
+        receivers: Iterable[Receiver] = (),
+        overwrite: bool = False,
+        strict: bool = False,
+        seeds: Mapping[str, Any] | None = None,
+        queue_bytes: int = QUEUE_BYTES,
+    ) -> None:
+        self._path = Path(path)
+        self._model = model
+        self._optimizer = optimizer
+        self._loss = loss
+        self._captures = (
+            (Capture(),) if capture is None else (capture,) if isinstance(capture, Capture) else tuple(capture)
+        )
+        self._receivers = tuple(receivers)
+        self._overwrite = overwrite
+        self._strict = strict
+        self._seeds = seeds
+        self._queue_bytes = queue_bytes
+        self._run: Run | None = None
+
+    def __enter__(self) -> Run:
+        bus = MessageBus(f"recording to {self._path}", on_error="raise" if self._strict else "disable")
+        exporter = Exporter(message_bus=bus, capture=self._captures, strict=self._strict)
+        try:
+            exporter.set_model(self._model)
+            exporter.set_optimizer(self._optimizer)
+            if self._loss is not None:
+                exporter.set_loss(self._loss)
+            exporter.check(self._receivers)
+            run = start(self._path, exporter, self._receivers, self._overwrite, self._seeds, self._queue_bytes)
+        except BaseException:
+            exporter.detach()
+            raise
+        self._run = run
+        return run
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            end(run, error)
+
+
+def start(
+    path: Path,
+    exporter: Exporter,
+    receivers: Iterable[Receiver],
+    overwrite: bool,
+    seeds: Mapping[str, Any] | None = None,
+    queue_bytes: int = QUEUE_BYTES,
+) -> Run:
+    """Open the trace and put the recorder and the receivers on the exporter's bus."""
+    ordered = in_order(tuple(receivers))
+    derived = {kind for one in ordered for kind in getattr(one, "produces", ())}
+    writer = TraceWriter(path, header=header(exporter, seeds), overwrite=overwrite)
+    recorder = Recorder(writer, sampling=exporter.sampling, queue_bytes=queue_bytes, derived=derived)
+    try:
+        exporter.message_bus.register(recorder)
+        for one in ordered:
+            exporter.message_bus.register(one)
+    except BaseException as error:
+        recorder.close(f"failed: {type(error).__name__}: {error}")
+        raise
+    return Run(exporter, recorder)
+
+
+def end(run: Run, error: BaseException | None = None) -> None:
+    """Finish what is open, take the hooks off, and close the trace; a failure to write is a warning unless strict."""
+    exporter, recorder, strict = run.exporter, run.recorder, run.exporter.strict
+    failure: BaseException | None = None
+    try:
+        if error is None:
+            exporter.finish()
+            run.bus.finish()
+    except Exception as raised:  # only under strict: else it is noted and warned about
+        failure = raised
+    exporter.detach()
+    for note in notes(exporter):
+        recorder.note(note)
+    cause = error if error is not None else failure
+    try:
+        recorder.close("finished" if cause is None else f"failed: {type(cause).__name__}: {cause}".rstrip(": "))
+    except TraceError as raised:
+        if strict and cause is None:
+            raise
+        warnings.warn(f"the trace is incomplete: {raised}", RuntimeWarning, stacklevel=3)
+    run.bus.close()
+    if failure is not None:
+        raise failure
+
+
+def notes(exporter: Exporter) -> Iterator[Mapping[str, Any]]:
+    """What a reader of the trace should know about how it was observed."""
+    for problem in exporter.problems:
+        yield {"problem": problem}
+    for receiver, error in exporter.message_bus.failures:
+        name = getattr(receiver, "name", type(receiver).__name__)
+        yield {"problem": {"what": f"subscriber {name}", "why": f"{type(error).__name__}: {error}", "count": 1}}
+    silent = exporter.silent
+    if silent:
+        yield {"silent": silent}
+
+
+def header(exporter: Exporter, seeds: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What is known of a run before its first message."""
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__}
+    for package in ("tracereel", "zarr", "h5py"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "versions": versions,
+        "argv": list(sys.argv),
+        "seeds": dict(seeds) if seeds is not None else {"torch": torch.initial_seed()},
+        "capture": [capture.describe() for capture in exporter.captures],
+        "kinds": sorted(KINDS),
+        "model": exporter.structure(),
+    }
