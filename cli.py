@@ -33,13 +33,17 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor
 
+    from analyze.results import Results
+    from tracer.bus import Receiver
     from tracer.messages import Message
     from tracer.reader import StreamInfo, TraceReader
+    from tracer.replay import Plan
+    from tracer.subscriber import Subscriber
 
 FAILED, WRONG_USAGE, DAMAGED, INTERRUPTED = 1, 2, 3, 130
 
 TRACE_SUFFIXES = (".zarr", ".h5", ".hdf5")
-TABLE_SUFFIXES = (".parquet", ".csv", ".jsonl")
+RESULT_SUFFIXES = (".parquet", ".csv", ".jsonl", ".zarr", ".h5")
 Wrapped = TypeVar("Wrapped", bound=Callable[..., Any])
 
 
@@ -51,7 +55,8 @@ class Failure(click.ClickException):
 
     def __init__(self, sentence: str, exit_code: int = FAILED) -> None:
         super().__init__(sentence)
-        self.exit_code = exit_code
+        # click reads it from the instance, but declares it for the class
+        vars(self)["exit_code"] = exit_code
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
@@ -126,7 +131,7 @@ def _plain_warnings() -> Iterator[None]:
 def _check_new(path: str, suffixes: Sequence[str], overwrite: bool) -> Path:
     """The path of a file to be made, before any work is done for it."""
     target = Path(path)
-    if target.suffix.lower() not in suffixes:
+    if target.suffix not in suffixes:
         raise Failure(
             f"{path}: the suffix says what is written; it is {target.suffix or 'missing'!r}, "
             f"and can be {', '.join(suffixes)}",
@@ -154,7 +159,7 @@ def _options(*options: Callable[[Wrapped], Wrapped]) -> Callable[[Wrapped], Wrap
     return decorate
 
 
-class Steps(click.ParamType):
+class Steps(click.ParamType[Any]):
     """``A:B``, ``A:B:C``, ``A:``, ``:B`` or ``A``: start inclusive, stop exclusive, stride."""
 
     name = "A:B[:C]"
@@ -271,9 +276,9 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _jsonable(value: Any) -> Any:
-    """JSON has no infinity and no not-a-number: they become strings, so that every JSON reader reads them."""
+    """JSON has no word for what is not finite: the strings here are those that ``float`` and JavaScript understand."""
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
         return {str(key): _jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -315,7 +320,7 @@ def main() -> None:
 
 @main.command(cls=Command)
 @click.option("--out", metavar="DIR", default="trace-demo", show_default=True, help="Where the files go.")
-@click.option("--epochs", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option("--epochs", type=click.IntRange(min=1), default=10, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @_overwrite
 def demo(out: str, epochs: int, seed: int, overwrite: bool) -> None:
@@ -324,21 +329,20 @@ def demo(out: str, epochs: int, seed: int, overwrite: bool) -> None:
     The images are scikit-learn's handwritten digits, so nothing is downloaded. Takes less than a minute.
     """
     folder = Path(out)
-    if folder.exists() and not folder.is_dir():
-        raise TraceExistsError(f"{out} is already there and is not a directory")
-    for name in ("digits.zarr", "results.csv", "digits.png"):
-        if (folder / name).exists() and not overwrite:
-            raise TraceExistsError(f"{folder / name} is already there; --overwrite replaces it, --out DIR spares it")
-    _check_new(str(folder / "digits.zarr"), TRACE_SUFFIXES, overwrite)
+    for name in ("digits.zarr", "digits.png"):
+        _check_new(str(folder / name), (Path(name).suffix,), overwrite)
     with _plain_warnings():
         from analyze import demo as demonstration
 
         shown = demonstration.run(folder, epochs=epochs, seed=seed, overwrite=overwrite, say=_say)
     for caption, columns, rows in shown.tables:
         _show(_table(caption, columns, rows, right=columns[1:]))
-    click.echo("The files:")
+    click.echo("\nThe files:")
     for path, what in shown.files:
         click.echo(f"  {path}  {what}")
+    click.echo("\nAsk it something else:")
+    for command in shown.commands:
+        click.echo(f"  {command}")
 
 
 def _say(sentence: str) -> None:
@@ -387,9 +391,7 @@ class RecordCommand(Command):
 @click.option("--module", "module", metavar="NAME", help="Run a module, as python -m does; its arguments follow.")
 @_overwrite
 @click.argument("program", metavar="SCRIPT.py [ARGS]...", nargs=-1, type=click.UNPROCESSED)
-@click.pass_context
 def record(
-    ctx: click.Context,
     out: str | None,
     config: str | None,
     module: str | None,
@@ -417,14 +419,27 @@ def record(
     from tracer import launch
 
     code = launch.run(
-        program[0] if module is None else None,
-        list(arguments),
-        module=module,
+        program[0] if module is None else module,
+        arguments,
         out=target,
-        captures=captures,
+        # of a single capture, evaluation passes get a lighter one; several say for themselves what they want
+        capture=captures if len(captures) > 1 else captures[0],
+        module=module is not None,
         overwrite=overwrite,
     )
-    ctx.exit(code)
+    _say_what_was_recorded(target)
+    click.get_current_context().exit(code)
+
+
+def _say_what_was_recorded(path: Path) -> None:
+    if path.exists():
+        with tracer.open(path) as reader:
+            told = reader.info
+        click.echo(
+            f"recorded {told['messages']:,} messages in {told['streams']:,} streams, {_size(told['bytes'])}: "
+            f"trace info {path}",
+            err=True,
+        )
 
 
 def _read_config(path: str) -> list[dict[str, Any]]:
@@ -481,48 +496,70 @@ def _info_rows(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "kinds", ", ".join(kinds)
     if info["tags"] and info["tags"] != ["default"]:
         yield "tags", ", ".join(info["tags"])
+    model = header.get("model") or {}
+    if model:
+        weights = sum(math.prod(one["shape"]) for one in model.get("parameters", ()))
+        inner = len(model.get("modules", ())) - 1
+        yield "model", f"{model.get('class')}, {inner} modules inside, {weights:,} parameters"
+        for names in model.get("tied", ()):
+            yield "tied", " = ".join(names)
+    for number, capture in enumerate(header.get("capture") or ()):
+        yield "capture" if number == 0 else "else", _capture(capture)
     for name, value in header.items():
-        if name not in ("argv", "process", "run_id", "created") and value not in (None, "", [], {}):
+        if name not in _SHOWN_OTHERWISE and value not in (None, "", [], {}):
             yield name, _in_short(value)
     for note in info["notes"]:
-        yield "note", _in_short(note)
+        for what, about in note.items():
+            # the indices of fixed random choices are for programs
+            if what == "silent":
+                yield "silent", f"never called, so nothing was seen of them: {', '.join(map(str, about))}"
+            elif what == "problem":
+                yield "problem", f"{about.get('what')}: {about.get('why')} ({about.get('count', 1)} times)"
+            elif what != "indices":
+                yield what, _in_short(about)
+
+
+_SHOWN_OTHERWISE = ("argv", "process", "run_id", "created", "model", "capture", "kinds")
+
+
+def _capture(settings: Mapping[str, Any]) -> str:
+    """A capture's settings on a line, without those that restrict nothing."""
+    nothing = {"every": 1, "start": 0, "seed": 0}
+    told = [
+        f"{name} {_cell(value)}" for name, value in settings.items() if value is not None and value != nothing.get(name)
+    ]
+    return "; ".join(told) or "everything"
 
 
 def _in_short(value: Any) -> str:
-    """A JSON value on a line: what is nested deeper is counted, --json shows it."""
+    """A JSON value on a line: what is nested is counted, --json shows it."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_in_short_part(part)}" for key, part in value.items() if part is not None)
     if isinstance(value, list | tuple):
-        return "; ".join(_in_short(part) if isinstance(part, Mapping) else _cell(part) for part in value)
+        return ", ".join(map(_in_short_part, value))
     return _cell(value)
 
 
 def _in_short_part(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"({len(value)})"
-    if isinstance(value, list | tuple):
-        return (
-            f"({len(value)})"
-            if any(isinstance(part, Mapping | list) for part in value) or len(value) > 8
-            else _cell(value)
-        )
-    return _cell(value)
+    return f"({len(value)})" if isinstance(value, Mapping | list | tuple) else _cell(value)
 
 
 def _chosen_streams(reader: TraceReader, filters: Mapping[str, Any]) -> list[StreamInfo]:
     """The streams that the filters leave; a name that is not in the trace is wrong usage, and is told what there is."""
     from fnmatch import fnmatchcase
 
+    from tracer.subscription import matches_tag
+
     streams = reader.streams
-    kinds, tags = {stream.kind for stream in streams}, {stream.tag for stream in streams}
+    found = {"kind": {stream.kind for stream in streams}, "tag": {stream.tag for stream in streams}}
     modules = {stream.module for stream in streams if stream.module is not None}
     with _wrong_usage():
         for kind in filters["kinds"]:
-            if kind not in kinds:
-                raise UnknownNameError.of("recorded kind", kind, kinds)
-        for tag in filters["tags"]:
-            if tag not in tags:
-                raise UnknownNameError.of("recorded tag", tag, tags)
+            if kind not in found["kind"]:
+                raise UnknownNameError.of("recorded kind", kind, found["kind"])
+        for pattern in filters["tags"]:
+            if not any(matches_tag(pattern, tag) for tag in found["tag"]):
+                raise UnknownNameError.of("recorded tag", pattern, found["tag"])
         for pattern in filters["modules"]:
             if not any(fnmatchcase(module, pattern) for module in modules):
                 raise UnknownNameError.of("recorded module", pattern, (module or "''" for module in modules))
@@ -531,7 +568,7 @@ def _chosen_streams(reader: TraceReader, filters: Mapping[str, Any]) -> list[Str
         stream
         for stream in streams
         if (not filters["kinds"] or stream.kind in filters["kinds"])
-        and (not filters["tags"] or stream.tag in filters["tags"])
+        and (not filters["tags"] or any(matches_tag(pattern, stream.tag) for pattern in filters["tags"]))
         and (
             not filters["modules"]
             or (stream.module is not None and any(fnmatchcase(stream.module, glob) for glob in filters["modules"]))
@@ -545,7 +582,7 @@ def _reaches(span: tuple[int, int] | None, steps: tuple[int, int | None, int]) -
 
 
 def _reading(filters: Mapping[str, Any]) -> dict[str, Any]:
-    """The filters as `tracer.replay` and `TraceReader.messages` take them."""
+    """The filters as `tracer.replay` takes them."""
     return {name: filters[name] or None for name in ("kinds", "modules", "steps", "tags")}
 
 
@@ -659,8 +696,8 @@ def cat(trace: str, limit: int | None, values: int, as_json: bool, **filters: An
     from itertools import islice
 
     with tracer.open(trace) as reader:
-        _chosen_streams(reader, filters)
-        for message in islice(reader.messages(**_reading(filters)), limit):
+        chosen = [stream.id for stream in _chosen_streams(reader, filters)]
+        for message in islice(reader.messages(streams=chosen, steps=filters["steps"]), limit):
             told = _message_facts(message, values)
             if as_json:
                 _print_json(told, indent=None)
@@ -676,14 +713,39 @@ def subscribers(name: str | None, as_json: bool) -> None:
     from analyze import registry
 
     with _wrong_usage():
-        told = [registry.describe(one) for one in ([name] if name else registry.names())]
+        told = [registry.describe(one) for one in ([name] if name else registry.subscribers())]
     if as_json:
         _print_json(told[0] if name else told)
     elif name:
-        _show(*_subscriber_page(told[0]))
+        for line in _subscriber_page(told[0]):
+            click.echo(line)
     else:
-        rows = [(one["name"], one["needs"], one["summary"]) for one in told]
+        rows = [(one["name"], one["needs"], _without_formulas(one["summary"])) for one in told]
         _show(_table(None, ("name", "needs", "what it says"), rows))
+
+
+def _subscriber_page(told: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{told['name']} ({told['class']})"
+    options = [
+        f"{one['name']}={'VALUE' if one['required'] else _cell_or_none(one['default'])}" for one in told["parameters"]
+    ]
+    yield f"  written    {told['name']}" + (f":{','.join(options)}" if options else "")
+    if told["needs"]:
+        yield f"  needs      {', '.join(told['needs'])}"
+    if told["produces"]:
+        yield f"  answers    {', '.join(told['produces'])}"
+    yield ""
+    yield told["docstring"]
+
+
+def _cell_or_none(value: Any) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else _cell(value)
+
+
+def _without_formulas(summary: str) -> str:
+    """What stands before the first formula, which a terminal cannot show."""
+    before, formula, _ = summary.partition(":math:")
+    return before.rstrip(" :;,") + "." if formula else summary
 
 
 @main.command(cls=Command)
@@ -709,7 +771,126 @@ def replay(
     **filters: Any,
 ) -> None:
     """Feed a trace through subscribers, and print, write or plot what they answer."""
+    target = None
     if out is not None:
-        target = _check_new(out, (*TABLE_SUFFIXES, *TRACE_SUFFIXES), overwrite)
+        target = _check_new(out, RESULT_SUFFIXES, overwrite)
         if target.exists() and target.resolve() == Path(trace).resolve():
             raise TraceExistsError(f"{out} is the trace that is to be read; write somewhere else")
+        if target.suffix == ".parquet":
+            _check_installed("pyarrow", "tables", "writing Parquet")
+    if tensorboard is not None:
+        _check_installed("tensorboard", "tensorboard", "writing for TensorBoard")
+        if Path(tensorboard).exists() and not Path(tensorboard).is_dir():
+            raise TraceExistsError(f"{tensorboard} is already there and is not a directory")
+    with tracer.open(trace) as reader, _plain_warnings():
+        from analyze import registry
+
+        _chosen_streams(reader, filters)
+        with _wrong_usage():
+            asked = [registry.parse(spec) for spec in specs]
+        _note_status(reader)
+        plan = tracer.plan(reader, *asked, **_reading(filters))
+        if only_plan:
+            _print_plan(plan, as_json)
+            if plan.missing:
+                click.get_current_context().exit(WRONG_USAGE)
+            return
+        results, damage = _asked(reader, asked, plan, filters)
+    if target is not None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        results.write(target, overwrite=overwrite)
+        click.echo(f"{len(results):,} rows written to {target}", err=True)
+    if tensorboard is not None:
+        results.to_tensorboard(tensorboard)
+        click.echo(f"events written to {tensorboard}", err=True)
+    if as_json:
+        from analyze.results import as_json as row_as_json
+
+        for row in results:
+            _print_json(row_as_json(row), indent=None)
+    elif target is None and tensorboard is None:
+        if len(results):
+            _show(results.to_table())
+        else:
+            click.echo("there are no answers: the subscribers got nothing that they answer", err=True)
+    if damage is not None:
+        raise Failure(f"{damage}; the answers are to what comes before that", DAMAGED)
+
+
+def _asked(
+    reader: TraceReader, asked: Sequence[Subscriber], plan: Plan, filters: Mapping[str, Any]
+) -> tuple[Results, TraceCorruptError | None]:
+    """The answers, and what damage ended them early."""
+    from analyze.results import Results
+
+    results = Results()
+    with _progress("replaying", plan.messages) as advance:
+        counter = _Counter({stream.kind for stream in plan.streams}, advance)
+        listeners: list[Receiver] = [
+            *asked,
+            results.sink(asked, str(reader.path)),
+            *([counter] if sys.stderr.isatty() else []),
+        ]
+        try:
+            tracer.replay(reader, *listeners, **_reading(filters))
+        except TraceCorruptError as error:
+            return results, error
+    return results, None
+
+
+class _Counter:
+    """A receiver that overhears what others ask for, and moves the progress bar."""
+
+    passive = True
+
+    def __init__(self, kinds: set[str], advance: Callable[[int], None]) -> None:
+        self.kinds, self.advance = kinds, advance
+        self.count = 0
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """Whether the plan counted messages of this kind."""
+        return kind in self.kinds
+
+    def receive(self, message: Message) -> Iterable[Message]:
+        """Count; a bar that moves at each message would cost more than the metric."""
+        self.count += 1
+        if self.count % 100 == 0:
+            self.advance(self.count)
+        return ()
+
+    def finish(self) -> Iterable[Message]:
+        """Move the bar to its end."""
+        self.advance(self.count)
+        return ()
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def _note_status(reader: TraceReader) -> None:
+    if reader.status != "finished":
+        click.echo(f"{reader.path} is of a run that is {reader.status}: this is what it holds so far", err=True)
+
+
+def _print_plan(plan: Plan, as_json: bool) -> None:
+    if as_json:
+        _print_json(plan.describe())
+        return
+    rows = [(one.kind, _where(one), one.tag, one.dtype, one.count, _size(one.bytes)) for one in plan.streams]
+    if rows:
+        _show(_table(None, ("kind", "module", "tag", "dtype", "recorded", "bytes"), rows, right=("recorded", "bytes")))
+    total = plan.messages + plan.skipped
+    click.echo(f"would read {plan.messages:,} of {total:,} messages, {_size(plan.bytes)}")
+    for sentence in plan.missing:
+        click.echo(f"missing: {sentence}")
+
+
+def _check_installed(package: str, extra: str, what: str) -> None:
+    from importlib.util import find_spec
+
+    if find_spec(package) is None:
+        raise TracerError(f"{what} needs {package}, which is not installed: pip install 'tracereel[{extra}]'")
+
+
+if __name__ == "__main__":
+    main()

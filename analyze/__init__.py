@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from analyze.metrics.mean import Mean, mean
     from analyze.metrics.message_mean import MessageMean, message_mean
     from analyze.metrics.norm import Norm, norm
+    from analyze.metrics.pooled_accuracy import TestAccuracy, test_accuracy
     from analyze.metrics.ratio import Ratio, ratio
     from analyze.metrics.spectral_norm import SpectralNorm, spectral_norm
     from analyze.metrics.sum import Sum, sum  # noqa: A004 - analyze.sum, as in numpy.sum
     from analyze.metrics.svcca import SVCCA, svcca
-    from analyze.metrics.pooled_accuracy import TestAccuracy, test_accuracy
     from analyze.metrics.train_accuracy import TrainAccuracy, train_accuracy
     from analyze.metrics.variance import Variance, variance
     from analyze.registry import describe, parse, subscribers

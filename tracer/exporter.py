@@ -92,6 +92,7 @@ class Exporter:
         self.global_step = 0
         self.train_step = 0
         self.epoch = 0
+        self.losses_seen = 0
 
         self._root: nn.Module | None = None
         self._added: list[tuple[str, nn.Module, bool]] = []
@@ -120,6 +121,7 @@ class Exporter:
         self._silent: list[str] = []
         self._open = False  # whether a step has begun and not ended
         self._epoch_open = False
+        self._epoch_over = False  # but the next one has not begun
         self._idle = False  # whether nobody wants anything of the open step
         self._depth = 0  # how many forwards of the root are running
         self._tag = DEFAULT_TAG  # of the running, or else the last, pass
@@ -174,6 +176,21 @@ class Exporter:
             self._root = root
             self._rewire()
         return model
+
+    def forget_model(self) -> None:
+        """Take back `set_model` and `add_modules`, for a launcher that learns only later what the model is.
+
+        Raises
+        ------
+        CaptureError
+            If a step has begun.
+        """
+        if self._open or self._last is not None:
+            raise CaptureError("the model cannot be changed once training has begun")
+        for handle in self._lasting.pop("root", ()):
+            handle.remove()
+        self._root, self._added = None, []
+        self._rewire()
 
     def set_optimizer(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> None:
         """Name the optimizer whose step ends a step; of several, the last one's does.
@@ -284,6 +301,11 @@ class Exporter:
         self.epoch += 1
         self.train_step = 0
         self._epoch_open = False
+        self._epoch_over = False
+
+    def epoch_is_over(self) -> None:
+        """End the epoch as soon as the next step begins: an evaluation that comes before it still belongs to the epoch."""
+        self._epoch_over = True
 
     def finish(self) -> None:
         """End the run: the last step of a loop without an optimizer, and the last pass of each probe."""
@@ -746,6 +768,8 @@ class Exporter:
     def _begin_step(self) -> None:
         if self._open:
             return
+        if self._epoch_over:
+            self.epoch_finished()
         self._open = True
         self._idle = self._nothing_due()
         self._calls = {key: count for key, count in self._calls.items() if key[1] != DEFAULT_TAG}
@@ -997,6 +1021,7 @@ class Exporter:
     def _loss_seen(self, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         if not isinstance(output, Tensor) or self._collecting is not None:
             return
+        self.losses_seen += 1
         if self._user_tag is not None:
             tag = self._user_tag
         elif not output.requires_grad:  # without gradients, or a second look at detached outputs

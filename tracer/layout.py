@@ -156,6 +156,9 @@ def decode(array: NDArray[Any], dtype: str, shape: Iterable[int]) -> Tensor:
             [-2.0000]], dtype=torch.bfloat16)
     """
     encoding = ENCODINGS[dtype]
+    if not array.size:
+        # numpy gives empty arrays strides that torch then cannot view as another dtype
+        return torch.empty(tuple(shape), dtype=encoding.dtype)
     tensor = torch.from_numpy(array)
     if encoding.bits is not None:
         tensor = tensor.view(encoding.dtype)

@@ -38,7 +38,8 @@ class Recorder:
 
     Parameters
     ----------
-    writer : TraceWriter
+    writer : TraceWriter, or callable that makes one
+        A callable is asked at the first message, so that nothing is created for a run that never trains.
     sampling : callable, optional
         ``sampling(message)`` tells how the message's stream was thinned out (`Exporter.sampling`), or None.
     queue_bytes : int
@@ -63,7 +64,7 @@ class Recorder:
 
     def __init__(
         self,
-        writer: TraceWriter,
+        writer: TraceWriter | Callable[[], TraceWriter],
         *,
         sampling: Callable[[Message], Mapping[str, Any] | None] | None = None,
         queue_bytes: int = QUEUE_BYTES,
@@ -71,7 +72,8 @@ class Recorder:
     ) -> None:
         if queue_bytes < 1:
             raise CaptureError(f"queue_bytes of a recorder is a positive integer, not {queue_bytes!r}")
-        self.writer = writer
+        self._make = None if isinstance(writer, TraceWriter) else writer
+        self._writer = writer if isinstance(writer, TraceWriter) else None
         self.derived = set(derived)
         self._sampling = sampling
         self._bound = queue_bytes
@@ -86,6 +88,11 @@ class Recorder:
         self._thread = threading.Thread(target=self._write, name="trace-writer", daemon=True)
         self._thread.start()
 
+    @property
+    def writer(self) -> TraceWriter | None:
+        """What writes the trace; None until the first message, if it is made then."""
+        return self._writer
+
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
         """Everything that is observed, and nothing that is derived from it."""
         return kind not in self.derived
@@ -98,6 +105,8 @@ class Recorder:
         TraceError
             If the writer thread has failed: what was committed before is safe, the rest is lost.
         """
+        if self._writer is None and self._make is not None:
+            self._writer = self._make()
         if os.getpid() != self._pid:  # a forked child has this object, but not the thread: the trace is the parent's
             return ()
         if message.data is not None and message.data.device.type != "cpu":
@@ -139,15 +148,15 @@ class Recorder:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
-        if self._error is None:
-            self.writer.finish(status)
-        else:
-            self._check()
+        self._check()
+        if self._writer is not None:
+            self._writer.finish(status)
 
     def _check(self) -> None:
         if self._error is not None:
+            path = "the trace" if self._writer is None else self._writer.path
             raise TraceError(
-                f"{self.writer.path} can no longer be written ({self._error}); what was committed before is safe"
+                f"{path} can no longer be written ({self._error}); what was committed before is safe"
             ) from self._error
 
     def _write(self) -> None:
@@ -161,8 +170,8 @@ class Recorder:
                     batch, self._waiting = self._waiting, []
                     if not batch and self._closing:
                         return
-                if not batch:
-                    self.writer.commit()
+                if not batch and self._writer is not None:
+                    self._writer.commit()
                 for item in batch:
                     self._write_one(item)
         except Exception as error:
@@ -172,18 +181,21 @@ class Recorder:
                 self._changed.notify_all()
 
     def _write_one(self, item: Message | Mapping[str, Any]) -> None:
+        writer = self._writer
+        if writer is None:  # a note on a run that had no message
+            return
         if not isinstance(item, Message):
-            self.writer.note(item)
+            writer.note(item)
             return
         sampling = self._sampling(item) if self._sampling is not None else None
         if sampling is not None:
-            self._note_indices(sampling)
-        self.writer.write(item, sampling)
+            self._note_indices(writer, sampling)
+        writer.write(item, sampling)
         with self._changed:
             self._bytes -= _PER_MESSAGE + (0 if item.data is None else item.data.nbytes)
             self._changed.notify_all()
 
-    def _note_indices(self, sampling: Mapping[str, Any]) -> None:
+    def _note_indices(self, writer: TraceWriter, sampling: Mapping[str, Any]) -> None:
         """The indices of a fixed random choice stand in the trace, once for all streams that share it."""
         for what in ("positions", "elements"):
             chosen = sampling.get(what)
@@ -193,17 +205,17 @@ class Recorder:
                     self._indices.add(key)
                     of, count, seed = key
                     values = choice(of, count, seed).tolist()
-                    self.writer.note({"indices": {"of": of, "count": count, "seed": seed, "values": values}})
+                    writer.note({"indices": {"of": of, "count": count, "seed": seed, "values": values}})
 
 
 class Run:
     """A recording in progress: what `record` gives inside its ``with`` block."""
 
-    def __init__(self, exporter: Exporter, recorder: Recorder) -> None:
+    def __init__(self, path: Path, exporter: Exporter, recorder: Recorder) -> None:
         self.exporter = exporter
         self.recorder = recorder
         self.bus = exporter.message_bus
-        self.path = recorder.writer.path
+        self.path = path
 
     def log(self, kind: str, value: Any) -> None:
         """Record a value of your own, as `Exporter.log`."""
@@ -318,7 +330,14 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
             if self._loss is not None:
                 exporter.set_loss(self._loss)
             exporter.check(self._receivers)
-            run = start(self._path, exporter, self._receivers, self._overwrite, self._seeds, self._queue_bytes)
+            run = start(
+                self._path,
+                exporter,
+                self._receivers,
+                overwrite=self._overwrite,
+                seeds=self._seeds,
+                queue_bytes=self._queue_bytes,
+            )
         except BaseException:
             exporter.detach()
             raise
@@ -336,24 +355,30 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
 def start(
     path: Path,
     exporter: Exporter,
-    receivers: Iterable[Receiver],
-    overwrite: bool,
+    receivers: Iterable[Receiver] = (),
+    *,
+    overwrite: bool = False,
     seeds: Mapping[str, Any] | None = None,
     queue_bytes: int = QUEUE_BYTES,
+    lazily: bool = False,
 ) -> Run:
-    """Open the trace and put the recorder and the receivers on the exporter's bus."""
+    """Put a recorder and the receivers on an exporter's bus; `lazily`: create the trace at the first message."""
     ordered = in_order(tuple(receivers))
     derived = {kind for one in ordered for kind in getattr(one, "produces", ())}
-    writer = TraceWriter(path, header=header(exporter, seeds), overwrite=overwrite)
-    recorder = Recorder(writer, sampling=exporter.sampling, queue_bytes=queue_bytes, derived=derived)
+
+    def make() -> TraceWriter:
+        return TraceWriter(path, header=header(exporter, seeds), overwrite=overwrite)
+
+    recorder = Recorder(
+        make if lazily else make(), sampling=exporter.sampling, queue_bytes=queue_bytes, derived=derived
+    )
     try:
-        exporter.message_bus.register(recorder)
-        for one in ordered:
+        for one in (recorder, *ordered):
             exporter.message_bus.register(one)
     except BaseException as error:
         recorder.close(f"failed: {type(error).__name__}: {error}")
         raise
-    return Run(exporter, recorder)
+    return Run(path, exporter, recorder)
 
 
 def end(run: Run, error: BaseException | None = None) -> None:
@@ -371,7 +396,7 @@ def end(run: Run, error: BaseException | None = None) -> None:
         recorder.note(note)
     cause = error if error is not None else failure
     try:
-        recorder.close("finished" if cause is None else f"failed: {type(cause).__name__}: {cause}".rstrip(": "))
+        recorder.close("finished" if cause is None else f"failed: {summary(cause)}")
     except TraceError as raised:
         if strict and cause is None:
             raise
@@ -379,6 +404,12 @@ def end(run: Run, error: BaseException | None = None) -> None:
     run.bus.close()
     if failure is not None:
         raise failure
+
+
+def summary(error: BaseException) -> str:
+    """An exception in one line."""
+    first_line = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
 
 
 def notes(exporter: Exporter) -> Iterator[Mapping[str, Any]]:

@@ -20,7 +20,7 @@ from tracer import layout
 from tracer.errors import TraceError, TraceExistsError
 from tracer.layout import Encoding
 from tracer.messages import Message
-from tracer.stores import WriteStore, create_store, open_store
+from tracer.stores import WriteStore, create_store, open_store, store_module
 
 _ROW: Final = struct.Struct(f"<{layout.COLUMNS}q")
 
@@ -452,3 +452,19 @@ def _check_ours(path: Path) -> None:
         raise TraceExistsError(
             f"{path} already exists, and is not overwritten because it is not a trace of this format: {error}"
         ) from error
+
+
+def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Make sure, without creating anything, that a trace could be written at `path`.
+
+    Raises
+    ------
+    TraceExistsError
+        If something is there and may not be overwritten, or is not a trace.
+    TraceFormatError
+        If the suffix is not one of a store.
+    """
+    store_module(Path(path))
+    if not overwrite and Path(path).exists():
+        raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
+    _check_ours(Path(path))

@@ -44,9 +44,7 @@ def accuracy(output: Array, labels: Array, *, ignore_index: int = IGNORED, thres
     return correct / total if total else float("nan")
 
 
-def counts(
-    output: Array, labels: Array, *, ignore_index: int = IGNORED, threshold: float = 0.0
-) -> tuple[int, int]:
+def counts(output: Array, labels: Array, *, ignore_index: int = IGNORED, threshold: float = 0.0) -> tuple[int, int]:
     """How many predictions are correct, and of how many.
 
     Parameters
@@ -55,8 +53,9 @@ def counts(
         Scores of classes, (n, c), (n, c, d1, …) or (n, …, c), or (c,) for a single datapoint; or scores of a yes/no
         question, (n,) or (n, 1).
     labels : array
-        Class indices of the shape of `output` without its class axis (axis 1, else the last); or one-hot labels or class
-        probabilities of the shape of `output`; or, for a yes/no question, numbers from 0 to 1 of which those above a half are yes.
+        Class indices of the shape of `output` without its class axis (axis 1, else the last); or one-hot labels or
+        class probabilities of the shape of `output`; or, for a yes/no question, numbers from 0 to 1 of which those
+        above a half are yes.
     ignore_index : int
         The class index that is not counted.
     threshold : float
@@ -118,6 +117,6 @@ def _class_axis(scores: NDArray[Any], truth: NDArray[Any]) -> int:
         if truth.shape == scores.shape[:-1]:
             return scores.ndim - 1
     raise MessageError(
-        f"labels of shape {truth.shape} do not fit an output of shape {scores.shape}; they are class indices of the output's "
-        f"shape without its class axis (axis 1 or the last), or of the output's own shape"
+        f"labels of shape {truth.shape} do not fit an output of shape {scores.shape}; they are class indices of the "
+        "output's shape without its class axis (axis 1 or the last), or of the output's own shape"
     )

@@ -36,8 +36,9 @@ def histogram(x: Array, bins: int = 50, low: float | None = None, high: float | 
     Returns
     -------
     Counts
-        ``counts``, int64 (bins,), and ``edges``, float64 (bins + 1,). Elements that are not finite or out of range are not
-        counted. If nothing is left to take the range from, the counts are 0 and the edges NaN; so it is for complex data.
+        ``counts``, int64 (bins,), and ``edges``, float64 (bins + 1,). Elements that are not finite or out of range are
+        not counted. If nothing is left to take the range from, the counts are 0 and the edges NaN; so it is for
+        complex data.
 
     Raises
     ------
@@ -75,7 +76,7 @@ def histogram(x: Array, bins: int = 50, low: float | None = None, high: float | 
     return Counts(counted.astype(np.int64), edges.astype(np.float64))
 
 
-def _check(bins: Any, low: float | None, high: float | None) -> None:
+def _check(bins: object, low: Any, high: Any) -> None:
     if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
         raise MessageError(f"the number of bins is a positive integer, not {bins!r}")
     for name, end in (("low", low), ("high", high)):
@@ -89,8 +90,8 @@ def _check(bins: Any, low: float | None, high: float | None) -> None:
 class Histogram(Subscriber):
     r"""Histogram of each tensor of a kind: how many elements lie in each of `bins` equal bins.
 
-    Answers, for each message, ``{kind}_histogram``: int64 counts of shape (bins,), and ``{kind}_histogram_edges``: float64 of
-    shape (bins + 1,), in the unit of the data.
+    Answers, for each message, ``{kind}_histogram``: int64 counts of shape (bins,), and ``{kind}_histogram_edges``:
+    float64 of shape (bins + 1,), in the unit of the data.
 
     Parameters
     ----------
@@ -106,15 +107,15 @@ class Histogram(Subscriber):
     Raises
     ------
     MessageError
-        If messages of this kind carry no data, `bins` is not a positive integer, or `low` and `high` are not finite numbers with
-        low < high.
+        If messages of this kind carry no data, `bins` is not a positive integer, or `low` and `high` are not finite
+        numbers with low < high.
 
     Notes
     -----
-    *Invariant to* the order and shape of the elements; without a given range the counts are also invariant to scale and shift,
-    up to rounding at the edges.
-    *Edge values*: elements that are not finite, or out of a given range, are not counted. Data of which nothing is left gives
-    zeros and NaN edges. Never raises during a replay.
+    *Invariant to* the order and shape of the elements; without a given range the counts are also invariant to scale
+    and shift, up to rounding at the edges.
+    *Edge values*: elements that are not finite, or out of a given range, are not counted. Data of which nothing is
+    left gives zeros and NaN edges. Never raises during a replay.
     *Source*: ``numpy.histogram`` (equal bins; the last includes its upper edge); ikkuna's ``HistogramSubscriber``.
 
     Examples

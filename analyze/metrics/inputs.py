@@ -1,7 +1,7 @@
 """What metrics take: subscriptions to kinds that carry data, and data as exact float64 arrays on the CPU.
 
-Everything is computed in float64 on the CPU by NumPy, one thread, in the logical order of the elements; so a live run on a
-GPU and its replay elsewhere agree to the bit, whatever the device, the memory format or the number of threads.
+Everything is computed in float64 on the CPU by NumPy, one thread, in the logical order of the elements; so a live run
+on a GPU and its replay elsewhere agree to the bit, whatever the device, the memory format or the number of threads.
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ def as_array(x: Array | None) -> NDArray[Any]:
         tensor = tensor.float()  # bfloat16 and the float8 types are subsets of float32
     elif tensor.dtype is torch.complex32:
         tensor = tensor.to(torch.complex64)
-    array = tensor.resolve_conj().resolve_neg().numpy()
-    return array
+    return tensor.resolve_conj().resolve_neg().numpy()
 
 
 def as_float64(x: Array | None) -> NDArray[Any]:

@@ -55,8 +55,9 @@ class _Step:
 class MessageMean(Subscriber):
     r"""Mean of a published number over the modules of one step: :math:`\frac1L \sum_l x_l`.
 
-    Answers ``{kind}_message_mean``: a float64 scalar, in the unit of the numbers, for the whole network, for each tag and global
-    step, as soon as a later step of that tag begins or the run ends. It takes what other subscribers answer, so
+    Answers ``{kind}_message_mean``: a float64 scalar, in the unit of the numbers, for the whole network, for each tag
+    and global step, as soon as a later step of that tag begins or the run ends. It takes what other subscribers
+    answer, so
     ``Ratio()`` and ``MessageMean()`` together give the mean update/weight ratio of the network.
 
     Parameters

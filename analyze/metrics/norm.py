@@ -61,7 +61,7 @@ def norm(x: Array, order: float = 2) -> float:
         return _root(_power_sum(array, order, scale), order) * scale
 
 
-def check_order(order: float) -> None:
+def check_order(order: object) -> None:
     """Raise `MessageError` unless `order` is a positive number or infinity."""
     if isinstance(order, bool) or not isinstance(order, (int, float)) or not order > 0:
         raise MessageError(f"the order of a norm is a positive number or inf, not {order!r}")
@@ -116,7 +116,8 @@ class Norm(Subscriber):
     Notes
     -----
     *Invariant to* the order, shape and signs of the elements; scales with the data.
-    *Edge values*: 0 for empty data; NaN where NaN occurs, else infinity where infinity occurs. Never raises during a replay.
+    *Edge values*: 0 for empty data; NaN where NaN occurs, else infinity where infinity occurs. Never raises during a
+    replay.
     *Numerics*: float64 throughout, rescaled by a power of two where powers would overflow or underflow. (A float32
     ``torch.linalg.vector_norm`` is wrong by 6.5e-4 at 2^24 elements.)
     *Source*: ikkuna's ``NormSubscriber``.

@@ -14,8 +14,11 @@ from tracer.subscriber import Subscriber
 from tracer.subscription import SynchronizedSubscription
 
 
-def test_accuracy(
-    batches: Iterable[tuple[Array, Array]], *, ignore_index: int = IGNORED, threshold: float = 0.0
+def test_accuracy(  # the registry name; no test
+    batches: Iterable[tuple[Array, Array]],
+    *,
+    ignore_index: int = IGNORED,  # noqa: PT028 - as above
+    threshold: float = 0.0,  # noqa: PT028 - as above
 ) -> float:
     """The share of correct predictions among all batches: not the mean of the batches' shares.
 
@@ -63,8 +66,8 @@ class _Pass:
 class TestAccuracy(Subscriber):
     r"""Accuracy of each evaluation pass: correct / total over all its batches, not the mean of the batches' accuracies.
 
-    A pass is all forward passes of one tag at one global step. Answers ``test_accuracy``: a float64 scalar from 0 to 1, for
-    each pass, with the counters of its last batch, as soon as a later pass of that tag begins or the run ends.
+    A pass is all forward passes of one tag at one global step. Answers ``test_accuracy``: a float64 scalar from 0 to
+    1, for each pass, with the counters of its last batch, as soon as a later pass of that tag begins or the run ends.
 
     Parameters
     ----------
@@ -87,11 +90,11 @@ class TestAccuracy(Subscriber):
     Notes
     -----
     *Invariant to* the order of the datapoints and how they are cut into batches, and to increasing maps of the scores.
-    *Edge values*: NaN if no label counts, or if outputs and labels of a batch do not fit each other. Never raises during a
-    replay.
+    *Edge values*: NaN if no label counts, or if outputs and labels of a batch do not fit each other. Never raises
+    during a replay.
     *Memory*: the counts of the pass that is going on, for each tag; part of `state_dict`.
-    *Source*: the share of correct predictions. ikkuna's ``TestAccuracySubscriber`` averages the batches' accuracies, which is
-    another number if the last batch is short.
+    *Source*: the share of correct predictions. ikkuna's ``TestAccuracySubscriber`` averages the batches' accuracies,
+    which is another number if the last batch is short.
 
     Examples
     --------

@@ -48,8 +48,8 @@ class Ratio(Subscriber):
     r"""Ratio of the norms of two tensors of one module: :math:`\|a\|_p / \|b\|_p`, by default the update/weight ratio.
 
     With the defaults :math:`\|W_{t+1}-W_t\|_2/\|W_t\|_2`, of which about 1e-3 is healthy. Answers
-    ``{dividend}_{divisor}_ratio`` (with another order than 2, ``_ratio1``, ``_ratioinf``, …): a float64 scalar without unit, for
-    each module and step (and call, if one of the kinds has one) that has both.
+    ``{dividend}_{divisor}_ratio`` (with another order than 2, ``_ratio1``, ``_ratioinf``, …): a float64 scalar without
+    unit, for each module and step (and call, if one of the kinds has one) that has both.
 
     Parameters
     ----------

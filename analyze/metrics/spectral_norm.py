@@ -23,7 +23,8 @@ def spectral_norm(w: Array) -> float:
     Parameters
     ----------
     w : array (o, ...)
-        Flattened to (o, i), as ``torch.nn.utils.spectral_norm(dim=0)`` does. A vector is one column, a number is itself.
+        Flattened to (o, i), as ``torch.nn.utils.spectral_norm(dim=0)`` does. A vector is one column, a number is
+        itself.
 
     Returns
     -------
@@ -58,7 +59,7 @@ def spectral_norm(w: Array) -> float:
 
 @final
 class SpectralNorm(Subscriber):
-    r"""Spectral norm of each tensor of a kind: :math:`\sigma_1(W) = \max_{|v|=1} |Wv|`, W reshaped to outputs by the rest.
+    r"""Spectral norm of each tensor of a kind: :math:`\sigma_1(W) = \max_{|v|=1} |Wv|`, W with one row for each output.
 
     Answers ``{kind}_spectral_norm``: a float64 scalar, in the unit of the data, for each message.
 
@@ -77,13 +78,15 @@ class SpectralNorm(Subscriber):
 
     Notes
     -----
-    *Invariant to* orthogonal maps of inputs and outputs, so to their order; scales with the data. For a convolution it is the
-    norm of the reshaped kernel, which the norm of the convolution as a map exceeds by up to :math:`\sqrt{hw}`.
-    *Edge values*: 0 for an empty or zero weight; NaN where NaN occurs, else infinity where infinity occurs. Never raises
-    during a replay.
-    *Numerics*: exact (relative error below 1e-13) by the largest eigenvalue of the smaller Gram matrix in float64. A few power
-    iterations are wrong by percents just where people look, after initialisation. Costs :math:`O(\min(o,i)^3)`.
-    *Source*: T. Miyato et al., "Spectral Normalization for Generative Adversarial Networks", arXiv:1802.05957, section 2.1.
+    *Invariant to* orthogonal maps of inputs and outputs, so to their order; scales with the data. For a convolution it
+    is the norm of the reshaped kernel, which the norm of the convolution as a map exceeds by up to :math:`\sqrt{hw}`.
+    *Edge values*: 0 for an empty or zero weight; NaN where NaN occurs, else infinity where infinity occurs. Never
+    raises during a replay.
+    *Numerics*: exact (relative error below 1e-13) by the largest eigenvalue of the smaller Gram matrix in float64. A
+    few power iterations are wrong by percents just where people look, after initialisation. Costs
+    :math:`O(\min(o,i)^3)`.
+    *Source*: T. Miyato et al., "Spectral Normalization for Generative Adversarial Networks", arXiv:1802.05957, section
+    2.1.
 
     Examples
     --------

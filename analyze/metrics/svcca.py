@@ -1,7 +1,7 @@
 """SVCCA: how similar two sets of activations of the same datapoints are, whatever the basis each is written in.
 
-Shapes: ``x_nd`` has n datapoints and d neurons, ``y_ne`` the same n datapoints and e neurons; ``u_nk`` is an orthonormal
-basis of the k directions of most variance of x, ``w_nm`` of the m of y.
+Shapes: ``x_nd`` has n datapoints and d neurons, ``y_ne`` the same n datapoints and e neurons; ``u_nk`` is an
+orthonormal basis of the k directions of most variance of x, ``w_nm`` of the m of y.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Basis:
     n, d : int
         Datapoints and neurons.
     status : str
-        ``"ok"``; or why there is no basis (k = 0): ``"zero_variance"``, ``"nonfinite"`` or ``"mismatch"`` (not a set of at least
-        two datapoints with real activations).
+        ``"ok"``; or why there is no basis (k = 0): ``"zero_variance"``, ``"nonfinite"`` or ``"mismatch"`` (not a set
+        of at least two datapoints with real activations).
     """
 
     u_nk: NDArray[np.float64]
@@ -71,7 +71,8 @@ class SVCCAResult:
     n : int
         Datapoints.
     status : str
-        ``"ok"``; ``"few_samples"`` if n - 1 < 5 max(k, m), where unrelated layers look similar too; or why the value is NaN:
+        ``"ok"``; ``"few_samples"`` if n - 1 < 5 max(k, m), where unrelated layers look similar too; or why the value
+        is NaN:
         ``"zero_variance"``, ``"nonfinite"``, or (in a replay only) ``"mismatch"``: other datapoints than the last time.
     null_baseline : float
         The value to expect of unrelated Gaussian layers with these n, k and m. A similarity means something above it.
@@ -111,8 +112,8 @@ def svcca(x_nd: Array, y_ne: Array, threshold: float = 0.99, *, channels: Channe
     Raises
     ------
     MessageError
-        If there are fewer than two datapoints or not equally many in both, the activations are not real, or an argument is
-        out of its range.
+        If there are fewer than two datapoints or not equally many in both, the activations are not real, or an
+        argument is out of its range.
 
     Examples
     --------
@@ -144,9 +145,9 @@ def neurons(x: Array, channels: Channels = "auto") -> NDArray[Any]:
     x : array
         (n, d) stays as it is; (n,) is one neuron; of more axes one is the neurons, and all others are datapoints.
     channels : {"auto", "first", "last"}
-        Where the neurons are: ``"first"`` in axis 1, as the channels of convolutions (n, c, h, w) and (n, c, l); ``"last"`` in the
-        last axis, as in sequences (n, t, d); ``"auto"`` takes three axes for a sequence and four or more for a convolution,
-        so for a one-dimensional convolution say ``"first"``.
+        Where the neurons are: ``"first"`` in axis 1, as the channels of convolutions (n, c, h, w) and (n, c, l);
+        ``"last"`` in the last axis, as in sequences (n, t, d); ``"auto"`` takes three axes for a sequence and four or
+        more for a convolution, so for a one-dimensional convolution say ``"first"``.
 
     Returns
     -------
@@ -182,10 +183,16 @@ def _shape(array: NDArray[Any], channels: Channels) -> tuple[int, int]:
     return (array.size // d if d else 0), d
 
 
-def check_threshold(threshold: float) -> None:
+def check_threshold(threshold: object) -> None:
     """Raise `MessageError` unless a share of the variance is above 0 and at most 1."""
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 < threshold <= 1:
         raise MessageError(f"threshold is the share of the variance to keep, above 0 and at most 1, not {threshold!r}")
+
+
+def check_lag(lag: object) -> None:
+    """Raise `MessageError` unless a lag is a positive integer."""
+    if isinstance(lag, bool) or not isinstance(lag, int) or lag < 1:
+        raise MessageError(f"lag is a positive integer, not {lag!r}")
 
 
 def basis(x_nd: Array, threshold: float = 0.99, *, channels: Channels = "auto") -> Basis:
@@ -200,8 +207,9 @@ def basis(x_nd: Array, threshold: float = 0.99, *, channels: Channels = "auto") 
 
     Notes
     -----
-    For a threshold below 1 the eigenvectors of the smaller of covariance and Gram matrix, in float64, are as good as the SVD: the
-    condition of the part that is kept is at most d / (1 - threshold). At 1, or closer to it than 1e-6, it is the SVD.
+    For a threshold below 1 the eigenvectors of the smaller of covariance and Gram matrix, in float64, are as good as
+    the SVD: the condition of the part that is kept is at most d / (1 - threshold). At 1, or closer to it than 1e-6, it
+    is the SVD.
     """
     check_threshold(threshold)
     array = as_array(x_nd)
@@ -266,9 +274,7 @@ def _count(variances: NDArray[np.float64], total: float, threshold: float) -> in
     return min(int(np.searchsorted(held, threshold * total * (1 - 1e-12))) + 1, len(variances))
 
 
-def _by_covariance(
-    chunks: _Chunks, mean_d: NDArray[np.float64], n: int, threshold: float
-) -> NDArray[np.float64]:
+def _by_covariance(chunks: _Chunks, mean_d: NDArray[np.float64], n: int, threshold: float) -> NDArray[np.float64]:
     d = len(mean_d)
     scatter_dd = np.zeros((d, d))
     for _, part_md in chunks():
@@ -325,9 +331,7 @@ def compare(one: Basis, other: Basis) -> SVCCAResult:
     rho = scipy.linalg.svdvals(one.u_nk.T @ other.u_nk, check_finite=False).clip(0.0, 1.0)
     if n - 1 < 5 * max(k, m):
         status = "few_samples"
-    return SVCCAResult(
-        float(rho.mean()), rho, k, m, n, status, null_baseline(n, k, m), max(0, k + m - (n - 1))
-    )
+    return SVCCAResult(float(rho.mean()), rho, k, m, n, status, null_baseline(n, k, m), max(0, k + m - (n - 1)))
 
 
 def null_baseline(n: int, k: int, m: int) -> float:
@@ -344,8 +348,8 @@ def null_baseline(n: int, k: int, m: int) -> float:
 
     Notes
     -----
-    With one direction on one side, rho² has a Beta distribution. Else the rho² follow the law of K. W. Wachter, "The limiting
-    empirical measure of multiple discriminant ratios", The Annals of Statistics 8 (1980).
+    With one direction on one side, rho² has a Beta distribution. Else the rho² follow the law of K. W. Wachter, "The
+    limiting empirical measure of multiple discriminant ratios", The Annals of Statistics 8 (1980).
 
     Examples
     --------
@@ -375,9 +379,10 @@ def null_baseline(n: int, k: int, m: int) -> float:
 class SVCCA(Subscriber):
     r"""SVCCA of each layer against its own past: :math:`\frac1{\min(k,m)} \sum_i \rho_i`.
 
-    :math:`\rho_i` are the singular values of :math:`U_k^\top W_m`, where U and W are orthonormal bases of the directions that hold
-    `threshold` of the variance of the layer's activations now and `lag` probes before. Answers ``{kind}_svcca``: a float64
-    scalar from 0 to 1, without unit, for each message but the first `lag` of each module, tag, call and leaf.
+    :math:`\rho_i` are the singular values of :math:`U_k^\top W_m`, where U and W are orthonormal bases of the
+    directions that hold `threshold` of the variance of the layer's activations now and `lag` probes before. Answers
+    ``{kind}_svcca``: a float64 scalar from 0 to 1, without unit, for each message but the first `lag` of each module,
+    tag, call and leaf.
 
     Parameters
     ----------
@@ -388,10 +393,11 @@ class SVCCA(Subscriber):
     lag : int
         How many probes lie between the two that are compared.
     channels : {"auto", "first", "last"}
-        Which axis is the neurons, all others being datapoints: ``"first"`` for convolutions (n, c, h, w), ``"last"`` for sequences
-        (n, t, d). ``"auto"`` takes three axes for a sequence and four or more for a convolution.
+        Which axis is the neurons, all others being datapoints: ``"first"`` for convolutions (n, c, h, w), ``"last"``
+        for sequences (n, t, d). ``"auto"`` takes three axes for a sequence and four or more for a convolution.
     tag, subsample, modules
-        As in `tracer.Subscription`; by default the probe's, because training batches are never the same datapoints twice.
+        As in `tracer.Subscription`; by default the probe's, because training batches are never the same datapoints
+        twice.
 
     Raises
     ------
@@ -400,14 +406,14 @@ class SVCCA(Subscriber):
 
     Notes
     -----
-    *Invariant to* orthogonal maps and to the scale of either set of neurons, to offsets, to dead neurons, and to a permutation of
-    the datapoints common to both.
-    *Edge values*: NaN for a layer without variance, for NaN and infinity, and if the number of datapoints changed; `statuses`
-    counts how often each was met. With few datapoints (n - 1 < 5 max(k, m)) unrelated layers look similar: compare with
-    `null_baseline`. Never raises during a replay.
+    *Invariant to* orthogonal maps and to the scale of either set of neurons, to offsets, to dead neurons, and to a
+    permutation of the datapoints common to both.
+    *Edge values*: NaN for a layer without variance, for NaN and infinity, and if the number of datapoints changed;
+    `statuses` counts how often each was met. With few datapoints (n - 1 < 5 max(k, m)) unrelated layers look similar:
+    compare with `null_baseline`. Never raises during a replay.
     *Memory*: for each stream the last `lag` bases, n by k float64; part of `state_dict`.
-    *Source*: M. Raghu, J. Gilmer, J. Yosinski, J. Sohl-Dickstein, "SVCCA", arXiv:1706.05806, section 2: truncation by variance,
-    that is, squared singular values. (ikkuna's ``SVCCASubscriber`` does not truncate.)
+    *Source*: M. Raghu, J. Gilmer, J. Yosinski, J. Sohl-Dickstein, "SVCCA", arXiv:1706.05806, section 2: truncation by
+    variance, that is, squared singular values. (ikkuna's ``SVCCASubscriber`` does not truncate.)
 
     Examples
     --------
@@ -436,8 +442,7 @@ class SVCCA(Subscriber):
         modules: str | Iterable[str] | None = None,
     ) -> None:
         check_threshold(threshold)
-        if isinstance(lag, bool) or not isinstance(lag, int) or lag < 1:
-            raise MessageError(f"lag is a positive integer, not {lag!r}")
+        check_lag(lag)
         _shape(np.zeros((1, 1)), channels)
         super().__init__(subscription_to(kind, tag, subsample, modules), produces=f"{kind}_svcca")
         self.threshold, self.lag, self.channels = threshold, lag, channels

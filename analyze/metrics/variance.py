@@ -53,7 +53,7 @@ def variance(x: Array, ddof: int = 1) -> float:
     return float(max(squares, 0.0) / (count - ddof)) if count > ddof and not np.isnan(squares) else float("nan")
 
 
-def _check_ddof(ddof: int) -> None:
+def _check_ddof(ddof: object) -> None:
     if isinstance(ddof, bool) or not isinstance(ddof, int) or ddof < 0:
         raise MessageError(f"ddof is an integer from 0 on, not {ddof!r}")
 
@@ -81,8 +81,8 @@ class Variance(Subscriber):
     Notes
     -----
     *Invariant to* the order and shape of the elements and to adding a constant; scales with the square of the data.
-    *Edge values*: NaN for data with no more than `ddof` elements, and where NaN or infinity occurs. Never raises during a
-    replay.
+    *Edge values*: NaN for data with no more than `ddof` elements, and where NaN or infinity occurs. Never raises
+    during a replay.
     *Numerics*: deviations from each block's own mean, merged in float64, so an offset of 1e8 does no harm.
     *Source*: Chan, Golub, LeVeque, "Algorithms for computing the sample variance", The American Statistician 37 (1983),
     eq. 2.1; ikkuna's ``VarianceSubscriber``.

@@ -133,7 +133,8 @@ class ReadStore(Protocol):
         """Close the files. Closing again does nothing."""
 
 
-def _module(path: Path) -> ModuleType:
+def store_module(path: Path) -> ModuleType:
+    """The module that reads and writes stores with the suffix of `path`; `TraceFormatError` if there is none."""
     name = STORES.get(path.suffix.lower())
     if name is None:
         allowed = ", ".join(STORES)
@@ -162,7 +163,7 @@ def create_store(path: str | os.PathLike[str], *, overwrite: bool = False) -> Wr
         If nothing can be written there.
     """
     path = Path(path)
-    return cast(WriteStore, _module(path).create(path, overwrite=overwrite))
+    return cast(WriteStore, store_module(path).create(path, overwrite=overwrite))
 
 
 def open_store(path: str | os.PathLike[str]) -> ReadStore:
@@ -178,7 +179,7 @@ def open_store(path: str | os.PathLike[str]) -> ReadStore:
         If it is one but damaged.
     """
     path = Path(path)
-    return cast(ReadStore, _module(path).open(path))
+    return cast(ReadStore, store_module(path).open(path))
 
 
 def check_name(name: str) -> None:

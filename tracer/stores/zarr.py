@@ -341,13 +341,15 @@ class _Opened:
             self.dtype = np.dtype(document["data_type"]).newbyteorder("<")
             grid, codecs = document["chunk_grid"], document["codecs"]
             shard = tuple(grid["configuration"]["chunk_shape"])
-            sizes = (*self.shape, *shard)
-            if not self.shape or len(shard) != len(self.shape) or any(not isinstance(s, int) or s < 0 for s in sizes):
+            integers = all(isinstance(size, int) for size in (*document["shape"], *shard))
+            if not integers or len(shard) != len(self.shape) or not shard or min(self.shape) < 0 or min(shard) < 1:
                 raise ValueError(f"shape {self.shape} and chunks of {shard}")
+            if document.get("storage_transformers"):
+                raise ValueError("storage transformers")
             _check_codecs(codecs)
             if self.dtype.kind not in "biufc":
                 raise ValueError(f"dtype {self.dtype}")
-            self.chunk: tuple[int, ...] = tuple(codecs[0]["configuration"].get("chunk_shape", ()))
+            self.chunk: tuple[Any, ...] = tuple(codecs[0]["configuration"].get("chunk_shape", ()))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise TraceFormatError(f"{path}: the zarr.json of array {name!r} is not one of a trace: {error}") from error
         # zarr-python's array, for codecs other than ours
@@ -455,7 +457,10 @@ class ZarrReadStore:
                 return np.array(array.array[start:stop])
             except Exception as error:
                 raise TraceCorruptError(f"{self.path}: array {name!r} cannot be read: {error}") from error
-        out = np.empty((stop - start, *array.shape[1:]), array.dtype)
+        try:
+            out = np.empty((stop - start, *array.shape[1:]), array.dtype)
+        except (MemoryError, ValueError) as error:
+            raise TraceCorruptError(f"{self.path}: array {name!r} does not fit into memory: {error}") from error
         if out.size:
             self._read(name, array, start, stop, out.reshape(-1).view(np.uint8).data)
         return out
@@ -542,7 +547,8 @@ class ZarrReadStore:
 
     def _read_index(self, name: str, array: _Opened, file: int) -> NDArray[np.uint64]:
         size = array.per_shard * 16
-        data = os.pread(file, size + 4, 0)
+        # the size comes from a file that may be damaged, and would be allocated
+        data = os.pread(file, size + 4, 0) if size < os.fstat(file).st_size else b""
         if len(data) != size + 4 or _crc32c(data[:size]) != data[size:]:
             raise TraceCorruptError(f"{self.path}: the index of a shard of array {name!r} fails its checksum")
         return np.frombuffer(data[:size], "<u8").reshape(-1, 2)

@@ -1,0 +1,242 @@
+"""What ``trace demo`` does: train a small network on real images, record it, replay it, plot what the replay says."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import tracer
+from analyze.metrics.pooled_accuracy import TestAccuracy
+from analyze.metrics.ratio import Ratio
+from analyze.metrics.spectral_norm import SpectralNorm
+from analyze.metrics.svcca import SVCCA
+from tracer.bus import Collect
+from tracer.errors import TraceExistsError, TracerError
+
+TRAINED_ON = 1437
+PROBE_EVERY = 10
+LAYERS = ("conv1", "conv2", "fc1", "fc2")
+OBSERVED = (
+    "activations", "layer_gradients", "weights", "biases", "weight_gradients", "bias_gradients", "weight_updates",
+    "bias_updates", "input_labels", "network_output", "loss",
+)  # fmt: skip
+
+Table = tuple[str, Sequence[str], list[tuple[Any, ...]]]
+
+
+@dataclass
+class Shown:
+    """What there is to show.
+
+    Attributes
+    ----------
+    tables : list of (caption, columns, rows)
+    files : list of (path, what it is)
+    commands : list of str
+        What to type next.
+    """
+
+    tables: list[Table] = field(default_factory=list)
+    files: list[tuple[Path, str]] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)
+
+
+def run(
+    folder: Path,
+    *,
+    epochs: int = 10,
+    seed: int = 0,
+    overwrite: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> Shown:
+    """Train, record, replay and plot.
+
+    Parameters
+    ----------
+    folder : Path
+        Where ``digits.zarr`` and ``digits.png`` go.
+    epochs, seed : int
+    overwrite : bool
+        Whether files that are there may be replaced.
+    say : callable
+        Gets a sentence at each stage.
+
+    Raises
+    ------
+    TraceExistsError
+        If one of the files is there.
+    TracerError
+        If scikit-learn (which has the images) or matplotlib (which plots) is not installed.
+    """
+    _check_installed()
+    images, labels = _digits()
+    trace, plot = folder / "digits.zarr", folder / "digits.png"
+    for made in (trace, plot):
+        if made.exists() and not overwrite:
+            raise TraceExistsError(f"{made} is already there; --overwrite replaces it, --out DIR spares it")
+    shown = Shown()
+
+    say(f"Training a small network on {TRAINED_ON} images of handwritten digits, and recording it ...")
+    began = time.perf_counter()
+    steps = _train(trace, images, labels, epochs, seed, overwrite)
+    say(f"  {steps} steps in {time.perf_counter() - began:.1f} s, recorded to {trace}")
+    shown.tables.append(_contents(trace))
+
+    say("Replaying the trace through four metrics, without the model and without the images ...")
+    began = time.perf_counter()
+    heard = Collect("*_spectral_norm", "*_svcca", "*_ratio", "test_accuracy")
+    tracer.replay(trace, SpectralNorm("weights"), SVCCA(tag="probe"), Ratio(), TestAccuracy(), heard)
+    say(f"  {len(heard)} answers in {time.perf_counter() - began:.1f} s")
+    shown.tables.append(_answers(heard))
+    _plot(heard, plot)
+    shown.files.extend([(trace, "the trace"), (plot, "two of the metrics over the steps")])
+    shown.commands.extend(
+        [
+            f"trace info {trace}",
+            f"trace ls {trace}",
+            f"trace replay {trace} --subscriber spectral_norm --subscriber svcca:threshold=0.9",
+            f"trace replay {trace} --subscriber norm:kind=layer_gradients -m 'conv*' --steps 0:50",
+        ]
+    )
+    return shown
+
+
+def _check_installed() -> None:
+    for package, name in (("sklearn", "scikit-learn"), ("matplotlib", "matplotlib")):
+        if find_spec(package) is None:
+            raise TracerError(f"the demo needs {name}; get it with: pip install 'tracereel[demo]'")
+
+
+def _digits() -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    return torch.from_numpy(digits.images).float().unsqueeze(1) / 16, torch.from_numpy(digits.target).long()
+
+
+def _network() -> nn.Sequential:
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(1, 16, kernel_size=3, padding=1),
+            relu1=nn.ReLU(),
+            pool1=nn.MaxPool2d(2),
+            conv2=nn.Conv2d(16, 32, kernel_size=3, padding=1),
+            relu2=nn.ReLU(),
+            pool2=nn.MaxPool2d(2),
+            flatten=nn.Flatten(),
+            fc1=nn.Linear(128, 64),
+            relu3=nn.ReLU(),
+            fc2=nn.Linear(64, 10),
+        )
+    )
+
+
+def _train(trace: Path, images: Tensor, labels: Tensor, epochs: int, seed: int, overwrite: bool) -> int:
+    """Train and record; how many steps there were."""
+    torch.manual_seed(seed)
+    model, criterion = _network(), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    train = TensorDataset(images[:TRAINED_ON], labels[:TRAINED_ON])
+    loader = DataLoader(train, batch_size=64, shuffle=True, generator=torch.Generator().manual_seed(seed))
+    captures = (
+        tracer.Capture(kinds=OBSERVED, modules=LAYERS, tags=("probe",)),
+        # training batches: every second step, and of each batch the first 16 images
+        tracer.Capture(kinds=OBSERVED, modules=LAYERS, every=2, rows=16),
+    )
+    steps = 0
+    with tracer.record(trace, model, optimizer, loss=criterion, capture=captures, overwrite=overwrite) as recording:
+        recording.probe("probe", images[TRAINED_ON:], labels[TRAINED_ON:], every=PROBE_EVERY)
+        for _ in range(epochs):
+            for batch, truth in loader:
+                optimizer.zero_grad()
+                criterion(model(batch), truth).backward()
+                optimizer.step()
+                steps += 1
+            recording.epoch_finished()
+    return steps
+
+
+def _contents(trace: Path) -> Table:
+    """What the trace holds, one row a kind."""
+    found: dict[str, list[int]] = {}
+    with tracer.open(trace) as reader:
+        for stream in reader.streams:
+            row = found.setdefault(stream.kind, [0, 0, 0])
+            row[0] += 1
+            row[1] += stream.count
+            row[2] += stream.bytes
+    rows = [(kind, streams, count, f"{nbytes / 1e6:.2f}") for kind, (streams, count, nbytes) in found.items()]
+    return "What the trace holds", ("kind", "streams", "messages", "MB"), rows
+
+
+def _answers(heard: Collect) -> Table:
+    """What the replay says at the start, in the middle and at the end, one row a metric and layer."""
+    series = _series(heard)
+    rows = []
+    for (kind, module), points in series.items():
+        places = (points[0], points[len(points) // 2], points[-1])
+        rows.append((kind, module, *(f"{value:.4g}" for _, value in places), points[-1][0]))
+    columns = ("answer", "layer", "first", "half way", "last", "last step")
+    return "What the replay says", columns, rows
+
+
+def _series(heard: Collect) -> dict[tuple[str, str], list[tuple[int, float]]]:
+    """Steps and values of each answer and layer; for each answer in the order of the layers."""
+    found: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for message in heard:
+        if message.data is not None:
+            key = (message.kind, message.key or "")
+            found.setdefault(key, []).append((message.global_step, float(message.data)))
+    kinds = list(dict.fromkeys(kind for kind, _ in found))
+    order = {layer: number for number, layer in enumerate(LAYERS)}
+    return dict(sorted(found.items(), key=lambda item: (kinds.index(item[0][0]), order.get(item[0][1], -1))))
+
+
+def _plot(heard: Collect, path: Path) -> None:
+    """Draw two panels: the spectral norms and the SVCCA of each layer, over the steps."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    # not pyplot, which would keep the figure and pick a window system
+    figure = Figure(figsize=(11, 4.4), layout=ConstrainedLayoutEngine(wspace=0.06))
+    FigureCanvasAgg(figure)
+    panels = (
+        ("weights_spectral_norm", "Spectral norm of the weights", "largest singular value"),
+        (
+            "activations_svcca",
+            f"SVCCA of each layer with itself {PROBE_EVERY} steps before",
+            "mean canonical correlation",
+        ),
+    )
+    series = _series(heard)
+    for axes, (kind, title, label) in zip(figure.subplots(1, 2), panels, strict=True):
+        for number, layer in enumerate(LAYERS):
+            points = series.get((kind, layer), [])
+            # the colour is the layer's in both panels, the marker helps those who see no colours
+            axes.plot(
+                [step for step, _ in points],
+                [value for _, value in points],
+                color=f"C{number}",
+                marker="osD^"[number % 4],
+                markevery=max(1, len(points) // 8),
+                markersize=4.5,
+                linewidth=1.6,
+                label=layer,
+            )
+        axes.set_title(title, fontsize=11)
+        axes.set_xlabel("optimizer step")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(title="layer", frameon=False)
+    figure.savefig(path, dpi=130)

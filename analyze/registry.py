@@ -1,0 +1,315 @@
+"""Names → subscribers: the built-in table, plug-ins by entry points, and classes in files.
+
+Nothing is imported before it is asked for, and a broken plug-in fails only when it is the one that is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from tracer.errors import MessageError, TracerError, UnknownNameError
+
+if TYPE_CHECKING:
+    from tracer.subscriber import Subscriber
+
+GROUP = "tracer.subscribers"
+"""The group of entry points under which other packages name their subscribers."""
+
+BUILT_IN: Mapping[str, str] = {
+    "histogram": "analyze.metrics.histogram:Histogram",
+    "loss": "analyze.metrics.loss:Loss",
+    "mean": "analyze.metrics.mean:Mean",
+    "message_mean": "analyze.metrics.message_mean:MessageMean",
+    "norm": "analyze.metrics.norm:Norm",
+    "ratio": "analyze.metrics.ratio:Ratio",
+    "spectral_norm": "analyze.metrics.spectral_norm:SpectralNorm",
+    "sum": "analyze.metrics.sum:Sum",
+    "svcca": "analyze.metrics.svcca:SVCCA",
+    "test_accuracy": "analyze.metrics.pooled_accuracy:TestAccuracy",
+    "train_accuracy": "analyze.metrics.train_accuracy:TrainAccuracy",
+    "variance": "analyze.metrics.variance:Variance",
+}
+"""Registry name → where the class is. A name here wins over an entry point of the same name."""
+
+_IN_FILE = re.compile(r"(?P<path>.*\.py):(?P<name>[^\W\d]\w*)(?::(?P<options>.*))?", re.DOTALL)
+
+
+def subscribers() -> tuple[str, ...]:
+    """The names that `parse` knows, in alphabetical order; nothing is imported.
+
+    Examples
+    --------
+    >>> {"mean", "spectral_norm", "svcca"} <= set(subscribers())
+    True
+    """
+    return tuple(sorted({*BUILT_IN, *_plug_ins()}))
+
+
+def find(name: str) -> type[Subscriber]:
+    """The class of a registered subscriber, or of one in a file (``"path/to/file.py:ClassName"``).
+
+    Raises
+    ------
+    UnknownNameError
+        If there is no such name, file or class.
+    TracerError
+        If the plug-in or the file cannot be imported.
+    MessageError
+        If what is there is not a subclass of `tracer.Subscriber`.
+    """
+    in_file = _IN_FILE.fullmatch(name)
+    if in_file is not None:
+        found = _from_file(in_file["path"], in_file["name"])
+    elif name.endswith(".py"):
+        raise MessageError(f"{name!r} names a file but no class in it; write {name}:ClassName")
+    elif name in BUILT_IN:
+        module, _, attribute = BUILT_IN[name].partition(":")
+        found = getattr(importlib.import_module(module), attribute)
+    else:
+        plug_ins = _plug_ins()
+        if name not in plug_ins:
+            raise UnknownNameError.of("subscriber", name, {*BUILT_IN, *plug_ins})
+        point = plug_ins[name]
+        found = _guarded(point.load, f"subscriber {name!r} ({point.value}, an entry point of {_package(point)})")
+    return _checked(found, name)
+
+
+def parse(text: str) -> Subscriber:
+    """A subscriber from how it is written on a command line: ``"name"`` or ``"name:key=value,key=value"``.
+
+    Parameters
+    ----------
+    text : str
+        The name is that of a registered subscriber, or ``path/to/file.py:ClassName``. Values are integers, numbers,
+        ``true``,
+        ``false``, ``none`` or words; ``a+b`` is the tuple of a and b. Where a parameter takes words, ``7`` is a word
+        too.
+
+    Raises
+    ------
+    UnknownNameError
+        If there is no subscriber of this name.
+    MessageError
+        If a parameter is unknown, missing, given twice, or of a wrong value.
+
+    Examples
+    --------
+    >>> probe = parse("svcca:threshold=0.9,tag=probe,modules=conv*+fc*")
+    >>> probe.produces, probe.threshold, probe.subscriptions[0].modules
+    (('activations_svcca',), 0.9, ('conv*', 'fc*'))
+    """
+    in_file = _IN_FILE.fullmatch(text)
+    if in_file is not None:
+        name, options = f"{in_file['path']}:{in_file['name']}", in_file["options"] or ""
+    else:
+        name, _, options = text.partition(":")
+    cls = find(name.strip())
+    parameters = _parameters(cls)
+    given: dict[str, Any] = {}
+    for option in filter(None, (option.strip() for option in options.split(","))):
+        key, equals, value = (part.strip() for part in option.partition("="))
+        if not equals or not key:
+            raise MessageError(f"{option!r} in {text!r} is not of the form key=value")
+        if key in given:
+            raise MessageError(f"{text!r} gives {key} twice")
+        if key not in parameters and not _takes_any(cls):
+            raise MessageError(f"{name} has no parameter {key!r}; it has {', '.join(parameters) or 'none'}")
+        given[key] = _value(value, parameters.get(key), f"{name}'s {key}")
+    missing = [key for key, one in parameters.items() if one.default is one.empty and key not in given]
+    if missing:
+        raise MessageError(f"{name} needs a value for {', '.join(missing)}; write {name}:{missing[0]}=VALUE")
+    try:
+        return cls(**given)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, TracerError):
+            raise
+        raise MessageError(f"{text!r} makes no subscriber: {error}") from error
+
+
+def describe(name: str) -> dict[str, Any]:
+    """What there is to know of a subscriber: for help and documentation, in JSON values.
+
+    Parameters
+    ----------
+    name : str
+        As in `find`.
+
+    Returns
+    -------
+    dict
+        ``name``, ``class`` (its dotted path), ``summary`` (the first sentence of the docstring), ``parameters`` (each
+        with
+        ``name``, ``default``, ``required`` and ``type``), ``needs`` and ``produces`` (lists of kinds, with the default
+        parameters; empty if one has no default), ``docstring``.
+
+    Examples
+    --------
+    >>> about = describe("spectral_norm")
+    >>> about["class"], about["needs"], about["produces"]
+    ('analyze.metrics.spectral_norm.SpectralNorm', ['weights'], ['weights_spectral_norm'])
+    >>> [(one["name"], one["default"]) for one in about["parameters"]]
+    [('kind', 'weights'), ('tag', 'default'), ('subsample', 1), ('modules', None)]
+    """
+    cls = find(name)
+    parameters = _parameters(cls)
+    needs: list[str] = []
+    produces: list[str] = []
+    if all(one.default is not one.empty for one in parameters.values()):
+        make: Callable[..., Subscriber] = cls
+        example = make()
+        needs, produces = sorted(example.needs), list(example.produces)
+    docstring = inspect.getdoc(cls) or ""
+    return {
+        "name": name,
+        "class": f"{cls.__module__}.{cls.__qualname__}",
+        "summary": " ".join(docstring.partition("\n\n")[0].split()),
+        "parameters": [
+            {
+                "name": key,
+                "default": None if one.default is one.empty else _plain(one.default),
+                "required": one.default is one.empty,
+                "type": _type_name(one),
+            }
+            for key, one in parameters.items()
+        ],
+        "needs": needs,
+        "produces": produces,
+        "docstring": docstring,
+    }
+
+
+def instances(wanted: str | Subscriber | Iterable[str | Subscriber]) -> list[Any]:
+    """The subscribers, given as themselves or as `parse` reads them, one or many."""
+    if isinstance(wanted, str) or not isinstance(wanted, Iterable):
+        wanted = [wanted]
+    return [parse(one) if isinstance(one, str) else one for one in wanted]
+
+
+def _plug_ins() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP) if point.name not in BUILT_IN}
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else "an unknown package"
+
+
+def _from_file(path: str, name: str) -> Any:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise UnknownNameError(f"there is no file {path!r} to take the subscriber {name} from")
+    module = _guarded(lambda: _import_file(file.resolve()), f"{path!r}, which is to define {name},")
+    if not hasattr(module, name):
+        known = [
+            key for key, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__
+        ]
+        raise UnknownNameError.of(f"class in {path!r}", name, known)
+    return getattr(module, name)
+
+
+def _import_file(file: Path) -> ModuleType:
+    # a name of its own for each path, so that two files of one name do not meet, and pickles find their class again
+    name = "_subscribers_of_" + re.sub(r"\W", "_", str(file))
+    known = sys.modules.get(name)
+    if known is not None:
+        return known
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _guarded(load: Callable[[], Any], what: str) -> Any:
+    """What `load` returns; whatever goes wrong in foreign code becomes one sentence, with its cause attached."""
+    try:
+        return load()
+    except Exception as error:  # foreign code may raise anything
+        raise TracerError(f"{what} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _checked(found: Any, name: str) -> type[Subscriber]:
+    from tracer.subscriber import Subscriber  # here, because it imports torch and the table of names must not
+
+    if not inspect.isclass(found):
+        raise MessageError(f"{name} is not a subclass of tracer.Subscriber but of type {type(found).__name__}")
+    if not issubclass(found, Subscriber):
+        raise MessageError(f"{name} is a class, but not a subclass of tracer.Subscriber")
+    if inspect.isabstract(found):
+        lacking = ", ".join(sorted(found.__abstractmethods__))
+        raise MessageError(f"{name} is an abstract subscriber: it does not implement {lacking}")
+    return found
+
+
+_Parameter = inspect.Parameter
+
+
+def _parameters(cls: type[Subscriber]) -> dict[str, _Parameter]:
+    variadic = (_Parameter.VAR_POSITIONAL, _Parameter.VAR_KEYWORD, _Parameter.POSITIONAL_ONLY)
+    return {name: one for name, one in inspect.signature(cls).parameters.items() if one.kind not in variadic}
+
+
+def _takes_any(cls: type[Subscriber]) -> bool:
+    return any(one.kind is _Parameter.VAR_KEYWORD for one in inspect.signature(cls).parameters.values())
+
+
+def _type_name(parameter: _Parameter | None) -> str:
+    if parameter is None or parameter.annotation is inspect.Parameter.empty:
+        return ""
+    annotation = parameter.annotation
+    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+
+
+def _plain(value: Any) -> Any:
+    """A default as a JSON value."""
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else repr(value)
+
+
+_NAMED = {"str": str, "int": int, "float": (int, float), "bool": bool, "None": type(None)}
+
+
+def _value(text: str, parameter: _Parameter | None, what: str) -> Any:
+    """The value that a text means for a parameter, as far as its annotation says what it takes."""
+    allowed = [name.strip() for name in _type_name(parameter).split("|") if name.strip()]
+    wordy = "str" in allowed and not {"int", "float"}.intersection(allowed)
+    value = _literal(text, wordy)
+    if isinstance(value, str) and "+" in value and any("[" in name or name == "tuple" for name in allowed or ["tuple"]):
+        value = tuple(_literal(part, wordy) for part in value.split("+"))
+    if allowed and all(name in _NAMED for name in allowed):
+        fits = any(isinstance(value, _NAMED[name]) for name in allowed)  # type: ignore[arg-type] # a table of classes
+        if not fits or (isinstance(value, bool) and "bool" not in allowed):
+            raise MessageError(f"{what} is {' or '.join(allowed)}, not {text!r}")
+        if isinstance(value, int) and not isinstance(value, bool) and "int" not in allowed:
+            value = float(value)
+    return value
+
+
+def _literal(text: str, wordy: bool) -> Any:
+    word = text.lower()
+    if word in ("none", "null"):
+        return None
+    if not wordy:
+        if word in ("true", "false"):
+            return word == "true"
+        for number in (int, float):
+            try:
+                return number(text)
+            except ValueError:
+                continue
+    return text

@@ -1,0 +1,664 @@
+"""Answers as a table: gathered from a replay, written as CSV, JSON lines, Parquet, a trace, or for TensorBoard."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import math
+import os
+import shutil
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from analyze.registry import instances
+from tracer.bus import describe
+from tracer.errors import MessageError, TraceError, TraceExistsError, TraceNotFoundError, TracerError, UnknownNameError
+from tracer.messages import Message, ModuleMessage, NetworkMessage
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tracer.reader import TraceReader
+    from tracer.subscriber import Subscriber
+
+PathLike: TypeAlias = str | os.PathLike[str]
+
+
+class Row(NamedTuple):
+    """One number of an answer."""
+
+    trace: str
+    subscriber: str
+    kind: str
+    module: str
+    tag: str
+    epoch: int
+    train_step: int
+    global_step: int
+    call: int
+    index: str  # type: ignore[assignment] # tuples have a method of this name, a table has this column
+    value: float
+
+
+COLUMNS: tuple[str, ...] = Row._fields
+"""The columns of every table of results, in their order."""
+
+
+class _Stream(NamedTuple):
+    """What all answers of one series have in common."""
+
+    trace: str
+    subscriber: str
+    kind: str
+    module: str | None
+    tag: str
+    leaf: str
+    dtype: str | None
+
+    @property
+    def place(self) -> str:
+        """The column ``module``."""
+        return (self.module or "") + (f"#{self.leaf}" if self.leaf else "")
+
+
+class Series(NamedTuple):
+    """A stream of answers at a glance; minimum and maximum are of the finite values."""
+
+    trace: str
+    kind: str
+    module: str
+    tag: str
+    n: int
+    first: float
+    last: float
+    min: float
+    max: float
+    trend: str
+
+
+@final
+class Results:
+    """A table of answers: one row for each number, in the order in which they came.
+
+    ==============  ==============================================================================================
+    trace           the path of the trace it was asked of
+    subscriber      the registry name of the subscriber that answered (its class, if it has none)
+    kind            the kind of the answer, such as ``weights_spectral_norm``
+    module          dotted path; empty for the network; ``lstm#1.0`` for the leaf ``1.0`` of a structured output
+    tag             ``default`` for training passes
+    epoch           from 0
+    train_step      from 0, in the epoch
+    global_step     from 0
+    call            from 0, in the step
+    index           empty for a single number, else its position in an array as JSON: ``[3]``, ``[0, 2]``
+    value           float64
+    ==============  ==============================================================================================
+
+    Answers are kept by columns, about 60 bytes a number.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tracer import ModuleMessage
+    >>> results = Results()
+    >>> where = dict(module="fc", global_step=3, train_step=1, epoch=1)
+    >>> results.add(ModuleMessage(kind="weights_norm2", data=torch.tensor(0.5), **where), "run.zarr", "norm")
+    >>> results.add(ModuleMessage(kind="weights_counts", data=torch.tensor([4, 2]), **where), "run.zarr", "counts")
+    >>> for row in results:
+    ...     print(row.kind, row.module, row.global_step, repr(row.index), row.value)
+    weights_norm2 fc 3 '' 0.5
+    weights_counts fc 3 '[0]' 4.0
+    weights_counts fc 3 '[1]' 2.0
+    """
+
+    def __init__(self) -> None:
+        self._streams: list[_Stream] = []
+        self._ids: dict[_Stream, int] = {}
+        # one entry for each message
+        self._stream = array("q")
+        self._epoch = array("q")
+        self._train_step = array("q")
+        self._global_step = array("q")
+        self._call = array("q")
+        self._shapes: list[tuple[int, ...]] = []
+        self._starts = array("q", [0])
+        # one entry for each number
+        self._values = array("d")
+
+    # -- filling --------------------------------------------------------------------------------------------
+
+    def add(self, message: Message, trace: str = "", subscriber: str = "") -> None:
+        """Append an answer: a row for each of its numbers.
+
+        Raises
+        ------
+        MessageError
+            If its data is complex, which no table of numbers holds.
+        """
+        data = message.data
+        if data is not None and data.is_complex():
+            raise MessageError(f"results hold real numbers, but {message.kind} of {message.key!r} is {data.dtype}")
+        stream = _Stream(
+            trace,
+            subscriber,
+            message.kind,
+            message.key,
+            message.tag,
+            message.leaf,
+            None if data is None else str(data.dtype).removeprefix("torch."),
+        )
+        number = self._ids.get(stream)
+        if number is None:
+            number = self._ids[stream] = len(self._streams)
+            self._streams.append(stream)
+        self._stream.append(number)
+        self._epoch.append(message.epoch)
+        self._train_step.append(message.train_step)
+        self._global_step.append(message.global_step)
+        self._call.append(message.call)
+        if data is not None and data.ndim == 0:
+            self._shapes.append(())
+            self._values.append(float(data))
+        else:
+            self._shapes.append((0,) if data is None else tuple(data.shape))
+            if data is not None:
+                self._values.frombytes(data.detach().cpu().to(torch.float64).contiguous().numpy().tobytes())
+        self._starts.append(len(self._values))
+
+    def extend(self, other: Results) -> None:
+        """Append all rows of other results, such as those of another trace."""
+        for position, message in enumerate(other.messages()):
+            stream = other._streams[other._stream[position]]
+            self.add(message, stream.trace, stream.subscriber)
+
+    def sink(self, subscribers: Iterable[object], trace: str = "") -> Sink:
+        """A receiver that adds to these results what the subscribers answer, for a bus or a replay."""
+        return Sink(self, subscribers, trace)
+
+    # -- reading --------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """How many rows."""
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[Row]:
+        for position, shape in enumerate(self._shapes):
+            stream = self._streams[self._stream[position]]
+            front = (stream.trace, stream.subscriber, stream.kind, stream.place, stream.tag)
+            counters = (
+                self._epoch[position],
+                self._train_step[position],
+                self._global_step[position],
+                self._call[position],
+            )
+            start, stop = self._starts[position], self._starts[position + 1]
+            for index, value in zip(_positions(shape), self._values[start:stop], strict=True):
+                yield Row(*front, *counters, index, value)
+
+    def __repr__(self) -> str:
+        return f"Results({len(self)} rows, {len(self._streams)} series)"
+
+    @property
+    def traces(self) -> tuple[str, ...]:
+        """The traces that were asked, in their order."""
+        return tuple(dict.fromkeys(stream.trace for stream in self._streams))
+
+    def messages(self) -> Iterator[Message]:
+        """The answers as messages again, with their shape and dtype."""
+        for position, shape in enumerate(self._shapes):
+            stream = self._streams[self._stream[position]]
+            data = None
+            if stream.dtype is not None:
+                start, stop = self._starts[position], self._starts[position + 1]
+                values = torch.tensor(self._values[start:stop], dtype=torch.float64)
+                data = values.reshape(shape).to(getattr(torch, stream.dtype))
+            fields: dict[str, Any] = {
+                "kind": stream.kind,
+                "global_step": self._global_step[position],
+                "train_step": self._train_step[position],
+                "epoch": self._epoch[position],
+                "tag": stream.tag,
+                "call": self._call[position],
+                "leaf": stream.leaf,
+                "data": data,
+            }
+            if stream.module is None:
+                yield NetworkMessage(**fields)
+            else:
+                yield ModuleMessage(module=stream.module, **fields)
+
+    def columns(self) -> dict[str, list[str] | NDArray[Any]]:
+        """The table by columns: lists of words, and arrays of int64 and (``value``) float64."""
+        starts = np.array(self._starts, dtype=np.int64)
+        sizes = starts[1:] - starts[:-1]
+        stream = np.repeat(np.array(self._stream, dtype=np.int64), sizes).tolist()
+        words = [(one.trace, one.subscriber, one.kind, one.place, one.tag) for one in self._streams]
+        columns: dict[str, list[str] | NDArray[Any]] = {}
+        for position, name in enumerate(COLUMNS[:5]):
+            of_stream = [word[position] for word in words]
+            columns[name] = [of_stream[number] for number in stream]
+        for name in ("epoch", "train_step", "global_step", "call"):
+            columns[name] = np.repeat(np.array(getattr(self, f"_{name}"), dtype=np.int64), sizes)
+        columns["index"] = [index for shape in self._shapes for index in _positions(shape)]
+        columns["value"] = np.array(self._values, dtype=np.float64)
+        return columns
+
+    def summary(self) -> list[Series]:
+        """Each series at a glance: how many answers, first, last, least and greatest value, and a line of its course.
+
+        Of answers that are arrays the course is that of their means over the finite values.
+        """
+        positions: dict[tuple[str, str, str, str], list[int]] = {}
+        for position, number in enumerate(self._stream):
+            stream = self._streams[number]
+            positions.setdefault((stream.trace, stream.kind, stream.place, stream.tag), []).append(position)
+        values = np.array(self._values, dtype=np.float64)
+        series = []
+        for (trace, kind, module, tag), these in positions.items():
+            course = np.array([_middle(values[self._starts[at] : self._starts[at + 1]]) for at in these])
+            inside = np.concatenate([values[self._starts[at] : self._starts[at + 1]] for at in these])
+            finite = inside[np.isfinite(inside)]
+            series.append(
+                Series(
+                    trace,
+                    kind,
+                    module,
+                    tag,
+                    len(these),
+                    float(course[0]),
+                    float(course[-1]),
+                    float(finite.min()) if finite.size else math.nan,
+                    float(finite.max()) if finite.size else math.nan,
+                    sparkline(course),
+                )
+            )
+        return series
+
+    def to_table(self, rows: int = 40) -> Table:
+        """A table for a terminal: every row if there are no more than `rows`, else one line for each series."""
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        shown: list[Row] | list[Series]
+        if len(self) <= rows:
+            shown = list(self)
+            names = [*Row._fields]
+            names.remove("subscriber")
+            names.remove("train_step")
+        else:
+            shown = self.summary()
+            names = [*Series._fields]
+        # a column that says the same in every line, and says the usual, says nothing
+        for name, usual in (("tag", "default"), ("call", 0), ("index", "")):
+            if name in names and all(getattr(one, name) == usual for one in shown):
+                names.remove(name)
+        if len(self.traces) < 2:
+            names.remove("trace")
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+        for name in names:
+            wordy = name in ("trace", "kind", "module", "tag", "index", "trend")
+            folds = name in ("trace", "kind", "module")
+            table.add_column(name, justify="left" if wordy else "right", no_wrap=not folds, overflow="fold")
+        for one in shown:
+            table.add_row(*(Text(_shown(getattr(one, name))) for name in names))  # Text: a name is not markup
+        return table
+
+    # -- writing --------------------------------------------------------------------------------------------
+
+    def write(self, path: PathLike, *, overwrite: bool = False) -> None:
+        """Write to a file of the format that its suffix names: ``.csv .jsonl .parquet .zarr .h5``.
+
+        A file appears complete or not at all.
+
+        Raises
+        ------
+        UnknownNameError
+            If the suffix is none of these.
+        TraceExistsError
+            If something is there already, unless `overwrite`.
+        TraceError
+            If it cannot be written.
+        """
+        suffix = Path(path).suffix
+        if suffix not in _WRITERS:
+            raise UnknownNameError.of("format of results", suffix, _WRITERS)
+        _WRITERS[suffix](self, path, overwrite)
+
+    def to_csv(self, path: PathLike, *, overwrite: bool = False) -> None:
+        """Write comma-separated values, UTF-8, with a header line.
+
+        Values are written so that they read back as the same float64; also ``nan``, ``inf`` and ``-inf``.
+        """
+        with _new_file(path, overwrite) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(COLUMNS)
+            writer.writerows(self)  # a csv writer writes floats by repr
+
+    def to_jsonl(self, path: PathLike, *, overwrite: bool = False) -> None:
+        """Write JSON lines, UTF-8: an object of all columns for each row.
+
+        Values read back as the same float64. JSON has no word for what is not finite: those are the strings ``"NaN"``,
+        ``"Infinity"`` and ``"-Infinity"``, which Python's ``float`` and JavaScript's ``Number`` understand.
+        """
+        with _new_file(path, overwrite) as temporary, temporary.open("w", encoding="utf-8") as file:
+            for row in self:
+                file.write(json.dumps(as_json(row), ensure_ascii=False, allow_nan=False) + "\n")
+
+    def to_parquet(self, path: PathLike, *, overwrite: bool = False) -> None:
+        """Write Parquet: words as strings, counters as int64, ``value`` as double.
+
+        Raises
+        ------
+        TracerError
+            If pyarrow is not installed.
+        """
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        except ImportError as error:
+            raise _needs("writing Parquet", "pyarrow", "tables") from error
+        types = {name: pa.string() for name in (*COLUMNS[:5], "index")} | {"value": pa.float64()}
+        table = pa.table(
+            {name: pa.array(column, types.get(name, pa.int64())) for name, column in self.columns().items()}
+        )
+        with _new_file(path, overwrite) as temporary:
+            pq.write_table(table, temporary)
+
+    def to_pandas(self) -> Any:
+        """The table as a `pandas.DataFrame`.
+
+        Raises
+        ------
+        TracerError
+            If pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise _needs("a data frame", "pandas", "tables") from error
+        return pd.DataFrame(self.columns(), columns=list(COLUMNS))
+
+    def to_trace(self, path: PathLike, *, overwrite: bool = False) -> None:
+        """Write a trace of the answers (``.zarr`` or ``.h5``), which a later replay takes like a recorded one.
+
+        Raises
+        ------
+        TraceError
+            If these are results of several traces: their steps would be mixed up.
+        """
+        from tracer.writer import TraceWriter
+
+        if len(self.traces) > 1:
+            raise TraceError(f"a trace holds the results of one trace, but these are of {len(self.traces)}")
+        header = {
+            "results_of": self.traces[0] if self.traces else None,
+            "subscribers": sorted({stream.subscriber for stream in self._streams}),
+        }
+        with _new_file(path, overwrite) as temporary, TraceWriter(temporary, header=header) as writer:
+            for message in self.messages():
+                writer.write(message)
+
+    def to_tensorboard(self, logdir: PathLike) -> None:
+        """Write event files that TensorBoard shows: each number is a scalar ``kind/module`` at its global step.
+
+        The tag is added to the name unless it is ``default``, and the position of numbers in arrays. Counts with edges
+        (of
+        ``histogram``) become histograms.
+
+        Raises
+        ------
+        TracerError
+            If tensorboard is not installed.
+        """
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise _needs("writing for TensorBoard", "tensorboard", "tensorboard") from error
+        with SummaryWriter(os.fspath(logdir)) as writer:
+            _for_tensorboard(self, writer)
+
+
+@final
+class Sink:
+    """A receiver that adds what given subscribers answer to results; it asks for nothing itself.
+
+    Parameters
+    ----------
+    results : Results
+    subscribers : iterable
+        Those whose answers are kept: of the kinds that they produce.
+    trace : str
+        What to write in the column ``trace``.
+    """
+
+    passive = True
+    name = "results"
+
+    def __init__(self, results: Results, subscribers: Iterable[object], trace: str = "") -> None:
+        self.results = results
+        self.trace = trace
+        self.producers: dict[str, str] = {
+            kind: describe(subscriber) for subscriber in subscribers for kind in getattr(subscriber, "produces", ())
+        }
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """Whether one of the subscribers produces this kind."""
+        return kind in self.producers
+
+    def receive(self, message: Message) -> Iterable[Message]:
+        """Add the message to the results."""
+        self.results.add(message, self.trace, self.producers[message.kind])
+        return ()
+
+    def finish(self) -> Iterable[Message]:
+        """Nothing to add."""
+        return ()
+
+    def close(self) -> None:
+        """Nothing to let go of; the results stay."""
+
+
+def analyze(
+    path: PathLike | TraceReader,
+    subscribers: str | Subscriber | Iterable[str | Subscriber],
+    *,
+    kinds: Any = None,
+    modules: Any = None,
+    steps: Any = None,
+    tags: Any = None,
+) -> Results:
+    """Replay a trace through subscribers and gather their answers.
+
+    Parameters
+    ----------
+    path : path of a trace, or TraceReader
+    subscribers : subscriber or str, or several
+        As instances, or as `parse` reads them: ``"svcca:threshold=0.9"``.
+    kinds, modules, steps, tags
+        What is replayed, as in `tracer.replay`.
+
+    Returns
+    -------
+    Results
+
+    Raises
+    ------
+    TracerError
+        What `parse` and `tracer.replay` raise; also if nothing is asked.
+    """
+    from tracer.replay import replay
+
+    asked = instances(subscribers)
+    if not asked:
+        raise MessageError("analyze needs at least one subscriber, but got none")
+    results = Results()
+    sink = results.sink(asked, str(getattr(path, "path", path)))
+    replay(path, *asked, sink, kinds=kinds, modules=modules, steps=steps, tags=tags)
+    return results
+
+
+def as_json(row: Row | Series) -> dict[str, Any]:
+    """A row as a JSON object; what is not finite becomes ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``.
+
+    Examples
+    --------
+    >>> as_json(Row("run.zarr", "norm", "weights_norm2", "fc", "default", 0, 1, 1, 0, "", float("inf")))["value"]
+    'Infinity'
+    """
+    return {name: _finite(value) for name, value in row._asdict().items()}
+
+
+def sparkline(values: Sequence[float] | NDArray[np.float64], width: int = 12) -> str:
+    """The course of a series in a line of blocks, each the mean of a stretch of it; a gap where nothing is finite.
+
+    Examples
+    --------
+    >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7])
+    '▁▂▃▄▅▆▇█'
+    >>> sparkline([1, float("nan"), 1])
+    '▄ ▄'
+    """
+    course = np.asarray(values, dtype=np.float64)
+    stretches = np.array([_middle(part) for part in np.array_split(course, min(width, max(len(course), 1)))])
+    finite = stretches[np.isfinite(stretches)]
+    if not finite.size:
+        return " " * len(stretches)
+    low, high = float(finite.min()), float(finite.max())
+    line = ""
+    for value in stretches:
+        if not math.isfinite(value):
+            line += " "
+        elif high == low:
+            line += "▄"
+        else:
+            # halves, because the difference of two float64 may be beyond float64
+            line += "▁▂▃▄▅▆▇█"[min(int((value / 2 - low / 2) / (high / 2 - low / 2) * 8), 7)]
+    return line
+
+
+def _middle(values: NDArray[np.float64]) -> float:
+    """The mean of the finite values; of a single value, itself."""
+    if len(values) == 1:
+        return float(values[0])
+    finite = values[np.isfinite(values)]
+    return float(np.sum(finite / len(finite))) if finite.size else math.nan
+
+
+def _finite(value: Any) -> Any:
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@lru_cache(maxsize=256)
+def _positions(shape: tuple[int, ...]) -> Sequence[str]:
+    """The column ``index`` for each element of an array."""
+    if shape == ():
+        return ("",)
+    return [json.dumps(position) for position in np.ndindex(shape)]
+
+
+def _needs(what: str, package: str, extra: str) -> TracerError:
+    return TracerError(f"{what} needs {package}, which is not installed: pip install 'tracereel[{extra}]'")
+
+
+@contextlib.contextmanager
+def _new_file(path: PathLike, overwrite: bool) -> Iterator[Path]:
+    """A temporary path beside `path`, of the same suffix, that takes its place once the block is done."""
+    target = Path(path)
+    if not overwrite and (target.exists() or target.is_symlink()):
+        raise TraceExistsError(f"there is already something at {str(target)!r}; results are not overwritten unasked")
+    if not target.parent.is_dir():
+        raise TraceNotFoundError(f"there is no folder {str(target.parent)!r} to write {target.name!r} into")
+    temporary = target.with_name(f".{target.stem}.{os.getpid()}.tmp{target.suffix}")
+    try:
+        yield temporary
+        if target.is_dir() and not target.is_symlink():
+            _remove_trace(target)
+        os.replace(temporary, target)
+    except OSError as error:
+        if isinstance(error, TracerError):
+            raise
+        raise TraceError(f"{str(target)!r} cannot be written: {error.strerror or error}") from error
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
+
+
+def _remove_trace(folder: Path) -> None:
+    """Remove a folder that is to be overwritten, if it is a trace; any other might be somebody's files."""
+    if folder.suffix != ".zarr" or not (folder / "zarr.json").is_file():
+        raise TraceExistsError(f"{str(folder)!r} is a folder but no trace; only a trace is overwritten")
+    shutil.rmtree(folder)
+
+
+def _for_tensorboard(results: Results, writer: Any) -> None:
+    streams = {(stream.trace, stream.kind) for stream in results._streams}
+    several = len(results.traces) > 1
+    counted: dict[tuple[Any, ...], torch.Tensor] = {}
+    for position, message in enumerate(results.messages()):
+        stream = results._streams[results._stream[position]]
+        name = "/".join(filter(None, (stream.kind, stream.place)))
+        if stream.tag != "default":
+            name += f"@{stream.tag}"
+        if message.call:
+            name += f":{message.call}"
+        if several:
+            name = f"{stream.trace}/{name}"
+        place = (stream.trace, stream.module, stream.tag, stream.leaf, message.call, message.global_step)
+        if message.data is None:
+            continue
+        if (stream.trace, f"{stream.kind}_edges") in streams:
+            counted[(*place, f"{stream.kind}_edges", name)] = message.data
+            continue
+        waiting = next((key for key in counted if key[:-1] == (*place, stream.kind)), None)
+        if waiting is not None:
+            _add_histogram(writer, waiting[-1], counted.pop(waiting), message.data, message.global_step)
+            continue
+        flat = message.data.reshape(-1).tolist()
+        for index, value in zip(_positions(tuple(message.data.shape)), flat, strict=True):
+            writer.add_scalar(name + index, value, message.global_step)
+
+
+def _add_histogram(writer: Any, name: str, counts: torch.Tensor, edges: torch.Tensor, step: int) -> None:
+    if not bool(torch.isfinite(edges).all()):
+        return
+    centres = (edges[:-1] + edges[1:]) / 2
+    writer.add_histogram_raw(
+        name,
+        min=float(edges[0]),
+        max=float(edges[-1]),
+        num=int(counts.sum()),
+        sum=float((centres * counts).sum()),
+        sum_squares=float((centres * centres * counts).sum()),
+        bucket_limits=edges[1:].tolist(),
+        bucket_counts=counts.tolist(),
+        global_step=step,
+    )
+
+
+Format = Literal[".csv", ".jsonl", ".parquet", ".zarr", ".h5"]
+_WRITERS: Mapping[str, Callable[[Results, PathLike, bool], None]] = {
+    ".csv": lambda results, path, overwrite: results.to_csv(path, overwrite=overwrite),
+    ".jsonl": lambda results, path, overwrite: results.to_jsonl(path, overwrite=overwrite),
+    ".parquet": lambda results, path, overwrite: results.to_parquet(path, overwrite=overwrite),
+    ".zarr": lambda results, path, overwrite: results.to_trace(path, overwrite=overwrite),
+    ".h5": lambda results, path, overwrite: results.to_trace(path, overwrite=overwrite),
+}
+FORMATS: tuple[str, ...] = tuple(_WRITERS)
+"""The suffixes that `Results.write` knows."""

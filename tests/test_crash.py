@@ -1,0 +1,152 @@
+"""What a trace holds after its writer was killed, or ran out of space."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tracer.reader import TraceReader
+
+FORMATS = (".zarr", ".h5")
+TRIALS = 6
+
+COMMON = """
+import os, random, struct, sys, time
+import torch
+from tracer.messages import ModuleMessage, NetworkMessage
+from tracer.writer import TraceWriter
+
+def message(number):
+    where = dict(global_step=number, train_step=number, epoch=0)
+    kind = number % 5
+    if kind == 0:
+        return NetworkMessage(kind="batch_started", **where)
+    if kind == 1:
+        return NetworkMessage(kind="loss", data=torch.tensor(float(number)), **where)
+    if kind == 2:
+        return ModuleMessage(kind="weights", module="large", data=torch.full((130, 130), float(number)), **where)
+    if kind == 3:
+        return ModuleMessage(kind="weights", module="ragged", data=torch.full((number % 700,), number), **where)
+    name = "late" if number > 400 else "early"
+    return ModuleMessage(kind="biases", module=name, data=torch.full((70, 300), float(number)), **where)
+"""
+
+# the processes that are killed are forked, because importing torch for each of them would take most of the time
+KILLED = (
+    COMMON
+    + """
+torch.set_num_threads(1)
+folder, suffix, trials = sys.argv[1], sys.argv[2], int(sys.argv[3])
+for trial in range(trials):
+    rng = random.Random(trial)
+    ready, started = os.pipe()
+    child = os.fork()
+    if child == 0:
+        acknowledged = os.open(f"{folder}/{trial}.acknowledged", os.O_WRONLY | os.O_CREAT)
+        writer = TraceWriter(
+            f"{folder}/{trial}{suffix}", chunk_bytes=4096, commit_rows=rng.choice([7, 60, 5000]), commit_seconds=0.05
+        )
+        os.write(started, b".")
+        number = 0
+        while True:
+            writer.write(message(number))
+            number += 1
+            if rng.random() < 0.03:
+                writer.commit()
+                os.pwrite(acknowledged, struct.pack("<q", number), 0)
+    os.read(ready, 1)
+    time.sleep(rng.choice([0.0, 0.01, 0.3]) + rng.random() * 0.3)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+"""
+)
+
+FULL = (
+    COMMON
+    + """
+import resource, signal
+from tracer.errors import TraceError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+path = sys.argv[1]
+writer = TraceWriter(path, chunk_bytes=4096)
+for number in range(100):
+    writer.write(message(number))
+writer.commit()
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+try:
+    for number in range(100, 100000):
+        writer.write(message(number))
+except TraceError as error:
+    first = str(error)
+assert path in first and "too large" in first, first
+for attempt in (lambda: writer.write(message(0)), writer.commit, writer.finish):
+    try:
+        attempt()
+    except TraceError as error:
+        assert first in str(error), error
+    else:
+        raise AssertionError("a failed writer goes on")
+print("said so")
+"""
+)
+
+
+def run(code: str, *arguments: str) -> str:
+    """Run a program with the modules of this checkout, and return what it prints."""
+    root = str(Path(__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def check(path: Path) -> int:
+    """Check every message of a trace against what was written, and return how many there are."""
+    with TraceReader(path) as reader:
+        assert reader.status == "interrupted"
+        number = -1
+        for number, message in enumerate(reader.messages()):
+            assert message.global_step == number
+            assert (message.data is None) == (number % 5 == 0)
+            if message.data is not None:
+                assert message.data.shape == ((), (), (130, 130), (number % 700,), (70, 300))[number % 5]
+                assert torch.equal(message.data, torch.full_like(message.data, number))
+        assert len(reader) == number + 1
+        if len(reader) > 500:
+            assert {stream.module for stream in reader.streams} == {None, "large", "ragged", "early", "late"}
+        return len(reader)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the writers are forked")
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_kill(tmp_path: Path, suffix: str) -> None:
+    """A trace whose writer is killed opens without repair, has all that was acknowledged, and nothing wrong."""
+    run(KILLED, str(tmp_path), suffix, str(TRIALS))
+    lengths = []
+    for trial in range(TRIALS):
+        data = (tmp_path / f"{trial}.acknowledged").read_bytes()
+        acknowledged = struct.unpack("<q", data)[0] if data else 0
+        lengths.append(check(tmp_path / f"{trial}{suffix}"))
+        assert lengths[-1] >= acknowledged
+    assert max(lengths) > 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the space is limited by RLIMIT_FSIZE")
+@pytest.mark.parametrize(("suffix", "limit"), [(".zarr", 9 << 20), (".h5", 12 << 20)])
+def test_no_space_left(tmp_path: Path, suffix: str, limit: int) -> None:
+    """When the disk is full the writer says so in a sentence, writes no more, and what was committed is safe."""
+    path = tmp_path / f"run{suffix}"
+    assert run(FULL, str(path), str(limit)) == "said so\n"
+    assert check(path) >= 100

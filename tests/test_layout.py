@@ -1,0 +1,159 @@
+"""Names, dtypes and declarations of the trace format."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tracer import layout
+from tracer.errors import MessageError, TraceCorruptError, TraceError, TraceFormatError
+from tracer.stores import check_name
+
+NAMES = st.text(max_size=260) | st.sampled_from(
+    [
+        "",
+        ".",
+        "..",
+        "../x",
+        "/etc",
+        "a/b",
+        "__x",
+        "_x",
+        "zarr.json",
+        "%2E",
+        "%~root",
+        "c",
+        "x" * 300,
+        "\ud800",
+        "ä" * 90,
+    ]
+)
+
+
+@given(NAMES)
+def test_quoted_names_stay_inside_the_store(name: str) -> None:
+    """Whatever a module is called, its name is one part of a path that every store accepts."""
+    quoted = layout.quote(name)
+    assert "/" not in quoted
+    assert quoted.isascii()
+    assert len(quoted) <= 200
+    check_name(quoted)
+
+
+@given(NAMES, NAMES)
+def test_quoted_names_do_not_collide(first: str, second: str) -> None:
+    """Two names are quoted alike only if they are the same."""
+    assert (layout.quote(first) == layout.quote(second)) == (first == second)
+
+
+STREAMS = st.tuples(
+    st.sampled_from(["weights", "journal", "%~journal", "late", "a@b"]),
+    st.none() | st.sampled_from(["", "a", "a#b", "%~network", "%~root", "x" * 300]),
+    st.sampled_from(["default", "eval", "b", "a/b"]),
+    st.sampled_from(["", "b", "1.0", "y" * 300]),
+)
+
+
+@given(STREAMS, STREAMS)
+def test_pools_of_streams_do_not_collide(
+    first: tuple[str, str | None, str, str], second: tuple[str, str | None, str, str]
+) -> None:
+    """Every stream has a pool name of its own, which no reserved array has and every store accepts."""
+    names = [layout.own_pool(*stream) for stream in (first, second)]
+    assert (names[0] == names[1]) == (first == second)
+    for name in names:
+        check_name(name)
+        assert name.split("/")[1] not in layout.RESERVED
+
+
+@pytest.mark.parametrize("name", layout.ENCODINGS)
+def test_every_bit_survives_encoding(name: str) -> None:
+    """Encoding and decoding returns the bits, the dtype and the shape, NaNs and infinities with payloads included."""
+    dtype = layout.ENCODINGS[name].dtype
+    generator = torch.Generator().manual_seed(0)
+    size = dtype.itemsize
+    high = 2 if name == "bool" else 256
+    raw = torch.randint(0, high, (3, 4 * size), dtype=torch.uint8, generator=generator)
+    tensor = raw.view(dtype)
+    stored = layout.encode(tensor)
+    assert stored.dtype == layout.ENCODINGS[name].storage
+    assert stored.dtype in [np.dtype(storage) for storage in layout.STORAGE_DTYPES]
+    back = layout.decode(stored.reshape(-1).copy(), name, (3, 4))
+    assert back.dtype == dtype
+    assert back.shape == (3, 4)
+    assert torch.equal(back.view(torch.uint8), raw)
+
+
+def test_encoding_does_not_copy_what_is_contiguous() -> None:
+    """A contiguous CPU tensor and its encoding share memory."""
+    for dtype in (torch.float32, torch.bfloat16):
+        tensor = torch.zeros(3, 4, dtype=dtype)
+        assert layout.encode(tensor).ctypes.data == tensor.data_ptr()
+
+
+def test_encoding_of_views() -> None:
+    """Transposed, expanded, conjugated and zero-dimensional tensors are stored by their values."""
+    tensor = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    assert np.array_equal(layout.encode(tensor.T), tensor.T.numpy())
+    assert np.array_equal(layout.encode(torch.ones(1).expand(4)), np.ones(4, np.float32))
+    assert np.array_equal(layout.encode(torch.tensor([1 + 2j]).conj()), np.array([1 - 2j], np.complex64))
+    assert layout.encode(torch.tensor(1.5)).shape == ()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "word"),
+    [
+        (torch.zeros(2, 2).to_sparse(), "sparse"),
+        (torch.zeros(2, device="meta"), "meta"),
+        (torch.empty(2, dtype=torch.uint8).view(torch.bits8), "bits8"),
+    ],
+)
+def test_tensors_that_a_trace_cannot_hold(tensor: torch.Tensor, word: str) -> None:
+    """Tensors without dense memory of a known dtype are refused in a sentence that names what they are."""
+    with pytest.raises(MessageError, match=word):
+        layout.encode(tensor)
+
+
+def test_declarations_are_read_up_to_the_last_whole_line() -> None:
+    """A line that was torn by a kill is not there yet; a damaged one before it is an error."""
+    data = layout.declaration("header", {"a": "\n"}) + layout.declaration("shape", {"id": 0})
+    assert layout.declarations(data + b'{"shape": {"i') == [("header", {"a": "\n"}), ("shape", {"id": 0})]
+    with pytest.raises(TraceCorruptError, match="line 0"):
+        layout.declarations(b"\0\0\n" + data)
+    with pytest.raises(TraceError, match="header"):
+        layout.declaration("header", {"a": object()})
+
+
+@pytest.mark.parametrize(
+    ("attributes", "word"),
+    [({}, "not a trace"), ({"format": "mcap"}, "not a trace"), ({"format": layout.FORMAT, "format_version": 99}, "99")],
+)
+def test_other_formats_and_versions_are_refused(attributes: dict[str, object], word: str) -> None:
+    """What is no trace, or one of a later version, is refused with what was found."""
+    with pytest.raises(TraceFormatError, match=word):
+        layout.check_version(attributes)
+
+
+def test_process_start_tells_processes_apart() -> None:
+    """The start of this process is known, is not that of its child, and is None for a process that is not there."""
+    start = layout.process_start(os.getpid())
+    assert start == layout.process_start(os.getpid())
+    if start is None:
+        pytest.skip("there is no /proc here")
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert layout.process_start(child.pid) not in (None, start)
+    child.communicate(b"\n")
+    assert layout.process_start(child.pid) is None
+
+
+def test_importing_the_stores_imports_no_library() -> None:
+    """Neither zarr nor h5py is imported before a store is opened."""
+    code = "import sys, tracer.stores; assert not {'zarr', 'h5py'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

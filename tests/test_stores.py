@@ -1,0 +1,512 @@
+"""The contract of every store, and what each format has to refuse."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import zarr
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
+from tracer.stores import RowChunks, chunk_shape, create_store, open_store
+
+SUFFIXES = (".zarr", ".h5", ".hdf5")
+FORMATS = (".zarr", ".h5")
+DTYPES = [
+    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+]
+
+every_format = pytest.mark.parametrize("suffix", FORMATS)
+
+
+def numbers(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray[Any, Any]:
+    """Numbers of any dtype that differ from place to place."""
+    rng = np.random.default_rng(seed)
+    if dtype == "bool":
+        return rng.integers(0, 2, shape).astype(bool)
+    values = rng.integers(0, 120, shape).astype(dtype)
+    return values * np.array(1 - 2j).astype(dtype) if dtype.startswith("complex") else values
+
+
+def plainly(path: Path, name: str) -> np.ndarray[Any, Any]:
+    """An array as the format's own library reads it."""
+    if path.suffix == ".zarr":
+        return np.asarray(zarr.open_group(path, mode="r")[name][...])
+    with h5py.File(path, "r") as file:
+        return np.asarray(file[name][...])
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype(tmp_path: Path, suffix: str, dtype: str) -> None:
+    """Numbers of every dtype come back, from the store and from the format's own library."""
+    path = tmp_path / f"store{suffix}"
+    values = numbers(dtype, (100, 3))
+    store = create_store(path)
+    store.create("group/array", dtype=dtype, shape=(3,), chunk_bytes=64)
+    for start in range(0, 100, 7):
+        store.append("group/array", values[start : start + 7])
+    assert store.length("group/array") == 100
+    store.close()
+    reader = open_store(path)
+    assert reader.names() == ["group/array"]
+    assert (reader.dtype("group/array"), reader.row_shape("group/array")) == (dtype, (3,))
+    assert np.array_equal(reader.read("group/array", 0, 100), values)
+    assert np.array_equal(reader.read("group/array", 33, 34), values[33:34])
+    assert reader.read("group/array", 5, 5).shape == (0, 3)
+    reader.close()
+    reader.close()
+    plain = plainly(path, "group/array")
+    assert plain.dtype == dtype
+    assert np.array_equal(plain, values)
+
+
+@every_format
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    shape=st.lists(st.integers(1, 5), max_size=3).map(tuple),
+    chunk_bytes=st.integers(1, 200),
+    appends=st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=12),
+    cut=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+)
+def test_appends_and_commits_in_any_order(
+    tmp_path: Path,
+    suffix: str,
+    shape: tuple[int, ...],
+    chunk_bytes: int,
+    appends: list[tuple[int, bool]],
+    cut: tuple[float, float],
+) -> None:
+    """However rows are appended and committed, all of them come back, whole and in parts."""
+    path = tmp_path / f"store{suffix}"
+    total = sum(count for count, _ in appends)
+    values = numbers("int32", (total, *shape))
+    store = create_store(path, overwrite=True)
+    store.create("a", dtype="int32", shape=shape, chunk_bytes=chunk_bytes)
+    done = 0
+    for count, commit in appends:
+        store.append("a", values[done : done + count])
+        done += count
+        if commit:
+            store.commit()
+    store.close()
+    reader = open_store(path)
+    assert reader.length("a") == total
+    assert np.array_equal(reader.read("a", 0, total), values)
+    low, high = sorted(int(part * total) for part in cut)
+    assert np.array_equal(reader.read("a", low, high), values[low:high])
+    reader.close()
+    assert np.array_equal(plainly(path, "a"), values)
+
+
+@every_format
+def test_rows_larger_than_a_chunk(tmp_path: Path, suffix: str) -> None:
+    """A row over 1 MiB is split along its leading axes, the last part padded, and comes back whole."""
+    path = tmp_path / f"store{suffix}"
+    values = numbers("float64", (3, 3, 301, 700))
+    store = create_store(path)
+    store.create("a", dtype="float64", shape=(3, 301, 700), chunk_bytes=65536)
+    for row in values:
+        store.append("a", row[None])
+    store.close()
+    reader = open_store(path)
+    assert np.array_equal(reader.read("a", 0, 3), values)
+    assert np.array_equal(reader.read("a", 1, 2), values[1:2])
+    reader.close()
+    assert np.array_equal(plainly(path, "a"), values)
+
+
+@given(
+    st.sampled_from([1, 2, 4, 8, 16]), st.lists(st.integers(1, 3000), max_size=4).map(tuple), st.integers(1, 1 << 21)
+)
+def test_chunks_are_small_and_not_too_many(itemsize: int, shape: tuple[int, ...], chunk_bytes: int) -> None:
+    """A chunk is at most 1 MiB where a row then has at most 256, and the padding is less than the row."""
+    chunk = chunk_shape(itemsize, shape, chunk_bytes)
+    row = itemsize * math.prod(shape)
+    nbytes = itemsize * math.prod(chunk)
+    assert nbytes <= max(1 << 20, -(-row // 64))
+    per_row = math.prod(-(-size // part) for size, part in zip(shape, chunk[1:], strict=True))
+    assert per_row <= 250
+    assert per_row == 1 or (chunk[0] == 1 and per_row * nbytes < 2 * row)
+
+
+def test_chunks_tile_the_rows() -> None:
+    """The chunks of split rows, put together on their grid, are the rows (checked without any store)."""
+    rows = RowChunks("a", "float32", (5, 7, 90000), 1)
+    values = numbers("float32", (2, 5, 7, 90000))
+    padded = np.full([2, *(c * s for c, s in zip(rows.grid, rows.chunk[1:], strict=True))], np.nan, np.float32)
+
+    def place(number: int, data: memoryview) -> None:
+        row, rest = divmod(number, rows.per_row)
+        where = np.unravel_index(rest, rows.grid)
+        at = tuple(slice(i * s, (i + 1) * s) for i, s in zip(where, rows.chunk[1:], strict=True))
+        padded[(row, *at)] = np.frombuffer(data, np.float32).reshape(rows.chunk[1:])
+
+    rows.append(values, place)
+    assert np.array_equal(padded[:, :5, :7, :90000], values)
+
+
+@every_format
+def test_committed_rows_are_there_while_the_store_is_written(tmp_path: Path, suffix: str) -> None:
+    """A reader that opens a store between two commits sees the first and not the second."""
+    path = tmp_path / f"store{suffix}"
+    store = create_store(path)
+    store.create("a", dtype="int64", shape=(), chunk_bytes=80)
+    store.commit()
+    assert open_store(path).length("a") == 0
+    store.append("a", np.arange(25))
+    store.seal()
+    store.commit()
+    store.append("a", np.arange(25, 28))
+    reader = open_store(path)
+    assert np.array_equal(reader.read("a", 0, reader.length("a"))[:25], np.arange(25))
+    assert reader.length("a") == 25
+    store.commit()
+    assert reader.length("a") == 28
+    assert np.array_equal(reader.read("a", 20, 28), np.arange(20, 28))
+    reader.close()
+    store.close()
+    store.close()
+
+
+@every_format
+def test_attributes(tmp_path: Path, suffix: str) -> None:
+    """Attributes of root, groups and arrays are JSON values of any size, and come back as they were."""
+    path = tmp_path / f"store{suffix}"
+    values = {
+        "text": "ä\n",
+        "empty": "",
+        "like json": "json:{",
+        "zero": "a\0b",
+        "int": -5,
+        "huge": 2**70,
+        "float": 0.1,
+        "bool": True,
+        "none": None,
+        "list": [1, [2.5, "x"]],
+        "large": {"parameters": ["w" * 50] * 20000},
+    }
+    store = create_store(path)
+    store.create("g/a", dtype="int8", shape=(), chunk_bytes=8)
+    for name in ("", "g", "g/a"):
+        store.set_attrs(name, {"first": name})
+        store.set_attrs(name, values)
+    store.append("g/a", np.zeros(3, np.int8))
+    store.close()
+    reader = open_store(path)
+    for name in ("", "g", "g/a"):
+        found = reader.attrs(name)
+        assert found == {"first": name, **values}
+        assert type(found["bool"]) is bool
+    reader.close()
+
+
+@every_format
+def test_names_of_arrays(tmp_path: Path, suffix: str) -> None:
+    """Names are listed sorted, by prefix; bad, taken and unknown ones are refused."""
+    path = tmp_path / f"store{suffix}"
+    store = create_store(path)
+    for name in ("b/c", "a", "b/d/e%2F", "bb"):
+        store.create(name, dtype="int8", shape=(), chunk_bytes=8)
+    for name in ("a", "b", "../x", "/x", "x//y", "", ".", "x/..", "__x", "x\\y", "x\ny", "y" * 300, "zarr.json"):
+        with pytest.raises(TraceError):
+            store.create(name, dtype="int8", shape=(), chunk_bytes=8)
+    with pytest.raises(TraceError, match="nothing"):
+        store.append("nothing", np.zeros(1, np.int8))
+    store.close()
+    reader = open_store(path)
+    assert reader.names() == ["a", "b/c", "b/d/e%2F", "bb"]
+    assert reader.names("b/") == ["b/c", "b/d/e%2F"]
+    with pytest.raises(TraceError, match="nothing"):
+        reader.length("nothing")
+    reader.close()
+
+
+@every_format
+def test_rows_that_do_not_fit(tmp_path: Path, suffix: str) -> None:
+    """Rows of another shape or dtype, arrays of objects or of empty rows, and rows beyond the end are refused."""
+    path = tmp_path / f"store{suffix}"
+    store = create_store(path)
+    store.create("a", dtype="float32", shape=(2, 3), chunk_bytes=8)
+    for rows in (np.zeros((1, 3, 2), np.float32), np.zeros((2, 3), np.float32), np.zeros((1, 2, 3))):
+        with pytest.raises(TraceError, match="do not fit"):
+            store.append("a", rows)
+    for dtype, shape in (("object", ()), ("S3", ()), ("float32", (2, 0))):
+        with pytest.raises(TraceError, match="cannot have"):
+            store.create("b", dtype=dtype, shape=shape, chunk_bytes=8)
+    store.append("a", np.zeros((2, 2, 3), np.float32))
+    store.close()
+    reader = open_store(path)
+    for start, stop in ((0, 3), (-1, 1), (2, 1)):
+        with pytest.raises(TraceCorruptError, match="has 2 rows"):
+            reader.read("a", start, stop)
+    reader.close()
+
+
+@every_format
+def test_memory_is_free_to_use(tmp_path: Path, suffix: str) -> None:
+    """What was appended may be changed afterwards, and what was read may be changed without another reader seeing it."""
+    path = tmp_path / f"store{suffix}"
+    store = create_store(path)
+    store.create("a", dtype="int32", shape=(), chunk_bytes=16)
+    values = np.arange(10, dtype=np.int32)
+    store.append("a", values)
+    values[:] = -1
+    store.close()
+    reader = open_store(path)
+    reader.read("a", 0, 10)[:] = -2
+    assert np.array_equal(reader.read("a", 0, 10), np.arange(10))
+    reader.close()
+
+
+@every_format
+def test_nothing_is_overwritten_unasked(tmp_path: Path, suffix: str) -> None:
+    """An existing store is overwritten when asked; other files and directories never are."""
+    path = tmp_path / "made" / "on the way" / f"store{suffix}"
+    create_store(path).close()
+    with pytest.raises(TraceExistsError, match="store"):
+        create_store(path)
+    store = create_store(path, overwrite=True)
+    store.create("a", dtype="int8", shape=(), chunk_bytes=8)
+    store.close()
+    assert open_store(path).names() == ["a"]
+    file, folder = tmp_path / f"file{suffix}", tmp_path / f"folder{suffix}"
+    file.write_text("a thesis")
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("a thesis")
+    for other in (file, folder):
+        with pytest.raises(TraceExistsError, match="could be overwritten"):
+            create_store(other, overwrite=True)
+    assert file.read_text() == (folder / "thesis.tex").read_text() == "a thesis"
+
+
+@every_format
+def test_what_is_no_store(tmp_path: Path, suffix: str) -> None:
+    """A missing path, a text file, an empty file and an empty directory are refused in a sentence with the path."""
+    path = tmp_path / f"store{suffix}"
+    with pytest.raises(TraceNotFoundError, match=f"store{suffix}"):
+        open_store(path)
+    for content in ("", "not a trace at all"):
+        path.write_text(content)
+        with pytest.raises(TraceFormatError, match=f"store{suffix}"):
+            open_store(path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(TraceFormatError, match=f"store{suffix}"):
+        open_store(path)
+    for broken in ("{", "[]", '{"zarr_format": 2, "node_type": "group"}', "[" * 100000):
+        (path / "zarr.json").write_text(broken)
+        with pytest.raises(TraceFormatError, match=f"store{suffix}"):
+            open_store(path)
+
+
+def test_unknown_suffixes(tmp_path: Path) -> None:
+    """A path with another suffix is refused, naming those that are allowed."""
+    for name in ("trace", "trace.mcap"):
+        for function in (create_store, open_store):
+            with pytest.raises(TraceFormatError, match=r"\.zarr, \.h5, \.hdf5"):
+                function(tmp_path / name)
+
+
+@every_format
+def test_a_closed_store_takes_nothing(tmp_path: Path, suffix: str) -> None:
+    """After closing, appending is an error of this project and not of a library."""
+    store = create_store(tmp_path / f"store{suffix}")
+    store.create("a", dtype="int8", shape=(), chunk_bytes=8)
+    store.close()
+    with pytest.raises(TraceError, match="closed"):
+        store.append("a", np.zeros(1, np.int8))
+    store.abandon()
+
+
+def test_hdf5_is_sealed(tmp_path: Path) -> None:
+    """A sealed HDF5 file takes rows, and neither arrays nor attributes."""
+    store = create_store(tmp_path / "store.h5")
+    store.create("a", dtype="int8", shape=(), chunk_bytes=8)
+    assert store.seals
+    assert store.can_create
+    store.seal()
+    assert not store.can_create
+    store.append("a", np.zeros(1, np.int8))
+    for attempt in (
+        lambda: store.create("b", dtype="int8", shape=(), chunk_bytes=8),
+        lambda: store.set_attrs("", {"x": 1}),
+    ):
+        with pytest.raises(TraceError, match="sealed"):
+            attempt()
+    store.close()
+
+
+def test_hdf5_attributes_of_other_types(tmp_path: Path) -> None:
+    """An attribute that no JSON value is stored as is refused, not interpreted."""
+    path = tmp_path / "store.h5"
+    with h5py.File(path, "w") as file:
+        file.attrs["reference"] = file.ref
+    with pytest.raises(TraceFormatError, match="not one of a trace"):
+        open_store(path).attrs()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["external", "soft", "external storage", "virtual", "filter", "contiguous", "text", "twice", "cycle", "type"],
+)
+def test_hdf5_parts_that_a_trace_never_has(tmp_path: Path, kind: str) -> None:
+    """What would make a trace show other files, or run a filter, is refused on open, before anything is read."""
+    path = tmp_path / "hostile.h5"
+    secret = tmp_path / "secret.bin"
+    secret.write_bytes(b"secret!!")
+    with h5py.File(tmp_path / "other.h5", "w") as other:
+        other.create_dataset("a", data=np.arange(8))
+    with h5py.File(path, "w") as file:
+        group = file.create_group("g")
+        if kind == "external":
+            group["a"] = h5py.ExternalLink("other.h5", "/a")
+        elif kind == "soft":
+            group["a"] = h5py.SoftLink("/g")
+        elif kind == "external storage":
+            group.create_dataset("a", shape=(8,), dtype="u1", external=[(str(secret), 0, 8)])
+        elif kind == "virtual":
+            virtual = h5py.VirtualLayout((8,), "i8")
+            virtual[:] = h5py.VirtualSource(str(tmp_path / "other.h5"), "a", (8,))
+            group.create_virtual_dataset("a", virtual)
+        elif kind == "filter":
+            group.create_dataset("a", data=np.arange(8), chunks=(8,), compression="gzip")
+        elif kind == "contiguous":
+            group.create_dataset("a", data=np.arange(8))
+        elif kind == "text":
+            group.create_dataset("a", data=["x"], chunks=(1,), maxshape=(None,))
+        elif kind == "twice":
+            group.create_dataset("a", data=np.arange(8), chunks=(8,))
+            group["b"] = group["a"]
+        elif kind == "cycle":
+            group["a"] = group
+        elif kind == "type":
+            group["a"] = np.dtype("f8")
+    with pytest.raises(TraceFormatError, match="g/"):
+        open_store(path)
+
+
+def damaged(path: Path, **changes: Any) -> None:
+    """Change members of the metadata of array ``a`` of a Zarr store."""
+    document = json.loads((path / "a" / "zarr.json").read_text())
+    (path / "a" / "zarr.json").write_text(json.dumps(document | changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"codecs": [{"name": "bytes"}, {"name": "pickle"}]},
+        {"codecs": [{"name": "numcodecs.pickle"}]},
+        {"codecs": [{"name": "sharding_indexed", "configuration": {"codecs": [{"name": "evil"}]}}]},
+        {"codecs": 7},
+        {"codecs": []},
+        {"data_type": "object"},
+        {"data_type": "nothing"},
+        {"data_type": {"name": "struct"}},
+        {"shape": [-3]},
+        {"shape": []},
+        {"shape": [2, 2]},
+        {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [0]}}},
+        {"storage_transformers": [{"name": "evil"}]},
+    ],
+)
+def test_zarr_metadata_that_a_trace_never_has(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Unknown codecs, objects and nonsense in a zarr.json are refused, before anything is read."""
+    path = tmp_path / "store.zarr"
+    store = create_store(path)
+    store.create("a", dtype="int8", shape=(), chunk_bytes=8)
+    store.append("a", np.arange(20, dtype=np.int8))
+    store.close()
+    damaged(path, **changes)
+    with pytest.raises(TraceFormatError, match="'a'"):
+        open_store(path).read("a", 0, 2)
+
+
+def test_zarr_links_out_of_the_store(tmp_path: Path) -> None:
+    """A link that leads out of the directory is refused, be it an array or a shard."""
+    for name in ("one.zarr", "two.zarr"):
+        store = create_store(tmp_path / name)
+        store.create("a", dtype="int8", shape=(), chunk_bytes=8)
+        store.append("a", np.arange(20, dtype=np.int8))
+        store.close()
+    shard = tmp_path / "two.zarr" / "a" / "c" / "0"
+    shard.unlink()
+    shard.symlink_to(tmp_path / "one.zarr" / "a" / "c" / "0")
+    (tmp_path / "two.zarr" / "b").symlink_to(tmp_path / "one.zarr" / "a")
+    reader = open_store(tmp_path / "two.zarr")
+    for name in ("a", "b"):
+        with pytest.raises(TraceFormatError, match="leads out"):
+            reader.read(name, 0, 2)
+
+
+@pytest.mark.parametrize("place", ["index", "chunk", "checksum", "missing", "empty", "short"])
+def test_zarr_damage_is_found(tmp_path: Path, place: str) -> None:
+    """A flipped byte anywhere in a shard, and a shard that is missing or cut, are errors and never zeros."""
+    path = tmp_path / "store.zarr"
+    store = create_store(path)
+    store.create("a", dtype="int64", shape=(), chunk_bytes=80)
+    store.append("a", np.arange(30))
+    store.close()
+    shard = path / "a" / "c" / "0"
+    data = bytearray(shard.read_bytes())
+    header = 128 * 16 + 4
+    if place in ("index", "chunk", "checksum"):
+        data[{"index": 3, "chunk": header + 84 + 5, "checksum": header + 84 + 81}[place]] ^= 1
+        shard.write_bytes(data)
+    elif place == "missing":
+        shard.unlink()
+    else:
+        shard.write_bytes(data[: 0 if place == "empty" else header + 100])
+    reader = open_store(path)
+    with pytest.raises(TraceCorruptError, match="'a'"):
+        reader.read("a", 12, 13)
+    if place in ("chunk", "checksum"):
+        assert np.array_equal(reader.read("a", 0, 10), np.arange(10))
+
+
+def test_zarr_with_other_codecs_is_read(tmp_path: Path) -> None:
+    """A copy that another tool made with compression and other chunks is read, and its damage found."""
+    values = numbers("float32", (40, 6))
+    path = tmp_path / "copy.zarr"
+    root = zarr.create_group(path)
+    root.create_array("g/a", data=values, chunks=(7, 3), shards=(14, 6), compressors=zarr.codecs.ZstdCodec())
+    root.create_array("b", data=values, chunks=(7, 6), compressors=None)
+    reader = open_store(path)
+    assert reader.names() == ["b", "g/a"]
+    for name in reader.names():
+        assert np.array_equal(reader.read(name, 3, 29), values[3:29])
+    shard = path / "g" / "a" / "c" / "0" / "0"
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(TraceCorruptError, match="g/a"):
+        reader.read("g/a", 0, 40)
+
+
+def test_zarr_keeps_few_files_open_and_little_garbage(tmp_path: Path) -> None:
+    """Hundreds of arrays and of commits need few open files, and at most one chunk more than there is data."""
+    store = create_store(tmp_path / "store.zarr")
+    for number in range(200):
+        store.create(f"a{number}", dtype="uint8", shape=(), chunk_bytes=100)
+    before = len(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else 0
+    for _ in range(3):
+        for number in range(200):
+            store.append(f"a{number}", np.full(30, number, np.uint8))
+        store.commit()
+    if before:
+        assert len(os.listdir("/proc/self/fd")) - before <= 64
+    for _ in range(300):
+        store.append("a0", np.zeros(1, np.uint8))
+        store.commit()
+    store.close()
+    size = (tmp_path / "store.zarr" / "a0" / "c" / "0").stat().st_size
+    assert size <= 128 * 16 + 4 + 104 * 5
+    reader = open_store(tmp_path / "store.zarr")
+    assert all((reader.read(f"a{number}", 0, 90) == number).all() for number in range(200))

@@ -1,0 +1,363 @@
+"""``trace record script.py``: run an unmodified training script and record it.
+
+The script runs in this process as ``__main__``. Optimizers are noticed when they are made; the model is the outermost
+module that owns their parameters; losses and labels are seen in the functions of ``torch.nn.functional``, hand-written
+losses where ``backward`` is called on them; an epoch ends when a DataLoader that fed training steps is exhausted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import io
+import os
+import signal
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from tracer.bus import MessageBus
+from tracer.capture import Capture
+from tracer.errors import CaptureError
+from tracer.exporter import LOSS_FUNCTIONS, Exporter, unwrap
+from tracer.messages import DEFAULT_TAG, EVAL_TAG
+from tracer.recorder import Run, end, start
+from tracer.writer import check_target
+
+_OUTCOMES = ("network_output", "input_labels", "loss")
+
+
+def run(
+    script: str,
+    arguments: Sequence[str] = (),
+    *,
+    out: str | os.PathLike[str],
+    capture: Capture | Iterable[Capture] | None = None,
+    module: bool = False,
+    overwrite: bool = False,
+    strict: bool = False,
+) -> int:
+    """Run a training script, or a module as ``python -m`` does, and record it.
+
+    Parameters
+    ----------
+    script : str
+        Path of a Python file, or with `module` the dotted name of a module or package.
+    arguments : sequence of str
+        Its command line.
+    out : path
+        Of the trace; it is created at the first training step.
+    capture : Capture or iterable of Capture, optional
+        What to observe. A single one (and the default) keeps of evaluation passes only outputs, labels and losses, as the
+        activations of a whole test set would drown the training's; give captures with `tags` to have them.
+    module : bool
+        Whether `script` is the name of a module.
+    overwrite : bool
+        Whether to replace a trace that is at `out`.
+    strict : bool
+        Whether an exception while observing ends the script.
+
+    Returns
+    -------
+    int
+        The script's own exit status; 130 and 143 if it was interrupted or terminated.
+
+    Raises
+    ------
+    CaptureError
+        If there is no such script or module, or it ended without error but no training was seen.
+    TraceExistsError
+        If something is at `out`.
+    """
+    check_target(out, overwrite=overwrite)
+    code, main = _load_module(script) if module else _load_script(script)
+    if capture is None or isinstance(capture, Capture):
+        capture = lighter_on_evaluation(capture if capture is not None else Capture())
+    session = _Session(Path(out), tuple(capture), overwrite=overwrite, strict=strict)
+    argv = [str(main.__file__), *arguments]
+    first_path = os.getcwd() if module else os.path.dirname(os.path.abspath(script))
+    error: BaseException | None = None
+    with _as_main(main, argv, first_path), session.watching():
+        try:
+            exec(code, main.__dict__)
+        except BaseException as raised:
+            error = raised
+        finally:
+            session.close(error)
+    status = _status(error)
+    if status == 0 and not session.recorded:
+        raise CaptureError(f"{script} ended, but no training step was seen, so nothing is recorded: {session.why_not()}")
+    return status
+
+
+def lighter_on_evaluation(capture: Capture) -> tuple[Capture, ...]:
+    """The same, but of passes tagged ``eval`` only the outputs, labels and losses; unless `tags` says what is wanted.
+
+    Examples
+    --------
+    >>> [one.tags for one in lighter_on_evaluation(Capture(kinds=["loss", "weights"]))]
+    [('eval',), ('!eval',)]
+    >>> [one.tags for one in lighter_on_evaluation(Capture(kinds=["weights"]))]
+    [('!eval',)]
+    """
+    if capture.tags is not None:
+        return (capture,)
+    training = replace(capture, tags=(f"!{EVAL_TAG}",))
+    outcomes = tuple(kind for kind in capture.kinds or () if kind in _OUTCOMES)
+    return (replace(capture, kinds=outcomes, tags=(EVAL_TAG,)), training) if outcomes else (training,)
+
+
+class _Session:
+    """Notices what a script makes and does, and tells the exporter."""
+
+    def __init__(self, out: Path, captures: tuple[Capture, ...], *, overwrite: bool, strict: bool) -> None:
+        bus = MessageBus(f"recording to {out}", on_error="raise" if strict else "disable")
+        self.exporter = Exporter(message_bus=bus, capture=captures, strict=strict)
+        self.exporter.set_optimizer(())
+        self.exporter.set_loss(LOSS_FUNCTIONS)
+        self.run: Run = start(out, self.exporter, overwrite=overwrite, lazily=True)
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._began: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._epoch_began = 0
+        self._losses = 0
+        self._unscaled: tuple[weakref.ref[Tensor], Tensor] | None = None
+        self._pid = os.getpid()
+
+    @property
+    def recorded(self) -> bool:
+        return self.run.recorder.writer is not None
+
+    def why_not(self) -> str:
+        """Why nothing was recorded, as far as can be told."""
+        if not self._optimizers:
+            return "it made no optimizer of torch.optim"
+        if self.exporter.global_step == 0:
+            return "its optimizer never stepped"
+        return "the capture takes nothing of what it did"
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the few places of torch that every training passes through."""
+        session = self
+
+        def optimizer_init(original: Callable[..., None]) -> Callable[..., None]:
+            def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+                original(optimizer, *args, **kwargs)
+                session.guarded("a new optimizer", lambda: session.optimizer_made(optimizer))
+
+            return __init__
+
+        def backward(original: Callable[..., None]) -> Callable[..., None]:
+            def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+                session.guarded("loss", lambda: session.backward_called(tensor))
+                original(tensor, *args, **kwargs)
+
+            return backward
+
+        def scale(original: Callable[..., Any]) -> Callable[..., Any]:
+            def scale(scaler: GradScaler, outputs: Any) -> Any:
+                scaled = original(scaler, outputs)
+                if isinstance(scaled, Tensor):
+                    session._unscaled = (weakref.ref(scaled), outputs.detach())
+                return scaled
+
+            return scale
+
+        def loader_iter(original: Callable[..., Any]) -> Callable[..., Any]:
+            def __iter__(loader: DataLoader[Any]) -> Any:
+                iterator = original(loader)
+                session._began[iterator] = session.exporter.global_step
+                return iterator
+
+            return __iter__
+
+        def loader_next(original: Callable[..., Any]) -> Callable[..., Any]:
+            def __next__(iterator: Any) -> Any:
+                try:
+                    return original(iterator)
+                except StopIteration:
+                    session.guarded("the end of an epoch", lambda: session.exhausted(iterator))
+                    raise
+
+            return __next__
+
+        patches: list[tuple[Any, str, Callable[..., Any]]] = [
+            (Optimizer, "__init__", optimizer_init),
+            (Tensor, "backward", backward),
+            (GradScaler, "scale", scale),
+            (DataLoader, "__iter__", loader_iter),
+            (_BaseDataLoaderIter, "__next__", loader_next),
+        ]
+        originals = [(owner, name, owner.__dict__[name]) for owner, name, _ in patches]
+        for (owner, name, wrap), (_, _, original) in zip(patches, originals, strict=True):
+            wrapper = wrap(original)
+            wrapper.__doc__ = original.__doc__
+            wrapper.__wrapped__ = original  # type: ignore[attr-defined]  # inspect.signature follows it
+            setattr(owner, name, wrapper)
+        before = signal.getsignal(signal.SIGTERM)
+        mine = before is signal.SIG_DFL
+        if mine:  # by default SIGTERM ends a process at once; as an exception it lets the trace be closed
+            signal.signal(signal.SIGTERM, _terminate)
+        try:
+            yield
+        finally:
+            for owner, name, original in originals:
+                setattr(owner, name, original)
+            if mine and signal.getsignal(signal.SIGTERM) is _terminate:
+                signal.signal(signal.SIGTERM, before)
+
+    def guarded(self, what: str, work: Callable[[], None]) -> None:
+        """Do our part of a call of the script's; in a worker process that it forked, there is none."""
+        if os.getpid() == self._pid:
+            self.exporter._guard(what, work)
+
+    def optimizer_made(self, optimizer: Optimizer) -> None:
+        """Find the model, or the models, now that there is one more optimizer."""
+        self._optimizers.append(weakref.ref(optimizer))
+        alive = [one for one in (ref() for ref in self._optimizers) if one is not None]
+        models = _models_of(alive)
+        if self.exporter.global_step == 0 and not self.exporter._open:
+            self.exporter.forget_model()
+            if len(models) == 1:
+                self.exporter.set_model(models[0])
+            else:
+                for name, one in _names_of(models).items():
+                    self.exporter.add_modules((name, one))
+        self.exporter.set_optimizer(alive)
+
+    def backward_called(self, tensor: Tensor) -> None:
+        """A scalar that is differentiated, and that no known loss function made, is a hand-written loss."""
+        seen = self.exporter.losses_seen
+        if seen == self._losses and tensor.numel() == 1:
+            if self._unscaled is not None and self._unscaled[0]() is tensor:
+                tensor = self._unscaled[1]
+            self.exporter._begin_step()
+            self.exporter._publish_leaves("loss", None, tensor, DEFAULT_TAG)
+        self._losses = seen
+
+    def exhausted(self, iterator: Any) -> None:
+        """A DataLoader is at its end: if training steps took place meanwhile, so is the epoch."""
+        now = self.exporter.global_step
+        if now > max(self._began.get(iterator, now), self._epoch_began):
+            self.exporter.epoch_is_over()
+            self._epoch_began = now
+
+    def close(self, error: BaseException | None) -> None:
+        """End the last epoch, and the trace."""
+        clean = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        if clean and self.exporter.train_step > 0:
+            self.guarded("the end of the last epoch", self.exporter.epoch_finished)
+        if os.getpid() == self._pid:
+            end(self.run, None if clean else error)
+
+
+def _models_of(optimizers: Sequence[Optimizer]) -> list[nn.Module]:
+    """The outermost modules that own the optimizers' parameters, in the order in which they were made."""
+    trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    # type(), because isinstance() would ask lazy objects of the script for their class
+    everything = [one for one in gc.get_objects() if issubclass(type(one), nn.Module) and "_parameters" in vars(one)]
+    owners = [one for one in everything if any(id(p) in trained for p in one.parameters())]
+    inner = {id(child) for one in owners for child in one.modules() if child is not one}
+    roots = {id(unwrap(one)): unwrap(one) for one in owners if id(one) not in inner}
+    # a copy (an average of the weights, say) shares no parameter; a view of some layers does, and owns fewer
+    roots_by_size = sorted(roots.values(), key=lambda one: -sum(id(p) in trained for p in one.parameters()))
+    chosen: list[nn.Module] = []
+    covered: set[int] = set()
+    for one in roots_by_size:
+        own = {id(p) for p in one.parameters() if id(p) in trained}
+        if not own <= covered:
+            chosen.append(one)
+            covered |= own
+    return chosen
+
+
+def _names_of(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """What the script calls its models: the names of its global variables, else of their classes."""
+    names: dict[str, nn.Module] = {}
+    for one in models:
+        called = [name for name, value in vars(sys.modules["__main__"]).items() if value is one]
+        name = called[0] if called else type(one).__name__.lower()
+        while name in names:
+            name += "_"
+        names[name] = one
+    return names
+
+
+def _load_script(script: str) -> tuple[CodeType, ModuleType]:
+    path = os.path.abspath(script)
+    if not os.path.isfile(path):
+        raise CaptureError(f"there is no script {script}" + (": it is a folder" if os.path.isdir(path) else ""))
+    with io.open_code(path) as file:
+        code = _compiled(file.read(), path)
+    main = ModuleType("__main__")
+    main.__dict__.update(__file__=script, __builtins__=__builtins__, __cached__=None)
+    return code, main
+
+
+def _load_module(name: str) -> tuple[CodeType, ModuleType]:
+    sys.path.insert(0, os.getcwd())
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except (ImportError, ValueError) as error:
+        raise CaptureError(f"module {name!r} cannot be found: {error}") from error
+    finally:
+        sys.path.pop(0)
+    get_code = getattr(spec.loader, "get_code", None) if spec is not None else None
+    if spec is None or get_code is None:
+        raise CaptureError(f"there is no module {name!r} that could be run; packages need a __main__.py")
+    code = get_code(spec.name)
+    main = ModuleType("__main__")
+    main.__dict__.update(__file__=spec.origin, __builtins__=__builtins__, __spec__=spec, __package__=spec.parent)
+    return code, main
+
+
+def _compiled(source: bytes, path: str) -> CodeType:
+    try:
+        return compile(source, path, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        raise CaptureError(f"{path} is not a Python script: {error}") from error
+
+
+@contextlib.contextmanager
+def _as_main(main: ModuleType, argv: list[str], first_path: str) -> Iterator[None]:
+    """Make a module ``__main__`` with its command line; classes that it defines can be pickled while it is."""
+    before = sys.modules["__main__"], sys.argv, list(sys.path)
+    sys.modules["__main__"], sys.argv = main, argv
+    sys.path.insert(0, first_path)
+    try:
+        yield
+    finally:
+        sys.modules["__main__"], sys.argv, sys.path[:] = before
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _status(error: BaseException | None) -> int:
+    """The exit status that Python itself would give, after printing what it would print."""
+    if error is None:
+        return 0
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return (error.code or 0) & 0xFF
+        print(error.code, file=sys.stderr)
+        return 1
+    # without the frames of this launcher, the traceback is the one that the script would have had
+    own = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    traceback.print_exception(type(error), error, own)
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
