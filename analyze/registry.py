@@ -271,7 +271,7 @@ def _type_name(parameter: _Parameter | None) -> str:
     if parameter is None or parameter.annotation is inspect.Parameter.empty:
         return ""
     annotation = parameter.annotation
-    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 
 def _plain(value: Any) -> Any:

@@ -254,7 +254,7 @@ def test_rows_that_do_not_fit(tmp_path: Path, suffix: str) -> None:
 
 @every_format
 def test_memory_is_free_to_use(tmp_path: Path, suffix: str) -> None:
-    """What was appended may be changed afterwards, and what was read may be changed without another reader seeing it."""
+    """What was appended may be changed afterwards, and what was read may be changed unseen by others."""
     path = tmp_path / f"store{suffix}"
     store = create_store(path)
     store.create("a", dtype="int32", shape=(), chunk_bytes=16)

@@ -210,6 +210,8 @@ def test_own_pools_are_plain_arrays(tmp_path: Path, suffix: str) -> None:
         assert root.attrs["format"] == "tracereel"
         assert root.attrs["status"] == "finished"
         found = [np.asarray(root[name][...]) for name in names]
+        # the whole hierarchy, without a warning
+        assert set(names) <= {name for name, _ in root.members(max_depth=None)}
     else:
         with h5py.File(path) as file:
             assert file.attrs["format"] == "tracereel"
@@ -455,10 +457,15 @@ def test_endings(tmp_path: Path, suffix: str) -> None:
     """A run that fails says why; notes are kept; a finished writer takes no more."""
     path = tmp_path / f"run{suffix}"
     writer = TraceWriter(path)
-    with pytest.raises(ZeroDivisionError), writer:
-        writer.write(network("loss", 0, 1.0))
-        writer.note({"message": "gave up a stream"})
-        raise ZeroDivisionError("by zero")
+
+    def fail() -> None:
+        with writer:
+            writer.write(network("loss", 0, 1.0))
+            writer.note({"message": "gave up a stream"})
+            raise ZeroDivisionError("by zero")
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     with TraceReader(path) as reader:
         assert reader.status == "failed: ZeroDivisionError: by zero"
         assert reader.notes == [{"message": "gave up a stream"}]
@@ -651,7 +658,7 @@ def test_rows_of_zeros_at_the_end_of_an_hdf5_journal(tmp_path: Path) -> None:
 
 @every_format
 def test_status_of_other_processes(tmp_path: Path, suffix: str) -> None:
-    """Whether a trace without an ending is still recorded: by process and start on this machine, by time from others."""
+    """A trace without an ending is recorded while its process lives, or changes are recent on another machine."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     here = {"pid": child.pid, "hostname": platform.node(), "start": layout.process_start(child.pid)}
     traces = {
@@ -661,7 +668,7 @@ def test_status_of_other_processes(tmp_path: Path, suffix: str) -> None:
         "nonsense": {**here, "pid": "x"},
         "unknown": None,
     }
-    expected = {name: "recording" for name in traces} | {"nonsense": "interrupted"}
+    expected = dict.fromkeys(traces, "recording") | {"nonsense": "interrupted"}
     if layout.process_start(os.getpid()) is not None:
         expected["reused"] = "interrupted"
     for name, process in traces.items():
@@ -695,3 +702,23 @@ def test_tensors_of_other_dtypes(tmp_path: Path, suffix: str) -> None:
             _, data = reader.array(name)
             assert isinstance(data, np.ndarray)
             assert data.dtype == encoding.readable
+
+
+@every_format
+def test_reading_by_hand(tmp_path: Path, suffix: str) -> None:
+    """The programs in docs/trace-format.md read every message of a trace without this project."""
+    path = tmp_path / f"run{suffix}"
+    write(path, run(), own_pool_bytes=4096, commit_rows=20)
+    document = (Path(__file__).parent.parent / "docs" / "trace-format.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", document, re.MULTILINE | re.DOTALL)
+    (block,) = (block for block in blocks if ("import zarr" in block) == (suffix == ".zarr"))
+    program = compile(block, "trace-format.md", "exec")
+    for number, message in enumerate(run()):
+        names: dict[str, Any] = {"path": str(path), "number": number}
+        exec(program, names)
+        assert names["where"] == (message.kind, message.key, message.global_step)
+        if message.data is None:
+            assert names["data"] is None
+        else:
+            assert np.array_equal(names["data"], layout.encode(message.data))
+            assert names["data"].shape == message.data.shape

@@ -29,7 +29,8 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 
 def _norm(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x.flatten(), dtype=torch.complex128 if x.is_complex() else torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(x.flatten(), dtype=torch.complex128 if x.is_complex() else torch.float64)
+    return norm
 
 
 # in float64: torch's own float32 norm of 2**24 elements is wrong by 6.5e-4
@@ -45,7 +46,8 @@ REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 """Statistics that `Capture.reduce` knows by name; each maps a tensor to a 0-d tensor."""
 
-# layers whose three-dimensional input is (datapoints, channels, positions); everywhere else it is (datapoints, positions, features)
+# layers whose three-dimensional input is (datapoints, channels, positions); everywhere else it is (datapoints,
+# positions, features)
 _CHANNELS_FIRST_3D = (
     nn.Conv1d, nn.ConvTranspose1d, nn.BatchNorm1d, nn.InstanceNorm1d, nn.GroupNorm, nn.MaxPool1d, nn.AvgPool1d,
     nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d, nn.LPPool1d, nn.Dropout1d,
@@ -63,7 +65,8 @@ class Capture:
     kinds : iterable of str, optional
         Names of `tracer.KINDS`; by default `DEFAULT_KINDS`: all but ``layer_inputs`` and ``input_gradients``.
     modules : iterable of str, optional
-        Globs over dotted module paths, such as ``"features.*"``. By default every module that has parameters of its own,
+        Globs over dotted module paths, such as ``"features.*"``. By default every module that has parameters of its
+        own,
         and every leaf.
     types : iterable of type, optional
         Only modules that are instances of one of these.
@@ -72,7 +75,8 @@ class Capture:
     tags : iterable of str, optional
         Globs over tags (``"!eval"``: all but that); by default all.
     every, start, stop : int
-        Observe training steps ``start <= global_step < stop`` that are multiples of `every`. These thin out training, so
+        Observe training steps ``start <= global_step < stop`` that are multiples of `every`. These thin out training,
+        so
         they do not touch what is done on purpose at its own time: epoch events, evaluation passes and probes.
     condition : callable, optional
         ``condition(message) -> bool`` is asked about every message (its data not yet copied); False leaves it out.
@@ -81,7 +85,8 @@ class Capture:
     positions : int, optional
         Keep a fixed random choice of so many spatial or sequence positions of activations, inputs and their gradients.
         ``(n, channels, *space)`` becomes ``(n, channels, positions)``, ``(n, sequence, features)`` becomes
-        ``(n, positions, features)``. Three-dimensional data is a sequence unless the layer is a 1-d convolution, pooling
+        ``(n, positions, features)``. Three-dimensional data is a sequence unless the layer is a 1-d convolution,
+        pooling
         or normalisation.
     elements : int, optional
         Keep a fixed random choice of so many elements, in flat order, as a vector. Equally sized tensors share their
@@ -89,7 +94,8 @@ class Capture:
     dtype : str, optional
         ``"float16"``, ``"bfloat16"``, ``"float32"`` or ``"float64"``: cast floating-point data (but not the loss).
     reduce : str or callable, optional
-        Keep a statistic of each tensor: a name of `REDUCTIONS`, ``f(tensor) -> tensor``, or ``f(so_far, tensor) -> tensor``
+        Keep a statistic of each tensor: a name of `REDUCTIONS`, ``f(tensor) -> tensor``, or ``f(so_far, tensor) ->
+        tensor``
         for a running reduction.
     seed : int
         Of the fixed random choices; training's own generators are never drawn from.
@@ -134,7 +140,9 @@ class Capture:
             if value is not None:
                 frozen = (value,) if isinstance(value, str | type) else tuple(value)
                 if not frozen:
-                    raise CaptureError(f"{name} of a capture is empty, so it would observe nothing; leave it out for all")
+                    raise CaptureError(
+                        f"{name} of a capture is empty, so it would observe nothing; leave it out for all"
+                    )
                 object.__setattr__(self, name, frozen)
         if self.kinds is None:
             object.__setattr__(self, "kinds", DEFAULT_KINDS)
@@ -279,7 +287,9 @@ class Capture:
     @property
     def choices(self) -> Sequence[str]:
         """The names of the settings that keep less than everything of a tensor."""
-        return [name for name in ("rows", "positions", "elements", "dtype", "reduce") if getattr(self, name) is not None]
+        return [
+            name for name in ("rows", "positions", "elements", "dtype", "reduce") if getattr(self, name) is not None
+        ]
 
     def sampling(self, kind: str, shape: Sequence[int], module: nn.Module | None = None) -> dict[str, Any] | None:
         """What is kept of tensors of this shape, for the header of a trace; None if everything is.
@@ -364,7 +374,9 @@ def _takes_two(function: Callable[..., Any]) -> bool:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # builtins without a signature take one tensor
         return False
-    required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     return len(required) == 2
 
 

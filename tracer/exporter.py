@@ -1,7 +1,8 @@
 """A training loop → messages, through PyTorch's own hooks.
 
 The contract is in ``docs/architecture.md`` ("What is observed, and when"). In short: a step is one optimizer step; the
-messages of step k all belong to the batch and the weights W_k of that step; watching changes nothing; what nobody wants is
+messages of step k all belong to the batch and the weights W_k of that step; watching changes nothing; what nobody wants
+is
 neither hooked nor copied.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import random
 import warnings
 import weakref
@@ -41,13 +43,15 @@ class Exporter:
     """Listens to a training loop and publishes what it sees on a bus.
 
     `tracer.record` wires one for the common case. By hand: give it the model (`set_model`), the optimizer
-    (`set_optimizer`), the loss (`set_loss`), call `epoch_finished`, and `finish` and `detach` at the end. Receivers may join
+    (`set_optimizer`), the loss (`set_loss`), call `epoch_finished`, and `finish` and `detach` at the end. Receivers may
+    join
     the bus at any time.
 
     Parameters
     ----------
     depth : int or None
-        Which modules are observed, if no `capture` says so: modules exactly this deep below the root and leaves above; -1
+        Which modules are observed, if no `capture` says so: modules exactly this deep below the root and leaves above;
+        -1
         for all leaves; None for every leaf and every module that has parameters of its own.
     module_filter : iterable of type, optional
         Only modules that are instances of one of these classes.
@@ -223,7 +227,9 @@ class Exporter:
         if isinstance(loss, nn.Module):
             self._losses.append(unwrap(loss))
         else:
-            names = [getattr(loss, "__name__", "")] if callable(loss) else [loss] if isinstance(loss, str) else list(loss)
+            names = (
+                [getattr(loss, "__name__", "")] if callable(loss) else [loss] if isinstance(loss, str) else list(loss)
+            )
             for name in names:
                 there = getattr(torch.nn.functional, name, None) if name in LOSS_FUNCTIONS else None
                 if there is None or (callable(loss) and there is not loss):
@@ -252,7 +258,8 @@ class Exporter:
     def freeze_module(self, module: nn.Module | str) -> list[str]:
         """Stop training a module (or the one at a dotted path); returns the names of the parameters it froze.
 
-        Each parameter's ``requires_grad`` becomes False and its gradient None, so that an optimizer with momentum or weight
+        Each parameter's ``requires_grad`` becomes False and its gradient None, so that an optimizer with momentum or
+        weight
         decay leaves it alone too.
 
         Raises
@@ -304,7 +311,9 @@ class Exporter:
         self._epoch_over = False
 
     def epoch_is_over(self) -> None:
-        """End the epoch as soon as the next step begins: an evaluation that comes before it still belongs to the epoch."""
+        """End the epoch as soon as the next step begins: an evaluation that comes before it still belongs to the
+        epoch.
+        """
         self._epoch_over = True
 
     def finish(self) -> None:
@@ -313,7 +322,7 @@ class Exporter:
             self._guard("step", self._end_step)
         for probe in self._probes:
             if probe.last != self.global_step:
-                self._guard(f"probe {probe.name}", lambda probe=probe: self._run_probe(probe))
+                self._guard(f"probe {probe.name}", functools.partial(self._run_probe, probe))
 
     def detach(self) -> None:
         """Remove every hook; the model is as it was."""
@@ -384,7 +393,8 @@ class Exporter:
     def probe(
         self, name: str, inputs: Any, labels: Any = None, *, every: int = 1, batch_size: int | None = None
     ) -> None:
-        """Run the model on fixed inputs, in eval mode without gradients: now, after every `every` steps, and at the end.
+        """Run the model on fixed inputs, in eval mode without gradients: now, after every `every` steps, and at the
+        end.
 
         Activations and output are published under the tag `name`; mode, buffers and random generators are restored.
 
@@ -408,7 +418,11 @@ class Exporter:
         """
         if self._root is None:
             raise CaptureError("a probe needs the model: call set_model first")
-        if not isinstance(name, str) or name in ("", DEFAULT_TAG, EVAL_TAG) or any(p.name == name for p in self._probes):
+        if (
+            not isinstance(name, str)
+            or name in ("", DEFAULT_TAG, EVAL_TAG)
+            or any(p.name == name for p in self._probes)
+        ):
             raise CaptureError(f"a probe's name is a tag of its own, not {name!r}")
         for what, number in (("every", every), ("batch_size", batch_size)):
             if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
@@ -472,7 +486,9 @@ class Exporter:
                 any(capture.takes_module(path, one) for path, one in candidates)
                 or any(capture.takes_parameter(parameter.path) for parameter in self._parameters)
             ):
-                asked = {key: value for key, value in capture.describe().items() if key in ("modules", "types", "depth")}
+                asked = {
+                    key: value for key, value in capture.describe().items() if key in ("modules", "types", "depth")
+                }
                 names = ", ".join(repr(name) for name, _ in candidates) or "none"
                 told = ", ".join(f"{key}={value}" for key, value in asked.items() if value is not None)
                 raise CaptureError(f"the capture ({told or 'all modules'}) matches no module; there are {names}")
@@ -485,7 +501,9 @@ class Exporter:
         return self._sampling.get((message.kind, message.key, message.tag, message.leaf))
 
     def structure(self) -> dict[str, Any]:
-        """The model as JSON: module names and classes, parameter names, shapes and dtypes, tied aliases, silent modules."""
+        """The model as JSON: module names and classes, parameter names, shapes and dtypes, tied aliases, silent
+        modules.
+        """
         if self._root is None:
             return {}
         parameters = list(self._root.named_parameters(remove_duplicate=False))
@@ -508,7 +526,9 @@ class Exporter:
         }
 
     def _candidates(self) -> list[tuple[str, nn.Module]]:
-        """Every module that may be observed, by path; pseudo-modules of parametrizations have no forward of their own."""
+        """Every module that may be observed, by path; pseudo-modules of parametrizations have no forward of their
+        own.
+        """
         below_root = {} if self._root is None else {id(one): name for name, one in self._root.named_modules()}
         found: dict[int, tuple[str, nn.Module]] = {}
         sources = self._added or ([("", self._root, True)] if self._root is not None else [])
@@ -530,7 +550,9 @@ class Exporter:
         of_parameter = _PARAMETER_KINDS.get(kind)
         if of_parameter is None:
             return [path for path, one in self._modules.items() if self._capture_of(kind, path, None) is not None]
-        return [p.stream for p in self._parameters if p.bias == of_parameter[0] and self._capture_of(kind, p.stream, None)]
+        return [
+            p.stream for p in self._parameters if p.bias == of_parameter[0] and self._capture_of(kind, p.stream, None)
+        ]
 
     def _capture_of(self, kind: str, path: str | None, tag: str | None) -> Capture | None:
         """The first capture that takes this stream."""
@@ -591,7 +613,11 @@ class Exporter:
         if not self._optimizers and not self._steps_itself:
             for parameter in self._parameters:
                 tensor = parameter.tensor
-                if tensor is not None and tensor.requires_grad and self._asked(parameter.kind("gradients"), parameter.stream):
+                if (
+                    tensor is not None
+                    and tensor.requires_grad
+                    and self._asked(parameter.kind("gradients"), parameter.stream)
+                ):
                     hook = self._hook("_after_accumulation", parameter.path)
                     self._handles.append(tensor.register_post_accumulate_grad_hook(hook))
         self._wire_losses()
@@ -752,7 +778,14 @@ class Exporter:
         step, train_step, epoch = at
         if path is None:
             return NetworkMessage(
-                kind=kind, global_step=step, train_step=train_step, epoch=epoch, tag=tag, call=call, leaf=leaf, data=data
+                kind=kind,
+                global_step=step,
+                train_step=train_step,
+                epoch=epoch,
+                tag=tag,
+                call=call,
+                leaf=leaf,
+                data=data,
             )
         return ModuleMessage(
             kind=kind, module=path, global_step=step, train_step=train_step, epoch=epoch, tag=tag, call=call, leaf=leaf,
@@ -806,7 +839,7 @@ class Exporter:
         self.train_step += 1
         for probe in self._probes:
             if self.global_step % probe.every == 0:
-                self._guard(f"probe {probe.name}", lambda probe=probe: self._run_probe(probe))
+                self._guard(f"probe {probe.name}", functools.partial(self._run_probe, probe))
 
     def _snapshot(self, parameters: Iterable[_Parameter]) -> None:
         """Copy what is wanted of the weights before they move."""
@@ -862,7 +895,11 @@ class Exporter:
 
     def _publish_parameter(self, parameter: _Parameter) -> None:
         value, _ = self._before.get(parameter.path, (None, None))
-        stages = (("", value), ("gradients", self._gradients.get(parameter.path)), ("updates", self._after.get(parameter.path)))
+        stages = (
+            ("", value),
+            ("gradients", self._gradients.get(parameter.path)),
+            ("updates", self._after.get(parameter.path)),
+        )
         for suffix, data in stages:
             if data is None:
                 continue
@@ -1197,7 +1234,8 @@ class _Probe:
             yield self.inputs
             return
         for begin in range(0, tensors[0].shape[0], self.batch_size):
-            yield _map(self.inputs, lambda x, begin=begin: x[begin : begin + (self.batch_size or 0)] if x.ndim else x)
+            part = slice(begin, begin + self.batch_size)
+            yield _map(self.inputs, functools.partial(_rows, part))
 
     @staticmethod
     def call(model: nn.Module, inputs: Any) -> None:
@@ -1228,7 +1266,7 @@ class _Hook:
         if exporter is None or self.off or not (exporter._attached and exporter._enabled):
             return
         self.fired = True
-        if torch.jit.is_tracing():
+        if torch._C._get_tracing_state() is not None:  # torch.jit.trace would record our copies
             return
         try:
             getattr(exporter, self.method)(self.name, *args)
@@ -1340,7 +1378,8 @@ _PROBED = ("layer_inputs", "activations", "network_output")
 def leaves(value: Any) -> list[tuple[str, Tensor]]:
     """The tensors in a structure, each with its path; a tensor that is alone has the empty path.
 
-    Knows tuples, named tuples, lists, mappings and dataclasses (which ``torch.utils._pytree`` does not flatten), nested;
+    Knows tuples, named tuples, lists, mappings and dataclasses (which ``torch.utils._pytree`` does not flatten),
+    nested;
     everything else is no tensor and is left out.
 
     Examples
@@ -1373,6 +1412,10 @@ def _walk(value: Any, path: str, found: list[tuple[str, Tensor]]) -> None:
         return
     for name, part in parts:
         _walk(part, f"{path}.{name}" if path else str(name), found)
+
+
+def _rows(part: slice, tensor: Tensor) -> Tensor:
+    return tensor[part] if tensor.ndim else tensor
 
 
 def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -1432,4 +1475,3 @@ def awake(receiver: Receiver, step: int) -> bool:
 
 def _class_name(one: nn.Module) -> str:
     return f"{type(one).__module__}.{type(one).__qualname__}"
-

@@ -60,7 +60,8 @@ def run(
     out : path
         Of the trace; it is created at the first training step.
     capture : Capture or iterable of Capture, optional
-        What to observe. A single one (and the default) keeps of evaluation passes only outputs, labels and losses, as the
+        What to observe. A single one (and the default) keeps of evaluation passes only outputs, labels and losses, as
+        the
         activations of a whole test set would drown the training's; give captures with `tags` to have them.
     module : bool
         Whether `script` is the name of a module.
@@ -98,7 +99,9 @@ def run(
             session.close(error)
     status = _status(error)
     if status == 0 and not session.recorded:
-        raise CaptureError(f"{script} ended, but no training step was seen, so nothing is recorded: {session.why_not()}")
+        raise CaptureError(
+            f"{script} ended, but no training step was seen, so nothing is recorded: {session.why_not()}"
+        )
     return status
 
 
@@ -204,7 +207,7 @@ class _Session:
         for (owner, name, wrap), (_, _, original) in zip(patches, originals, strict=True):
             wrapper = wrap(original)
             wrapper.__doc__ = original.__doc__
-            wrapper.__wrapped__ = original  # type: ignore[attr-defined]  # inspect.signature follows it
+            wrapper.__wrapped__ = original  # inspect.signature follows it
             setattr(owner, name, wrapper)
         before = signal.getsignal(signal.SIGTERM)
         mine = before is signal.SIG_DFL

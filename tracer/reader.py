@@ -509,7 +509,8 @@ class TraceReader:
             gap = GAP_BYTES // np.dtype(dtype).itemsize
             cuts = np.flatnonzero(offsets[1:] > np.maximum.accumulate(ends)[:-1] + gap) + 1
             bounds = [0, *cuts.tolist(), len(places)]
-            for begin, end in itertools.pairwise(bounds):
+            longest = BLOCK_BYTES // np.dtype(dtype).itemsize
+            for begin, end in _shorter(itertools.pairwise(bounds), offsets, longest):
                 low = int(offsets[begin]) // row_size
                 high = -(-int(ends[begin:end].max()) // row_size)
                 buffer = self._store.read(name, low, high).reshape(-1)
@@ -621,6 +622,15 @@ class TraceReader:
 
     def __repr__(self) -> str:
         return f"TraceReader({str(self.path)!r}: {len(self)} messages, {self.status})"
+
+
+def _shorter(ranges: Iterable[tuple[int, int]], offsets: NDArray[np.int64], longest: int) -> Iterator[tuple[int, int]]:
+    """Cut ranges of ascending offsets where they span more than `longest`: gaps that are read add up, too."""
+    for begin, end in ranges:
+        while begin < end:
+            cut = int(np.searchsorted(offsets[begin:end], offsets[begin] + longest, side="right"))
+            yield begin, begin + cut
+            begin += cut
 
 
 def _without_torn_rows(journal: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -262,7 +262,8 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
     overwrite : bool
         Whether to replace a trace that is at `path`. Anything else there is never replaced.
     strict : bool
-        Whether an exception while observing reaches the training loop. By default what fails is disabled, with a warning
+        Whether an exception while observing reaches the training loop. By default what fails is disabled, with a
+        warning
         and a note in the trace.
     seeds : mapping, optional
         The seeds the run was given, for the header. By default torch's initial seed.

@@ -188,9 +188,7 @@ def _plan(
     ]
     narrowed = "" if (kinds, modules, tags) == (None, None, None) else " (after the filters)"
     asking = tuple(one for one in receivers if not getattr(one, "passive", False)) or receivers
-    missing = unmet(
-        asking, [(one.kind, one.module, one.tag) for one in offered], f"{reader.path}{narrowed}"
-    )
+    missing = unmet(asking, [(one.kind, one.module, one.tag) for one in offered], f"{reader.path}{narrowed}")
     journal = reader.journal
     where = np.zeros(len(journal), dtype=np.bool_)
     in_range = reader.select(streams=[one.id for one in offered], steps=steps)

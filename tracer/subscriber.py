@@ -113,7 +113,8 @@ class CallbackSubscriber(Subscriber):
     ----------
     kinds : str or iterable of str
     callback : callable
-        Called as ``callback(*data, global_step, train_step, epoch, key)``: a tensor (or None, for events) for each of the
+        Called as ``callback(*data, global_step, train_step, epoch, key)``: a tensor (or None, for events) for each of
+        the
         `kinds` in their order, the counters, and the module's path (None for network kinds).
     tag, subsample, modules
         As in `Subscription`.
@@ -175,7 +176,9 @@ def unmet(
                 kind
                 for kind in subscription.kinds
                 if kind not in answers
-                and not any(known == kind and subscription.wants(kind, module, tag, None) for known, module, tag in offered)
+                and not any(
+                    known == kind and subscription.wants(kind, module, tag, None) for known, module, tag in offered
+                )
             ]
             needs_all = isinstance(subscription, SynchronizedSubscription)
             if absent and (needs_all or len(absent) == len(subscription.kinds)):

@@ -309,7 +309,10 @@ class TraceWriter:
         if error is None:
             self.finish()
         elif self._failed is None:
-            self.finish(f"failed: {type(error).__name__}: {error}")
+            try:
+                self.finish(f"failed: {type(error).__name__}: {error}")
+            except TraceError as second:
+                error.add_note(f"and the trace could not be finished: {second}")
 
     def _guard(self) -> _Guard:
         return _Guard(self)

@@ -80,14 +80,14 @@ def counts(output: Array, labels: Array, *, ignore_index: int = IGNORED, thresho
         counted = truth.reshape(wanted.shape) != ignore_index
     else:
         axis = _class_axis(scores, truth)
+        if scores.shape[axis] == 0:
+            raise MessageError(f"an accuracy needs at least one class, but the output has the shape {scores.shape}")
         if truth.shape == scores.shape:
             wanted = truth.argmax(axis)
             counted = np.ones(wanted.shape, dtype=bool)
         else:
             wanted = truth.reshape(scores.shape[:axis] + scores.shape[axis + 1 :])
             counted = wanted != ignore_index
-        if scores.shape[axis] == 0:
-            raise MessageError(f"an accuracy needs at least one class, but the output has the shape {scores.shape}")
         predicted = scores.argmax(axis)
         valid = ~np.isnan(scores).any(axis)
     return int(np.count_nonzero((predicted == wanted) & valid & counted)), int(np.count_nonzero(counted))

@@ -1,0 +1,545 @@
+"""The command line: each command has help and stands in the README; what goes wrong is a sentence and an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from cli import main
+from tracer.messages import Message, ModuleMessage, NetworkMessage
+from tracer.writer import TraceWriter
+
+ROOT = Path(__file__).parent.parent
+COMMANDS = sorted(main.commands)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+STEPS = 12
+
+
+def run(*arguments: object) -> Result:
+    """Call the command line in this process."""
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="trace")
+
+
+def spawn(
+    *arguments: object, cwd: Path = ROOT, code: str = "from cli import main; main(prog_name='trace')"
+) -> list[str]:
+    """The command of a new process that calls the command line."""
+    return [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}", *map(str, arguments)]
+
+
+def messages() -> list[Message]:
+    """A small run: two modules, a loss, and a probe every fourth step."""
+    generator = torch.Generator().manual_seed(1)
+    made: list[Message] = []
+    for step in range(STEPS):
+        where = {"global_step": step, "train_step": step % 6, "epoch": step // 6}
+        made.append(NetworkMessage(kind="loss", data=torch.tensor(1 / (step + 1)), **where))
+        for module in ("conv1", "fc.0"):
+            for kind in ("weights", "weight_updates"):
+                data = torch.randn(4, 3, generator=generator)
+                made.append(ModuleMessage(kind=kind, module=module, data=data, **where))
+            if step % 4 == 0:
+                data = torch.randn(20, 3, generator=generator)
+                made.append(ModuleMessage(kind="activations", module=module, tag="probe", data=data, **where))
+    return made
+
+
+@pytest.fixture(scope="module", params=[".zarr", ".h5"])
+def trace(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trace of the small run, in each format."""
+    return write(tmp_path_factory.mktemp("cli") / f"run{request.param}")
+
+
+def write(path: Path) -> Path:
+    """Write the small run to a trace."""
+    with TraceWriter(path, header={"argv": ["train.py", "--lr", "0.1"]}) as writer:
+        for message in messages():
+            writer.write(message)
+    return path
+
+
+# -- help ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_has_help(name: str) -> None:
+    """A command says in a sentence what it does, and each of its options says what it is for."""
+    command = main.commands[name]
+    assert command.help is not None
+    assert command.help.partition("\n")[0].endswith(".")
+    result = run(name, "--help")
+    assert result.exit_code == 0
+    for option in command.params:
+        if isinstance(option, click.Option) and option.name not in ("epochs", "seed"):
+            assert option.help, f"{name} {option.opts[0]} has no help"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_stands_in_the_readme(name: str) -> None:
+    """The README's table has a row for each command."""
+    assert re.search(rf"^\| `trace {name}\b", README, re.MULTILINE)
+
+
+def test_readme_names_no_other_commands() -> None:
+    """What the README calls a command is one."""
+    assert set(re.findall(r"`?\btrace ([a-z]+)\b(?=[^.])", "\n".join(re.findall(r"`trace [^`]*`", README)))) <= {
+        *COMMANDS
+    }
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """Neither torch nor zarr nor numpy is loaded to show the help of any command."""
+    code = (
+        "import contextlib, io\n"
+        "from click.testing import CliRunner\n"
+        "from cli import main\n"
+        f"for arguments in [['--help'], ['--version']] + [[name, '--help'] for name in {COMMANDS!r}]:\n"
+        "    assert CliRunner().invoke(main, arguments).exit_code == 0, arguments\n"
+        "heavy = {'torch', 'zarr', 'numpy', 'h5py', 'scipy', 'pandas', 'matplotlib', 'sklearn', 'rich'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run(spawn(code=code), capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
+
+
+def test_version() -> None:
+    """``--version`` says which release it is."""
+    import tracer
+
+    assert tracer.__version__ in run("--version").output
+
+
+# -- what is in a trace -------------------------------------------------------------------------------------------
+
+
+def test_info(trace: Path) -> None:
+    """``info`` says what the trace is of, how far it got, how much it holds."""
+    result = run("info", trace)
+    assert result.exit_code == 0, result.output
+    for fact in ("finished", "train.py --lr 0.1", "0 to 11", "0 to 1", "loss 12", "default, probe", "66 messages"):
+        assert fact in result.stdout
+    told = json.loads(run("info", trace, "--json").stdout)
+    assert (told["status"], told["messages"], told["kinds"]["weights"]) == ("finished", 66, 24)
+
+
+def test_ls(trace: Path) -> None:
+    """``ls`` has a row for each stream, and with filters only theirs."""
+    rows = json.loads(run("ls", trace, "--json").stdout)
+    assert len(rows) == 7
+    weights = next(row for row in rows if (row["kind"], row["module"]) == ("weights", "fc.0"))
+    assert (weights["count"], weights["shapes"], weights["steps"], weights["bytes"]) == (12, [[4, 3]], [0, 11], 576)
+    text = run("ls", trace, "-m", "fc.*", "--tag", "probe").stdout
+    assert len(text.splitlines()) == 2
+    assert "20×3" in text
+
+
+def test_cat(trace: Path) -> None:
+    """``cat`` gives the chosen messages in their order, with their numbers."""
+    result = run(
+        "cat", trace, "-k", "loss", "-k", "weights", "-m", "conv1", "--steps", "2:8:3", "--json", "--values", "2"
+    )
+    told = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(one["kind"], one["module"], one["global_step"]) for one in told] == [
+        ("weights", "conv1", 2),
+        ("weights", "conv1", 5),
+    ]
+    expected = [m for m in messages() if m.kind == "weights" and m.key == "conv1" and m.global_step in (2, 5)]
+    for one, message in zip(told, expected, strict=True):
+        assert message.data is not None
+        assert one["values"] == message.data.flatten()[:2].tolist()
+        assert one["mean"] == pytest.approx(float(message.data.double().mean()), abs=0)
+    text = run("cat", trace, "-k", "loss", "--steps", "1").stdout
+    assert text == "step 1  loss  float32  scalar  0.5\n"
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [("3", [3]), ("3:5", [3, 4]), (":2", [0, 1]), ("10:", [10, 11]), ("1:9:4", [1, 5]), ("::5", [0, 5, 10])],
+)
+def test_steps(trace: Path, steps: str, expected: list[int]) -> None:
+    """A range of steps is start inclusive, stop exclusive, stride; each end may be left open."""
+    lines = run("cat", trace, "-k", "loss", "--steps", steps, "--json").stdout.splitlines()
+    assert [json.loads(line)["global_step"] for line in lines] == expected
+
+
+# -- subscribers and replay ---------------------------------------------------------------------------------------
+
+
+def test_subscribers() -> None:
+    """The list names every metric; a metric's own page says what it takes, needs and answers."""
+    listed = json.loads(run("subscribers", "--json").stdout)
+    assert {"spectral_norm", "svcca", "norm", "ratio"} <= {one["name"] for one in listed}
+    assert all(one["summary"] for one in listed)
+    assert "spectral_norm" in run("subscribers").stdout
+    page = run("subscribers", "ratio").stdout
+    for fact in ("dividend=weight_updates", "weight_updates, weights", "weight_updates_weights_ratio"):
+        assert fact in page
+
+
+def test_replay_prints_a_table(trace: Path) -> None:
+    """Without ``--out`` the answers are on stdout; the spectral norms are those that NumPy finds."""
+    import numpy as np
+
+    result = run("replay", trace, "--subscriber", "spectral_norm", "-m", "conv1", "--steps", "0:3")
+    assert result.exit_code == 0, result.output
+    for message in messages():
+        if (message.kind, message.key) == ("weights", "conv1") and message.global_step < 3:
+            assert message.data is not None
+            value = np.linalg.norm(message.data.double().numpy(), 2)
+            assert f"{value:.4g}" in result.stdout
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet", ".zarr", ".h5"])
+def test_replay_writes(trace: Path, tmp_path: Path, suffix: str) -> None:
+    """Each kind of file has a row for each answer, and is not replaced unasked."""
+    out = tmp_path / f"new/results{suffix}"
+    arguments = ("replay", trace, "--subscriber", "norm:kind=weights", "--out", out)
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+    assert run(*arguments).exit_code == 0
+    if suffix in (".zarr", ".h5"):
+        assert json.loads(run("info", out, "--json").stdout)["messages"] == 24
+    elif suffix == ".parquet":
+        import pyarrow.parquet
+
+        assert pyarrow.parquet.read_table(out).num_rows == 24
+    else:
+        assert len(out.read_text().splitlines()) == 24 + (suffix == ".csv")
+    before = out.stat().st_mtime_ns
+    again = run(*arguments)
+    assert again.exit_code == 1
+    assert "already there" in again.stderr
+    assert out.stat().st_mtime_ns == before
+    assert run(*arguments, "--overwrite").exit_code == 0
+
+
+def test_replay_as_json_lines(trace: Path) -> None:
+    """``--json`` gives an object for each number."""
+    result = run("replay", trace, "-s", "loss", "--steps", "3:5", "--json")
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(row["global_step"], row["value"]) for row in rows] == [(3, 0.25), (4, pytest.approx(0.2, rel=1e-6))]
+
+
+def test_plan(trace: Path) -> None:
+    """``--plan`` says what would be read without reading, and what is missing."""
+    told = json.loads(run("replay", trace, "-s", "norm:subsample=4", "-m", "conv1", "--plan", "--json").stdout)
+    assert (told["messages"], told["missing"]) == (3, [])
+    result = run("replay", trace, "-s", "norm:kind=weight_gradients", "--plan")
+    assert result.exit_code == 2
+    assert "missing: norm needs weight_gradients" in result.stdout
+
+
+def test_replay_of_a_subscriber_in_a_file(trace: Path) -> None:
+    """A class in a file is asked as those with names are, with parameters."""
+    spec = f"{ROOT / 'examples/my_subscriber.py'}:Sparsity:kind=weights,threshold=10"
+    result = run("replay", trace, "-s", spec, "--json", "--steps", "0:1")
+    assert result.exit_code == 0, result.output
+    assert [json.loads(line)["value"] for line in result.stdout.splitlines()] == [1.0, 1.0]
+
+
+# -- what goes wrong ----------------------------------------------------------------------------------------------
+
+
+WRONG = {
+    "no such trace": (("info", "nowhere.zarr"), 1, "nowhere.zarr"),
+    "not a trace": (("ls", "folder.zarr"), 1, "folder.zarr"),
+    "not a trace, either": (("ls", "text.h5"), 1, "text.h5"),
+    "no suffix": (("cat", "folder"), 1, ".zarr, .h5"),
+    "unknown kind": (("cat", "TRACE", "-k", "wieghts"), 2, "did you mean 'weights'?"),
+    "unknown module": (("ls", "TRACE", "-m", "conv2"), 2, "did you mean 'conv1'?"),
+    "unknown tag": (("ls", "TRACE", "--tag", "eval"), 2, "default, probe"),
+    "unknown subscriber": (("replay", "TRACE", "-s", "nrom"), 2, "did you mean 'norm'?"),
+    "unknown subscriber's page": (("subscribers", "nrom"), 2, "did you mean 'norm'?"),
+    "unknown parameter": (("replay", "TRACE", "-s", "norm:ordre=1"), 2, "kind, order, tag"),
+    "wrong parameter": (("replay", "TRACE", "-s", "svcca:threshold=7"), 2, "7"),
+    "no such file of subscribers": (("replay", "TRACE", "-s", "no.py:Sparsity"), 2, "no.py"),
+    "what is not recorded": (("replay", "TRACE", "-s", "norm:kind=biases"), 2, "biases"),
+    "steps that are none": (("cat", "TRACE", "--steps", "5:5"), 2, "holds no step"),
+    "steps backwards": (("cat", "TRACE", "--steps", "9:2"), 2, "holds no step"),
+    "steps of letters": (("replay", "TRACE", "-s", "norm", "--steps", "a:b"), 2, "100:200"),
+    "a stride of nothing": (("cat", "TRACE", "--steps", "0:9:0"), 2, "positive"),
+    "negative steps": (("cat", "TRACE", "--steps", "-3:9"), 2, "100:200"),
+    "no subscriber": (("replay", "TRACE"), 2, "--subscriber"),
+    "an unknown suffix": (("replay", "TRACE", "-s", "norm", "--out", "x.xls"), 2, ".parquet, .csv"),
+    "an output that is there": (("replay", "TRACE", "-s", "norm", "--out", "text.csv"), 1, "--overwrite"),
+    "an output over its source": (("replay", "TRACE", "-s", "norm", "--out", "TRACE", "--overwrite"), 1, "to be read"),
+    "an output in a file": (("replay", "TRACE", "-s", "norm", "--out", "text.csv/x.csv"), 1, "text.csv"),
+    "no script": (("record", "nowhere.py"), 1, "nowhere.py"),
+    "nothing to record": (("record",), 2, "Usage"),
+    "a kind that is none": (("record", "-k", "wieghts", "script.py"), 2, "did you mean 'weights'?"),
+    "a dtype that is none": (("record", "--dtype", "float17", "script.py"), 2, "did you mean 'float16'?"),
+    "a recording over another": (("record", "--out", "TRACE", "script.py"), 1, "--overwrite"),
+    "a recording of no format": (("record", "--out", "x.pt", "script.py"), 2, ".zarr, .h5"),
+    "an option of nobody": (("record", "--evry", "3", "script.py"), 2, "--every"),
+    "a configuration of nothing": (("record", "--config", "nowhere.toml", "script.py"), 1, "nowhere.toml"),
+    "a configuration that is none": (("record", "--config", "text.json", "script.py"), 2, "JSON"),
+    "a setting of nobody": (("record", "--config", "capture.toml", "script.py"), 2, "evry"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_goes_wrong_is_a_sentence(case: str, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each mistake gives its exit code and a sentence that names the thing, and changes no file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.zarr").mkdir()
+    for name in ("text.h5", "text.csv", "text.json"):
+        (tmp_path / name).write_text("not what it seems\n")
+    (tmp_path / "capture.toml").write_text("evry = 3\n")
+    (tmp_path / "script.py").write_text("raise SystemExit('must not run')\n")
+    copy = tmp_path / f"copy{trace.suffix}"
+    (shutil.copytree if trace.is_dir() else shutil.copyfile)(trace, copy)
+    before = snapshot(tmp_path)
+    arguments, code, part = WRONG[case]
+    result = run(*(copy.name if argument == "TRACE" else argument for argument in arguments))
+    assert result.exit_code == code, result.output
+    assert part in result.stderr
+    assert "Traceback" not in result.output
+    assert "must not run" not in result.output
+    if "Usage" not in result.stderr:
+        assert result.stdout == ""
+        assert len(result.stderr.splitlines()) == 1
+    assert snapshot(tmp_path) == before
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("arguments", [("--debug", "info", "nowhere.zarr"), ("info", "nowhere.zarr", "--debug")])
+def test_debug_shows_the_traceback(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """``--debug``, before the command or after it, shows where an error came from; without it nothing does."""
+    done = subprocess.run(spawn(*arguments), cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    plain = [argument for argument in arguments if argument != "--debug"]
+    done = subprocess.run(spawn(*plain), cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+
+
+def test_a_faulty_subscriber_is_named(trace: Path, tmp_path: Path) -> None:
+    """An exception in a user's subscriber says which one and where, in a sentence."""
+    file = tmp_path / "faulty.py"
+    file.write_text(
+        "from tracer import Subscriber, Subscription\n"
+        "class Faulty(Subscriber):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(Subscription('weights'), produces='fault')\n"
+        "    def compute(self, message):\n"
+        "        raise ZeroDivisionError('by nothing')\n"
+    )
+    result = run("replay", trace, "-s", f"{file}:Faulty")
+    assert result.exit_code == 1
+    assert "ZeroDivisionError: by nothing; raised by Faulty on weights of global step 0" in result.stderr
+
+
+def test_a_damaged_trace_gives_what_it_has(tmp_path: Path) -> None:
+    """Of a trace with damaged data ``cat`` and ``replay`` say so and exit with 3; what is whole is read as ever."""
+    copy = write(tmp_path / "damaged.zarr")
+    damaged = [path for path in (copy / "rank0").rglob("c/*") if "weight_updates" in str(path)]
+    assert damaged
+    for path in damaged:
+        content = bytearray(path.read_bytes())
+        content[-20] ^= 0xFF
+        path.write_bytes(content)
+    assert run("info", copy).exit_code == 0
+    for arguments in (("cat", copy, "-k", "weight_updates"), ("replay", copy, "-s", "norm:kind=weight_updates")):
+        result = run(*arguments)
+        assert result.exit_code == 3, result.output
+        assert "Traceback" not in result.output
+    assert run("replay", copy, "-s", "norm:kind=weights").exit_code == 0
+
+
+def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
+    """A run that was killed reads as interrupted; ``info`` and ``replay`` say it, and it is no error."""
+    path = tmp_path / "killed.zarr"
+    code = (
+        "import os, signal, torch\n"
+        "from tracer.messages import NetworkMessage\n"
+        "from tracer.writer import TraceWriter\n"
+        "writer = TraceWriter(sys.argv[1])\n"
+        "for step in range(5):\n"
+        "    where = dict(global_step=step, train_step=step, epoch=0)\n"
+        "    writer.write(NetworkMessage(kind='loss', data=torch.tensor(2.0), **where))\n"
+        "writer.commit()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run(spawn(path, code=code), capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    told = run("info", path)
+    assert (told.exit_code, "interrupted" in told.stdout) == (0, True)
+    result = run("replay", path, "-s", "loss", "--json")
+    assert (result.exit_code, len(result.stdout.splitlines())) == (0, 5)
+    assert "interrupted" in result.stderr
+
+
+def test_a_closed_pipe_is_silent(trace: Path) -> None:
+    """``trace cat … | head`` ends without a complaint."""
+    command = shlex.join(spawn("cat", trace, "--values", 12))
+    done = subprocess.run(f"{command} | head -1", shell=True, capture_output=True, text=True, check=False)
+    assert (len(done.stdout.splitlines()), done.stderr) == (1, "")
+
+
+def test_interrupting_gives_130(trace: Path, tmp_path: Path) -> None:
+    """Ctrl-C ends a replay with one word and exit code 130."""
+    file = tmp_path / "slow.py"
+    file.write_text(
+        "import pathlib, time\n"
+        "from tracer import Subscriber, Subscription\n"
+        "class Slow(Subscriber):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(Subscription('loss'), produces='slow')\n"
+        "    def compute(self, message):\n"
+        f"        pathlib.Path({str(tmp_path / 'there')!r}).touch()\n"
+        "        time.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        spawn("replay", trace, "-s", f"{file}:Slow"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        give_up = time.monotonic() + 60
+        while not (tmp_path / "there").exists():
+            assert time.monotonic() < give_up
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, out, err) == (130, "", "interrupted\n")
+
+
+# -- recording ----------------------------------------------------------------------------------------------------
+
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(6):
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(torch.randn(5, 4)), torch.zeros(5, 2)).backward()
+    optimizer.step()
+print(sys.argv)
+sys.exit(5)
+"""
+
+
+def record(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run ``trace record`` in a new process, as hooks and patches are for a whole process."""
+    command = spawn("record", *arguments)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_record(tmp_path: Path) -> None:
+    """A script runs as it is, gets its own arguments, keeps its exit code, and leaves a trace of what was chosen."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = record(
+        tmp_path, "-k", "weights", "-k", "loss", "-m", "0", "--every", 2, "train.py", "--out", "x", "--", "-k"
+    )
+    assert (done.returncode, done.stdout) == (5, "['train.py', '--out', 'x', '--', '-k']\n"), done.stderr
+    rows = json.loads(run("ls", tmp_path / "train.zarr", "--json").stdout)
+    assert {(row["kind"], row["module"], row["count"]) for row in rows} == {("weights", "0", 3), ("loss", None, 3)}
+
+
+def test_record_a_module_with_a_configuration(tmp_path: Path) -> None:
+    """``--module`` runs what ``python -m`` would; a file may say what to observe, and options win over it."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").touch()
+    (tmp_path / "package/train.py").write_text(SCRIPT)
+    (tmp_path / "capture.toml").write_text('kinds = ["biases"]\nevery = 1\ntypes = ["Linear"]\n')
+    arguments = (
+        "--config",
+        "capture.toml",
+        "--every",
+        3,
+        "--out",
+        "new/x.h5",
+        "--module",
+        "package.train",
+        "--out",
+        "y",
+    )
+    done = record(tmp_path, *arguments)
+    assert done.returncode == 5, done.stderr
+    assert done.stdout.endswith("'--out', 'y']\n")
+    rows = json.loads(run("ls", tmp_path / "new/x.h5", "--json").stdout)
+    assert {(row["kind"], row["module"], row["count"]) for row in rows} == {("biases", "0", 2), ("biases", "2", 2)}
+
+
+def test_record_an_example(tmp_path: Path) -> None:
+    """The digits example is recorded as it is."""
+    pytest.importorskip("sklearn")
+    done = record(tmp_path, "--rows", 4, "--every", 4, ROOT / "examples/digits.py", "--epochs", "1")
+    assert done.returncode == 0, done.stderr
+    assert "epoch 0: loss" in done.stdout
+    rows = json.loads(run("ls", tmp_path / "digits.zarr", "--kind", "activations", "--json").stdout)
+    assert [row["module"] for row in rows] == [str(number) for number in range(8)]
+    assert all((row["count"], row["steps"], row["shapes"][0][0]) == (6, [0, 20], 4) for row in rows)
+
+
+def test_demo(tmp_path: Path) -> None:
+    """The demo trains, replays, shows tables and leaves a trace and a picture; a second one replaces nothing."""
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    command = spawn("demo", "--out", "shown", "--epochs", "1")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for fact in ("activations_svcca", "weights_spectral_norm", "test_accuracy", "digits.png"):
+        assert fact in done.stdout
+    assert (tmp_path / "shown/digits.png").read_bytes().startswith(b"\x89PNG")
+    before = snapshot(tmp_path)
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    assert (again.returncode, again.stdout) == (1, "")
+    assert "--overwrite" in again.stderr
+    assert snapshot(tmp_path) == before
+
+
+# -- the README ---------------------------------------------------------------------------------------------------
+
+
+def test_readme_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every Python block of the README runs, one after the other, and every ``trace`` line of its shell blocks."""
+    pytest.importorskip("sklearn")
+    monkeypatch.chdir(tmp_path)
+    os.symlink(ROOT / "examples", tmp_path / "examples")
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE))
+    (tmp_path / "readme.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "readme.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "weights_spectral_norm 0 0" in done.stdout
+    lines = [
+        line
+        for block in re.findall(r"^```sh\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+        for line in block.splitlines()
+        if line.startswith("trace ")
+    ]
+    assert len(lines) >= 8
+    for line in lines:
+        words = shlex.split(line, comments=True)[1:]
+        done = subprocess.run(spawn(*words), cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 0, f"{line}: {done.stderr}"

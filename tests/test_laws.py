@@ -1,0 +1,604 @@
+"""The laws of the architecture that concern recording and replaying; each test can fail."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import io
+import pickle
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tracer
+from analyze.registry import parse, subscribers
+from tracer import Capture, Collect, Message, ModuleMessage, NetworkMessage, Subscriber
+from tracer.bus import in_order
+from tracer.messages import KINDS, MODULE_KINDS
+
+FORMATS = ("zarr", "h5")
+NAMES = subscribers()
+EPOCHS, BATCHES = 2, 3
+
+
+def network() -> nn.Sequential:
+    """A small network with everything that watching could disturb: statistics, random numbers, in-place operations."""
+    return nn.Sequential(
+        OrderedDict(
+            conv=nn.Conv2d(1, 4, 3),
+            norm=nn.BatchNorm2d(4),
+            relu=nn.ReLU(inplace=True),
+            flatten=nn.Flatten(),
+            drop=nn.Dropout(0.3),
+            fc=nn.Linear(4 * 4 * 4, 3),
+        )
+    )
+
+
+def batch(seed: int, n: int = 8) -> tuple[Tensor, Tensor]:
+    """Images and labels, from a generator of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 1, 6, 6, generator=generator), torch.randint(3, (n,), generator=generator)
+
+
+def seed_all() -> None:
+    """Put all generators in a known state."""
+    random.seed(3)
+    np.random.seed(3)  # noqa: NPY002 - users' scripts draw from it
+    torch.manual_seed(3)
+
+
+@dataclasses.dataclass
+class Training:
+    """A model with its optimizer, and what the training left behind."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: nn.Module
+    losses: list[Tensor] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def new(cls) -> Training:
+        seed_all()
+        model = network()
+        return cls(model, torch.optim.Adam(model.parameters(), lr=0.05, weight_decay=0.01), nn.CrossEntropyLoss())
+
+    def run(self, run: tracer.Run | None = None, between: Callable[[], None] = lambda: None) -> Training:
+        """Two epochs of three batches, each epoch with an evaluation of two batches in its middle."""
+        for epoch in range(EPOCHS):
+            for number in range(BATCHES):
+                x, y = batch(10 * epoch + number, 8 if number < BATCHES - 1 else 5)
+                x = x + 0.01 * random.random() + 0.01 * float(np.random.rand())  # noqa: NPY002
+                self.optimizer.zero_grad()
+                loss = self.loss(self.model(x), y)
+                loss.backward()
+                self.optimizer.step()
+                self.losses.append(loss.detach().clone())
+                if number == 1:
+                    self.model.eval()
+                    with torch.no_grad():
+                        for seed in (100, 101):
+                            x, y = batch(seed)
+                            self.losses.append(self.loss(self.model(x), y).clone())
+                    self.model.train()
+                between()
+            if run is not None:
+                run.epoch_finished()
+        return self
+
+    def state(self) -> dict[str, Any]:
+        """All that watching must not change, in comparable form."""
+        optimizer = self.optimizer.state_dict()
+        return {
+            "losses": [bits(loss) for loss in self.losses],
+            "model": {name: bits(value) for name, value in self.model.state_dict().items()},
+            "gradients": {
+                name: None if p.grad is None else bits(p.grad) for name, p in self.model.named_parameters()
+            },
+            "optimizer": [
+                (number, name, bits(value) if isinstance(value, Tensor) else value)
+                for number, state in optimizer["state"].items()
+                for name, value in state.items()
+            ],
+            "groups": repr(optimizer["param_groups"]),
+            "modes": [one.training for one in self.model.modules()],
+            "attributes": [sorted(vars(one)) for one in self.model.modules()],
+            "torch": bits(torch.get_rng_state()),
+            "numpy": repr(np.random.get_state()),  # noqa: NPY002
+            "python": random.getstate(),
+        }
+
+
+def bits(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
+    """A tensor to the bit."""
+    return str(tensor.dtype), tuple(tensor.shape), tensor.detach().contiguous().numpy().tobytes()
+
+
+def exact(message: Message) -> tuple[Any, ...]:
+    """Everything that a message says, to the bit."""
+    return (
+        type(message).__name__,
+        message.kind,
+        message.key,
+        message.global_step,
+        message.train_step,
+        message.epoch,
+        message.tag,
+        message.call,
+        message.leaf,
+        None if message.data is None else bits(message.data),
+    )
+
+
+def everyone() -> dict[str, Subscriber]:
+    """Every registered subscriber, with its default parameters."""
+    return {name: parse(name) for name in NAMES}
+
+
+def with_producers(name: str) -> list[Subscriber]:
+    """The subscriber of this name and, before it, those whose answers it takes."""
+    there = everyone()
+    wanted = [there[name]]
+    for one in wanted:
+        for kind in sorted(one.needs - set(KINDS)):
+            producers = [other for other in there.values() if kind in other.produces]
+            assert producers, f"{one.name} needs {kind}, which no registered subscriber produces by default"
+            wanted += [producers[0]] if producers[0] not in wanted else []
+    return wanted
+
+
+def derived_by(name: str, heard: Collect) -> list[tuple[Any, ...]]:
+    """What the subscriber of this name said."""
+    produces = parse(name).produces
+    return [exact(message) for message in heard if message.kind in produces]
+
+
+@dataclasses.dataclass
+class Live:
+    """A recording, and what was heard while it was made."""
+
+    path: Path
+    heard: Collect
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Live:
+    """A training with every registered subscriber attached, recorded in each format."""
+    path = tmp_path_factory.mktemp("laws") / f"run.{request.param}"
+    training, heard = Training.new(), Collect()
+    receivers = [*everyone().values(), heard]
+    probe_x, probe_y = batch(200, 12)
+    capture = Capture(kinds=KINDS)
+    with tracer.record(
+        path, training.model, training.optimizer, loss=training.loss, capture=capture, receivers=receivers, strict=True
+    ) as run:
+        run.probe("probe", probe_x, probe_y, every=2)
+        training.run(run)
+    return Live(path, heard)
+
+
+# -- 1. live = replay -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_replay_says_what_was_said_live(name: str, live: Live) -> None:
+    """Every registered subscriber says on replay, bit for bit, what it said live; and it says something."""
+    heard = Collect()
+    tracer.replay(live.path, *with_producers(name), heard)
+    expected = derived_by(name, live.heard)
+    assert expected, f"{name} said nothing in a training with evaluations and a probe"
+    assert derived_by(name, heard) == expected
+    said = {kind for _, kind, *_ in expected}
+    assert said == set(parse(name).produces), f"{name} promised {parse(name).produces} and gave {said}"
+
+
+@pytest.mark.parametrize("steps", [1, 3, 4])
+def test_a_replay_in_two_parts_goes_on_where_it_stopped(live: Live, steps: int) -> None:
+    """With the state of the first part loaded, the second part of a replay says the rest of what the whole says."""
+    whole = Collect()
+    tracer.replay(live.path, *everyone().values(), whole)
+    first, second, heard = everyone(), everyone(), Collect()
+    # the last answers of the first part are not the end of the run: take its state before `finish` is asked for
+    with tracer.open(live.path) as trace:
+        bus = tracer.MessageBus()
+        for one in [*in_order(list(first.values())), heard]:
+            bus.register(one)
+        for message in trace.messages(steps=(0, steps)):
+            bus.publish(message)
+    for name, one in second.items():
+        one.load_state_dict(copy.deepcopy(first[name].state_dict()))
+    tracer.replay(live.path, *second.values(), heard, steps=(steps, None))
+    for name in NAMES:
+        assert sorted(derived_by(name, heard)) == sorted(derived_by(name, whole)), name
+
+
+def test_the_trace_holds_what_was_observed_in_its_order(live: Live) -> None:
+    """The observed messages that a replay gives are those that were heard live, in the same order, to the bit."""
+    heard = Collect()
+    tracer.replay(live.path, heard)
+    observed = [exact(message) for message in live.heard if message.kind in KINDS]
+    assert [exact(message) for message in heard] == observed
+    assert {message.kind for message in heard} == set(KINDS)
+
+
+# -- 2. values only -------------------------------------------------------------------------------------------
+
+
+def test_messages_are_values(live: Live) -> None:
+    """A message is frozen, and holds nothing but names, integers and a tensor without a graph."""
+    for message in live.heard:
+        for field in dataclasses.fields(message):
+            value = getattr(message, field.name)
+            assert type(value) in (str, int, Tensor, type(None)), (message.kind, field.name, type(value))
+        assert message.data is None or (message.data.grad_fn is None and not message.data.requires_grad)
+        assert type(message) in (NetworkMessage, ModuleMessage)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            message.global_step = 1  # type: ignore[misc]
+        assert not hasattr(message, "__dict__")
+
+
+def test_no_two_messages_share_memory() -> None:
+    """What a message holds is its own: neither another message's memory nor a parameter's, buffer's or gradient's."""
+    training, heard = Training.new(), Collect("*")
+    exporter = tracer.Exporter(capture=Capture(kinds=KINDS))
+    exporter.message_bus.register(heard)
+    exporter.set_model(training.model)
+    exporter.set_optimizer(training.optimizer)
+    exporter.set_loss(training.loss)
+    training.run()
+    exporter.detach()
+    own = {t.untyped_storage().data_ptr() for t in training.model.state_dict().values()}
+    own |= {p.grad.untyped_storage().data_ptr() for p in training.model.parameters() if p.grad is not None}
+    own |= {t.untyped_storage().data_ptr() for s in training.optimizer.state.values() for t in s.values()}
+    seen: set[int] = set()
+    for message in heard:
+        if message.data is not None and message.data.numel():
+            pointer = message.data.untyped_storage().data_ptr()
+            assert pointer not in own and pointer not in seen, message.kind
+            assert message.data.untyped_storage().nbytes() == message.data.nbytes, message.kind
+            seen.add(pointer)
+    assert len(seen) > 100
+
+
+def test_identities_are_unique(live: Live) -> None:
+    """No two messages have the same kind, module, tag, leaf, step and call."""
+    identities = [exact(message)[1:-1] for message in live.heard]
+    assert len(set(identities)) == len(identities)
+
+
+# -- 3. choice depends on the message alone -------------------------------------------------------------------
+
+MEMORYLESS = [name for name in NAMES if type(parse(name)).state_dict is Subscriber.state_dict]
+
+
+def test_there_are_memoryless_subscribers() -> None:
+    """Most metrics have no memory; those that have say so by a state."""
+    assert {"norm", "mean", "ratio", "spectral_norm"} <= set(MEMORYLESS)
+    assert {"svcca", "message_mean"}.isdisjoint(MEMORYLESS)
+
+
+@pytest.mark.parametrize("name", MEMORYLESS)
+@pytest.mark.parametrize("steps", [(2, 4), (0, 1), (1, 6, 2), (None, 3)])
+def test_a_replay_of_some_steps_is_a_slice_of_the_whole(name: str, steps: Any, live: Live) -> None:
+    """A replay of some steps gives what the full replay gives in these steps."""
+    whole, part = Collect(), Collect()
+    tracer.replay(live.path, *with_producers(name), whole)
+    tracer.replay(live.path, *with_producers(name), part, steps=steps)
+    chosen = set(range(100)[slice(*steps)])
+    assert derived_by(name, part) == [one for one in derived_by(name, whole) if one[3] in chosen]
+
+
+@pytest.mark.parametrize("name", [name for name in MEMORYLESS if parse(name).needs <= set(MODULE_KINDS)])
+@pytest.mark.parametrize("module", ["fc", "conv"])
+def test_a_replay_of_one_module_is_a_slice_of_the_whole(name: str, module: str, live: Live) -> None:
+    """A replay of one module gives what the full replay gives for this module."""
+    whole, part = Collect(), Collect()
+    tracer.replay(live.path, *with_producers(name), whole)
+    tracer.replay(live.path, *with_producers(name), part, modules=module)
+    expected = [one for one in derived_by(name, whole) if one[2] == module]
+    assert expected
+    assert derived_by(name, part) == expected
+
+
+@pytest.mark.parametrize("name", MEMORYLESS)
+def test_subsampling_is_a_slice_of_the_whole(name: str, live: Live) -> None:
+    """A subscriber with subsample=2 says what the whole says at even steps, wherever its replay starts."""
+    if "subsample" not in inspect.signature(type(parse(name))).parameters:
+        pytest.skip("has no subsample")
+    whole, part = Collect(), Collect()
+    tracer.replay(live.path, *with_producers(name), whole)
+    tracer.replay(live.path, parse(f"{name}:subsample=2"), part, steps=(1, None))
+    expected = [one for one in derived_by(name, whole) if one[3] >= 1 and one[3] % 2 == 0]
+    assert derived_by(name, part) == expected
+
+
+# -- 4. watching changes nothing ------------------------------------------------------------------------------
+
+
+def hooks_of(*things: Any) -> int:
+    """How many hooks hang on modules, their parameters and buffers, optimizers, and on torch itself."""
+    count = 0
+    for thing in things:
+        if isinstance(thing, nn.Module):
+            for one in thing.modules():
+                count += sum(len(value) for name, value in vars(one).items() if "_hooks" in name and value)
+                for tensor in [*one._parameters.values(), *one._buffers.values()]:
+                    if tensor is not None:
+                        count += len(tensor._backward_hooks or ())
+                        count += len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
+        else:
+            count += len(thing._optimizer_step_pre_hooks) + len(thing._optimizer_step_post_hooks)
+    from torch.nn.modules import module
+    from torch.optim import optimizer
+
+    count += sum(len(value) for name, value in vars(module).items() if name.startswith("_global") and value)
+    return count + len(optimizer._global_optimizer_pre_hooks) + len(optimizer._global_optimizer_post_hooks)
+
+
+@pytest.fixture(scope="module")
+def unwatched() -> dict[str, Any]:
+    """The same training without anything of this project."""
+    return Training.new().run().state()
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+@pytest.mark.parametrize(
+    "capture",
+    [
+        Capture(kinds=KINDS),
+        Capture(every=2, elements=7, dtype="bfloat16"),
+        (Capture(kinds=["activations"], rows=2, positions=3, reduce="norm"), Capture(kinds=["weights"], every=3)),
+    ],
+    ids=["everything", "elements", "statistics"],
+)
+@pytest.mark.parametrize("metrics", [False, True], ids=["alone", "with-metrics"])
+def test_watching_changes_nothing(
+    capture: Any, suffix: str, metrics: bool, unwatched: dict[str, Any], tmp_path: Path
+) -> None:
+    """Losses, parameters, buffers, optimizer, gradients, modes and all generators are those of an unwatched training."""
+    training = Training.new()
+    receivers = [tracer.CallbackSubscriber("activations", lambda *_: None)] if metrics else []
+    if metrics and not isinstance(capture, tuple):
+        receivers += [parse("spectral_norm"), parse("ratio")]
+    with tracer.record(
+        tmp_path / f"run.{suffix}",
+        training.model,
+        training.optimizer,
+        loss=training.loss,
+        capture=capture,
+        receivers=receivers,
+        strict=True,
+    ) as run:
+        run.probe("probe", *batch(200, 12), every=2, batch_size=5)
+        training.run(run)
+        assert hooks_of(training.model, training.optimizer) > 0
+    assert training.state() == unwatched
+    assert hooks_of(training.model, training.optimizer, training.loss) == 0
+
+
+def test_watching_a_functional_loss_changes_nothing(unwatched: dict[str, Any], tmp_path: Path) -> None:
+    """A loss function of torch is itself again afterwards, and the training the same."""
+    original, training = F.cross_entropy, Training.new()
+    with tracer.record(tmp_path / "run.zarr", training.model, training.optimizer, loss=F.cross_entropy, strict=True):
+        assert F.cross_entropy is not original
+        training.run()
+    assert F.cross_entropy is original
+    assert training.state() == unwatched
+
+
+@pytest.mark.parametrize("optimizer", [None, ()], ids=["forward-steps", "user-steps"])
+def test_watching_without_the_optimizer_changes_nothing(
+    optimizer: Any, unwatched: dict[str, Any], tmp_path: Path
+) -> None:
+    """The same holds for an exporter that does not know the optimizer, which hangs hooks on parameters."""
+    training = Training.new()
+    with tracer.record(tmp_path / "run.zarr", training.model, optimizer, loss=training.loss, strict=True) as run:
+        training.run(run, between=run.step if optimizer == () else lambda: None)
+    assert training.state() == unwatched
+    assert hooks_of(training.model, training.optimizer, training.loss) == 0
+
+
+def copies(model: nn.Module) -> Iterator[nn.Module]:
+    """The model deep-copied, pickled, and saved by torch."""
+    yield copy.deepcopy(model)
+    yield pickle.loads(pickle.dumps(model))
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    yield torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("optimizer", ["known", "unknown"])
+def test_models_copy_and_pickle_while_watched(optimizer: str, tmp_path: Path) -> None:
+    """A copy of a watched model computes the same, publishes nothing, and its own hooks do nothing."""
+    training, heard = Training.new(), Collect()
+    known = training.optimizer if optimizer == "known" else None
+    capture = Capture(kinds=KINDS)
+    with tracer.record(tmp_path / "run.zarr", training.model, known, capture=capture, receivers=[heard], strict=True) as run:
+        x, y = batch(0)
+        training.loss(training.model(x), y).backward()
+        training.optimizer.step()
+        copied, before = list(copies(training.model)), len(heard)
+        step = run.exporter.global_step
+        training.model.eval()
+        expected = training.model(x)
+        training.model.train()
+        after = len(heard)
+        assert after > before
+        for one in copied:
+            loss = training.loss(one.train()(x), y)
+            loss.backward()
+            one.eval()
+            assert torch.isfinite(loss)
+        assert len(heard) == after
+        assert run.exporter.global_step == step
+    fresh = network()
+    fresh.load_state_dict(copied[0].state_dict())
+    assert torch.equal(fresh.eval()(x), copied[0](x))
+    assert expected.shape == copied[0](x).shape
+
+
+def test_models_copy_and_pickle_afterwards(tmp_path: Path) -> None:
+    """After a recording the model and the optimizer copy and pickle, and the copies have no hooks."""
+    training = Training.new()
+    with tracer.record(tmp_path / "run.zarr", training.model, training.optimizer, loss=training.loss, strict=True):
+        training.run()
+    x, _ = batch(0)
+    expected = training.model.eval()(x)
+    for one in copies(training.model):
+        assert torch.equal(one(x), expected)
+        assert hooks_of(one) == 0
+    assert hooks_of(copy.deepcopy(training.optimizer)) == 0
+    assert pickle.dumps(training.optimizer)
+
+
+def test_a_pickled_watched_model_loads_without_this_project(tmp_path: Path) -> None:
+    """What is pickled in the middle of a recording names nothing of this project, so it loads where that is not installed."""
+    training = Training.new()
+    with tracer.record(tmp_path / "run.zarr", training.model, training.optimizer, strict=True):
+        assert b"tracer" not in pickle.dumps(training.model)
+
+
+def test_an_exception_leaves_no_hooks(tmp_path: Path) -> None:
+    """Hooks are gone too when the training ends in an exception, and the exception is the user's own."""
+    training = Training.new()
+    with pytest.raises(ZeroDivisionError):
+        with tracer.record(tmp_path / "run.zarr", training.model, training.optimizer, loss=F.cross_entropy):
+            training.model(batch(0)[0])
+            raise ZeroDivisionError
+    assert hooks_of(training.model, training.optimizer) == 0
+    assert F.cross_entropy.__module__ == "torch.nn.functional"
+
+
+# -- 5. nothing nobody wants ----------------------------------------------------------------------------------
+
+
+def test_hooks_are_only_where_something_is_wanted() -> None:
+    """With a receiver of one kind of one module, only this module (and the root, for the clock) has hooks."""
+    training = Training.new()
+    exporter = tracer.Exporter()
+    exporter.set_model(training.model)
+    exporter.set_optimizer(training.optimizer)
+    exporter.set_loss(training.loss)
+    exporter.message_bus.register(tracer.CallbackSubscriber("activations", lambda *_: None, modules="conv"))
+    hooked = {name for name, one in training.model.named_modules() if one._forward_hooks or one._forward_pre_hooks}
+    assert hooked == {"", "conv"}
+    assert not training.loss._forward_hooks
+    assert not training.model.conv._forward_pre_hooks
+    assert all(not (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)) for p in training.model.parameters())
+    exporter.message_bus.unregister(exporter.message_bus.receivers[0])
+    assert {name for name, one in training.model.named_modules() if one._forward_hooks or one._forward_pre_hooks} <= {""}
+    exporter.detach()
+    assert hooks_of(training.model, training.optimizer, training.loss) == 0
+
+
+def test_a_capture_bounds_the_hooks(tmp_path: Path) -> None:
+    """A recording of weights puts no hook on any inner module."""
+    training = Training.new()
+    capture = Capture(kinds=["weights", "weight_updates"])
+    with tracer.record(tmp_path / "run.zarr", training.model, training.optimizer, capture=capture, strict=True):
+        assert {name for name, one in training.model.named_modules() if one._forward_hooks} <= {""}
+        training.run()
+    kinds = {stream.kind for stream in tracer.open(tmp_path / "run.zarr").streams}
+    assert kinds == {"weights", "weight_updates"}
+
+
+@pytest.mark.parametrize("receiver", ["capture", "subscriber"])
+def test_steps_that_nobody_wants_touch_no_tensor(receiver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every=3, or subscribers that take every third step, nothing is selected or copied in the other steps."""
+    training = Training.new()
+    every = 3 if receiver == "capture" else 1
+    exporter = tracer.Exporter(capture=Capture(kinds=KINDS, tags=["default"], every=every))
+    exporter.set_model(training.model)
+    exporter.set_optimizer(training.optimizer)
+    exporter.set_loss(training.loss)
+    if receiver == "capture":
+        exporter.message_bus.register(Collect("*"))
+    else:
+        kinds = [kind for kind in KINDS if KINDS[kind].clock == "global_step"]
+        exporter.message_bus.register(
+            tracer.CallbackSubscriber(kinds[0], lambda *_: None, subsample=3)
+        )
+        for kind in kinds[1:]:
+            exporter.message_bus.register(tracer.CallbackSubscriber(kind, lambda *_: None, subsample=3))
+    selected: dict[int, int] = {}
+    cloned: dict[int, int] = {}
+    select, clone = Capture.select, Tensor.clone
+
+    def counting_select(self: Capture, *args: Any) -> Tensor:
+        selected[exporter.global_step] = selected.get(exporter.global_step, 0) + 1
+        return select(self, *args)
+
+    def counting_clone(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if "memory_format" in kwargs:  # the training's own clones have none
+            cloned[exporter.global_step] = cloned.get(exporter.global_step, 0) + 1
+        return clone(self, *args, **kwargs)
+
+    monkeypatch.setattr(Capture, "select", counting_select)
+    monkeypatch.setattr(Tensor, "clone", counting_clone)
+    training.run()
+    exporter.detach()
+    assert set(selected) == {0, 3}
+    assert set(cloned) == {0, 3}
+
+
+def test_differences_are_made_only_when_updates_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who wants the gradients of one module gets no snapshot of any weight."""
+    training, copied = Training.new(), []
+    exporter = tracer.Exporter()
+    exporter.set_model(training.model)
+    exporter.set_optimizer(training.optimizer)
+    exporter.message_bus.register(tracer.CallbackSubscriber("weight_gradients", lambda *_: None, modules="fc"))
+    select = Capture.select
+    monkeypatch.setattr(Capture, "select", lambda self, kind, *rest: copied.append(kind) or select(self, kind, *rest))
+    training.run()
+    exporter.detach()
+    assert copied == ["weight_gradients"] * EPOCHS * BATCHES
+
+
+# -- 6. observed is not derived -------------------------------------------------------------------------------
+
+
+def test_a_trace_holds_nothing_derived(live: Live) -> None:
+    """Although every metric listened, the trace holds kinds of the exporter only."""
+    with tracer.open(live.path) as trace:
+        assert {stream.kind for stream in trace.streams} <= set(KINDS)
+    assert {message.kind for message in live.heard} > set(KINDS)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_replaying_never_doubles(live: Live, times: int) -> None:
+    """However often a trace is replayed, each answer comes once, and the trace stays as it is."""
+    with tracer.open(live.path) as trace:
+        before = len(trace)
+    for _ in range(times):
+        heard = Collect()
+        tracer.replay(live.path, *everyone().values(), heard)
+    identities = [exact(message)[1:-1] for message in heard]
+    assert len(set(identities)) == len(identities)
+    assert sorted(exact(m) for m in heard if m.kind not in KINDS) == sorted(
+        exact(m) for m in live.heard if m.kind not in KINDS
+    )
+    with tracer.open(live.path) as trace:
+        assert len(trace) == before
+
+
+def test_a_subscriber_that_joins_late_leaves_nothing_in_the_trace(tmp_path: Path) -> None:
+    """The answers of a subscriber that is registered in the middle of a run are no observations either."""
+    training, heard = Training.new(), Collect("weights_norm2")
+    with tracer.record(tmp_path / "run.zarr", training.model, training.optimizer, strict=True) as run:
+        run.bus.register(parse("norm"))
+        run.bus.register(heard)
+        training.run(run)
+    assert len(heard) > 0
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert {stream.kind for stream in trace.streams} <= set(KINDS)
