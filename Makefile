@@ -12,7 +12,7 @@ help: ## say what there is to make
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
 demo: $(INSTALLED) ## train a small network on real images, record it, replay it, show what it says
-	$(BIN)/trace demo
+	$(BIN)/trace demo --overwrite
 
 test: lint ## everything that must hold: lint, types, tests, doctests
 	$(BIN)/python -m pytest -n 2
@@ -28,10 +28,10 @@ bench: $(INSTALLED) ## what recording costs, as ratios measured in one run
 clean: ## forget the environment and the caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info
 
+# torch by itself first: it is the one wheel of which a machine may have a build of its own
 $(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer, not " + sys.version'
+	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer, not " + sys.version'
 	$(PYTHON) -m venv $(VENV)
-	# torch by itself: it is the one wheel of which a machine may have a build of its own
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $(INSTALLED)

@@ -226,7 +226,7 @@ def _table(
     to_the_right = set(right)
     for column in columns:
         justify = "right" if column in to_the_right else "left"
-        made.add_column(column, justify=justify, overflow="fold", no_wrap=False)  # type: ignore[arg-type]
+        made.add_column(column, justify=justify, overflow="fold", no_wrap=column in ("kind", "name"))  # type: ignore[arg-type]
     for row in rows:
         # Text, because a module named "[bold]" is not markup
         made.add_row(*(Text(_cell(value)) for value in row))
@@ -319,7 +319,7 @@ def main() -> None:
 
 
 @main.command(cls=Command)
-@click.option("--out", metavar="DIR", default="trace-demo", show_default=True, help="Where the files go.")
+@click.option("--out", metavar="DIR", default="demo-run", show_default=True, help="Where the files go.")
 @click.option("--epochs", type=click.IntRange(min=1), default=10, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @_overwrite

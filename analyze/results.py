@@ -395,7 +395,7 @@ class Results:
         TraceError
             If these are results of several traces: their steps would be mixed up.
         """
-        from tracer.writer import TraceWriter
+        from tracer.writer import TraceWriter, check_target
 
         if len(self.traces) > 1:
             raise TraceError(f"a trace holds the results of one trace, but these are of {len(self.traces)}")
@@ -403,6 +403,7 @@ class Results:
             "results_of": self.traces[0] if self.traces else None,
             "subscribers": sorted({stream.subscriber for stream in self._streams}),
         }
+        check_target(path, overwrite=overwrite)
         with _new_file(path, overwrite) as temporary, TraceWriter(temporary, header=header) as writer:
             for message in self.messages():
                 writer.write(message)
@@ -528,7 +529,9 @@ def sparkline(values: Sequence[float] | NDArray[np.float64], width: int = 12) ->
     '▄ ▄'
     """
     course = np.asarray(values, dtype=np.float64)
-    stretches = np.array([_middle(part) for part in np.array_split(course, min(width, max(len(course), 1)))])
+    if not course.size:
+        return ""
+    stretches = np.array([_middle(part) for part in np.array_split(course, min(width, len(course)))])
     finite = stretches[np.isfinite(stretches)]
     if not finite.size:
         return " " * len(stretches)
@@ -581,30 +584,32 @@ def _new_file(path: PathLike, overwrite: bool) -> Iterator[Path]:
     target = Path(path)
     if not overwrite and (target.exists() or target.is_symlink()):
         raise TraceExistsError(f"there is already something at {str(target)!r}; results are not overwritten unasked")
+    if target.is_dir() and target.suffix != ".zarr":
+        raise TraceExistsError(f"{str(target)!r} is a folder, which a file never replaces")
     if not target.parent.is_dir():
         raise TraceNotFoundError(f"there is no folder {str(target.parent)!r} to write {target.name!r} into")
     temporary = target.with_name(f".{target.stem}.{os.getpid()}.tmp{target.suffix}")
+    aside = target.with_name(f".{target.stem}.{os.getpid()}.old{target.suffix}")
     try:
         yield temporary
-        if target.is_dir() and not target.is_symlink():
-            _remove_trace(target)
-        os.replace(temporary, target)
+        if target.is_dir():  # a folder cannot be replaced by another, unless it makes room first
+            os.replace(target, aside)
+        try:
+            os.replace(temporary, target)
+        except OSError:
+            if aside.exists():
+                os.replace(aside, target)
+            raise
     except OSError as error:
         if isinstance(error, TracerError):
             raise
         raise TraceError(f"{str(target)!r} cannot be written: {error.strerror or error}") from error
     finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
-
-
-def _remove_trace(folder: Path) -> None:
-    """Remove a folder that is to be overwritten, if it is a trace; any other might be somebody's files."""
-    if folder.suffix != ".zarr" or not (folder / "zarr.json").is_file():
-        raise TraceExistsError(f"{str(folder)!r} is a folder but no trace; only a trace is overwritten")
-    shutil.rmtree(folder)
+        for left in (temporary, aside) if target.exists() else (temporary,):
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
 
 
 def _for_tensorboard(results: Results, writer: Any) -> None:

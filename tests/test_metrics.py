@@ -134,17 +134,21 @@ def test_norm_where_squares_leave_float64(scale: float) -> None:
 def test_edge_values_of_statistics() -> None:
     """Empty, NaN, infinite and complex data give the documented values, and never an error or a warning."""
     empty = torch.zeros(0, 3)
-    assert math.isnan(analyze.mean(empty)) and math.isnan(analyze.variance(empty))
+    assert math.isnan(analyze.mean(empty))
+    assert math.isnan(analyze.variance(empty))
     assert (analyze.sum(empty), analyze.norm(empty), analyze.norm(empty, INF), analyze.spectral_norm(empty)) == (0,) * 4
-    assert math.isnan(analyze.variance([1.0])) and analyze.variance([1.0], ddof=0) == 0
+    assert math.isnan(analyze.variance([1.0]))
+    assert analyze.variance([1.0], ddof=0) == 0
     for statistic in (analyze.mean, analyze.sum, analyze.variance, analyze.norm, analyze.spectral_norm):
         assert math.isnan(statistic([1.0, NAN, INF])), statistic
         assert math.isnan(statistic(torch.tensor([1.0, NAN]))), statistic
     assert analyze.mean([INF, 1.0]) == analyze.norm([-INF, 1.0]) == analyze.spectral_norm([[INF, 1.0]]) == INF
-    assert math.isnan(analyze.mean([INF, -INF])) and math.isnan(analyze.variance([INF, 1.0]))
+    assert math.isnan(analyze.mean([INF, -INF]))
+    assert math.isnan(analyze.variance([INF, 1.0]))
     z = torch.tensor([3 + 4j, 0])
     assert (analyze.norm(z), analyze.norm(z, 1), analyze.norm(z, INF)) == (5, 5, 5)
-    assert math.isnan(analyze.mean(z)) and math.isnan(analyze.sum(z))
+    assert math.isnan(analyze.mean(z))
+    assert math.isnan(analyze.sum(z))
     assert analyze.variance(z) == pytest.approx(np.var(z.numpy(), ddof=1))
     assert analyze.norm(torch.conj(z)) == 5
 
@@ -205,8 +209,10 @@ def test_ratio() -> None:
     """The ratio of norms, its edge values, and its answers under live conditions: no answer for half a pair."""
     assert analyze.ratio([3.0, 4.0], [10.0]) == 0.5
     assert analyze.ratio([3.0, 4.0], [7.0], order=1) == 1
-    assert analyze.ratio([1.0], [0.0]) == INF and math.isnan(analyze.ratio([0.0], [0.0]))
-    assert math.isnan(analyze.ratio([NAN], [0.0])) and math.isnan(analyze.ratio([INF], [INF]))
+    assert analyze.ratio([1.0], [0.0]) == INF
+    assert math.isnan(analyze.ratio([0.0], [0.0]))
+    assert math.isnan(analyze.ratio([NAN], [0.0]))
+    assert math.isnan(analyze.ratio([INF], [INF]))
     assert analyze.ratio([0.0], [5.0]) == 0
     bus, heard = MessageBus(), Collect("weight_updates_weights_ratio")
     bus.register(analyze.Ratio())
@@ -248,8 +254,10 @@ def test_loss_is_the_recorded_number() -> None:
     message = NetworkMessage(kind="loss", data=torch.tensor(0.1), global_step=3, train_step=1, epoch=1, tag="eval")
     (said,) = analyze.Loss(tag="eval").compute(message)
     assert (said.kind, said.key, said.tag, said.epoch) == ("loss_value", None, "eval", 1)
-    assert said.data.dtype == torch.float64 and float(said.data) == float(np.float32(0.1))
-    assert analyze.loss([1.0, 2.0, 6.0]) == 3 and math.isnan(analyze.loss([]))
+    assert said.data.dtype == torch.float64
+    assert float(said.data) == float(np.float32(0.1))
+    assert analyze.loss([1.0, 2.0, 6.0]) == 3
+    assert math.isnan(analyze.loss([]))
 
 
 # -- spectral norm ------------------------------------------------------------------------------------------
@@ -343,7 +351,8 @@ def test_accuracy(output: Any, labels: Any, exact: float) -> None:
     assert same(analyze.accuracy(output, labels), exact)
     assert same(analyze.test_accuracy([(output, labels)]), exact)
     ((_, step, value),) = numbers(analyze.TrainAccuracy().compute(pair(3, output, labels)))
-    assert step == 3 and same(value, exact)
+    assert step == 3
+    assert same(value, exact)
 
 
 def test_accuracy_of_probabilities() -> None:
@@ -362,7 +371,8 @@ def test_labels_that_do_not_fit(output: Any, labels: Any) -> None:
         analyze.accuracy(output, labels)
     for metric in (analyze.TrainAccuracy(), analyze.TestAccuracy()):
         said = numbers([*metric.compute(pair(0, output, labels)), *metric.conclude()])
-        assert len(said) == 1 and math.isnan(said[0][2])
+        assert len(said) == 1
+        assert math.isnan(said[0][2])
 
 
 def test_test_accuracy_pools_batches() -> None:
@@ -414,11 +424,14 @@ def test_histogram_of_degenerate_data() -> None:
     assert analyze.histogram([3.0, 3.0], bins=2).edges.tolist() == [2.5, 3.0, 3.5]
     for nothing in ([], [NAN], torch.tensor([1j])):
         counts, edges = analyze.histogram(nothing, bins=3)
-        assert counts.tolist() == [0, 0, 0] and np.isnan(edges).all() and edges.shape == (4,)
+        assert counts.tolist() == [0, 0, 0]
+        assert np.isnan(edges).all()
+        assert edges.shape == (4,)
     assert analyze.histogram([], bins=2, low=0.0, high=1.0).edges.tolist() == [0, 0.5, 1]
     assert np.isnan(analyze.histogram([1.0], low=2.0).edges).all()
     huge = analyze.histogram([-1.7e308, 0.0, 1.7e308], bins=3)
-    assert huge.counts.tolist() == [1, 1, 1] and huge.edges[0] == -1.7e308
+    assert huge.counts.tolist() == [1, 1, 1]
+    assert huge.edges[0] == -1.7e308
     close = analyze.histogram([1.0, np.nextafter(1.0, 2)], bins=10)
     assert close.counts.sum() == 2
     large = analyze.histogram([1e300, 1e300], bins=4)
@@ -453,7 +466,8 @@ def test_message_mean_does_not_depend_on_order() -> None:
     values = [1e16, 1.0, -1e16, 3.0]
     assert {analyze.message_mean(order) for order in itertools.permutations(values)} == {1.0}
     assert analyze.message_mean([1.5e308, 1.5e308]) == 1.5e308
-    assert math.isnan(analyze.message_mean([1.0, NAN])) and analyze.message_mean([1.0, INF]) == INF
+    assert math.isnan(analyze.message_mean([1.0, NAN]))
+    assert analyze.message_mean([1.0, INF]) == INF
     assert math.isnan(analyze.message_mean([-INF, INF]))
 
 
@@ -571,7 +585,8 @@ def test_routes_agree() -> None:
     np.testing.assert_allclose(found.rho, rho, atol=1e-10)
     assert float(found) == pytest.approx(value, abs=1e-11)
     wide = analyze.svcca(np.pad(x, ((0, 0), (0, 400))), np.pad(y, ((0, 0), (0, 400))))
-    assert float(wide) == pytest.approx(value, abs=1e-11) and wide.k == k
+    assert float(wide) == pytest.approx(value, abs=1e-11)
+    assert wide.k == k
     closest = 1 - 1e-7  # closer to 1 than the covariance is good for
     assert float(analyze.svcca(x, y, closest)) == pytest.approx(reference(x, y, closest)[0], abs=1e-9)
     shifted = [(data + 1e4).astype(np.float32) for data in (x, y)]
@@ -608,7 +623,9 @@ def test_single_neurons_are_correlated_by_pearson() -> None:
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((2, 100))
     exact = abs(np.corrcoef(x, y)[0, 1])
-    assert float(analyze.svcca(x, y)) == float(analyze.svcca(x[:, None], -y[:, None])) == pytest.approx(exact, abs=1e-14)
+    assert (
+        float(analyze.svcca(x, y)) == float(analyze.svcca(x[:, None], -y[:, None])) == pytest.approx(exact, abs=1e-14)
+    )
 
 
 def test_degenerate_activations() -> None:
@@ -624,15 +641,19 @@ def test_degenerate_activations() -> None:
     ):
         if status != "mismatch":
             for found in (analyze.svcca(x, broken), analyze.svcca(broken, x)):
-                assert math.isnan(float(found)) and found.status == status
-        assert basis(broken).k == 0 and basis(broken).status == status
+                assert math.isnan(float(found))
+                assert found.status == status
+        assert basis(broken).k == 0
+        assert basis(broken).status == status
     assert math.isnan(float(compare(basis(x), basis(x[:40]))))
     assert compare(basis(x), basis(x[:40])).status == "mismatch"
     few = analyze.svcca(x[:6], x[:6, ::-1] ** 3, 1.0)
     assert (few.status, few.forced_ones, few.k) == ("few_samples", 5, 5)
-    assert float(few) == pytest.approx(1, abs=1e-12) and few.null_baseline == 1
+    assert float(few) == pytest.approx(1, abs=1e-12)
+    assert few.null_baseline == 1
     two = analyze.svcca(x[:2], x[2:4])
-    assert (two.k, two.m, two.status) == (1, 1, "few_samples") and float(two) == pytest.approx(1)
+    assert (two.k, two.m, two.status) == (1, 1, "few_samples")
+    assert float(two) == pytest.approx(1)
 
 
 def test_an_outlier_is_visible_in_k() -> None:
@@ -640,7 +661,8 @@ def test_an_outlier_is_visible_in_k() -> None:
     x = np.random.default_rng(0).standard_normal((100, 8))
     spoiled = x.copy()
     spoiled[3, 2] = 1e6
-    assert analyze.svcca(spoiled, x).k == 1 and analyze.svcca(x, x).k == 8
+    assert analyze.svcca(spoiled, x).k == 1
+    assert analyze.svcca(x, x).k == 8
 
 
 @pytest.mark.parametrize(
@@ -659,7 +681,8 @@ def test_what_cannot_be_compared(x: Any, y: Any, sentence: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"threshold": 0}, {"threshold": 1.1}, {"threshold": NAN}, {"lag": 0}, {"lag": 1.5}, {"channels": "second"}]
+    "wrong",
+    [{"threshold": 0}, {"threshold": 1.1}, {"threshold": NAN}, {"lag": 0}, {"lag": 1.5}, {"channels": "second"}],
 )
 def test_svcca_parameters_are_checked(wrong: dict[str, Any]) -> None:
     """A parameter out of its range is an error before the replay begins."""
@@ -694,7 +717,8 @@ def test_null_baseline_equals_simulation() -> None:
         error = np.std(found) / math.sqrt(len(found))
         assert null_baseline(n, k, m) == pytest.approx(np.mean(found), abs=4 * error + 0.3 / min(k, m) ** 2 * (k > 1))
     assert null_baseline(10000, 500, 500) == pytest.approx(0.1908, abs=1e-4)  # the value in google/svcca's tutorial
-    assert null_baseline(10, 9, 3) == 1 and math.isnan(null_baseline(10, 0, 3))
+    assert null_baseline(10, 9, 3) == 1
+    assert math.isnan(null_baseline(10, 0, 3))
 
 
 def probes(count: int) -> list[ModuleMessage]:
@@ -750,4 +774,5 @@ def test_svcca_keeps_bases_not_activations() -> None:
     said = [float(one.data) for message in messages[:10] for one in first.compute(message)]
     second.load_state_dict(first.state_dict())
     said += [float(one.data) for message in messages[10:] for one in second.compute(message)]
-    assert said == expected and second.statuses == whole.statuses
+    assert said == expected
+    assert second.statuses == whole.statuses

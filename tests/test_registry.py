@@ -120,26 +120,29 @@ def test_subscriber_example_runs(name: str) -> None:
     """The examples of the class and of its pure function do what they show."""
     module = importlib.import_module(registry.find(name).__module__)
     ran = doctest.testmod(module)
-    assert ran.attempted > 3 and ran.failed == 0
+    assert ran.attempted > 3
+    assert ran.failed == 0
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_subscriber_follows_the_rules(name: str) -> None:
-    """A final class that says its name, a pure function of that name beside it, and a tag and a subsample to choose."""
+    """A final class that says its name, a pure function of that name beside it, a tag and a subsample to choose."""
     cls = registry.find(name)
-    assert getattr(cls, "__final__", False) and cls.name == name  # type: ignore[attr-defined] # a custom of metrics
-    assert callable(getattr(analyze, name)) and getattr(analyze, cls.__name__) is cls
+    assert getattr(cls, "__final__", False)
+    assert cls.name == name
+    assert callable(getattr(analyze, name))
+    assert getattr(analyze, cls.__name__) is cls
     parameters = inspect.signature(cls).parameters
     assert {"tag", "subsample"} <= set(parameters)
     first, *others = parameters.values()
-    assert first.kind is first.POSITIONAL_OR_KEYWORD and first.default in KINDS or name == "message_mean"
+    assert (first.kind is first.POSITIONAL_OR_KEYWORD and first.default in KINDS) or name == "message_mean"
     assert all(one.kind is one.KEYWORD_ONLY for one in others if one.name != "divisor")
     assert all(one.default is not one.empty for one in parameters.values())
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_subscriber_says_what_it_declares(name: str) -> None:
-    """It answers in exactly the kinds it declares, with detached float64 (or int64 counts), at the steps it was given."""
+    """It answers in exactly the kinds it declares, in float64 (or int64 counts), at the steps it was given."""
     subscriber = registry.parse(name)
     messages = stream(sorted(subscriber.needs), tag_of(subscriber), steps=5)
     bus, heard = MessageBus(), Collect(*subscriber.produces)
@@ -152,13 +155,14 @@ def test_subscriber_says_what_it_declares(name: str) -> None:
     bus.finish()
     assert {one.kind for one in heard} == set(subscriber.produces) == set(registry.describe(name)["produces"])
     assert {one.data.dtype for one in heard if one.data is not None} <= {torch.float64, torch.int64}
-    assert {one.global_step for one in heard} <= set(range(5)) and {one.tag for one in heard} == {tag_of(subscriber)}
+    assert {one.global_step for one in heard} <= set(range(5))
+    assert {one.tag for one in heard} == {tag_of(subscriber)}
     assert all(bool(torch.isfinite(one.data).all()) for one in heard if one.data is not None)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_subscriber_goes_on_from_its_state(name: str) -> None:
-    """A fresh one that gets the state of another goes on as that one would have, bit for bit; without memory, so too."""
+    """A fresh one that gets the state of another goes on as that one would have, bit for bit."""
     messages = stream(sorted(registry.parse(name).needs), tag_of(registry.parse(name)), steps=6)
     begins = next(place for place, message in enumerate(messages) if message.global_step == 3)
     whole, first, second = (registry.parse(name) for _ in range(3))
@@ -171,7 +175,7 @@ def test_subscriber_goes_on_from_its_state(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "message_mean"])
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
 def test_subscriber_survives_any_tensor(name: str, data: torch.Tensor) -> None:
-    """No tensor, however degenerate, ends a replay; nor does it raise a warning. (One number each: see message_mean.)"""
+    """No tensor, however degenerate, ends a replay or warns. (message_mean takes single numbers only.)"""
     subscriber = registry.parse(name)
     for step in range(2):
         for kind in sorted(subscriber.needs):
@@ -182,7 +186,8 @@ def test_subscriber_survives_any_tensor(name: str, data: torch.Tensor) -> None:
                 else ModuleMessage(kind=kind, data=data, module="m", **where)
             )
             for said in subscriber.receive(message):
-                assert said.data is not None and said.data.dtype in (torch.float64, torch.int64)
+                assert said.data is not None
+                assert said.data.dtype in (torch.float64, torch.int64)
     list(subscriber.finish())
 
 
@@ -191,7 +196,9 @@ def test_subscriber_is_described(name: str) -> None:
     """What `trace subscribers` shows is JSON, and its defaults can be written back as a wish."""
     about = registry.describe(name)
     assert json.loads(json.dumps(about)) == about
-    assert about["summary"] and about["needs"] and about["produces"]
+    assert about["summary"]
+    assert about["needs"]
+    assert about["produces"]
     written = ",".join(f"{one['name']}={one['default']}" for one in about["parameters"])
     again = registry.parse(f"{name}:{written}")
     assert (again.produces, again.needs) == (registry.parse(name).produces, registry.parse(name).needs)
@@ -223,9 +230,10 @@ def test_names_cost_nothing() -> None:
 
 def test_package_keeps_its_names() -> None:
     """`analyze.analyze` is the function and every public name can be had, whatever was imported before."""
-    assert inspect.isfunction(analyze.analyze) and inspect.ismodule(analyze.registry)
+    assert inspect.isfunction(analyze.analyze)
+    assert inspect.ismodule(analyze.registry)
     for name in analyze.__all__:
-        assert callable(getattr(analyze, name)) and not inspect.ismodule(getattr(analyze, name)), name
+        assert callable(getattr(analyze, name)), name  # which a module is not
     assert sorted(analyze.__all__) == dir(analyze)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         analyze.nonsense  # noqa: B018 - the look-up is what is tested
@@ -274,7 +282,8 @@ def test_wrong_wishes_get_a_sentence(text: str, error: type[TracerError], senten
     """Each says what was asked and what is allowed."""
     with pytest.raises(error) as caught:
         registry.parse(text)
-    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 OWN = """
@@ -336,7 +345,8 @@ def test_wrong_classes_in_files_get_a_sentence(own: Path, wish: str, sentence: s
     """What is wrong with the class is said, with the name of the file."""
     with pytest.raises(TracerError) as caught:
         registry.parse(f"{own}{wish}")
-    assert sentence in str(caught.value) and str(own) in str(caught.value)
+    assert sentence in str(caught.value)
+    assert str(own) in str(caught.value)
 
 
 def test_broken_file_gets_a_sentence(tmp_path: Path) -> None:

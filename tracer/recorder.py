@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -29,6 +30,11 @@ from tracer.writer import TraceWriter
 QUEUE_BYTES = 256 << 20
 """How much data may wait for the writer thread before the training waits for it."""
 
+_WAKE_BYTES = 4 << 20
+_LATENCY = 0.05
+"""The thread wakes when so many bytes wait, or after so many seconds."""
+_IDLE_SECONDS = 2.0
+"""A training that pauses still wants its last messages committed, after so long."""
 _PER_MESSAGE = 512
 """Bytes that a waiting message takes besides its data, so that a million empty ones are bounded too."""
 
@@ -80,6 +86,7 @@ class Recorder:
         self._waiting: list[Message | Mapping[str, Any]] = []
         self._bytes = 0  # of what waits, and of what the thread has taken and not yet written
         self._changed = threading.Condition()
+        self._stalled = False  # whether the training waits for room
         self._closing = False
         self._closed = False
         self._error: Exception | None = None
@@ -105,21 +112,24 @@ class Recorder:
         TraceError
             If the writer thread has failed: what was committed before is safe, the rest is lost.
         """
-        if self._writer is None and self._make is not None:
-            self._writer = self._make()
         if os.getpid() != self._pid:  # a forked child has this object, but not the thread: the trace is the parent's
             return ()
+        if self._writer is None and self._make is not None:
+            self._writer = self._make()
         if message.data is not None and message.data.device.type != "cpu":
             # here and not in the thread: the training may overwrite its own buffers as soon as this returns
             message = replace(message, data=message.data.cpu())
         size = _PER_MESSAGE + (0 if message.data is None else message.data.nbytes)
         with self._changed:
             while self._bytes and self._bytes + size > self._bound and self._error is None:
+                self._stalled = True
+                self._changed.notify_all()
                 self._changed.wait()
             self._check()
             self._bytes += size
             self._waiting.append(message)
-            self._changed.notify_all()
+            if self._bytes >= _WAKE_BYTES:  # a thread that wakes for each message would fight for the interpreter
+                self._changed.notify_all()
         return ()
 
     def note(self, note: Mapping[str, Any]) -> None:
@@ -161,19 +171,22 @@ class Recorder:
 
     def _write(self) -> None:
         try:
+            uncommitted_since: float | None = None
             while True:
                 with self._changed:
-                    while not self._waiting and not self._closing:
-                        # a quiet training still wants its last messages committed
-                        if not self._changed.wait(timeout=2.0):
-                            break
+                    if self._bytes < _WAKE_BYTES and not self._closing:
+                        self._changed.wait(timeout=_LATENCY)
                     batch, self._waiting = self._waiting, []
                     if not batch and self._closing:
                         return
-                if not batch and self._writer is not None:
-                    self._writer.commit()
                 for item in batch:
                     self._write_one(item)
+                if batch:
+                    uncommitted_since = time.monotonic()
+                elif uncommitted_since is not None and time.monotonic() - uncommitted_since > _IDLE_SECONDS:
+                    uncommitted_since = None
+                    if self._writer is not None:
+                        self._writer.commit()
         except Exception as error:
             with self._changed:
                 self._error = error
@@ -193,7 +206,9 @@ class Recorder:
         writer.write(item, sampling)
         with self._changed:
             self._bytes -= _PER_MESSAGE + (0 if item.data is None else item.data.nbytes)
-            self._changed.notify_all()
+            if self._stalled:
+                self._stalled = False
+                self._changed.notify_all()
 
     def _note_indices(self, writer: TraceWriter, sampling: Mapping[str, Any]) -> None:
         """The indices of a fixed random choice stand in the trace, once for all streams that share it."""
@@ -216,6 +231,11 @@ class Run:
         self.recorder = recorder
         self.bus = exporter.message_bus
         self.path = path
+        self.bus.watch(self._know_answers)
+
+    def _know_answers(self) -> None:
+        """What a subscriber says that joins in the middle of the run is no observation either."""
+        self.recorder.derived.update(kind for one in self.bus.receivers for kind in getattr(one, "produces", ()))
 
     def log(self, kind: str, value: Any) -> None:
         """Record a value of your own, as `Exporter.log`."""

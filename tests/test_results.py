@@ -1,0 +1,528 @@
+"""Tables of answers: what is gathered, and that every format gives back the same numbers."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import random
+import struct
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+import analyze
+import tracer
+from analyze.results import COLUMNS, FORMATS, Row, as_json, sparkline
+from tracer import (
+    MessageBus,
+    MessageError,
+    ModuleMessage,
+    NetworkMessage,
+    TraceError,
+    TraceExistsError,
+    TraceNotFoundError,
+    TracerError,
+    TraceWriter,
+    UnknownNameError,
+)
+
+INF, NAN = float("inf"), float("nan")
+
+
+def message(kind: str, data: Any, step: int = 0, module: str | None = "fc", **more: Any) -> tracer.Message:
+    """An answer in some step."""
+    data = data if isinstance(data, torch.Tensor) else torch.tensor(data, dtype=torch.float64)
+    fields: dict[str, Any] = {
+        "kind": kind,
+        "data": data,
+        "global_step": step,
+        "train_step": step % 4,
+        "epoch": step // 4,
+    }
+    fields |= more
+    return NetworkMessage(**fields) if module is None else ModuleMessage(module=module, **fields)
+
+
+@pytest.fixture
+def results() -> analyze.Results:
+    """Answers of every shape: numbers, an array, a structured output's leaf, the network, awkward words and values."""
+    filled = analyze.Results()
+    for step, value in enumerate([0.1, NAN, INF, -INF, 5e-324, -0.0, 1 / 3, 1.7976931348623157e308]):
+        filled.add(message("weights_norm2", value, step), "run.zarr", "norm")
+    filled.add(message("weights_histogram", torch.tensor([[1, 2, 3], [4, 5, 2**53]]), 8), "run.zarr", "histogram")
+    filled.add(message("activations_mean", 2.0, 9, "lstm", leaf="1.0", call=2, tag="probe"), "run.zarr", "mean")
+    filled.add(message("train_accuracy", 0.5, 9, None), "run.zarr", "train_accuracy")
+    filled.add(message('odd, "kind"\n', 1.5, 10, "a;b,ü"), "run.zarr", "mine")
+    return filled
+
+
+def same(one: Any, other: Any) -> bool:
+    """The same tuple, comparing floats bit for bit (all NaN are the same)."""
+    plain = [
+        tuple(struct.pack("d", NAN if math.isnan(x) else x) if isinstance(x, float) else x for x in values)
+        for values in (one, other)
+    ]
+    return plain[0] == plain[1]
+
+
+# -- the table ----------------------------------------------------------------------------------------------
+
+
+def test_columns() -> None:
+    """The columns are those that scripts rely on, in this order."""
+    expected = "trace subscriber kind module tag epoch train_step global_step call index value"
+    assert " ".join(COLUMNS) == expected
+
+
+def test_rows(results: analyze.Results) -> None:
+    """One row a number; positions in arrays as JSON; the network has no module, a leaf stands behind its module."""
+    rows = list(results)
+    assert len(rows) == len(results) == 8 + 6 + 3
+    assert rows[0] == Row("run.zarr", "norm", "weights_norm2", "fc", "default", 0, 0, 0, 0, "", 0.1)
+    assert [row.index for row in rows[8:14]] == ["[0, 0]", "[0, 1]", "[0, 2]", "[1, 0]", "[1, 1]", "[1, 2]"]
+    assert [json.loads(row.index) for row in rows[8:10]] == [[0, 0], [0, 1]]
+    assert rows[13].value == 2.0**53
+    leaf, network, odd = rows[14:]
+    assert (leaf.module, leaf.tag, leaf.call) == ("lstm#1.0", "probe", 2)
+    assert (network.module, network.epoch, network.train_step, network.global_step) == ("", 2, 1, 9)
+    assert odd.kind == 'odd, "kind"\n'
+    assert results.traces == ("run.zarr",)
+    assert repr(results) == "Results(17 rows, 5 series)"
+
+
+def test_columns_equal_rows(results: analyze.Results) -> None:
+    """The table by columns and by rows is one table."""
+    columns = results.columns()
+    assert tuple(columns) == COLUMNS
+    for row, other in zip(results, zip(*columns.values(), strict=True), strict=True):
+        assert same(tuple(row), tuple(x.item() if isinstance(x, np.generic) else x for x in other))
+    assert columns["value"].dtype == np.float64
+    assert columns["epoch"].dtype == np.int64
+
+
+def test_messages_come_back(results: analyze.Results) -> None:
+    """What was added comes back as messages, with shape, dtype and every field."""
+    again = analyze.Results()
+    for one in results.messages():
+        again.add(one, "run.zarr", "whoever")
+    assert [row[2:-1] for row in again] == [row[2:-1] for row in results]
+    counts = next(one for one in results.messages() if one.kind == "weights_histogram")
+    assert counts.data is not None
+    assert counts.data.dtype == torch.int64
+    assert counts.data.tolist() == [[1, 2, 3], [4, 5, 2**53]]
+
+
+def test_extend() -> None:
+    """Results of several traces make one table; a trace cannot be made of it."""
+    both = analyze.Results()
+    for trace in ("a.zarr", "b.zarr"):
+        one = analyze.Results()
+        one.add(message("loss_value", 1.0, 3, None), trace, "loss")
+        both.extend(one)
+    assert [(row.trace, row.subscriber, row.global_step) for row in both] == [
+        ("a.zarr", "loss", 3),
+        ("b.zarr", "loss", 3),
+    ]
+    with pytest.raises(TraceError, match="these are of 2"):
+        both.to_trace("unused.zarr")
+
+
+def test_data_of_all_kinds() -> None:
+    """float32, bfloat16, booleans, empty arrays and events have rows or none; complex numbers are refused."""
+    results = analyze.Results()
+    for data in (torch.tensor(0.1), torch.ones(2).bfloat16(), torch.tensor([True]), torch.zeros(0, 3)):
+        results.add(message("x", data))
+    results.add(NetworkMessage(kind="event", global_step=0, train_step=0, epoch=0))
+    assert [row.value for row in results] == [float(np.float32(0.1)), 1.0, 1.0, 1.0]
+    assert [one.data if one.data is None else tuple(one.data.shape) for one in results.messages()] == [
+        (), (2,), (1,), (0, 3), None,
+    ]  # fmt: skip
+    with pytest.raises(MessageError, match="real numbers"):
+        results.add(message("x", torch.tensor(1j)))
+
+
+# -- asking a trace -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """A small recording: weights of two modules and a loss, over six steps."""
+    path = tmp_path / "run.zarr"
+    with TraceWriter(path) as writer:
+        for step in range(6):
+            writer.write(message("loss", torch.tensor(1 / (step + 1)), step, None))
+            for module in ("a", "b"):
+                writer.write(message("weights", torch.full((2, 2), float(step + 1)), step, module))
+    return path
+
+
+def test_analyze(trace: Path) -> None:
+    """A trace is asked by instances and by words; the answers stand in the order of the recording."""
+    results = analyze.analyze(trace, ["norm:order=inf", analyze.Loss()])
+    assert [(row.subscriber, row.kind, row.module, row.global_step) for row in results][:4] == [
+        ("loss", "loss_value", "", 0),
+        ("norm", "weights_norminf", "a", 0),
+        ("norm", "weights_norminf", "b", 0),
+        ("loss", "loss_value", "", 1),
+    ]
+    assert {row.trace for row in results} == {str(trace)}
+    assert len(results) == 18
+    assert [row.value for row in results if row.module == "b"] == [1.0, 2, 3, 4, 5, 6]
+
+
+def test_analyze_a_part(trace: Path) -> None:
+    """Filters are those of a replay; a subscriber alone need not be in a list; a reader may be given."""
+    some = analyze.analyze(trace, "norm", modules="a", steps=(1, 6, 2))
+    assert [(row.module, row.global_step) for row in some] == [("a", 1), ("a", 3), ("a", 5)]
+    with tracer.open(trace) as reader:
+        again = analyze.analyze(reader, analyze.Norm(modules="a"), kinds="weights", tags="default", steps=(1, 6, 2))
+    assert list(again) == list(some)
+
+
+def test_analyze_asks_for_no_more_than_its_subscribers(trace: Path) -> None:
+    """Gathering answers reads nothing; what nobody produces is not in the table."""
+    sink = analyze.Results().sink([analyze.Norm()], "run")
+    assert sink.passive
+    assert not sink.wants("loss", None, None, None)
+    assert sink.wants("weights_norm2", "a", "t", 1)
+    assert tracer.plan(trace, analyze.Norm(), sink).messages == 12
+
+
+def test_analyze_without_a_question(trace: Path) -> None:
+    """Nothing asked, an unknown name, a missing stream: a sentence each."""
+    with pytest.raises(MessageError, match="at least one subscriber"):
+        analyze.analyze(trace, [])
+    with pytest.raises(UnknownNameError, match="did you mean 'norm'"):
+        analyze.analyze(trace, "nrom")
+    with pytest.raises(TracerError, match="activations"):
+        analyze.analyze(trace, "mean")
+
+
+def test_live_equals_replay() -> None:
+    """A sink on a bus of a live run gathers the same."""
+    live, metric = analyze.Results(), analyze.Norm()
+    bus = MessageBus()
+    for receiver in (metric, live.sink([metric], "run")):
+        bus.register(receiver)
+    bus.publish(message("weights", [3.0, 4.0]))
+    bus.finish()
+    bus.close()
+    assert [tuple(row) for row in live] == [("run", "norm", "weights_norm2", "fc", "default", 0, 0, 0, 0, "", 5.0)]
+
+
+def test_results_can_be_asked_again(trace: Path, tmp_path: Path) -> None:
+    """Answers written as a trace are the streams of a later replay."""
+    for suffix in (".zarr", ".h5"):
+        path = tmp_path / f"norms{suffix}"
+        analyze.analyze(trace, "norm").write(path)
+        means = analyze.analyze(path, "message_mean:kind=weights_norm2")
+        assert [(row.global_step, row.value) for row in means] == [(step, 2.0 * (step + 1)) for step in range(6)]
+        with tracer.open(path) as reader:
+            assert reader.info["header"]["subscribers"] == ["norm"] if "header" in reader.info else True
+
+
+# -- files --------------------------------------------------------------------------------------------------
+
+
+def read_csv(path: Path) -> list[tuple[Any, ...]]:
+    """The rows of a CSV file, by Python's reader."""
+    with path.open(encoding="utf-8", newline="") as file:
+        header, *rows = csv.reader(file)
+    assert tuple(header) == COLUMNS
+    return [(*row[:5], *map(int, row[5:9]), row[9], float(row[10])) for row in rows]
+
+
+def read_jsonl(path: Path) -> list[tuple[Any, ...]]:
+    """The rows of a file of JSON lines, by a strict reader."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    with path.open(encoding="utf-8") as file:
+        rows = [json.loads(line, parse_constant=refuse) for line in file]
+    assert all(tuple(row) == COLUMNS for row in rows)
+    return [(*list(row.values())[:-1], float(row["value"])) for row in rows]
+
+
+def read_parquet(path: Path) -> list[tuple[Any, ...]]:
+    """The rows of a Parquet file, by Arrow."""
+    table = pyarrow.parquet.read_table(path)
+    assert tuple(table.column_names) == COLUMNS
+    assert [str(field.type) for field in table.schema] == ["string"] * 5 + ["int64"] * 4 + ["string", "double"]
+    return [tuple(row.values()) for row in table.to_pylist()]
+
+
+READERS: dict[str, Callable[[Path], list[tuple[Any, ...]]]] = {
+    ".csv": read_csv,
+    ".jsonl": read_jsonl,
+    ".parquet": read_parquet,
+}
+
+
+@pytest.mark.parametrize("suffix", READERS)
+def test_tables_read_back(results: analyze.Results, tmp_path: Path, suffix: str) -> None:
+    """Every number, also NaN, infinities, -0.0 and the smallest denormal, and every word reads back the same."""
+    path = tmp_path / f"table{suffix}"
+    results.write(path)
+    rows = READERS[suffix](path)
+    assert len(rows) == len(results)
+    assert all(same(tuple(row), other) for row, other in zip(results, rows, strict=True))
+    assert os.listdir(tmp_path) == [path.name]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(), max_size=20))
+def test_floats_read_back(tmp_path_factory: pytest.TempPathFactory, values: list[float]) -> None:
+    """Any float64 whatsoever survives CSV and JSON lines."""
+    results = analyze.Results()
+    results.add(message("x", torch.tensor(values, dtype=torch.float64)))
+    folder = tmp_path_factory.mktemp("floats")
+    for suffix in (".csv", ".jsonl"):
+        results.write(folder / f"t{suffix}")
+        rows = READERS[suffix](folder / f"t{suffix}")
+        assert same([row[-1] for row in rows], values)
+
+
+def test_empty_tables(tmp_path: Path) -> None:
+    """No answers make an empty table of the right columns, in every format."""
+    for suffix in FORMATS:
+        analyze.Results().write(tmp_path / f"empty{suffix}")
+    for suffix, read in READERS.items():
+        assert read(tmp_path / f"empty{suffix}") == []
+    assert list(analyze.Results().to_pandas().columns) == list(COLUMNS)
+    assert analyze.Results().to_table().row_count == 0
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
+def test_traces_read_back(results: analyze.Results, tmp_path: Path, suffix: str) -> None:
+    """A trace of answers holds them with shape, dtype, counters, leaf and call."""
+    path = tmp_path / f"answers{suffix}"
+    results.write(path)
+    assert os.listdir(tmp_path) == [path.name]
+    with tracer.open(path) as reader:
+        read = list(reader.messages())
+    for one, other in zip(read, results.messages(), strict=True):
+        fields = ("kind", "key", "tag", "epoch", "train_step", "global_step", "call", "leaf")
+        assert [getattr(one, name) for name in fields] == [getattr(other, name) for name in fields]
+        assert one.data is not None
+        assert other.data is not None
+        assert one.data.dtype == other.data.dtype
+        assert torch.equal(one.data.nan_to_num(nan=12.5), other.data.nan_to_num(nan=12.5))
+
+
+def test_data_frame(results: analyze.Results) -> None:
+    """A data frame has the columns and the rows."""
+    frame = results.to_pandas()
+    assert isinstance(frame, pd.DataFrame)
+    assert tuple(frame.columns) == COLUMNS
+    assert all(
+        same(tuple(row), other) for row, other in zip(results, frame.itertuples(index=False, name=None), strict=True)
+    )
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_nothing_is_overwritten_unasked(results: analyze.Results, tmp_path: Path, suffix: str) -> None:
+    """What is there stays, until overwriting is asked for; then it is replaced as a whole."""
+    path = tmp_path / f"out{suffix}"
+    results.write(path)
+    before = path.stat().st_mtime_ns
+    with pytest.raises(TraceExistsError, match="already"):
+        results.write(path)
+    assert path.stat().st_mtime_ns == before
+    fewer = analyze.Results()
+    fewer.add(message("x", 1.0))
+    fewer.write(path, overwrite=True)
+    if suffix in READERS:
+        assert len(READERS[suffix](path)) == 1
+    else:
+        with tracer.open(path) as reader:
+            assert len(list(reader.messages())) == 1
+    assert os.listdir(tmp_path) == [path.name]
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_folders_are_never_overwritten(results: analyze.Results, tmp_path: Path, suffix: str) -> None:
+    """A folder that is no trace may hold somebody's work: it stays even if overwriting is asked for."""
+    path = tmp_path / f"out{suffix}"
+    path.mkdir()
+    (path / "thesis.tex").write_text("years")
+    with pytest.raises(TraceExistsError):
+        results.write(path, overwrite=True)
+    assert (path / "thesis.tex").read_text() == "years"
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_a_failure_leaves_nothing(results: analyze.Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If writing fails half-way, what was there before is still there, and no half of a file."""
+    path = tmp_path / "out.csv"
+    path.write_text("before")
+    monkeypatch.setattr(analyze.Results, "__iter__", lambda _: iter([("fine",), 1 / 0 if False else object()]))
+    with pytest.raises(csv.Error):
+        results.write(path, overwrite=True)
+    assert path.read_text() == "before"
+    assert os.listdir(tmp_path) == ["out.csv"]
+
+
+def test_wrong_paths_get_a_sentence(results: analyze.Results, tmp_path: Path) -> None:
+    """An unknown suffix and a missing folder are named."""
+    with pytest.raises(UnknownNameError, match=r"format of results '.xlsx'.*known: .csv"):
+        results.write(tmp_path / "out.xlsx")
+    with pytest.raises(TraceNotFoundError, match="no folder"):
+        results.write(tmp_path / "nowhere" / "out.csv")
+
+
+@pytest.mark.parametrize(
+    ("package", "write"),
+    [
+        ("pyarrow", lambda results, path: results.to_parquet(path)),
+        ("pandas", lambda results, path: results.to_pandas()),
+        ("torch.utils.tensorboard", lambda results, path: results.to_tensorboard(path)),
+    ],
+)
+def test_missing_packages_get_a_sentence(
+    results: analyze.Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, write: Any
+) -> None:
+    """Without an optional package the sentence says what to install."""
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(TracerError, match=r"not installed: pip install 'tracereel\["):
+        write(results, tmp_path / "out")
+
+
+def test_tensorboard(results: analyze.Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers become scalars, counts with edges become histograms, at their global steps."""
+    calls: list[tuple[Any, ...]] = []
+
+    class SummaryWriter:
+        """Stands in for TensorBoard's, which is an optional package."""
+
+        def __init__(self, logdir: str) -> None:
+            calls.append(("open", logdir))
+
+        def __enter__(self) -> SummaryWriter:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            calls.append(("close",))
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            calls.append((name, value, step))
+
+        def add_histogram_raw(self, name: str, **fields: Any) -> None:
+            calls.append((name, fields["num"], fields["bucket_limits"], fields["bucket_counts"], fields["global_step"]))
+
+    fake = types.ModuleType("torch.utils.tensorboard")
+    fake.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+    answers = analyze.Results()
+    answers.add(message("loss_value", 0.5, 3, None))
+    answers.add(message("activations_mean", 2.0, 4, "lstm", leaf="1", call=1, tag="probe"))
+    answers.add(message("pair", [1.0, 2.0], 5))
+    for one in analyze.Histogram(bins=2).compute(message("weights", [0.0, 1.0, 4.0], 6)):
+        answers.add(one)
+    answers.to_tensorboard(tmp_path)
+    assert calls == [
+        ("open", str(tmp_path)),
+        ("loss_value", 0.5, 3),
+        ("activations_mean/lstm#1@probe:1", 2.0, 4),
+        ("pair/fc[0]", 1.0, 5),
+        ("pair/fc[1]", 2.0, 5),
+        ("weights_histogram/fc", 3, [2.0, 4.0], [2, 1], 6),
+        ("close",),
+    ]
+
+
+# -- for people ---------------------------------------------------------------------------------------------
+
+
+def printed(results: analyze.Results, **more: Any) -> str:
+    """The table as a terminal of 200 columns shows it."""
+    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115 - a sink for the terminal
+    with console.file:
+        console.print(results.to_table(**more))
+        return console.export_text()
+
+
+def test_short_tables_show_every_row() -> None:
+    """Few rows are shown as they are, without columns that say nothing."""
+    results = analyze.Results()
+    for step in range(3):
+        results.add(message("weights_norm2", 1 / (step + 3), step, "[bold]odd[/bold]"), "run.zarr", "norm")
+    text = printed(results)
+    assert text.split("\n")[1].split() == ["kind", "module", "epoch", "global_step", "value"]
+    assert "[bold]odd[/bold]" in text
+    assert "0.3333" in text
+    assert "0.2" in text
+
+
+def test_long_tables_are_summed_up(results: analyze.Results) -> None:
+    """Many rows become a line for each series: how many, first, last, least, greatest, and the course."""
+    for step in range(100):
+        results.add(message("weights_norm2", float(step), step, "conv"), "run.zarr", "norm")
+    lines = printed(results).split("\n")
+    assert lines[1].split() == ["kind", "module", "tag", "n", "first", "last", "min", "max", "trend"]
+    (conv,) = [line.split() for line in lines if " conv " in line]
+    assert conv == ["weights_norm2", "conv", "default", "100", "0", "99", "0", "99", "▁▁▂▃▄▄▅▆▆▇██"]
+    assert len(results.summary()) == 6
+
+
+def test_summary_of_strange_values(results: analyze.Results) -> None:
+    """Minimum and maximum are of the finite values; first and last as they are; arrays by their means."""
+    by_kind = {one.kind: one for one in results.summary()}
+    norm = by_kind["weights_norm2"]
+    assert (norm.n, norm.first, norm.min, norm.max) == (8, 0.1, -0.0, 1.7976931348623157e308)
+    assert by_kind["weights_histogram"].n == 1
+    assert by_kind["weights_histogram"].max == 2.0**53
+    nothing = analyze.Results()
+    nothing.add(message("x", [NAN, INF]))
+    (one,) = nothing.summary()
+    assert math.isnan(one.first)
+    assert math.isnan(one.min)
+    assert one.trend == " "
+    assert as_json(one)["min"] == "NaN"
+
+
+def test_several_traces_are_told_apart() -> None:
+    """A table of several traces has a column for them."""
+    results = analyze.Results()
+    for trace in ("a.zarr", "b.zarr"):
+        results.add(message("loss_value", 1.0, 0, None), trace, "loss")
+    assert "a.zarr" in printed(results)
+    assert "b.zarr" in printed(results, rows=1)
+
+
+def test_sparkline() -> None:
+    """Gaps for what is not finite, one height for what is constant, and no overflow."""
+    assert sparkline([]) == ""
+    assert sparkline([NAN]) == " "
+    assert sparkline([2, 2, INF, 2]) == "▄▄ ▄"
+    assert sparkline([-1.7e308, 1.7e308]) == "▁█"
+    assert len(sparkline(range(1000))) == 12
+    assert sparkline(range(1000))[0] == "▁"
+    assert sparkline(range(1000))[-1] == "█"
+
+
+def test_a_hundred_thousand_rows(tmp_path: Path) -> None:
+    """A table of many rows is kept by columns and written in little time; its rows are those that were added."""
+    values = random.Random(0)
+    results = analyze.Results()
+    for step in range(25_000):
+        results.add(message("weights_norm2", values.random(), step, f"layer{step % 7}"), "run.zarr", "norm")
+    results.add(message("weights_histogram", torch.arange(75_000), 0), "run.zarr", "histogram")
+    results.write(tmp_path / "t.csv")
+    rows = read_csv(tmp_path / "t.csv")
+    assert len(rows) == len(results) == 100_000
+    assert rows[-1][-2:] == ("[74999]", 74999.0)
+    assert sum(len(array) for array in (results._values, results._call)) < 130_000
