@@ -221,7 +221,7 @@ def _table(
         box=box.SIMPLE_HEAD if sys.stdout.isatty() else None,
         title_justify="left",
         pad_edge=False,
-        expand=False,
+        padding=(0, 1, 0, 0),
     )
     to_the_right = set(right)
     for column in columns:
@@ -336,7 +336,7 @@ def demo(out: str, epochs: int, seed: int, overwrite: bool) -> None:
 
         shown = demonstration.run(folder, epochs=epochs, seed=seed, overwrite=overwrite, say=_say)
     for caption, columns, rows in shown.tables:
-        _show(_table(caption, columns, rows, right=columns[1:]))
+        _show(_table(caption, columns, rows, right=[name for name in columns[1:] if name != "layer"]))
     click.echo("\nThe files:")
     for path, what in shown.files:
         click.echo(f"  {path}  {what}")

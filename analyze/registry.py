@@ -79,7 +79,9 @@ def find(name: str) -> type[Subscriber]:
         if name not in plug_ins:
             raise UnknownNameError.of("subscriber", name, {*BUILT_IN, *plug_ins})
         point = plug_ins[name]
-        found = _guarded(point.load, f"subscriber {name!r} ({point.value}, an entry point of {_package(point)})")
+        found = _guarded(
+            point.load, f"subscriber {name!r} ({point.value}, an entry point of {_package(point)}) cannot be imported"
+        )
     return _checked(found, name)
 
 
@@ -164,8 +166,7 @@ def describe(name: str) -> dict[str, Any]:
     needs: list[str] = []
     produces: list[str] = []
     if all(one.default is not one.empty for one in parameters.values()):
-        make: Callable[..., Subscriber] = cls
-        example = make()
+        example = _guarded(cls, f"{name} cannot be made with its default parameters")
         needs, produces = sorted(example.needs), list(example.produces)
     docstring = inspect.getdoc(cls) or ""
     return {
@@ -206,7 +207,7 @@ def _from_file(path: str, name: str) -> Any:
     file = Path(path).expanduser()
     if not file.is_file():
         raise UnknownNameError(f"there is no file {path!r} to take the subscriber {name} from")
-    module = _guarded(lambda: _import_file(file.resolve()), f"{path!r}, which is to define {name},")
+    module = _guarded(lambda: _import_file(file.resolve()), f"{path!r}, which is to define {name}, cannot be imported")
     if not hasattr(module, name):
         known = [
             key for key, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__
@@ -235,11 +236,11 @@ def _import_file(file: Path) -> ModuleType:
 
 
 def _guarded(load: Callable[[], Any], what: str) -> Any:
-    """What `load` returns; whatever goes wrong in foreign code becomes one sentence, with its cause attached."""
+    """What foreign code returns; whatever goes wrong in it becomes one sentence, with its cause attached."""
     try:
         return load()
     except Exception as error:  # foreign code may raise anything
-        raise TracerError(f"{what} cannot be imported: {type(error).__name__}: {error}") from error
+        raise TracerError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def _checked(found: Any, name: str) -> type[Subscriber]:

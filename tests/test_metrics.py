@@ -748,6 +748,21 @@ def test_svcca_of_a_layer_with_its_past(lag: int) -> None:
     assert sum(metric.statuses.values()) == len(said)
 
 
+def test_svcca_with_details() -> None:
+    """On demand it says how many directions it kept, and the value to expect of unrelated layers."""
+    metric = analyze.SVCCA(details=True)
+    first, second = (message for message in probes(2) if message.module == "a")
+    said = [*metric.compute(first), *metric.compute(second)]
+    found = analyze.svcca(second.data, first.data)
+    assert [(one.kind, float(one.data)) for one in said] == [
+        ("activations_svcca", float(found)),
+        ("activations_svcca_k", found.k),
+        ("activations_svcca_m", found.m),
+        ("activations_svcca_null", found.null_baseline),
+    ]
+    assert metric.produces == tuple(one.kind for one in said)
+
+
 def test_svcca_goes_on_after_trouble() -> None:
     """A probe with NaN, or with other datapoints, gives NaN twice, and then values again."""
     metric = analyze.SVCCA()

@@ -349,6 +349,12 @@ def test_wrong_classes_in_files_get_a_sentence(own: Path, wish: str, sentence: s
     assert str(own) in str(caught.value)
 
 
+def test_class_that_cannot_be_made_gets_a_sentence(own: Path) -> None:
+    """Describing a class whose defaults it refuses itself says so."""
+    with pytest.raises(TracerError, match=r"Refuses cannot be made with its default parameters: ValueError: depth"):
+        registry.describe(f"{own}:Refuses")
+
+
 def test_broken_file_gets_a_sentence(tmp_path: Path) -> None:
     """A file that cannot be imported says why, every time, and keeps the cause."""
     path = tmp_path / "broken.py"

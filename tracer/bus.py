@@ -196,13 +196,7 @@ class MessageBus:
         MessageError
             If its kind is not a topic of this bus, or is one of the other class of message.
         """
-        topic = self._topics.get(message.kind)
-        if topic is None:
-            raise MessageError(
-                f"bus {self.name!r} has no topic {message.kind!r}; it has {', '.join(sorted(self._topics))}"
-            )
-        if topic != "any" and (topic == "network") != (message.key is None):
-            raise MessageError(f"{message.kind} is a {topic} topic, but the message is a {type(message).__name__}")
+        self._check(message)
         with self._lock:
             self._queue.append(message)
             if self._publishing:  # called by a receiver while it listens: its turn comes after the current message
@@ -272,6 +266,15 @@ class MessageBus:
         if first is not None:
             raise first
 
+    def _check(self, message: Message) -> None:
+        topic = self._topics.get(message.kind)
+        if topic is None:
+            raise MessageError(
+                f"bus {self.name!r} has no topic {message.kind!r}; it has {', '.join(sorted(self._topics))}"
+            )
+        if topic != "any" and (topic == "network") != (message.key is None):
+            raise MessageError(f"{message.kind} is a {topic} topic, but the message is a {type(message).__name__}")
+
     def _deliver(self, message: Message) -> None:
         for receiver in tuple(self._receivers):
             if receiver.wants(message.kind, message.key, message.tag, message.step):
@@ -281,7 +284,12 @@ class MessageBus:
     def _guarded(self, receiver: Receiver, message: Message | None) -> list[Message]:
         """The answers of a receiver to a message (or its last ones), under this bus's policy for errors."""
         try:
-            return list((receiver.finish() if message is None else receiver.receive(message)) or ())
+            answers = list((receiver.finish() if message is None else receiver.receive(message)) or ())
+            for answer in answers:
+                if not isinstance(answer, Message):
+                    raise MessageError(f"an answer is a message, not {type(answer).__name__}")
+                self._check(answer)
+            return answers
         except Exception as error:
             about = "at the end" if message is None else f"on {message.kind} of global step {message.global_step}"
             error.add_note(f"raised by {describe(receiver)} {about}")

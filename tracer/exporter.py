@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import pkgutil
 import random
 import warnings
 import weakref
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
@@ -105,25 +107,29 @@ class Exporter:
         self._optimizers: tuple[Optimizer, ...] = ()
         self._steps_itself = False  # the user calls step(), neither an optimizer nor the forward ends a step
         self._losses: list[nn.Module | str] = []
-        self._patched: dict[str, Any] = {}
+        self._patched: dict[str, _LossFunction] = {}
         self._in_loss = False
         self._lasting: dict[Any, list[Any]] = {}
         self._handles: list[Any] = []
+        self._leaf_handles: list[Any] = []
         self._hooks: list[_Hook] = []
         self._probes: list[_Probe] = []
         self._sampling: dict[tuple[str, str | None, str, str], dict[str, Any]] = {}
 
+        self._given_up: set[tuple[str, str | None]] = set()
         # answers to "who wants this stream", asked in every hook
         self._streams: dict[tuple[str, str | None, str], _Stream] = {}
         self._asking: tuple[Receiver, ...] = ()
         self._heard_tags: dict[str, bool] = {}
         self._published: dict[tuple[str, str | None, str, str], int] = {}
         self._running: dict[tuple[str, str | None, str, str], Tensor] = {}
+        self._logged: dict[tuple[str, str], tuple[tuple[int, int, int], int]] = {}
 
         self._enabled = True
         self._attached = True
         self._silent: list[str] = []
         self._open = False  # whether a step has begun and not ended
+        self._began = (0, 0, 0)  # its counters
         self._epoch_open = False
         self._epoch_over = False  # but the next one has not begun
         self._idle = False  # whether nobody wants anything of the open step
@@ -331,8 +337,9 @@ class Exporter:
         for handle in [*self._handles, *(one for handles in self._lasting.values() for one in handles)]:
             handle.remove()
         self._handles, self._lasting, self._hooks = [], {}, []
-        for name, original in self._patched.items():
-            setattr(torch.nn.functional, name, original)
+        self._forget_leaves()
+        for name, wrapper in self._patched.items():
+            _unpatch(name, wrapper)
         self._patched = {}
         self._before, self._after, self._gradients, self._inputs = {}, {}, {}, []
         self.message_bus.unwatch(self._rewire)
@@ -371,7 +378,12 @@ class Exporter:
                 raise MessageError(f"log({kind!r}) takes a number or an array, not {type(value).__name__}") from error
         aside = self._user_tag is not None
         at = self._now() if aside or self._open or self._last is None else self._last
-        self._publish(kind, None, data, self._user_tag or DEFAULT_TAG, at=at)
+        tag = self._user_tag or DEFAULT_TAG
+        # counted apart from what is observed: this may come before a step, in it and after it
+        last, count = self._logged.get((kind, tag), (at, 0))
+        call = max(count if last == at else 0, self._published.get((kind, None, tag, ""), 0))
+        self._logged[kind, tag] = (at, call + 1)
+        self._publish(kind, None, data, tag, call=call, at=at)
 
     @contextlib.contextmanager
     def tag(self, name: str) -> Iterator[None]:
@@ -516,7 +528,7 @@ class Exporter:
             "parameters": [
                 {
                     "name": name,
-                    "shape": list(parameter.shape),
+                    "shape": None if is_lazy(parameter) else list(parameter.shape),
                     "dtype": str(parameter.dtype).removeprefix("torch."),
                     "requires_grad": parameter.requires_grad,
                 }
@@ -615,6 +627,7 @@ class Exporter:
                 tensor = parameter.tensor
                 if (
                     tensor is not None
+                    and not is_lazy(tensor)
                     and tensor.requires_grad
                     and self._asked(parameter.kind("gradients"), parameter.stream)
                 ):
@@ -631,8 +644,8 @@ class Exporter:
             if isinstance(loss, nn.Module):
                 self._handles.append(loss.register_forward_hook(self._hook("_after_loss", ""), with_kwargs=True))
             elif loss not in self._patched:
-                self._patched[loss] = getattr(torch.nn.functional, loss)
-                setattr(torch.nn.functional, loss, _LossFunction(self, self._patched[loss]))
+                self._patched[loss] = _LossFunction(self, getattr(torch.nn.functional, loss))
+                setattr(torch.nn.functional, loss, self._patched[loss])
 
     def _find_parameters(self) -> None:
         self._parameters = []
@@ -666,11 +679,13 @@ class Exporter:
         stream = self._streams.get((kind, path, tag))
         if stream is None:
             capture = self._capture_of(kind, path, tag) if kind in KINDS else _EVERYTHING
+            if (kind, path) in self._given_up:
+                capture = None
             asking = [one for one in self._asking if one.wants(kind, path, tag, None)]
             stream = self._streams[kind, path, tag] = _Stream(capture, asking)
         if stream.capture is None or not stream.asking:
             return None
-        step, _, epoch = at if at is not None else (self.global_step, self.train_step, self.epoch)
+        step, _, epoch = at if at is not None else self._now()
         if kind in KINDS:
             clock = epoch if KINDS[kind].clock == "epoch" else step
             if not stream.capture.due(kind, tag, clock):
@@ -685,7 +700,8 @@ class Exporter:
     # -- publishing -----------------------------------------------------------------------------------------
 
     def _now(self) -> tuple[int, int, int]:
-        return self.global_step, self.train_step, self.epoch
+        """The counters of the open step, which keeps them to its end; else those that the next step would have."""
+        return self._began if self._open else (self.global_step, self.train_step, self.epoch)
 
     def _event(self, kind: str, at: tuple[int, int, int]) -> None:
         if self._wanted(kind, None, DEFAULT_TAG, at) is not None:
@@ -768,7 +784,7 @@ class Exporter:
         if not owned and _same_storage(final, source):
             final = final.clone(memory_format=torch.contiguous_format)
         if capture.runs:
-            self._running[stream] = final
+            self._running[stream] = final.clone()  # the reduction may overwrite it
         self._published[stream] = number + 1
         self.message_bus.publish(self._message(kind, path, final, tag, leaf, number, at))
 
@@ -803,6 +819,7 @@ class Exporter:
             return
         if self._epoch_over:
             self.epoch_finished()
+        self._began = self._now()
         self._open = True
         self._idle = self._nothing_due()
         self._calls = {key: count for key, count in self._calls.items() if key[1] != DEFAULT_TAG}
@@ -824,19 +841,23 @@ class Exporter:
     def _end_step(self) -> None:
         """Publish what is known now that the weights have moved, and move the clock."""
         self._begin_step()  # nothing of the forward was seen (compiled, bypassed), but the step took place
-        if not self._idle:
-            if not self._optimizers:
-                self._compare(self._parameters)
-            for parameter in self._parameters:
-                self._publish_parameter(parameter)
-            self._event("batch_finished", self._now())
-        self._before, self._after, self._gradients = {}, {}, {}
-        self._calls, self._published = {}, {}
-        self._last = self._now()
-        self._open = False
-        self._listening = False
-        self.global_step += 1
-        self.train_step += 1
+        try:
+            if not self._idle:
+                if not self._optimizers:
+                    self._compare(self._parameters)
+                for parameter in self._parameters:
+                    self._publish_parameter(parameter)
+                self._event("batch_finished", self._now())
+        finally:  # whatever failed, the optimizer has stepped
+            self._forget_leaves()
+            self._before, self._after, self._gradients = {}, {}, {}
+            self._calls, self._published = {}, {}
+            self._last = self._now()
+            self._open = False
+            self._listening = False
+            self.global_step += 1
+            if self._last[2] == self.epoch:  # else the epoch ended in this step, and the next is its successor's first
+                self.train_step += 1
         for probe in self._probes:
             if self.global_step % probe.every == 0:
                 self._guard(f"probe {probe.name}", functools.partial(self._run_probe, probe))
@@ -906,7 +927,12 @@ class Exporter:
             kind = parameter.kind(suffix)
             capture = self._wanted(kind, parameter.stream, DEFAULT_TAG)
             if capture is not None:
-                self._deliver_chosen(capture, kind, parameter, data)
+                try:
+                    self._deliver_chosen(capture, kind, parameter, data)
+                except Exception as error:
+                    if self.strict:
+                        raise
+                    self._give_up(kind, parameter.stream, error)
 
     def _deliver_chosen(self, capture: Capture, kind: str, parameter: _Parameter, chosen: Tensor) -> None:
         """Condition, reduce, cast and publish a parameter's data, which is selected and copied already."""
@@ -917,7 +943,7 @@ class Exporter:
             return
         final = capture.finish(kind, chosen, self._running.get(stream) if capture.runs else None)
         if capture.runs:
-            self._running[stream] = final
+            self._running[stream] = final.clone()  # the reduction may overwrite it
         if capture.choices and stream not in self._sampling and parameter.tensor is not None:
             told = capture.sampling(kind, tuple(parameter.tensor.shape))
             if told is not None:
@@ -996,7 +1022,7 @@ class Exporter:
             call = self._calls.get((path, tag), 0)
             for leaf, tensor in inputs:
                 if tensor.requires_grad and not recomputing():
-                    tensor.register_hook(_GradientHook(self, "input_gradients", path, leaf, call, tag, now))
+                    self._watch(tensor, _GradientHook(self, "input_gradients", path, leaf, call, tag, now))
 
     def _after_forward(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if recomputing():
@@ -1018,7 +1044,7 @@ class Exporter:
         if torch.is_grad_enabled() and self._wanted("layer_gradients", path, tag) is not None:
             for leaf, tensor in observed:
                 if tensor.requires_grad:
-                    tensor.register_hook(_GradientHook(self, "layer_gradients", path, leaf, call, tag, now))
+                    self._watch(tensor, _GradientHook(self, "layer_gradients", path, leaf, call, tag, now))
 
     def _publish_inputs(self, path: str, module: nn.Module, tag: str, call: int, now: tuple[int, int, int]) -> None:
         """Publish what the pre-hook of this module copied; what a failed forward left behind is dropped."""
@@ -1037,7 +1063,19 @@ class Exporter:
             for leaf, tensor in leaves(output):
                 if tensor.requires_grad:
                     now = self._now()
-                    tensor.register_hook(_GradientHook(self, "layer_gradients", path, leaf, call, self._tag, now))
+                    self._watch(tensor, _GradientHook(self, "layer_gradients", path, leaf, call, self._tag, now))
+
+    def _watch(self, tensor: Tensor, hook: _GradientHook) -> None:
+        """Hang a hook on a tensor of this pass, and see to it that it does not outlive the step."""
+        handle = tensor.register_hook(hook)
+        if tensor.is_leaf:  # a parameter that a module returns, an input of the user's: both outlive this step
+            hook.handle = handle
+            self._leaf_handles.append(handle)
+
+    def _forget_leaves(self) -> None:
+        for handle in self._leaf_handles:
+            handle.remove()
+        self._leaf_handles = []
 
     def _gradient(self, hook: _GradientHook, gradient: Tensor) -> None:
         capture = self._wanted(hook.kind, hook.path, hook.tag, hook.at)
@@ -1165,6 +1203,12 @@ class Exporter:
                 raise
             self._problem(what, f"{type(error).__name__}: {error}")
 
+    def _give_up(self, kind: str, path: str | None, error: Exception) -> None:
+        """Disable a stream that failed; the others, and the clock, go on."""
+        self._given_up.add((kind, path))
+        self._streams = {key: stream for key, stream in self._streams.items() if key[:2] != (kind, path)}
+        self._problem(f"{kind} of {path!r}", f"{type(error).__name__}: {error}")
+
     def _problem(self, what: str, why: str) -> None:
         """Note a problem; the first of each sort is also a warning."""
         for known in self.problems:
@@ -1285,7 +1329,7 @@ class _Hook:
 class _GradientHook:
     """Sees the gradient of one tensor of one forward pass."""
 
-    __slots__ = ("_exporter", "at", "call", "kind", "leaf", "path", "tag")
+    __slots__ = ("_exporter", "at", "call", "handle", "kind", "leaf", "path", "tag")
 
     def __init__(
         self, exporter: Exporter, kind: str, path: str, leaf: str, call: int, tag: str, at: tuple[int, int, int]
@@ -1297,8 +1341,11 @@ class _GradientHook:
         self.call = call
         self.tag = tag
         self.at = at
+        self.handle: Any = None
 
     def __call__(self, gradient: Tensor) -> None:
+        if self.handle is not None:
+            self.handle.remove()
         exporter = self._exporter()
         if exporter is None or not (exporter._attached and exporter._enabled):
             return
@@ -1307,7 +1354,7 @@ class _GradientHook:
         except Exception as error:
             if exporter.strict:
                 raise
-            exporter._problem(f"{self.kind} of {self.path!r}", f"{type(error).__name__}: {error}")
+            exporter._give_up(self.kind, self.path, error)
 
 
 class _LossFunction:
@@ -1318,6 +1365,10 @@ class _LossFunction:
         self.__wrapped__ = original
         self.__name__ = getattr(original, "__name__", "loss")
         self.__doc__ = original.__doc__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # what holds the function, such as a model, can be copied and pickled, and finds torch's own where it is loaded
+        return pkgutil.resolve_name, (f"torch.nn.functional:{self.__name__}",)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         exporter = self._exporter()
@@ -1331,6 +1382,18 @@ class _LossFunction:
         if exporter._attached and exporter._enabled:
             exporter._guard("loss", lambda: exporter._loss_seen(args, kwargs, output))
         return output
+
+
+def _unpatch(name: str, wrapper: _LossFunction) -> None:
+    """Take a stand-in away, even if another exporter has put one around it since."""
+    outer = getattr(torch.nn.functional, name)
+    if outer is wrapper:
+        setattr(torch.nn.functional, name, wrapper.__wrapped__)
+        return
+    while isinstance(outer, _LossFunction):
+        if outer.__wrapped__ is wrapper:
+            outer.__wrapped__ = wrapper.__wrapped__
+        outer = outer.__wrapped__
 
 
 @contextlib.contextmanager
@@ -1447,6 +1510,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def unobservable(tensor: Tensor) -> str | None:
     """Why a tensor's values cannot be copied, or None if they can."""
+    if is_lazy(tensor):
+        return "a lazy parameter has no values before the first forward"
     if tensor.is_meta:
         return "a meta tensor has no values"
     if tensor.is_quantized:

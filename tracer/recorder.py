@@ -386,6 +386,11 @@ def start(
     """Put a recorder and the receivers on an exporter's bus; `lazily`: create the trace at the first message."""
     ordered = in_order(tuple(receivers))
     derived = {kind for one in ordered for kind in getattr(one, "produces", ())}
+    trial = MessageBus(exporter.message_bus.name)  # what cannot be registered is an error before a file is there
+    for kind, topic in exporter.message_bus.topics.items():
+        trial.register_topic(kind, topic)
+    for one in (*exporter.message_bus.receivers, *ordered):
+        trial.register(one)
 
     def make() -> TraceWriter:
         return TraceWriter(path, header=header(exporter, seeds), overwrite=overwrite)
@@ -420,9 +425,17 @@ def end(run: Run, error: BaseException | None = None) -> None:
         recorder.close("finished" if cause is None else f"failed: {summary(cause)}")
     except TraceError as raised:
         if strict and cause is None:
-            raise
-        warnings.warn(f"the trace is incomplete: {raised}", RuntimeWarning, stacklevel=3)
-    run.bus.close()
+            failure = raised
+        else:
+            warnings.warn(f"the trace is incomplete: {raised}", RuntimeWarning, stacklevel=3)
+    try:
+        run.bus.close()
+    except Exception as raised:
+        if strict and cause is None:
+            failure = failure or raised
+        else:
+            told = f"a receiver could not be closed: {type(raised).__name__}: {raised}"
+            warnings.warn(told, RuntimeWarning, stacklevel=3)
     if failure is not None:
         raise failure
 

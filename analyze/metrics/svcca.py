@@ -392,6 +392,9 @@ class SVCCA(Subscriber):
         The share of the variance to keep, above 0 and up to 1.
     lag : int
         How many probes lie between the two that are compared.
+    details : bool
+        Whether to answer also ``{kind}_svcca_k`` and ``{kind}_svcca_m``, the directions kept now and before, and
+        ``{kind}_svcca_null``, the value to expect of unrelated layers.
     channels : {"auto", "first", "last"}
         Which axis is the neurons, all others being datapoints: ``"first"`` for convolutions (n, c, h, w), ``"last"``
         for sequences (n, t, d). ``"auto"`` takes three axes for a sequence and four or more for a convolution.
@@ -437,6 +440,7 @@ class SVCCA(Subscriber):
         threshold: float = 0.99,
         lag: int = 1,
         channels: Channels = "auto",
+        details: bool = False,
         tag: str | None = "probe",
         subsample: int = 1,
         modules: str | Iterable[str] | None = None,
@@ -444,8 +448,9 @@ class SVCCA(Subscriber):
         check_threshold(threshold)
         check_lag(lag)
         _shape(np.zeros((1, 1)), channels)
-        super().__init__(subscription_to(kind, tag, subsample, modules), produces=f"{kind}_svcca")
-        self.threshold, self.lag, self.channels = threshold, lag, channels
+        produces = [f"{kind}_svcca{suffix}" for suffix in ("", "_k", "_m", "_null")]
+        super().__init__(subscription_to(kind, tag, subsample, modules), produces if details else produces[:1])
+        self.threshold, self.lag, self.channels, self.details = threshold, lag, channels, details
         self.statuses: Counter[str] = Counter()
         self._past: dict[tuple[str | None, str, int, str], deque[Basis]] = {}
 
@@ -458,7 +463,9 @@ class SVCCA(Subscriber):
         if len(past) == self.lag:
             found = compare(now, past[0])
             self.statuses[found.status] += 1
-            yield derived(message, self.produces[0], answer(found.value))
+            numbers = (found.value, found.k, found.m, found.null_baseline)
+            for kind, number in zip(self.produces, numbers, strict=False):  # without details, the value only
+                yield derived(message, kind, answer(number))
         past.append(now)
 
     def state_dict(self) -> dict[str, Any]:
