@@ -30,7 +30,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from tracer.bus import MessageBus
 from tracer.capture import Capture
-from tracer.errors import CaptureError
+from tracer.errors import CaptureError, TraceError
 from tracer.exporter import LOSS_FUNCTIONS, Exporter, unwrap
 from tracer.messages import DEFAULT_TAG, EVAL_TAG
 from tracer.recorder import Run, end, start
@@ -78,7 +78,11 @@ def run(
     Raises
     ------
     CaptureError
-        If there is no such script or module, or it ended without error but no training was seen.
+        If there is no such script or module; or, out of the script's first ``backward``, if the capture matches no
+        module
+        of its model.
+    TraceError
+        If the script ended without error but no training was seen.
     TraceExistsError
         If something is at `out`.
     """
@@ -97,11 +101,11 @@ def run(
             error = raised
         finally:
             session.close(error)
+    if error is not None and error is session.refusal:
+        raise error
     status = _status(error)
     if status == 0 and not session.recorded:
-        raise CaptureError(
-            f"{script} ended, but no training step was seen, so nothing is recorded: {session.why_not()}"
-        )
+        raise TraceError(f"{script} ended, but no training step was seen, so nothing is recorded: {session.why_not()}")
     return status
 
 
@@ -137,6 +141,7 @@ class _Session:
         self._losses = 0
         self._unscaled: tuple[weakref.ref[Tensor], Tensor] | None = None
         self._pid = os.getpid()
+        self.refusal: CaptureError | None = None
 
     @property
     def recorded(self) -> bool:
@@ -164,6 +169,8 @@ class _Session:
 
         def backward(original: Callable[..., None]) -> Callable[..., None]:
             def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+                if session.refusal is not None:  # before anything is trained that was meant to be recorded
+                    raise session.refusal
                 session.guarded("loss", lambda: session.backward_called(tensor))
                 original(tensor, *args, **kwargs)
 
@@ -239,6 +246,12 @@ class _Session:
                 for name, one in _names_of(models).items():
                     self.exporter.add_modules((name, one))
         self.exporter.set_optimizer(alive)
+        try:
+            self.exporter.check()
+        except CaptureError as error:  # another optimizer, of another model, may still mend this
+            self.refusal = error
+        else:
+            self.refusal = None
 
     def backward_called(self, tensor: Tensor) -> None:
         """A scalar that is differentiated, and that no known loss function made, is a hand-written loss."""

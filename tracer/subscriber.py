@@ -193,7 +193,11 @@ def unmet(
 
 
 def _summary(offered: Sequence[tuple[str, str | None, str | None]]) -> str:
+    """The kinds that are there, each with its tags unless that is just the training's."""
     tags: dict[str, dict[str, None]] = {}
     for kind, _, tag in offered:
         tags.setdefault(kind, {}).update({} if tag is None else {tag: None})
-    return ", ".join(f"{kind} ({', '.join(of)})" if of else kind for kind, of in tags.items()) or "nothing"
+    told = [
+        f"{kind} (tag {', '.join(of)})" if list(of) not in ([], [DEFAULT_TAG]) else kind for kind, of in tags.items()
+    ]
+    return ", ".join(told) or "nothing"
