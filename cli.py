@@ -825,7 +825,7 @@ def _asked(
 
     results = Results()
     with _progress("replaying", plan.messages) as advance:
-        counter = _Counter({stream.kind for stream in plan.streams}, advance)
+        counter = _Counter({stream.kind for stream in (*plan.streams, *plan.derived)}, advance)
         listeners: list[Receiver] = [
             *asked,
             results.sink(asked, str(reader.path)),
@@ -879,8 +879,11 @@ def _print_plan(plan: Plan, as_json: bool) -> None:
     rows = [(one.kind, _where(one), one.tag, one.dtype, one.count, _size(one.bytes)) for one in plan.streams]
     if rows:
         _show(_table(None, ("kind", "module", "tag", "dtype", "recorded", "bytes"), rows, right=("recorded", "bytes")))
-    total = plan.messages + plan.skipped
-    click.echo(f"would read {plan.messages:,} of {total:,} messages, {_size(plan.bytes)}")
+    total = int(plan.where.size)
+    click.echo(f"would read {total - plan.skipped:,} of {total:,} messages, {_size(plan.bytes)}")
+    for one in plan.derived:
+        base = {"weight_updates": "weights", "bias_updates": "biases"}[one.kind]
+        click.echo(f"would derive {one.count:,} {one.kind} of {_where(one) or 'the root'} from its {base}")
     for sentence in plan.missing:
         click.echo(f"missing: {sentence}")
 

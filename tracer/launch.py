@@ -101,8 +101,8 @@ def run(
             error = raised
         finally:
             session.close(error)
-    if error is not None and error is session.refusal:
-        raise error
+    if session.refusal is not None and error is session.refusal:
+        raise session.refusal
     status = _status(error)
     if status == 0 and not session.recorded:
         raise TraceError(f"{script} ended, but no training step was seen, so nothing is recorded: {session.why_not()}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tracer.bus import MessageBus, Receiver, describe, in_order
 from tracer.errors import CaptureError, UnknownNameError
 from tracer.layout import ENCODINGS, Column
-from tracer.messages import KINDS
+from tracer.messages import KINDS, Message
 from tracer.reader import Steps, StreamInfo, TraceReader
 from tracer.subscriber import unmet
 from tracer.subscription import matches_tag
@@ -30,6 +30,10 @@ class Plan:
     trace : str
     streams : list of StreamInfo
         The streams that some receiver asks for; as they are in the trace, before steps are chosen.
+    derived : list of StreamInfo
+        Streams that some receiver asks for and the trace lacks, but that follow from what it holds: the update of a
+        weight
+        from its values in two consecutive steps.
     messages, bytes : int
         How much of them will be read.
     skipped : int
@@ -37,33 +41,27 @@ class Plan:
     missing : list of str
         A sentence for each receiver that needs what is not there; a replay refuses to start unless this is empty.
     where : ndarray of bool
-        The rows of the journal that will be read.
+        The rows of the journal that will be published.
+    pairs : ndarray of int, shape (n, 2)
+        The rows of the journal from which the derived messages will be made: a weight, and itself a step later.
     """
 
     trace: str
     streams: list[StreamInfo]
+    derived: list[StreamInfo]
     messages: int
     bytes: int
     skipped: int
     missing: list[str]
     where: NDArray[np.bool_]
+    pairs: NDArray[np.int64]
 
     def describe(self) -> dict[str, Any]:
         """The plan as JSON."""
         return {
             "trace": self.trace,
-            "streams": [
-                {
-                    "kind": one.kind,
-                    "module": one.module,
-                    "tag": one.tag,
-                    "leaf": one.leaf,
-                    "dtype": one.dtype,
-                    "count": one.count,
-                    "bytes": one.bytes,
-                }
-                for one in self.streams
-            ],
+            "streams": [_as_json(one) for one in self.streams],
+            "derived": [_as_json(one) for one in self.derived],
             "messages": self.messages,
             "bytes": self.bytes,
             "skipped": self.skipped,
@@ -150,7 +148,7 @@ def replay(
                 bus.register_topic(stream.kind)  # one of the user's, or an answer that a results trace holds
         for receiver in ordered:
             bus.register(receiver)
-        for message in reader.messages(where=todo.where):
+        for message in _messages(reader, todo):
             bus.publish(message)
         bus.finish()
         bus.close()
@@ -188,43 +186,169 @@ def _plan(
     ]
     narrowed = "" if (kinds, modules, tags) == (None, None, None) else " (after the filters)"
     asking = tuple(one for one in receivers if not getattr(one, "passive", False)) or receivers
-    missing = unmet(asking, [(one.kind, one.module, one.tag) for one in offered], f"{reader.path}{narrowed}")
+    derivable = _derivable(reader, kinds, modules, tags)
+    missing = unmet(
+        asking, [(one.kind, one.module, one.tag) for one in [*offered, *derivable]], f"{reader.path}{narrowed}"
+    )
     journal = reader.journal
     where = np.zeros(len(journal), dtype=np.bool_)
+    bases = [one.id for one in derivable]
     in_range = reader.select(streams=[one.id for one in offered], steps=steps)
     in_range = in_range[np.argsort(journal[in_range, Column.STREAM], kind="stable")]
     wanted: list[StreamInfo] = []
-    nbytes = 0
     for stream in offered:
-        who = [one for one in asking if one.wants(stream.kind, stream.module, stream.tag, None)]
-        if not who:
-            continue
-        wanted.append(stream)
-        begin, stop = np.searchsorted(journal[in_range, Column.STREAM], [stream.id, stream.id + 1])
-        rows = in_range[begin:stop]
-        entry = KINDS.get(stream.kind)
-        clock = journal[rows, Column.EPOCH if entry is not None and entry.clock == "epoch" else Column.GLOBAL_STEP]
-        ticks = np.unique(clock)
-        due = [
-            tick
-            for tick in ticks.tolist()
-            if any(one.wants(stream.kind, stream.module, stream.tag, tick) for one in who)
-        ]
-        if len(due) < len(ticks):
-            rows = rows[np.isin(clock, due)]
-        where[rows] = True
-        if stream.dtype is not None:
-            nbytes += int(journal[rows, Column.COUNT].sum()) * np.dtype(ENCODINGS[stream.dtype].storage).itemsize
-    messages = int(where.sum())
+        rows = _due(stream, _of_stream(journal, in_range, stream.id), journal, asking)
+        if rows is not None:
+            wanted.append(stream)
+            where[rows] = True
+    everything = reader.select(streams=bases)
+    everything = everything[np.argsort(journal[everything, Column.STREAM], kind="stable")]
+    in_range = reader.select(streams=bases, steps=steps)
+    in_range = in_range[np.argsort(journal[in_range, Column.STREAM], kind="stable")]
+    derived: list[StreamInfo] = []
+    pairs = [np.zeros((0, 2), np.int64)]
+    for stream in derivable:
+        rows = _due(stream, _of_stream(journal, in_range, stream.id), journal, asking)
+        if rows is not None:
+            derived.append(stream)
+            pairs.append(_pairs(journal, rows, _of_stream(journal, everything, stream.id)))
+    of_updates = np.concatenate(pairs)
+    of_updates = of_updates[np.argsort(of_updates[:, 0])]
+    read = np.concatenate([np.flatnonzero(where), of_updates[:, 1], of_updates[~where[of_updates[:, 0]], 0]])
+    messages = int(where.sum()) + len(of_updates)
     return Plan(
         trace=str(reader.path),
         streams=wanted,
+        derived=derived,
         messages=messages,
-        bytes=nbytes,
-        skipped=len(journal) - messages,
+        bytes=_nbytes(reader, read),
+        skipped=len(journal) - int(where.sum()),
         missing=missing,
         where=where,
+        pairs=of_updates,
     )
+
+
+def _due(
+    stream: StreamInfo, rows: NDArray[np.int64], journal: NDArray[np.int64], asking: tuple[Receiver, ...]
+) -> NDArray[np.int64] | None:
+    """Those of a stream's rows that some receiver wants, or None if nobody asks for the stream at all."""
+    who = [one for one in asking if one.wants(stream.kind, stream.module, stream.tag, None)]
+    if not who:
+        return None
+    entry = KINDS.get(stream.kind)
+    clock = journal[rows, Column.EPOCH if entry is not None and entry.clock == "epoch" else Column.GLOBAL_STEP]
+    ticks = np.unique(clock)
+    due = [
+        tick for tick in ticks.tolist() if any(one.wants(stream.kind, stream.module, stream.tag, tick) for one in who)
+    ]
+    return rows if len(due) == len(ticks) else rows[np.isin(clock, due)]
+
+
+def _of_stream(journal: NDArray[np.int64], rows: NDArray[np.int64], stream: int) -> NDArray[np.int64]:
+    """The rows of one stream, out of rows that are sorted by stream."""
+    begin, stop = np.searchsorted(journal[rows, Column.STREAM], [stream, stream + 1])
+    return rows[begin:stop]
+
+
+def _nbytes(reader: TraceReader, rows: NDArray[np.int64]) -> int:
+    itemsize = np.zeros(len(reader.streams), np.int64)
+    for stream in reader.streams:
+        if stream.dtype is not None:
+            itemsize[stream.id] = np.dtype(ENCODINGS[stream.dtype].storage).itemsize
+    return int((reader.journal[rows, Column.COUNT] * itemsize[reader.journal[rows, Column.STREAM]]).sum())
+
+
+# -- updates that were not recorded -----------------------------------------------------------------------------------
+
+_UPDATES = {"weights": "weight_updates", "biases": "bias_updates"}
+_GRADIENTS = {"weight_updates": "weight_gradients", "bias_updates": "bias_gradients"}
+
+
+def _derivable(
+    reader: TraceReader,
+    kinds: tuple[str, ...] | None,
+    modules: tuple[str, ...] | None,
+    tags: tuple[str, ...] | None,
+) -> list[StreamInfo]:
+    """The updates that the trace lacks, but that its weights in consecutive steps tell; with the ids of the weights.
+
+    Not from weights that were cast or reduced: a difference of rounded numbers is not the rounded difference.
+    """
+    present = {stream.kind for stream in reader.streams}
+    found = []
+    for stream in reader.streams:
+        kind = _UPDATES.get(stream.kind)
+        if (
+            kind is None
+            or kind in present
+            or (kinds is not None and kind not in kinds)
+            or (tags is not None and not any(matches_tag(pattern, stream.tag) for pattern in tags))
+            or (modules is not None and not any(fnmatchcase(stream.module or "", pattern) for pattern in modules))
+            or {"dtype", "reduce"} & set(stream.sampling or ())
+        ):
+            continue
+        rows = np.flatnonzero(reader.journal[:, Column.STREAM] == stream.id)
+        pairs = _pairs(reader.journal, rows, rows)
+        if len(pairs):
+            steps = reader.journal[pairs[:, 0], Column.GLOBAL_STEP]
+            found.append(
+                replace(
+                    stream,
+                    kind=kind,
+                    count=len(pairs),
+                    bytes=_nbytes(reader, pairs[:, 0]),
+                    steps=(int(steps[0]), int(steps[-1])),
+                )
+            )
+    return found
+
+
+def _pairs(journal: NDArray[np.int64], rows: NDArray[np.int64], everything: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of a stream's rows those that have a successor, among all its rows, one step later and of one shape; and that."""
+    if not len(rows):
+        return np.zeros((0, 2), np.int64)
+    follower = everything[np.minimum(np.searchsorted(everything, rows, side="right"), len(everything) - 1)]
+    follows = (journal[follower, Column.GLOBAL_STEP] == journal[rows, Column.GLOBAL_STEP] + 1) & (
+        journal[follower, Column.SHAPE] == journal[rows, Column.SHAPE]
+    )
+    return np.stack([rows[follows], follower[follows]], axis=1)
+
+
+def _messages(reader: TraceReader, todo: Plan) -> Iterator[Message]:
+    """The planned messages in their recorded order, each derived update where an observed one would stand."""
+    if not len(todo.pairs):
+        yield from reader.messages(where=todo.where)
+        return
+    mask = todo.where.copy()
+    mask[todo.pairs[:, 0]] = True
+    followers = np.zeros_like(mask)
+    followers[todo.pairs[:, 1]] = True
+    follower_of = dict(todo.pairs.tolist())
+    # read a second time, a step ahead: parameters come in one order in every step, so this holds few at once
+    ahead = zip(np.flatnonzero(followers).tolist(), reader.messages(where=followers), strict=True)
+    met: dict[int, Message] = {}
+    held: Message | None = None
+    for row, message in zip(np.flatnonzero(mask).tolist(), reader.messages(where=mask), strict=True):
+        if held is not None and not (message.kind == _GRADIENTS[held.kind] and message.key == held.key):
+            yield held
+            held = None
+        if todo.where[row]:
+            yield message
+        if row in follower_of:
+            while follower_of[row] not in met:
+                number, later = next(ahead)
+                met[number] = later
+            later = met.pop(follower_of[row])
+            assert message.data is not None and later.data is not None  # noqa: PT018 - weights are never events
+            held = replace(message, kind=_UPDATES[message.kind], data=later.data - message.data)
+    if held is not None:
+        yield held
+
+
+def _as_json(stream: StreamInfo) -> dict[str, Any]:
+    names = ("kind", "module", "tag", "leaf", "dtype", "count", "bytes")
+    return {name: getattr(stream, name) for name in names}
 
 
 @contextmanager
