@@ -35,8 +35,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.recorder": FOUNDATION | STORAGE | {"tracer.exporter", "tracer"},
     "tracer.replay": FOUNDATION | STORAGE,
     "tracer.launch": FOUNDATION | STORAGE | RUNNING | {"tracer"},
-    "tracer.integrations": set(),
-    "tracer.integrations.*": FOUNDATION | RUNNING | {"tracer", "tracer.integrations"},
     "analyze.metrics": set(),
     "analyze.metrics.*": {"tracer.messages", "tracer.subscription", "tracer.subscriber", "analyze.metrics.*"},
     "analyze.*": {"tracer", "tracer.*", "analyze", "analyze.*"},

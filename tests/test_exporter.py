@@ -1,0 +1,1500 @@
+"""The exporter's contract: what it sees of a training loop, when, in which order, and what it leaves alone."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tracer
+from tracer import Capture, CaptureError, Collect, Exporter, Message, MessageError
+from tracer.messages import KINDS
+
+
+def mlp() -> nn.Sequential:
+    """Linear, ReLU, Linear."""
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def watch(
+    model: nn.Module,
+    optimizer: Any = None,
+    loss: Any = None,
+    *,
+    strict: bool = True,
+    bus: tracer.MessageBus | None = None,
+    **settings: Any,
+) -> tuple[Exporter, Collect]:
+    """An exporter of all kinds (or of a capture with these settings) and what is heard of it."""
+    settings = {"kinds": KINDS, **settings}
+    exporter, heard = Exporter(message_bus=bus, capture=Capture(**settings), strict=strict), Collect("*")
+    exporter.message_bus.register(heard)
+    exporter.set_model(model)
+    exporter.set_optimizer(optimizer)
+    if loss is not None:
+        exporter.set_loss(loss)
+    return exporter, heard
+
+
+def data_of(heard: Collect, kind: str, module: str | None = None, **fields: Any) -> list[Tensor]:
+    """The data of all messages of a kind and module, in order."""
+    return [one.data for one in find(heard, kind, module, **fields) if one.data is not None]
+
+
+def find(heard: Collect, kind: str, module: str | None = None, **fields: Any) -> list[Message]:
+    """The messages of a kind and module with these fields, in order."""
+    return [
+        one
+        for one in heard.of(kind)
+        if (one.key == module) and all(getattr(one, name) == value for name, value in fields.items())
+    ]
+
+
+def said(message: Message) -> tuple[Any, ...]:
+    """What the sequence of messages is told by."""
+    return message.kind, message.key, message.global_step, message.train_step, message.epoch
+
+
+# -- the order of messages ------------------------------------------------------------------------------------
+
+
+def expected_sequence() -> list[tuple[Any, ...]]:
+    """Two epochs of two batches through Linear-ReLU-Linear, from section A of the contract, written out by hand."""
+    sequence: list[tuple[Any, ...]] = []
+    for global_step, train_step, epoch in ((0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)):
+        at = global_step, train_step, epoch
+        if train_step == 0:
+            sequence.append(("epoch_started", None, *at))
+        sequence += [
+            ("batch_started", None, *at),
+            ("input_data", None, *at),
+            ("layer_inputs", "0", *at),
+            ("activations", "0", *at),
+            ("layer_inputs", "1", *at),
+            ("activations", "1", *at),
+            ("layer_inputs", "2", *at),
+            ("activations", "2", *at),
+            ("network_output", None, *at),
+            ("input_labels", None, *at),
+            ("loss", None, *at),
+            ("layer_gradients", "2", *at),
+            ("input_gradients", "2", *at),
+            ("layer_gradients", "1", *at),
+            ("input_gradients", "1", *at),
+            ("layer_gradients", "0", *at),
+            ("weights", "0", *at),
+            ("weight_gradients", "0", *at),
+            ("weight_updates", "0", *at),
+            ("biases", "0", *at),
+            ("bias_gradients", "0", *at),
+            ("bias_updates", "0", *at),
+            ("weights", "2", *at),
+            ("weight_gradients", "2", *at),
+            ("weight_updates", "2", *at),
+            ("biases", "2", *at),
+            ("bias_gradients", "2", *at),
+            ("bias_updates", "2", *at),
+            ("batch_finished", None, *at),
+        ]
+        if train_step == 1:
+            sequence.append(("epoch_finished", None, *at))
+    return sequence
+
+
+def canonical(sequence: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The same, with gradients of one tensor (a layer's input is the one below's output) in one order.
+
+    Both hang on the same tensor, and the contract leaves open which of the two is told first.
+    """
+    result = list(sequence)
+    for i in range(len(result) - 1):
+        if result[i][0] == "layer_gradients" and result[i + 1][0] == "input_gradients" and result[i][1] != result[i + 1][1]:
+            result[i], result[i + 1] = result[i + 1], result[i]
+    return result
+
+
+@pytest.mark.parametrize("suffix", ["zarr", "h5"])
+def test_the_sequence_of_two_epochs_of_two_batches(suffix: str, tmp_path: Path) -> None:
+    """Every message of two epochs, live and replayed, comes in the order of the contract with its counters."""
+    model, loss, heard = mlp(), nn.MSELoss(), Collect()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    path = tmp_path / f"run.{suffix}"
+    with tracer.record(
+        path, model, optimizer, loss=loss, capture=Capture(kinds=KINDS), receivers=[heard], strict=True
+    ) as run:
+        for _ in range(2):
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss(model(torch.randn(5, 3)), torch.randn(5, 2)).backward()
+                optimizer.step()
+            run.epoch_finished()
+    expected = expected_sequence()
+    assert len(expected) == 4 * 28 + 4
+    assert canonical([said(one) for one in heard]) == canonical(expected)
+    replayed = Collect()
+    tracer.replay(path, replayed)
+    assert [said(one) for one in replayed] == [said(one) for one in heard]
+    assert {one.tag for one in replayed} == {"default"}
+    assert {one.call for one in replayed} == {0}
+
+
+# -- weights, gradients, updates ------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Truth:
+    """What a loop noted by itself, step by step, of every parameter."""
+
+    before: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
+    used: list[dict[str, Tensor | None]] = dataclasses.field(default_factory=list)
+    after: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int = 4,
+    change: Callable[[], None] = lambda: None,
+    inputs: Callable[[], Tensor] = lambda: torch.randn(5, 3),
+) -> Truth:
+    """A training loop that keeps copies of parameters and gradients; `change` comes before each optimizer step."""
+    truth = Truth()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        truth.before.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        model(inputs()).square().sum().backward()
+        change()
+        truth.used.append(
+            {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
+        )
+        optimizer.step()
+        truth.after.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    return truth
+
+
+def check_parameters(heard: Collect, truth: Truth) -> None:
+    """Weights, gradients and updates of every step and parameter are what the loop noted."""
+    count = 0
+    for name in truth.before[0]:
+        module, _, attribute = name.rpartition(".")
+        of = "bias" if attribute == "bias" else "weight"
+        for kind, expected in (
+            ("biases" if of == "bias" else "weights", truth.before),
+            (f"{of}_gradients", truth.used),
+            (f"{of}_updates", [{n: b[n] - a[n] for n in a} for a, b in zip(truth.before, truth.after, strict=True)]),
+        ):
+            wanted = [(step, values[name]) for step, values in enumerate(expected) if values[name] is not None]
+            messages = find(heard, kind, module)
+            assert [one.global_step for one in messages] == [step for step, _ in wanted], (kind, module)
+            for one, (_, value) in zip(messages, wanted, strict=True):
+                assert torch.equal(one.data, value), (kind, module, one.global_step)
+                count += 1
+    assert count
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum-and-decay": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adam-fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_bundles_its_own_weights_gradients_and_updates(optimizer: str) -> None:
+    """Step k carries W_k, the gradient that the optimizer used, and W_{k+1} - W_k, to the bit; the last step too."""
+    model = mlp()
+    chosen = OPTIMIZERS[optimizer](model.parameters())
+    exporter, heard = watch(model, chosen)
+    truth = train(model, chosen)
+    exporter.finish()
+    exporter.detach()
+    check_parameters(heard, truth)
+
+
+def test_a_plain_sgd_update_is_the_negative_gradient_times_the_rate() -> None:
+    """In one bundle of one step, update = -lr * gradient: the three kinds belong together."""
+    model, bundles = mlp(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    exporter, _ = watch(model, optimizer)
+    exporter.message_bus.register(
+        tracer.CallbackSubscriber(
+            ["weight_updates", "weight_gradients", "weights"], lambda *got: bundles.append(got), incomplete="strict"
+        )
+    )
+    train(model, optimizer)
+    exporter.detach()
+    assert [(step, key) for *_, step, _, _, key in bundles] == [(step, key) for step in range(4) for key in ("0", "2")]
+    for update, gradient, weights, *_ in bundles:
+        torch.testing.assert_close(update, -0.25 * gradient, rtol=1e-6, atol=1e-7 * float(weights.abs().max()))
+        assert gradient.abs().max() > 0
+
+
+def test_clipped_gradients_are_told_as_used() -> None:
+    """The gradient of a step is what the optimizer used: after clipping."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    truth = train(model, optimizer, change=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+    exporter.detach()
+    check_parameters(heard, truth)
+    total = sum(float(one.data.square().sum()) for one in heard if one.kind.endswith("t_gradients") or one.kind == "bias_gradients")
+    assert total <= 4 * 0.01**2 * 1.01
+
+
+def test_accumulated_gradients_are_one_step_of_several_calls() -> None:
+    """Three forwards and backwards before one optimizer step are calls 0, 1 and 2 of one step with the summed gradient."""
+    model, loss = mlp(), nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer, loss)
+    sums = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        for _ in range(3):
+            loss(model(torch.randn(5, 3)), torch.zeros(5, 2)).backward()
+        sums.append(model[0].weight.grad.clone())
+        optimizer.step()
+    exporter.detach()
+    for kind, module in (("activations", "0"), ("layer_gradients", "2"), ("loss", None), ("input_data", None)):
+        places = [(one.global_step, one.call) for one in find(heard, kind, module)]
+        assert places == [(step, call) for step in range(2) for call in range(3)], kind
+    assert len(heard.of("batch_started")) == len(heard.of("batch_finished")) == 2
+    for got, expected in zip(data_of(heard, "weight_gradients", "0"), sums, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_step_across_the_end_of_an_epoch_keeps_its_counters() -> None:
+    """Accumulation that goes on after `epoch_finished` belongs to the step, and so to the epoch, in which it began."""
+    model, bundles = mlp(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    exporter.message_bus.register(
+        tracer.CallbackSubscriber(["activations", "weights"], lambda *got: bundles.append(got), incomplete="strict", modules="0")
+    )
+    for _ in range(2):
+        for part in range(2):
+            model(torch.randn(5, 3)).sum().backward()
+            if part == 0:
+                exporter.epoch_finished()
+        optimizer.step()
+    exporter.detach()
+    counters = {(one.global_step, one.train_step, one.epoch) for one in heard if one.kind == "activations"}
+    assert counters == {(0, 0, 0), (1, 0, 1)}
+    assert len(bundles) == 4
+
+
+def test_lbfgs_closures_are_calls_of_one_step() -> None:
+    """The closures that one step of LBFGS evaluates are the calls of one step, whose update is the whole way."""
+    model, loss = mlp(), nn.MSELoss()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)
+    exporter, heard = watch(model, optimizer, loss)
+    x, y, closures = torch.randn(8, 3), torch.randn(8, 2), []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = loss(model(x), y)
+        value.backward()
+        closures.append(value.item())
+        return value
+
+    before = []
+    for _ in range(2):
+        before.append(model[0].weight.detach().clone())
+        optimizer.step(closure)
+    before.append(model[0].weight.detach().clone())
+    exporter.detach()
+    calls = [(one.global_step, one.call) for one in heard.of("loss")]
+    assert len(calls) == len(closures) > 4
+    assert sorted(calls) == calls
+    assert {step for step, _ in calls} == {0, 1}
+    assert [float(value) for value in data_of(heard, "loss")] == pytest.approx(closures)
+    for step in range(2):
+        assert torch.equal(data_of(heard, "weights", "0")[step], before[step])
+        assert torch.equal(data_of(heard, "weight_updates", "0")[step], before[step + 1] - before[step])
+
+
+class Gan(nn.Module):
+    """Two parts that two optimizers train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Linear(2, 3)
+        self.critic = nn.Linear(3, 1)
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.critic(self.generator(z))
+
+
+def test_of_two_optimizers_the_last_ends_the_step() -> None:
+    """Two optimizers that take turns make one step, in which each parameter has its own weights and update, once."""
+    model = Gan()
+    first = torch.optim.SGD(model.critic.parameters(), lr=0.1)
+    last = torch.optim.SGD(model.generator.parameters(), lr=0.1)
+    exporter, heard = watch(model, (first, last))
+    truth = []
+    for _ in range(3):
+        for optimizer in (first, last):
+            before = {name: p.detach().clone() for name, p in model.named_parameters()}
+            model.zero_grad()
+            model(torch.randn(4, 2)).sum().backward()
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+            optimizer.step()
+            truth.append((before, gradients, {name: p.detach().clone() for name, p in model.named_parameters()}))
+    exporter.detach()
+    assert exporter.global_step == 3
+    assert [one.global_step for one in heard.of("batch_finished")] == [0, 1, 2]
+    for step in range(3):
+        for module, turn in (("critic", 0), ("generator", 1)):
+            before, gradients, after = truth[2 * step + turn]
+            name = f"{module}.weight"
+            (weights,) = data_of(heard, "weights", module, global_step=step)
+            (gradient,) = data_of(heard, "weight_gradients", module, global_step=step)
+            (update,) = data_of(heard, "weight_updates", module, global_step=step)
+            assert torch.equal(weights, before[name])
+            assert torch.equal(gradient, gradients[name])
+            assert torch.equal(update, after[name] - before[name])
+        assert [one.call for one in find(heard, "activations", "critic", global_step=step)] == [0, 1]
+
+
+def test_without_an_optimizer_each_training_forward_is_a_step() -> None:
+    """A loop that moves the weights by hand has a step for each forward, with gradients and updates, the last too."""
+    model = mlp()
+    exporter, heard = watch(model)
+    weights = []
+    for _ in range(3):
+        weights.append(model[0].weight.detach().clone())
+        model.zero_grad()
+        model(torch.randn(5, 3)).square().sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+    weights.append(model[0].weight.detach().clone())
+    exporter.finish()
+    exporter.detach()
+    assert [one.global_step for one in heard.of("batch_finished")] == [0, 1, 2]
+    for step in range(3):
+        assert torch.equal(data_of(heard, "weights", "0")[step], weights[step])
+        update = data_of(heard, "weight_updates", "0")[step]
+        assert torch.equal(update, weights[step + 1] - weights[step])
+        torch.testing.assert_close(update, -0.1 * data_of(heard, "weight_gradients", "0")[step], rtol=1e-5, atol=1e-6)
+
+
+def test_with_an_empty_sequence_the_user_ends_the_step() -> None:
+    """With optimizer=(), two forwards are one step if `step` is called after the second."""
+    model = mlp()
+    exporter, heard = watch(model, ())
+    for _ in range(2):
+        for _ in range(2):
+            model(torch.randn(5, 3)).sum().backward()
+        exporter.step()
+    exporter.detach()
+    assert [(one.global_step, one.call) for one in find(heard, "activations", "0")] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [one.global_step for one in heard.of("batch_finished")] == [0, 1]
+    assert len(data_of(heard, "weight_gradients", "0")) == 2
+
+
+def test_no_forward_seen_is_a_step_all_the_same() -> None:
+    """An optimizer step whose forward was not seen (bypassed) still publishes weights, gradients and updates."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    model.forward(torch.randn(5, 3)).sum()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    exporter.detach()
+    kinds = [one.kind for one in heard if one.key in (None, "0")]
+    assert [kind for kind in kinds if kind.startswith(("epoch", "batch", "weight"))] == [
+        "epoch_started", "batch_started", "weights", "weight_gradients", "weight_updates", "batch_finished",
+    ]  # fmt: skip
+
+
+# -- passes that are not training -----------------------------------------------------------------------------
+
+
+def test_evaluation_passes_are_tagged_and_advance_nothing() -> None:
+    """Passes in eval mode or without gradients carry the tag eval and the current counters; the statistics stay."""
+    model, loss = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer, loss)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss(model(torch.randn(5, 3)), torch.zeros(5, 2)).backward()
+        optimizer.step()
+        statistics = model[1].running_mean.clone()
+        model.eval()
+        for _ in range(2):
+            loss(model(torch.randn(5, 3)), torch.zeros(5, 2))
+        with torch.no_grad():
+            loss(model(torch.randn(6, 3)), torch.zeros(6, 2))
+        model.train()
+        assert torch.equal(model[1].running_mean, statistics)
+        assert exporter.global_step == len(heard.of("batch_finished"))
+    exporter.detach()
+    for kind, module in (("activations", "0"), ("network_output", None), ("input_data", None)):
+        messages = find(heard, kind, module, tag="eval")
+        assert [(one.global_step, one.train_step, one.call) for one in messages] == [
+            (step, step, call) for step in (1, 2) for call in (0, 1, 2)
+        ], kind
+    assert len(heard.of("batch_started")) == 2
+    assert len(find(heard, "activations", "0", tag="default")) == 2
+    assert {one.tag for one in heard.of("loss")} == {"default", "eval"}
+
+
+def test_a_pass_between_two_steps_leaves_the_update_alone() -> None:
+    """An evaluation between backward and step, which zeroed ikkuna's updates, changes no message of training."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(torch.randn(7, 3))
+
+    truth = train(model, optimizer, change=evaluate)
+    exporter.detach()
+    check_parameters(heard, truth)
+    assert all(float(update.abs().max()) > 0 for update in data_of(heard, "weight_updates", "0"))
+
+
+def test_a_named_pass_carries_its_name() -> None:
+    """Inside `tag`, even a pass in training mode with gradients is no step and carries the user's name."""
+    model, loss = mlp(), nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer, loss)
+    with exporter.tag("test"):
+        loss(model(torch.randn(5, 3)), torch.zeros(5, 2)).backward()
+        with exporter.tag("inner"):
+            model(torch.randn(5, 3))
+        exporter.log("score", 3)
+    optimizer.zero_grad()
+    loss(model(torch.randn(5, 3)), torch.zeros(5, 2)).backward()
+    optimizer.step()
+    exporter.detach()
+    assert [one.tag for one in heard.of("network_output")] == ["test", "default"]
+    assert [one.tag for one in find(heard, "activations", "0")] == ["test", "inner", "default"]
+    assert [one.tag for one in heard.of("loss")] == ["test", "default"]
+    assert [one.tag for one in find(heard, "layer_gradients", "0")] == ["test", "default"]
+    assert [one.tag for one in heard.of("score")] == ["test"]
+    assert {one.global_step for one in heard} == {0}
+    for wrong in ("", "default", 3):
+        with pytest.raises(CaptureError, match="tag"), exporter.tag(wrong):
+            pass
+
+
+# -- loss and what the user says ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["function", "name", "module"])
+def test_a_loss_gives_output_labels_and_value(form: str) -> None:
+    """A loss as a function of torch, its name, or a module publishes what it was given and what it gave."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    module = nn.CrossEntropyLoss()
+    exporter, heard = watch(model, optimizer, {"function": F.cross_entropy, "name": "cross_entropy", "module": module}[form])
+    x, y = torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
+    output = model(x)
+    value = module(output, y) if form == "module" else F.cross_entropy(input=output, target=y, label_smoothing=0.1)
+    value.backward()
+    optimizer.step()
+    exporter.detach()
+    assert [torch.equal(one, output) for one in data_of(heard, "network_output")] == [True]
+    assert [torch.equal(one, y) for one in data_of(heard, "input_labels")] == [True]
+    assert [float(one) for one in data_of(heard, "loss")] == [float(value)]
+    assert F.cross_entropy.__module__ == "torch.nn.functional"
+
+
+def test_a_foreign_loss_is_refused_with_a_way_out() -> None:
+    """A function of another place cannot be seen, and the error says what serves instead."""
+    for foreign in (lambda x, y: x, torch.sum, F.relu, "relu"):
+        with pytest.raises(CaptureError, match=r"log\('loss', value\)"):
+            Exporter().set_loss(foreign)
+
+
+def test_a_patched_loss_still_copies_and_pickles() -> None:
+    """What holds a watched loss function can be copied and pickled, and gets the function itself where it is loaded."""
+    original = F.cross_entropy
+    exporter, _ = watch(mlp(), None, F.cross_entropy)
+    copied, packed = copy.deepcopy({"f": F.cross_entropy}), pickle.dumps(F.cross_entropy)
+    assert b"tracer" not in packed
+    exporter.detach()
+    assert pickle.loads(packed) is original
+    assert float(copied["f"](torch.zeros(1, 2), torch.tensor([0]))) == pytest.approx(0.6931, abs=1e-4)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_exporters_of_one_loss_leave_in_any_order(first: int) -> None:
+    """After two exporters of the same loss function are gone, it is torch's own again, whoever left first."""
+    original = F.mse_loss
+    both = [watch(mlp(), None, "mse_loss") for _ in range(2)]
+    both[first][0].detach()
+    model = both[1 - first][0].model
+    F.mse_loss(model(torch.randn(2, 3)), torch.zeros(2, 2)).backward()
+    assert len(both[1 - first][1].of("loss")) == 1
+    assert len(both[first][1].of("loss")) == 0
+    both[1 - first][0].detach()
+    assert F.mse_loss is original
+
+
+def test_logged_values_belong_to_the_open_or_the_last_step() -> None:
+    """A value logged before or right after `optimizer.step` carries the same step."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    for step in range(3):
+        model(torch.randn(5, 3)).sum().backward()
+        exporter.log("before", step)
+        optimizer.step()
+        exporter.log("after", [step, 2.5])
+    exporter.log("loss", torch.tensor(1.0, requires_grad=True))
+    exporter.detach()
+    for kind in ("before", "after"):
+        assert [(one.global_step, one.call) for one in heard.of(kind)] == [(0, 0), (1, 0), (2, 0)]
+    assert [value.tolist() for value in data_of(heard, "after")] == [[0.0, 2.5], [1.0, 2.5], [2.0, 2.5]]
+    assert [one.global_step for one in heard.of("loss")] == [2]
+
+
+def test_logged_values_have_identities() -> None:
+    """However often and wherever in a step a value is logged, no two messages have the same step and call."""
+    model, loss = mlp(), nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer, loss)
+    for _ in range(3):
+        exporter.log("rate", 0.1)
+        value = loss(model(torch.randn(5, 3)), torch.zeros(5, 2))
+        value.backward()
+        exporter.log("rate", 0.2)
+        optimizer.step()
+        exporter.log("rate", 0.3)
+        exporter.log("loss", value)
+    exporter.detach()
+    for kind in ("rate", "loss"):
+        identities = [(one.global_step, one.call) for one in heard.of(kind)]
+        assert len(set(identities)) == len(identities) == (9 if kind == "rate" else 6)
+
+
+def test_what_cannot_be_logged() -> None:
+    """A value that is no number, and a kind of modules, are the caller's errors."""
+    exporter, _ = watch(mlp())
+    with pytest.raises(MessageError, match="number or an array"):
+        exporter.log("thing", object())
+    with pytest.raises(MessageError, match="module topic"):
+        exporter.log("weights", 1.0)
+    exporter.detach()
+
+
+# -- modules, outputs and gradients ---------------------------------------------------------------------------
+
+
+class Twice(nn.Module):
+    """Calls one layer two times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first = self.layer(x)
+        return self.layer(torch.tanh(self.first))
+
+
+def test_a_module_called_twice_has_two_calls() -> None:
+    """Activations and gradients of the two calls are told apart by the forward's order, whatever the backward's."""
+    model = Twice()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    x = torch.randn(5, 3)
+    second = model(x)
+    expected = torch.autograd.grad(second.square().sum(), [model.first, second], retain_graph=True)
+    heard.messages.clear()
+    first, second = model.first, second
+    second.square().sum().backward()
+    optimizer.step()
+    exporter.detach()
+    by_call = {one.call: one.data for one in find(heard, "layer_gradients", "layer")}
+    # torch.autograd.grad fired the hooks once already: this backward is the second of each call
+    assert len(by_call) == 2
+    assert {float(value.sum()) for value in by_call.values()} == {float(value.sum()) for value in expected}
+    assert len(data_of(heard, "weight_gradients", "layer")) == 1
+
+
+def test_calls_pair_activations_with_their_gradients() -> None:
+    """The gradient of call i is that with respect to the activation of call i."""
+    model = Twice()
+    exporter, heard = watch(model)
+    second = model(torch.randn(5, 3))
+    activations = {one.call: one.data for one in find(heard, "activations", "layer")}
+    assert torch.equal(activations[0], model.first)
+    assert torch.equal(activations[1], second)
+    gradient = torch.autograd.grad((second**3).sum(), model.first, retain_graph=True)[0]
+    heard.messages.clear()
+    exporter2, heard2 = exporter, heard
+    exporter2._published.clear()
+    (second**3).sum().backward()
+    exporter2.detach()
+    gradients = {one.call: one.data for one in find(heard2, "layer_gradients", "layer")}
+    assert torch.equal(gradients[0], gradient)
+    torch.testing.assert_close(gradients[1], 3 * second.detach() ** 2)
+
+
+@dataclasses.dataclass
+class Output:
+    """What a model of today returns."""
+
+    logits: Tensor
+    hidden: tuple[Tensor, ...]
+    loss: None = None
+
+
+class Structured(nn.Module):
+    """Takes keyword arguments and gives structures."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Any:
+        y = self.layer(x if mask is None else x * mask)
+        if self.form == "dict":
+            return {"logits": y, "hidden": (x, y * 2), "number": 3}
+        return Output(y, (x, y * 2))
+
+
+@pytest.mark.parametrize("form", ["dict", "dataclass"])
+def test_structured_outputs_are_told_leaf_by_leaf(form: str) -> None:
+    """Dictionaries, dataclasses and keyword arguments give a message for each tensor, with its path."""
+    model = Structured(form)
+    exporter, heard = watch(model, modules="*")
+    x, mask = torch.randn(5, 3), torch.ones(3)
+    output = model(x, mask=mask)
+    y = output["logits"] if form == "dict" else output.logits
+    y.sum().backward()
+    exporter.detach()
+    assert [one.leaf for one in find(heard, "activations", "")] == ["logits", "hidden.0", "hidden.1"]
+    assert torch.equal(find(heard, "activations", "", leaf="hidden.1")[0].data, y * 2)
+    assert [one.leaf for one in find(heard, "network_output")] == ["logits", "hidden.0", "hidden.1"]
+    assert [(one.leaf, tuple(one.data.shape)) for one in heard.of("input_data")] == [("0", (5, 3)), ("mask", (3,))]
+    assert [one.leaf for one in find(heard, "layer_inputs", "")] == ["0", "mask"]
+    assert [one.leaf for one in find(heard, "layer_gradients", "")] == ["logits"]
+
+
+def test_an_lstm_gives_its_hidden_states_and_all_its_parameters() -> None:
+    """The leaves of an LSTM's output are named by their paths, its parameters by their own names."""
+    model = nn.LSTM(3, 4, batch_first=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    output, (hidden, cell) = model(torch.randn(2, 5, 3))
+    (output.sum() + cell.sum()).backward()
+    optimizer.step()
+    exporter.detach()
+    leaves = {one.leaf: one.data for one in find(heard, "activations", "")}
+    assert list(leaves) == ["0", "1.0", "1.1"]
+    assert all(torch.equal(leaves[name], value) for name, value in (("0", output), ("1.0", hidden), ("1.1", cell)))
+    assert {one.key for one in heard.of("weights")} == {"weight_ih_l0", "weight_hh_l0"}
+    assert {one.key for one in heard.of("biases")} == {"bias_ih_l0", "bias_hh_l0"}
+    assert len(heard.of("weight_updates")) == len(heard.of("bias_gradients")) == 2
+
+
+def test_tied_weights_are_told_once() -> None:
+    """A parameter with two names is one stream under its first; the structure knows the other names."""
+    model = nn.ModuleDict({"embedding": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})
+    model["head"].weight = model["embedding"].weight
+    model.forward = lambda index: model["head"](model["embedding"](index))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    model(torch.tensor([[1, 2]])).sum().backward()
+    optimizer.step()
+    exporter.detach()
+    assert [one.key for one in heard.of("weights")] == ["embedding"]
+    assert exporter.structure()["tied"] == [["embedding.weight", "head.weight"]]
+    assert torch.equal(data_of(heard, "weight_gradients", "embedding")[0], model["embedding"].weight.grad)
+
+
+class InPlace(nn.Module):
+    """A convolution under an in-place ReLU, and a residual that is added in place."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(2, 2, 3, padding=1)
+        self.relu = nn.ReLU(inplace=in_place)
+        self.second = nn.Conv1d(2, 2, 1)
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.relu(self.first(x))
+        r = self.second(h)
+        if self.in_place:
+            r += x
+        else:
+            r = r + x
+        return r
+
+
+def test_in_place_operations_do_not_change_the_record() -> None:
+    """With in-place ReLU and residual, activations and gradients are those of the same network without."""
+    heard = {}
+    reference = InPlace(False)
+    x = torch.randn(4, 2, 6)
+    for in_place in (False, True):
+        model = InPlace(in_place)
+        model.load_state_dict(reference.state_dict())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        exporter, heard[in_place] = watch(model, optimizer)
+        model(x).square().sum().backward()
+        optimizer.step()
+        exporter.detach()
+    assert (data_of(heard[True], "activations", "first")[0] < 0).any()
+    assert (data_of(heard[True], "activations", "relu")[0] >= 0).all()
+    for kind in ("activations", "layer_gradients", "layer_inputs", "input_gradients", "weight_gradients"):
+        for module in ("first", "relu", "second"):
+            for got, expected in zip(
+                data_of(heard[True], kind, module), data_of(heard[False], kind, module), strict=True
+            ):
+                assert torch.equal(got, expected), (kind, module)
+
+
+def test_gradients_are_those_of_autograd() -> None:
+    """Gradients with respect to outputs and inputs equal those that autograd gives for a functional copy."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    exporter, heard = watch(model, optimizer)
+    x = torch.randn(5, 3, requires_grad=True)
+    model(x).pow(3).sum().backward()
+    optimizer.step()
+    exporter.detach()
+    z = x.detach().clone().requires_grad_()
+    a = F.linear(z, model[0].weight.detach(), model[0].bias.detach())
+    b = a.relu()
+    c = F.linear(b, model[2].weight.detach(), model[2].bias.detach())
+    wrt_z, wrt_a, wrt_b, wrt_c = torch.autograd.grad(c.pow(3).sum(), [z, a, b, c])
+    for module, expected in (("0", wrt_a), ("1", wrt_b), ("2", wrt_c)):
+        (got,) = data_of(heard, "layer_gradients", module)
+        torch.testing.assert_close(got, expected)
+    for module, expected in (("0", wrt_z), ("1", wrt_a), ("2", wrt_b)):
+        (got,) = data_of(heard, "input_gradients", module)
+        torch.testing.assert_close(got, expected)
+
+
+class Position(nn.Module):
+    """Returns its parameter as it is, as learned position embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class Positioned(nn.Module):
+    """Adds a parameter that a module returns, and gives another to a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = Position()
+        self.query = nn.Parameter(torch.randn(1, 3))
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + self.position()) + self.layer(self.query)
+
+
+def test_hooks_on_parameters_and_inputs_do_not_pile_up() -> None:
+    """A parameter that a module returns or gets, or an input that is used again, has one gradient a step and no hook after."""
+    model = Positioned()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    x = torch.randn(1, 3, requires_grad=True)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model(x)
+    model(x)
+    exporter.detach()
+    assert [(one.global_step, one.call) for one in find(heard, "layer_gradients", "position")] == [(0, 0), (1, 0), (2, 0)]
+    places = [(one.global_step, one.call) for one in find(heard, "input_gradients", "layer")]
+    assert sorted(places) == [(step, call) for step in range(3) for call in range(2)]
+    for tensor in (x, *model.parameters()):
+        assert not tensor._backward_hooks
+
+
+def test_a_second_backward_counts_on() -> None:
+    """Two backwards through one forward give gradients of two calls, so that no two messages have one identity."""
+    model = mlp()
+    exporter, heard = watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = model(torch.randn(5, 3)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    exporter.detach()
+    assert [one.call for one in find(heard, "layer_gradients", "0")] == [0, 1]
+
+
+def test_frozen_parameters_have_no_gradient_and_do_not_move() -> None:
+    """Of a frozen parameter there are weights and zero updates, and no gradient."""
+    model = mlp()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    exporter, heard = watch(model, optimizer)
+    train(model, optimizer, 2)
+    exporter.detach()
+    assert not find(heard, "weight_gradients", "0")
+    assert not find(heard, "bias_gradients", "0")
+    assert [float(update.abs().max()) for update in data_of(heard, "weight_updates", "0")] == [0.0, 0.0]
+    assert len(find(heard, "weight_gradients", "2")) == 2
+
+
+@pytest.mark.parametrize("optimizer", ["momentum-and-decay", "adam"])
+def test_freezing_freezes(optimizer: str) -> None:
+    """From `freeze_module` on the weights stand still, although momentum and weight decay would move them."""
+    model = mlp()
+    chosen = OPTIMIZERS[optimizer](model.parameters())
+    exporter, heard = watch(model, chosen)
+    train(model, chosen, 2)
+    assert exporter.freeze_module("0") == ["weight", "bias"]
+    assert exporter.freeze_module(model[0]) == []
+    held = model[0].weight.detach().clone()
+    train(model, chosen, 2)
+    exporter.detach()
+    assert torch.equal(model[0].weight, held)
+    moved = [bool(update.any()) for update in data_of(heard, "weight_updates", "0")]
+    assert moved == [True, True, False, False]
+    assert len(find(heard, "weight_gradients", "0")) == 2
+    with pytest.raises(CaptureError, match="no module 'nine'; there are"):
+        exporter.freeze_module("nine")
+
+
+class Checkpointed(nn.Module):
+    """Two layers that are computed again in the backward."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+        self.outside = nn.Linear(3, 2)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return self.outside(self.inside(x))
+        return self.outside(checkpoint(self.inside, x, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_layers_are_told_once(reentrant: bool) -> None:
+    """Both kinds of checkpoints give the messages of the same network without: activations once, gradients right."""
+    reference = Checkpointed(None)
+    x = torch.randn(5, 3, requires_grad=True)
+    told = {}
+    for kind in (None, reentrant):
+        model = Checkpointed(kind)
+        model.load_state_dict(reference.state_dict())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        exporter, heard = watch(model, optimizer)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+        exporter.detach()
+        told[kind] = heard
+    kinds = ("activations", "layer_gradients", "layer_inputs", "weights", "weight_gradients", "weight_updates")
+    for kind in kinds:
+        for module in ("inside.0", "inside.1", "inside.2", "outside"):
+            got, expected = (find(told[form], kind, module) for form in (reentrant, None))
+            assert [(one.global_step, one.call) for one in got] == [(one.global_step, one.call) for one in expected]
+            for one, other in zip(got, expected, strict=True):
+                torch.testing.assert_close(one.data, other.data, rtol=1e-6, atol=1e-7)
+
+
+# -- unusual models and tensors -------------------------------------------------------------------------------
+
+
+def test_a_sparse_gradient_is_told_dense() -> None:
+    """The sparse gradient of an embedding comes as the dense tensor it stands for."""
+    model = nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    model(torch.tensor([1, 1, 4])).sum().backward()
+    expected = model[0].weight.grad.to_dense()
+    optimizer.step()
+    exporter.detach()
+    (gradient,) = data_of(heard, "weight_gradients", "0")
+    assert torch.equal(gradient, expected)
+    assert gradient.layout is torch.strided
+
+
+def test_attention_is_watched_as_far_as_it_can_be(tmp_path: Path) -> None:
+    """A transformer layer trains on; in_proj_weight is a stream; modules that torch bypasses are reported as silent."""
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 1, enable_nested_tensor=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=Capture(kinds=KINDS), strict=True):
+        for _ in range(2):
+            model(torch.randn(2, 3, 4)).sum().backward()
+            optimizer.step()
+        model.eval()
+        model(torch.randn(2, 3, 4))
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        streams = {(one.kind, one.module) for one in trace.streams}
+        assert ("weights", "layers.0.self_attn.in_proj_weight") in streams
+        assert ("biases", "layers.0.self_attn.in_proj_bias") in streams
+        assert ("weights", "layers.0.self_attn.out_proj") in streams
+        assert ("activations", "layers.0.self_attn") in streams
+        assert ("activations", "layers.0.self_attn.out_proj") not in streams
+        silent = [note["silent"] for note in trace.notes if "silent" in note]
+        assert silent == [["layers.0.self_attn.out_proj"]]
+
+
+@pytest.mark.parametrize("form", ["weight_norm", "spectral_norm"])
+def test_parametrizations_do_not_disturb(form: str) -> None:
+    """A parametrized layer trains on; its original parameters are streams, its pseudo-modules are none."""
+    model = mlp()
+    getattr(nn.utils.parametrizations, form)(model[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    train(model, optimizer, 2)
+    exporter.detach()
+    assert {one.key for one in heard.of("activations")} == {"0", "1", "2"}
+    originals = {name for name, _ in model.named_parameters() if "parametrizations" in name}
+    assert originals
+    assert originals <= {one.key for one in heard.of("weights")}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
+def test_dtypes_are_told_as_they_are(dtype: torch.dtype) -> None:
+    """Half-precision and complex networks give messages of their own dtype."""
+    model = nn.Sequential(nn.Linear(3, 2)).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    model(torch.randn(4, 3).to(dtype)).abs().float().sum().backward()
+    optimizer.step()
+    exporter.detach()
+    kinds = ("activations", "layer_gradients", "weights", "weight_gradients", "weight_updates")
+    assert {data_of(heard, kind, "0")[0].dtype for kind in kinds} == {dtype}
+
+
+def test_autocast_is_told_as_it_is() -> None:
+    """Under autocast activations have the lower precision and weights the higher, as in the training."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(torch.randn(4, 3))
+    output.float().sum().backward()
+    optimizer.step()
+    exporter.detach()
+    assert data_of(heard, "activations", "0")[0].dtype is torch.bfloat16
+    assert data_of(heard, "weights", "0")[0].dtype is torch.float32
+
+
+def test_a_skipped_fused_step_is_an_event() -> None:
+    """A fused step that a GradScaler skipped is an event, has no updates, and advances no counter."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    exporter, heard = watch(model, optimizer)
+    gradients = []
+    for factor in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(4, 3)).sum() * factor).backward()
+        gradients.append(model[2].bias.grad / scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+    exporter.detach()
+    assert [one.global_step for one in heard.of("skipped_step")] == [1]
+    assert [one.global_step for one in heard.of("batch_finished")] == [0, 1]
+    for got, expected in zip(data_of(heard, "bias_gradients", "2"), gradients[::2], strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_a_scaled_gradient_is_told_unscaled() -> None:
+    """With a GradScaler the gradient of a step is the one that the optimizer used: unscaled."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    exporter, heard = watch(model, optimizer)
+    before = model[2].weight.detach().clone()
+    scaler.scale(model(torch.ones(4, 3)).sum()).backward()
+    scaled = model[2].weight.grad.clone()
+    scaler.step(optimizer)
+    exporter.detach()
+    (gradient,) = data_of(heard, "weight_gradients", "2")
+    torch.testing.assert_close(gradient, scaled / 1024)
+    torch.testing.assert_close(before - model[2].weight, 0.5 * gradient)
+
+
+def test_meta_tensors_are_named_and_left_alone() -> None:
+    """A pass without values is no error; the problem is told once."""
+    model = mlp().to("meta")
+    exporter, heard = watch(model, strict=False, kinds=["activations"])
+    with pytest.warns(RuntimeWarning, match="meta tensor has no values"):
+        for _ in range(2):
+            model(torch.randn(4, 3, device="meta"))
+    exporter.detach()
+    assert not heard.of("activations")
+    assert {(one["what"], one["count"]) for one in exporter.problems} == {
+        (f"activations of '{module}'", 2) for module in ("0", "1", "2")
+    }
+
+
+def test_transforms_of_torch_func_are_left_alone() -> None:
+    """Under vmap and grad of torch.func a tensor has no values of its own: the results are right, the problem is told."""
+    model = nn.Sequential(nn.Linear(3, 2))
+    x = torch.randn(5, 3)
+    expected = model(x)
+    exporter, heard = watch(model, strict=False)
+    with pytest.warns(RuntimeWarning, match=r"vmap or grad of torch\.func"):
+        got = torch.func.vmap(model)(x)
+        gradient = torch.func.grad(lambda one: model(one).sum())(x[0])
+    exporter.detach()
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(gradient, model[0].weight.detach().sum(0))
+    assert not heard.of("activations")
+
+
+def test_lazy_modules_are_watched_once_they_have_a_shape(tmp_path: Path) -> None:
+    """A model with lazy parameters can be recorded from before its first forward."""
+    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.Linear(4, 2))
+    with tracer.record(tmp_path / "run.zarr", model, strict=True):
+        for _ in range(3):
+            model(torch.randn(5, 3)).sum().backward()
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        shapes = [one["shape"] for one in trace.header["model"]["parameters"]]
+        assert shapes == [None, None, [2, 4], [2]]
+        assert trace.array("weights", "0")[0].tolist() == [1, 2]
+        assert len(trace.array("activations", "0")[0]) == 3
+
+
+def test_batches_of_different_sizes(tmp_path: Path) -> None:
+    """A smaller last batch is recorded in its own shape."""
+    model, heard = mlp(), Collect()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tracer.record(tmp_path / "run.h5", model, optimizer, receivers=[heard], strict=True):
+        for size in (4, 4, 1):
+            model(torch.randn(size, 3)).sum().backward()
+            optimizer.step()
+    _, activations = tracer.open(tmp_path / "run.h5").array("activations", "1")
+    assert [one.shape for one in activations] == [(4, 4), (4, 4), (1, 4)]
+    for got, expected in zip(activations, data_of(heard, "activations", "1"), strict=True):
+        assert (got == expected.numpy()).all()
+
+
+def test_affine_free_and_parameterless_models() -> None:
+    """Norm layers without weights and models without parameters have nothing to tell of them, and no error."""
+    model = nn.Sequential(nn.BatchNorm1d(3, affine=False), nn.ReLU())
+    exporter, heard = watch(model)
+    model(torch.randn(4, 3))
+    exporter.finish()
+    exporter.detach()
+    assert [one.key for one in heard.of("activations")] == ["0", "1"]
+    assert not heard.of("weights")
+
+
+# -- torch.compile --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dynamo() -> Iterator[None]:
+    """Compilation begins and ends without what others compiled."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own compiler
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_model_trains_on(fullgraph: bool, tmp_path: Path, dynamo: None) -> None:
+    """Compiled training is unchanged and compiles once; parameters are recorded, and modules that were not seen reported."""
+    results = []
+    for watched in (False, True):
+        torch.manual_seed(1)
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
+        loss = nn.MSELoss()
+
+        def steps(model: Any = compiled, optimizer: Any = optimizer, loss: Any = loss) -> None:
+            for _ in range(10):  # more than the limit of recompilations
+                optimizer.zero_grad()
+                loss(model(torch.randn(5, 3)), torch.zeros(5, 2)).backward()
+                optimizer.step()
+
+        if watched:
+            with tracer.record(tmp_path / "run.zarr", compiled, optimizer, loss=loss, strict=True):
+                steps()
+        else:
+            steps()
+        results.append([p.detach().clone() for p in model.parameters()])
+        torch._dynamo.reset()
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert trace.array("weights", "0")[1].shape == (10, 4, 3)
+        assert trace.array("weight_updates", "2")[0].tolist() == list(range(10))
+        assert len(trace.array("loss")[0]) == 10
+        assert [note["silent"] for note in trace.notes if "silent" in note] == [["0", "1", "2"]]
+
+
+# -- trouble --------------------------------------------------------------------------------------------------
+
+
+def failing(kinds: set[str]) -> Callable[[Message], bool]:
+    """A condition that fails for some kinds, from step 1 on."""
+
+    def condition(message: Message) -> bool:
+        if message.kind in kinds and message.global_step >= 1:
+            raise RuntimeError("no luck")
+        return True
+
+    return condition
+
+
+@pytest.mark.parametrize("kind", ["activations", "layer_gradients", "weights", "weight_updates", "input_data", "loss"])
+def test_what_fails_in_a_hook_stays_there(kind: str) -> None:
+    """Whatever stream fails, the training and the clock go on, the others are told, and the problem is noted."""
+    expected = None
+    for condition in (None, failing({kind})):
+        torch.manual_seed(2)
+        model, loss = mlp(), nn.MSELoss()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        exporter, heard = watch(model, optimizer, loss, strict=False, condition=condition)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(4):
+                optimizer.zero_grad()
+                loss(model(torch.randn(5, 3)), torch.zeros(5, 2)).backward()
+                optimizer.step()
+        exporter.detach()
+        state = [p.detach().clone() for p in model.parameters()]
+        if condition is None:
+            expected = state
+            assert not caught
+            continue
+        assert all(torch.equal(one, other) for one, other in zip(state, expected, strict=True))
+        assert exporter.global_step == 4
+        assert [one.global_step for one in heard.of("batch_finished")] == [0, 1, 2, 3]
+        assert {one.global_step for one in heard.of(kind)} == {0}
+        assert 1 <= len(caught) <= 3
+        assert all("no luck" in str(one.message) for one in caught)
+        assert exporter.problems
+        truth = data_of(heard, "weights", "2") if kind != "weights" else []
+        assert len(truth) in (0, 4)
+        if len(truth) == 4:
+            assert not torch.equal(truth[1], truth[3])
+
+
+@pytest.mark.parametrize("kind", ["activations", "weights", "layer_gradients"])
+def test_strict_lets_failures_through(kind: str) -> None:
+    """With strict=True an exception while observing reaches the training loop, and the clock stays right."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, _ = watch(model, optimizer, strict=True, condition=failing({kind}))
+    train(model, optimizer, 1)
+    with pytest.raises(RuntimeError, match="no luck"):
+        train(model, optimizer, 1)
+    exporter.detach()
+    assert not model[0]._forward_hooks
+
+
+class Faulty(tracer.Subscriber):
+    """Fails, or answers what it may not."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(tracer.Subscription(["activations", "epoch_finished"]), produces="declared")
+        self.how = how
+
+    def compute(self, message_or_bundle: Message) -> Iterator[Any]:
+        message = message_or_bundle
+        if self.how == "raises":
+            raise ValueError("a faulty metric")
+        if self.how == "undeclared":
+            yield tracer.derived(message, "undeclared", torch.zeros(1))
+        if self.how == "a number":
+            yield 3
+
+
+@pytest.mark.parametrize("how", ["raises", "undeclared", "a number"])
+def test_a_failing_subscriber_is_taken_off(how: str, tmp_path: Path) -> None:
+    """A live subscriber that fails is disabled with one warning; training, recording and other subscribers go on."""
+    model, heard = mlp(), Collect()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(RuntimeWarning, match="no longer listens; the training goes on") as caught:
+        with tracer.record(tmp_path / "run.zarr", model, optimizer, receivers=[Faulty(how), heard]) as run:
+            train(model, optimizer, 3)
+            run.epoch_finished()
+    assert len(caught) == 1
+    assert len(find(heard, "activations", "0")) == 3
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert trace.status == "finished"
+        assert len(trace.array("activations", "0")[0]) == 3
+        (problem,) = [note["problem"] for note in trace.notes if "problem" in note]
+        assert "Faulty" in problem["what"]
+
+
+def test_an_exception_of_the_users_in_a_forward() -> None:
+    """After a forward that raised, the next one is observed as if nothing had been."""
+
+    class Moody(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+            self.raises = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            if self.raises:
+                raise KeyError("mine")
+            return y
+
+    model = nn.Sequential(Moody(), nn.ReLU())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    for raises in (False, True, False):
+        model[0].raises = raises
+        optimizer.zero_grad()
+        try:
+            model(torch.randn(5, 3)).sum().backward()
+        except KeyError as error:
+            assert error.args == ("mine",)
+            continue
+        optimizer.step()
+    exporter.detach()
+    assert [one.global_step for one in heard.of("network_output")] == [0, 1]
+    assert [(one.global_step, one.call) for one in find(heard, "activations", "0.layer")] == [(0, 0), (1, 0), (1, 1)]
+    inputs = find(heard, "layer_inputs", "0")
+    assert [(one.global_step, one.call) for one in inputs] == [(0, 0), (1, 0)]
+    assert [one.global_step for one in heard.of("batch_finished")] == [0, 1]
+
+
+# -- probes ---------------------------------------------------------------------------------------------------
+
+
+def probed() -> nn.Sequential:
+    """A network whose eval mode is another than its training mode."""
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("batch_size", [None, 3, 100])
+def test_a_probe_is_a_forward_in_eval_mode(batch_size: int | None) -> None:
+    """A probe gives what the model in eval mode gives at that moment: at first, every n steps, and at last."""
+    model, inputs, labels = probed(), torch.randn(7, 3), torch.arange(7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    expected = {}
+
+    def note(step: int) -> None:
+        other = copy.deepcopy(model).eval()
+        first = other[0](inputs).detach()
+        expected[step] = (first, other(inputs).detach())
+
+    note(0)
+    exporter.probe("probe", inputs, labels, every=2, batch_size=batch_size)
+    for step in range(5):
+        train(model, optimizer, 1)
+        note(step + 1)
+    exporter.finish()
+    exporter.detach()
+    steps = [one.global_step for one in find(heard, "activations", "0", tag="probe")]
+    assert steps == [0, 2, 4, 5]
+    for kind, module, place in (("activations", "0", 0), ("network_output", None, 1)):
+        for one in find(heard, kind, module, tag="probe"):
+            torch.testing.assert_close(one.data, expected[one.global_step][place], rtol=1e-6, atol=1e-7)
+            if batch_size is None:
+                assert torch.equal(one.data, expected[one.global_step][place])
+    assert [torch.equal(one, labels) for one in data_of(heard, "input_labels", tag="probe")] == [True] * 4
+    assert {one.tag for one in heard.of("activations")} == {"default", "probe"}
+    assert {one.call for one in heard if one.tag == "probe"} == {0}
+
+
+def test_a_probe_leaves_everything_as_it_was() -> None:
+    """Modes (mixed ones too), buffers and random numbers are after a probe what they were before."""
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return self.layer(x) + torch.randn(3)
+
+    model = nn.Sequential(Noisy(), probed())
+    model[1][1].eval()
+    exporter, heard = watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    modes, generator = [one.training for one in model.modules()], torch.get_rng_state()
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    exporter.probe("probe", torch.randn(5, 3, generator=torch.Generator().manual_seed(0)))
+    exporter.finish()
+    exporter.detach()
+    assert find(heard, "activations", "0.layer", tag="probe")
+    assert [one.training for one in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(torch.equal(value, buffers[name]) for name, value in model.named_buffers())
+    assert torch.is_grad_enabled()
+
+
+def test_probes_of_several_arguments_and_wrong_ones() -> None:
+    """Tuples and dictionaries are arguments; a probe that cannot run, or has no name of its own, is an error at once."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return self.layer(x) * scale
+
+    model = Two()
+    exporter, heard = watch(model)
+    x, scale = torch.randn(4, 3), torch.full((4, 1), 2.0)
+    exporter.probe("a", (x, scale))
+    exporter.probe("b", {"x": x, "scale": scale}, batch_size=3)
+    expected = model(x, scale).detach()
+    for name in ("a", "b"):
+        torch.testing.assert_close(data_of(heard, "network_output", tag=name)[0], expected)
+    for name in ("a", "default", "eval", "", 3):
+        with pytest.raises(CaptureError, match="tag of its own"):
+            exporter.probe(name, (x, scale))
+    with pytest.raises(CaptureError, match="every of probe 'c'"):
+        exporter.probe("c", x, every=0)
+    with pytest.raises(TypeError):
+        exporter.probe("d", x)
+    with pytest.raises(CaptureError, match="needs the model"):
+        Exporter().probe("e", x)
+    model(x, scale)
+    exporter.detach()
+    assert find(heard, "activations", "layer", tag="default")
+
+
+# -- the surface that ikkuna had ------------------------------------------------------------------------------
+
+
+def test_exporters_by_hand() -> None:
+    """Depth, filter, bus, modules added one by one or called around: the ancestor's surface works with its repairs."""
+    bus, heard = tracer.MessageBus("mine"), Collect("*")
+    exporter = Exporter(depth=1, module_filter=[nn.Linear, nn.Sequential], message_bus=bus)
+    bus.register(heard)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+            self.last = exporter(nn.Linear(3, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.inner(x))
+
+    model = Net()
+    exporter.add_modules(("inner", model.inner))
+    assert exporter.set_model(model) is model
+    exporter.set_loss(nn.MSELoss())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter.set_optimizer(optimizer)
+    assert exporter.message_bus is bus
+    assert exporter.model is model
+    assert [name for name, _ in exporter.named_modules] == ["last", "inner"]
+    assert exporter.modules == [model.last, model.inner]
+    train(model, optimizer, 2)
+    exporter.epoch_finished()
+    exporter.test()
+    train(model, optimizer, 2)
+    exporter.train()
+    train(model, optimizer, 1)
+    exporter.detach()
+    assert [one.key for one in heard.of("activations")] == ["inner", "last"] * 3
+    assert [said(one)[2:] for one in heard.of("batch_finished")] == [(0, 0, 0), (1, 1, 0), (2, 0, 1)]
+    assert [said(one)[2:] for one in heard.of("epoch_finished")] == [(1, 1, 0)]
+    with pytest.raises(CaptureError, match="already has a model"):
+        exporter.set_model(mlp())
+    with pytest.raises(CaptureError, match="not both"):
+        Exporter(depth=1, capture=Capture())
+    for wrong in (3, ("a", 3), (3, nn.ReLU())):
+        with pytest.raises(CaptureError, match="add_modules takes"):
+            exporter.add_modules(wrong)
+    with pytest.raises(CaptureError, match=r"torch\.nn\.Module"):
+        Exporter().set_model(3)
+    with pytest.raises(CaptureError, match="Optimizer"):
+        Exporter().set_optimizer([3])
+
+
+def test_callbacks_for_hand_written_loops() -> None:
+    """The callbacks publish what they are given, under the module's path."""
+    model, heard = mlp(), Collect("*")
+    exporter = Exporter()
+    exporter.message_bus.register(heard)
+    exporter.add_modules(model)
+    x = torch.randn(2, 3)
+    exporter.new_input_data(x)
+    exporter.new_activations(model[0], x, model[0].forward(x))
+    exporter.new_output_and_labels(torch.ones(2, 2), torch.zeros(2))
+    exporter.new_loss(torch.tensor(0.5, requires_grad=True))
+    exporter.new_layer_gradients(model[0], (torch.ones(2, 4),))
+    exporter.new_parameter_gradients(model[0], (torch.ones(4, 3), None))
+    exporter.step()
+    with pytest.raises(CaptureError, match="was not added"):
+        exporter.new_activations(nn.ReLU(), x, x)
+    exporter.detach()
+    kinds = [(one.kind, one.key) for one in heard]
+    observed = [
+        ("input_data", None), ("layer_inputs", "0"), ("activations", "0"), ("network_output", None),
+        ("input_labels", None), ("loss", None), ("layer_gradients", "0"), ("weight_gradients", "0"),
+    ]  # fmt: skip
+    assert [one for one in kinds if one in observed] == observed
+    assert kinds[-1] == ("batch_finished", None)
+
+
+def test_names_are_dotted_paths_and_unique() -> None:
+    """Modules that are added without a name do not share one, and no path begins with a slash."""
+    exporter = Exporter()
+    exporter.add_modules(nn.Linear(2, 2))
+    exporter.add_modules(nn.Linear(2, 2))
+    names = [name for name, _ in exporter.named_modules]
+    assert len(set(names)) == 2
+    assert not any(name.startswith("/") for name in names)
+    exporter.detach()
+
+
+def test_receivers_may_come_and_go() -> None:
+    """Who joins in the middle of a run hears the rest; who leaves takes the hooks along."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter = Exporter()
+    exporter.set_model(model)
+    exporter.set_optimizer(optimizer)
+    train(model, optimizer, 1)
+    late = tracer.CallbackSubscriber(["activations", "weight_updates"], lambda *got: steps.append(got[2]))
+    steps: list[int] = []
+    exporter.message_bus.register(late)
+    train(model, optimizer, 2)
+    exporter.message_bus.unregister(late)
+    assert not model[0]._forward_hooks
+    train(model, optimizer, 1)
+    exporter.detach()
+    assert steps == [1, 1, 2, 2]
+
+
+def test_a_model_that_is_watched_twice() -> None:
+    """Two exporters on one model hear the same and do not disturb each other."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    both = [watch(model, optimizer) for _ in range(2)]
+    train(model, optimizer, 2)
+    both[0][0].detach()
+    train(model, optimizer, 1)
+    both[1][0].detach()
+    first, second = (heard for _, heard in both)
+    assert [said(one) for one in first] == [said(one) for one in second][: len(first)]
+    assert len(second.of("batch_finished")) == 3
