@@ -139,7 +139,7 @@ def test_the_sequence_of_two_epochs_of_two_batches(suffix: str, tmp_path: Path) 
                 optimizer.step()
             run.epoch_finished()
     expected = expected_sequence()
-    assert len(expected) == 4 * 28 + 4
+    assert len(expected) == 4 * 29 + 4
     assert canonical([said(one) for one in heard]) == canonical(expected)
     replayed = Collect()
     tracer.replay(path, replayed)
@@ -238,7 +238,7 @@ def test_a_plain_sgd_update_is_the_negative_gradient_times_the_rate() -> None:
     assert [(step, key) for *_, step, _, _, key in bundles] == [(step, key) for step in range(4) for key in ("0", "2")]
     for update, gradient, weights, *_ in bundles:
         torch.testing.assert_close(update, -0.25 * gradient, rtol=1e-6, atol=1e-7 * float(weights.abs().max()))
-        assert gradient.abs().max() > 0
+    assert sum(bool(gradient.any()) for _, gradient, *_ in bundles) >= 6
 
 
 def test_clipped_gradients_are_told_as_used() -> None:
@@ -249,8 +249,8 @@ def test_clipped_gradients_are_told_as_used() -> None:
     truth = train(model, optimizer, change=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.01))
     exporter.detach()
     check_parameters(heard, truth)
-    total = sum(float(one.data.square().sum()) for one in heard if one.kind.endswith("t_gradients") or one.kind == "bias_gradients")
-    assert total <= 4 * 0.01**2 * 1.01
+    gradients = [*heard.of("weight_gradients"), *heard.of("bias_gradients")]
+    assert 0 < sum(float(one.data.square().sum()) for one in gradients) <= 4 * 0.01**2 * 1.01
 
 
 def test_accumulated_gradients_are_one_step_of_several_calls() -> None:
@@ -511,7 +511,7 @@ def test_a_loss_gives_output_labels_and_value(form: str) -> None:
     exporter.detach()
     assert [torch.equal(one, output) for one in data_of(heard, "network_output")] == [True]
     assert [torch.equal(one, y) for one in data_of(heard, "input_labels")] == [True]
-    assert [float(one) for one in data_of(heard, "loss")] == [float(value)]
+    assert [float(one) for one in data_of(heard, "loss")] == [float(value.detach())]
     assert F.cross_entropy.__module__ == "torch.nn.functional"
 
 
@@ -974,7 +974,7 @@ def test_parametrizations_do_not_disturb(form: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
 def test_dtypes_are_told_as_they_are(dtype: torch.dtype) -> None:
     """Half-precision and complex networks give messages of their own dtype."""
-    model = nn.Sequential(nn.Linear(3, 2)).to(dtype)
+    model = nn.Sequential(nn.Linear(3, 2, dtype=dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     exporter, heard = watch(model, optimizer)
     model(torch.randn(4, 3).to(dtype)).abs().float().sum().backward()
@@ -1260,7 +1260,7 @@ def test_an_exception_of_the_users_in_a_forward() -> None:
 
     model = nn.Sequential(Moody(), nn.ReLU())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exporter, heard = watch(model, optimizer)
+    exporter, heard = watch(model, optimizer, modules="*")
     for raises in (False, True, False):
         model[0].raises = raises
         optimizer.zero_grad()

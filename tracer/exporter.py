@@ -851,7 +851,9 @@ class Exporter:
         finally:  # whatever failed, the optimizer has stepped
             self._forget_leaves()
             self._before, self._after, self._gradients = {}, {}, {}
-            self._calls, self._published = {}, {}
+            self._calls = {}
+            # of the training, the next step forgets them: a value may still be logged for this one
+            self._published = {key: count for key, count in self._published.items() if key[2] == DEFAULT_TAG}
             self._last = self._now()
             self._open = False
             self._listening = False
@@ -1518,7 +1520,7 @@ def unobservable(tensor: Tensor) -> str | None:
         return "a quantized tensor is not supported"
     if tensor.is_nested:
         return "a nested tensor is not supported"
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if torch._C._functorch.peek_interpreter_stack() is not None:
         return "inside vmap or grad of torch.func a tensor has no values of its own"
     return None
 

@@ -252,6 +252,7 @@ class _Session:
             self.refusal = error
         else:
             self.refusal = None
+        self.exporter.train(self.refusal is None)
 
     def backward_called(self, tensor: Tensor) -> None:
         """A scalar that is differentiated, and that no known loss function made, is a hand-written loss."""

@@ -1,0 +1,478 @@
+"""Captures: what they refuse, which messages they choose, and how much of each they keep."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import tracer
+from tracer import Capture, CaptureError, Collect, Exporter, Message, UnknownNameError
+from tracer.capture import DEFAULT_KINDS, DTYPES, REDUCTIONS, choice
+from tracer.messages import KINDS
+
+
+def observe(model: nn.Module, capture: Any, x: Any = None, steps: int = 3, optimizer: Any = None) -> Collect:
+    """What a training under this capture publishes."""
+    exporter, heard = Exporter(capture=capture, strict=True), Collect("*")
+    exporter.message_bus.register(heard)
+    exporter.set_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer
+    exporter.set_optimizer(optimizer)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        output = model(torch.randn(5, 3) if x is None else x)
+        (output[0] if isinstance(output, tuple) else output).square().sum().backward()
+        optimizer.step()
+    exporter.detach()
+    return heard
+
+
+def mlp() -> nn.Sequential:
+    """Linear, ReLU, Linear."""
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+# -- what is refused ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "match"),
+    [
+        ({"kinds": ["wieghts"]}, UnknownNameError, "did you mean 'weights'"),
+        ({"kinds": []}, CaptureError, "kinds of a capture is empty"),
+        ({"modules": ()}, CaptureError, "modules of a capture is empty"),
+        ({"tags": []}, CaptureError, "tags of a capture is empty"),
+        ({"types": ["Conv2d"]}, CaptureError, "classes of modules"),
+        ({"types": int}, CaptureError, "classes of modules"),
+        ({"every": 0}, CaptureError, "every of a capture is an integer of at least 1, not 0"),
+        ({"every": True}, CaptureError, "not True"),
+        ({"every": 1.5}, CaptureError, "not 1.5"),
+        ({"start": -1}, CaptureError, "start"),
+        ({"start": 5, "stop": 5}, CaptureError, r"above start \(5\)"),
+        ({"rows": 0}, CaptureError, "rows"),
+        ({"positions": "3"}, CaptureError, "positions"),
+        ({"elements": -4}, CaptureError, "elements"),
+        ({"depth": -2}, CaptureError, "depth"),
+        ({"positions": 2, "elements": 2}, CaptureError, "not both"),
+        ({"dtype": "float15"}, UnknownNameError, "did you mean 'float16'"),
+        ({"reduce": "meen"}, UnknownNameError, "did you mean 'mean'"),
+        ({"reduce": 3}, CaptureError, "reduce of a capture is a function"),
+        ({"condition": "yes"}, CaptureError, "condition of a capture is a function"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(settings: dict[str, Any], error: type[Exception], match: str) -> None:
+    """Each wrong value is an error that names the setting, what was found and what is allowed."""
+    with pytest.raises(error, match=match):
+        Capture(**settings)
+
+
+def test_a_capture_is_a_frozen_value() -> None:
+    """It cannot be changed, and equals another with the same settings."""
+    one = Capture(kinds="weights", modules=iter(["a.*"]), types=nn.Conv2d)
+    assert (one.kinds, one.modules, one.types) == (("weights",), ("a.*",), (nn.Conv2d,))
+    assert one == Capture(kinds=["weights"], modules=["a.*"], types=[nn.Conv2d])
+    with pytest.raises(AttributeError):
+        one.every = 3  # type: ignore[misc]
+
+
+def test_the_default_kinds_are_all_but_two() -> None:
+    """Unless told otherwise, everything is observed but the two kinds that repeat a neighbour's."""
+    assert set(KINDS) - set(Capture().kinds) == {"layer_inputs", "input_gradients"}
+    assert Capture().kinds == DEFAULT_KINDS
+
+
+def test_describing_gives_json() -> None:
+    """The settings go into the header of a trace: plain JSON, functions and classes by name."""
+    capture = Capture(
+        kinds=["weights"], types=nn.Linear, every=3, condition=lambda _: True, reduce=torch.mean, tags="!eval"
+    )
+    told = json.loads(json.dumps(capture.describe(), allow_nan=False))
+    assert (told["kinds"], told["every"], told["tags"]) == (["weights"], 3, ["!eval"])
+    assert told["types"] == ["torch.nn.modules.linear.Linear"]
+    assert "lambda" in told["condition"]
+    assert set(told) == set(Capture.__dataclass_fields__)
+
+
+def test_from_a_mapping() -> None:
+    """A configuration file's settings make the same capture; types are names in torch.nn."""
+    values = {"kinds": ["activations"], "types": ["Conv2d", "Linear"], "every": 2, "reduce": "norm"}
+    expected = Capture(kinds=["activations"], types=[nn.Conv2d, nn.Linear], every=2, reduce="norm")
+    assert Capture.from_mapping(values) == expected
+    assert Capture.from_mapping({"types": "Linear"}).types == (nn.Linear,)
+    with pytest.raises(UnknownNameError, match="did you mean 'modules'"):
+        Capture.from_mapping({"module": "a"})
+    with pytest.raises(UnknownNameError, match="did you mean 'Linear'"):
+        Capture.from_mapping({"types": ["Liner"]})
+    with pytest.raises(UnknownNameError, match="no capture setting 'condition'"):
+        Capture.from_mapping({"condition": "print"})
+    with pytest.raises(UnknownNameError, match="module type"):
+        Capture.from_mapping({"types": ["functional"]})
+
+
+# -- which ----------------------------------------------------------------------------------------------------
+
+
+@given(
+    every=st.integers(1, 7), start=st.integers(0, 9), length=st.one_of(st.none(), st.integers(1, 9)), step=st.integers(0, 40)
+)
+def test_due_steps_are_multiples_in_a_range(every: int, start: int, length: int | None, step: int) -> None:
+    """A step is due if it is a multiple of `every` from `start` (inclusive) to `stop` (exclusive)."""
+    stop = None if length is None else start + length
+    capture = Capture(every=every, start=start, stop=stop)
+    expected = step in range(start, 1000 if stop is None else stop) and step in range(0, 1000, every)
+    assert capture.due_step(step) == expected
+    assert capture.due("weights", "default", step) == expected
+    assert capture.due("epoch_finished", "default", step)
+    assert capture.due("activations", "eval", step)
+
+
+def test_every_start_and_stop_thin_out_training_alone() -> None:
+    """Steps are chosen of the training; evaluations, probes and epochs come at their own time."""
+    model = mlp()
+    exporter, heard = Exporter(capture=Capture(every=3, start=2, stop=9)), Collect("*")
+    exporter.message_bus.register(heard)
+    exporter.set_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter.set_optimizer(optimizer)
+    for _ in range(12):
+        model(torch.randn(5, 3)).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model(torch.randn(5, 3))
+    exporter.epoch_finished()
+    exporter.detach()
+    for kind in ("activations", "layer_gradients", "weights", "weight_updates", "batch_started", "network_output"):
+        steps = {one.global_step for one in heard.of(kind) if one.tag == "default"}
+        assert steps == {3, 6}, kind
+    assert {one.global_step for one in heard.of("activations") if one.tag == "eval"} == set(range(1, 13))
+    assert len(heard.of("epoch_started")) == len(heard.of("epoch_finished")) == 1
+
+
+def nested() -> nn.Module:
+    """Modules of three levels."""
+    inner = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    return nn.Sequential(nn.Sequential(inner, nn.Linear(3, 3)), nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, {"0.0.0", "0.0.1", "0.1", "1"}),
+        ({"modules": "*"}, {"", "0", "0.0", "0.0.0", "0.0.1", "0.1", "1"}),
+        ({"modules": ["0.?", "1"]}, {"0.0", "0.1", "1"}),
+        ({"modules": "0.*"}, {"0.0", "0.0.0", "0.0.1", "0.1"}),
+        ({"types": nn.Linear}, {"0.0.0", "0.1", "1"}),
+        ({"types": nn.Linear, "modules": "0.*"}, {"0.0.0", "0.1"}),
+        ({"types": [nn.ReLU, nn.Sequential]}, {"", "0", "0.0", "0.0.1"}),
+        ({"depth": 0}, {""}),
+        ({"depth": 1}, {"0", "1"}),
+        ({"depth": 2}, {"0.0", "0.1", "1"}),
+        ({"depth": -1}, {"0.0.0", "0.0.1", "0.1", "1"}),
+        ({"depth": 9}, {"0.0.0", "0.0.1", "0.1", "1"}),
+        ({"depth": 1, "types": nn.Linear}, {"1"}),
+    ],
+)
+def test_which_modules(settings: dict[str, Any], expected: set[str]) -> None:
+    """Globs, types and depth choose modules together; by default leaves and whoever has parameters."""
+    heard = observe(nested(), Capture(kinds=["activations"], **settings), steps=1)
+    assert {one.key for one in heard} == expected
+
+
+def test_which_parameters() -> None:
+    """Parameters follow the module that owns them, or their own path."""
+    model = nn.LSTM(3, 4, batch_first=True)
+    x = torch.randn(2, 5, 3)
+    everything = {one.key for one in observe(model, Capture(kinds=["weights"]), x, 1)}
+    assert everything == {"weight_ih_l0", "weight_hh_l0"}
+    assert {one.key for one in observe(model, Capture(kinds=["weights"], modules="*hh*"), x, 1)} == {"weight_hh_l0"}
+    heard = observe(nested(), Capture(kinds=["weights", "biases"], modules=["1"]), steps=1)
+    assert {(one.kind, one.key) for one in heard} == {("weights", "1"), ("biases", "1")}
+
+
+def test_which_tags() -> None:
+    """A capture of the evaluation observes nothing of the training, and the other way round."""
+    for tags, expected in (("eval", {"eval"}), ("!eval", {"default"}), (None, {"default", "eval"})):
+        model = mlp()
+        exporter, heard = Exporter(capture=Capture(kinds=["activations"], tags=tags)), Collect("*")
+        exporter.message_bus.register(heard)
+        exporter.set_model(model)
+        model(torch.randn(2, 3))
+        model.eval()
+        model(torch.randn(2, 3))
+        exporter.detach()
+        assert {one.tag for one in heard} == expected
+
+
+def test_the_first_capture_that_matches_decides() -> None:
+    """Of several captures the first that takes a stream decides on it, even where a later one would give more."""
+    captures = (
+        Capture(kinds=["activations"], modules=["0"], every=2, reduce="mean"),
+        Capture(kinds=["activations", "weights"], types=nn.Linear, dtype="float64"),
+        Capture(kinds=["activations"]),
+    )
+    heard = observe(mlp(), captures, steps=3)
+    shapes = {
+        (one.kind, one.key): (one.data.ndim, one.data.dtype) for one in heard if one.data is not None
+    }
+    assert shapes == {
+        ("activations", "0"): (0, torch.float64),
+        ("activations", "1"): (2, torch.float32),
+        ("activations", "2"): (2, torch.float64),
+        ("weights", "0"): (2, torch.float64),
+        ("weights", "2"): (2, torch.float64),
+    }
+    assert [one.global_step for one in heard if one.kind == "activations" and one.key == "0"] == [0, 2]
+    assert [one.global_step for one in heard if one.kind == "activations" and one.key == "1"] == [0, 1, 2]
+
+
+def test_a_condition_leaves_messages_out() -> None:
+    """The condition sees each message and decides; what it refuses is not published."""
+    seen: list[Message] = []
+
+    def condition(message: Message) -> bool:
+        seen.append(message)
+        return message.kind != "weights" or float(message.data.abs().sum()) > 0 and message.global_step == 1
+
+    heard = observe(mlp(), Capture(kinds=["weights", "activations"], condition=condition))
+    assert [(one.global_step, one.key) for one in heard.of("weights")] == [(1, "0"), (1, "2")]
+    assert len(heard.of("activations")) == 9
+    assert len(seen) == 15
+
+
+def test_a_capture_that_matches_nothing_is_refused(tmp_path: Path) -> None:
+    """No module of the model matches: an error that shows what there is, before any file is created."""
+    for settings in ({"modules": "features.*"}, {"types": nn.Conv2d}):
+        with pytest.raises(CaptureError, match="matches no module; there are '', '0', '1', '2'"):
+            tracer.record(tmp_path / "run.zarr", mlp(), capture=Capture(**settings)).__enter__()
+    assert not list(tmp_path.iterdir())
+    # kinds of the network need no module
+    with tracer.record(tmp_path / "run.zarr", mlp(), capture=Capture(kinds=["loss"], modules="features.*")):
+        pass
+
+
+# -- how much -------------------------------------------------------------------------------------------------
+
+
+@given(of=st.integers(1, 400), share=st.floats(0, 1), seed=st.integers(0, 2**31))
+@settings(max_examples=30)
+def test_a_choice_is_fixed(of: int, share: float, seed: int) -> None:
+    """A choice is ascending, without repetition, the same every time, and that of a generator anyone can build."""
+    count = max(1, int(share * of))
+    indices = choice(of, count, seed)
+    assert indices.tolist() == choice(of, count, seed).tolist() == sorted(set(indices.tolist()))
+    assert len(indices) == count
+    assert 0 <= indices.min() <= indices.max() < of
+    generator = np.random.Generator(np.random.PCG64([seed, of, count]))
+    assert indices.tolist() == sorted(generator.choice(of, size=count, replace=False).tolist())
+
+
+def test_a_choice_disturbs_no_generator() -> None:
+    """Neither torch's nor NumPy's generators are drawn from, whatever is sampled."""
+    before = torch.get_rng_state(), repr(np.random.get_state())  # noqa: NPY002
+    Capture(elements=3).select("weights", torch.arange(100.0))
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == repr(np.random.get_state())  # noqa: NPY002
+
+
+def test_elements_keep_weights_gradients_and_updates_aligned() -> None:
+    """Element i of the recorded weight, gradient and update are those of the same parameter."""
+    model = nn.Sequential(nn.Linear(30, 20))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    exporter, heard = Exporter(capture=Capture(elements=17, seed=5), strict=True), Collect("*")
+    exporter.message_bus.register(heard)
+    exporter.set_model(model)
+    exporter.set_optimizer(optimizer)
+    model(torch.randn(4, 30)).square().sum().backward()
+    before, gradient = model[0].weight.detach().clone(), model[0].weight.grad.clone()
+    optimizer.step()
+    exporter.detach()
+    indices = choice(600, 17, 5)
+    after = model[0].weight.detach()
+    for kind, whole in (("weights", before), ("weight_gradients", gradient), ("weight_updates", after - before)):
+        (one,) = heard.of(kind)
+        assert one.data.numpy().tolist() == whole.numpy().reshape(-1)[indices].tolist()
+    (activation,) = heard.of("activations")
+    assert activation.data.shape == (17,)
+    (bias,) = heard.of("biases")
+    assert bias.data.shape == (17,)  # of 20
+    (output,) = heard.of("network_output")
+    assert output.data.shape == (4, 20)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "expected"),
+    [
+        (nn.Conv2d(2, 3, 1), (4, 2, 5, 6), (4, 3, 7)),
+        (nn.Conv1d(2, 3, 1), (4, 2, 9), (4, 3, 7)),
+        (nn.Linear(5, 3), (4, 9, 5), (4, 7, 3)),
+        (nn.Linear(5, 3), (4, 5), (4, 3)),
+        (nn.Conv1d(2, 3, 1), (4, 2, 6), (4, 3, 6)),
+    ],
+)
+def test_positions_are_chosen_in_space_or_sequence(layer: nn.Module, shape: Any, expected: Any) -> None:
+    """Positions are a fixed choice along space (images, 1-d convolutions) or sequence; channels and features stay."""
+    x = torch.randn(shape)
+    (message,) = observe(nn.Sequential(layer), Capture(kinds=["activations"], positions=7, seed=2), x, 1)
+    whole = layer(x) if False else None
+    assert tuple(message.data.shape) == expected
+    torch.manual_seed(1)
+    capture = Capture(positions=7, seed=2)
+    data = torch.randn(4, *expected[1:2], 9) if len(expected) == 3 else torch.randn(4, 3)
+    if isinstance(layer, nn.Conv1d) and shape[2] == 9:
+        chosen = capture.select("activations", data, layer)
+        assert np.array_equal(chosen.numpy(), data.numpy()[:, :, choice(9, 7, 2)])
+    assert whole is None
+
+
+def test_positions_pick_the_chosen_indices() -> None:
+    """The kept positions are those of `choice` over the flattened space, in the exact values."""
+    data = torch.arange(4 * 2 * 5 * 6.0).reshape(4, 2, 5, 6)
+    kept = Capture(positions=7, seed=3).select("activations", data, nn.Conv2d(2, 2, 1))
+    assert np.array_equal(kept.numpy(), data.numpy().reshape(4, 2, 30)[:, :, choice(30, 7, 3)])
+    sequence = torch.arange(4 * 9 * 5.0).reshape(4, 9, 5)
+    kept = Capture(positions=7, seed=3).select("activations", sequence, nn.Linear(5, 5))
+    assert np.array_equal(kept.numpy(), sequence.numpy()[:, choice(9, 7, 3)])
+    weight = torch.randn(4, 9, 5)
+    assert Capture(positions=7).select("weights", weight) is weight
+
+
+def test_rows_keep_the_first_datapoints() -> None:
+    """Of a batch the first rows stay, of everything that has datapoints, and of nothing else."""
+    heard = observe(mlp(), Capture(kinds=KINDS, rows=2), steps=1)
+    assert {one.data.shape[0] for one in heard if one.data is not None and KINDS[one.kind].batched} == {2}
+    assert {tuple(one.data.shape) for one in heard.of("weights")} == {(4, 3), (2, 4)}
+    data = torch.arange(12.0).reshape(6, 2)
+    assert Capture(rows=4).select("input_labels", data).tolist() == data.tolist()[:4]
+    assert Capture(rows=9).select("activations", data) is data
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_casts(name: str) -> None:
+    """Floating-point data is cast as torch casts it; integers and the loss stay."""
+    capture = Capture(dtype=name)
+    data = torch.tensor([1 / 3, 1e-7, 7e4, float("nan")])
+    got = capture.finish("activations", data)
+    assert got.dtype is getattr(torch, name)
+    assert torch.equal(got, data.to(getattr(torch, name))) or got.isnan().any()
+    assert capture.finish("input_labels", torch.tensor([1, 2])).dtype is torch.int64
+    assert capture.finish("loss", torch.tensor(0.1)).dtype is torch.float32
+    assert capture.finish("activations", torch.tensor([1j])).dtype is torch.complex64
+
+
+ORACLES: dict[str, Callable[[Any], Any]] = {
+    "mean": np.mean,
+    "sum": np.sum,
+    "min": np.min,
+    "max": np.max,
+    "absmax": lambda x: np.max(np.abs(x)),
+    "norm": lambda x: np.sqrt(np.sum(np.square(x))),
+    "rms": lambda x: np.sqrt(np.mean(np.square(x))),
+    "std": lambda x: np.std(x, ddof=1),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@given(values=st.lists(st.floats(-1e3, 1e3, width=32), min_size=2, max_size=30))
+@settings(max_examples=20)
+def test_reductions_by_name_are_numpys(name: str, values: list[float]) -> None:
+    """Each named statistic is that of NumPy in float64."""
+    got = Capture(reduce=name).finish("weights", torch.tensor(values, dtype=torch.float32).reshape(2, -1) if len(values) % 2 == 0 else torch.tensor(values))
+    assert got.ndim == 0
+    expected = ORACLES[name](np.array(values, dtype=np.float32).astype(np.float64))
+    assert float(got) == pytest.approx(float(expected), rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_reductions_of_nothing_are_nan(name: str) -> None:
+    """An empty tensor has no statistics, and that is no error."""
+    assert torch.isnan(Capture(reduce=name).finish("activations", torch.zeros(0, 3)))
+
+
+def test_targets_are_not_reduced() -> None:
+    """Labels, outputs and the loss mean nothing when they are reduced or sampled, and stay as they are."""
+    capture = Capture(reduce="mean", elements=1)
+    for kind in ("input_labels", "network_output", "loss"):
+        data = torch.arange(6.0).reshape(3, 2)
+        assert capture.finish(kind, capture.select(kind, data)) is data
+
+
+def test_reductions_by_callable() -> None:
+    """A function of one tensor reduces each; a function of two runs along, over the last result and the next tensor."""
+    heard = observe(mlp(), Capture(kinds=["weights"], reduce=lambda x: x.sum(0)), steps=1)
+    assert {tuple(one.data.shape) for one in heard} == {(3,), (4,)}
+
+    def average(so_far: Tensor, x: Tensor) -> Tensor:
+        return 0.5 * so_far + 0.5 * x
+
+    plain, running = ([], [])
+    for into, capture in (
+        (plain, Capture(kinds=["weights", "activations"])),
+        (running, Capture(kinds=["weights", "activations"], reduce=average)),
+    ):
+        torch.manual_seed(4)
+        into.extend(observe(mlp(), capture, steps=4).messages)
+    state: dict[Any, Tensor] = {}
+    for raw, got in zip(plain, running, strict=True):
+        key = (raw.kind, raw.key)
+        state[key] = average(state[key], raw.data) if key in state else raw.data
+        torch.testing.assert_close(got.data, state[key], rtol=0, atol=0)
+        assert (got.kind, got.key, got.global_step) == (raw.kind, raw.key, raw.global_step)
+
+
+def test_a_running_reduction_may_work_in_place() -> None:
+    """A reduction that overwrites its running result does not change messages that were published before."""
+
+    def total(so_far: Tensor, x: Tensor) -> Tensor:
+        so_far += x
+        return so_far
+
+    heard = observe(mlp(), Capture(kinds=["weights", "activations"], reduce=total), steps=4)
+    for kind in ("weights", "activations"):
+        values = [one.data for one in heard.of(kind) if one.key == "0"]
+        assert len({one.data_ptr() for one in values}) == 4
+        assert not torch.equal(values[0], values[-1])
+
+
+def test_the_trace_says_how_it_was_thinned_out(tmp_path: Path) -> None:
+    """A stream's sampling and the indices of the fixed choices stand in the trace; the values are those."""
+    model, heard = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Flatten(), nn.Linear(2 * 36, 3)), Collect()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    captures = (
+        Capture(kinds=["activations"], types=nn.Conv2d, rows=2, positions=5, seed=1, dtype="float64"),
+        Capture(kinds=["weights", "weight_updates"], elements=11, seed=1),
+        Capture(kinds=["layer_gradients"], reduce="rms"),
+        Capture(kinds=["biases"]),
+    )
+    x = torch.randn(4, 1, 6, 6)
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=captures, receivers=[heard], strict=True):
+        whole = model(x)
+        expected = model[0](x).detach()
+        whole.sum().backward()
+        optimizer.step()
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        sampling = {(one.kind, one.module): one.sampling for one in trace.streams}
+        notes = {
+            (note["indices"]["of"], note["indices"]["count"], note["indices"]["seed"]): note["indices"]["values"]
+            for note in trace.notes
+            if "indices" in note
+        }
+        assert sampling["biases", "0"] is None
+        assert sampling["weights", "0"] is None  # it has fewer elements than would be kept
+        assert sampling["layer_gradients", "2"] == {"shape": [4, 3], "reduce": "rms"}
+        assert sampling["weights", "2"] == {"shape": [3, 72], "elements": {"count": 11, "of": 216, "seed": 1}}
+        told = sampling["activations", "0"]
+        assert told["positions"] == {"count": 5, "of": 36, "axis": 2, "seed": 1}
+        assert (told["shape"], told["rows"], told["dtype"]) == ([4, 2, 6, 6], 2, "float64")
+        assert notes == {(36, 5, 1): choice(36, 5, 1).tolist(), (216, 11, 1): choice(216, 11, 1).tolist()}
+        _, recorded = trace.array("activations", "0")
+    by_hand = expected.numpy().reshape(4, 2, 36)[:2, :, notes[36, 5, 1]].astype(np.float64)
+    assert np.array_equal(recorded[0], by_hand)

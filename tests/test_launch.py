@@ -1,0 +1,282 @@
+"""``trace record`` on unmodified scripts: each runs in a process of its own, with and without being recorded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+import tracer
+from tracer.capture import Capture
+from tracer.launch import lighter_on_evaluation
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+HEAD = """
+import argparse, pickle, sys, torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+torch.set_num_threads(1)
+x, y = torch.randn(20, 4), torch.arange(20) % 3
+"""
+PLAIN = """
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Dropout(0.2), nn.Linear(8, 3))
+opt = torch.optim.Adam(net.parameters(), lr=0.01)
+loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+for epoch in range(2):
+    net.train()
+    for a, b in loader:
+        opt.zero_grad(); F.cross_entropy(net(a), b).backward(); opt.step()
+    net.eval()
+    with torch.no_grad():
+        for a, b in DataLoader(TensorDataset(x, y), batch_size=10):
+            F.cross_entropy(net(a), b)
+print("weights", float(net[0].weight.detach().double().sum()), float(torch.rand(1)))
+"""
+
+
+def script(folder: Path, body: str, name: str = "train.py") -> Path:
+    """A training script in a file."""
+    path = folder / name
+    path.write_text(textwrap.dedent(HEAD) + textwrap.dedent(body))
+    return path
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a folder and wait."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def record(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``trace record`` in a folder and wait."""
+    return run(folder, "-m", "cli", "record", "--out", "run.zarr", *arguments)
+
+
+def test_a_recorded_script_does_what_it_does_alone(tmp_path: Path) -> None:
+    """Output and weights, down to the next random number, are those of the script run alone; loss and epochs are
+    seen.
+    """
+    path = script(tmp_path, PLAIN)
+    alone, recorded = run(tmp_path, str(path)), record(tmp_path, str(path))
+    assert (alone.returncode, recorded.returncode) == (0, 0), recorded.stderr
+    assert alone.stdout == recorded.stdout
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert trace.status == "finished"
+        counts = {(stream.kind, stream.module, stream.tag): stream.count for stream in trace.streams}
+        assert counts["activations", "0", "default"] == counts["weight_updates", "3", "default"] == 6
+        assert counts["loss", None, "default"] == counts["input_labels", None, "default"] == 6
+        assert counts["loss", None, "eval"] == counts["network_output", None, "eval"] == 4
+        assert ("activations", "0", "eval") not in counts
+        steps = [(m.kind, m.global_step, m.epoch) for m in trace.messages(kinds=["epoch_started", "epoch_finished"])]
+        evaluated = {(m.global_step, m.epoch) for m in trace.messages(kinds="loss", tags="eval")}
+    assert steps == [
+        ("epoch_started", 0, 0),
+        ("epoch_finished", 2, 0),
+        ("epoch_started", 3, 1),
+        ("epoch_finished", 5, 1),
+    ]
+    assert evaluated == {(3, 0), (6, 1)}  # with the weights to come, but still in the epoch they end
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "status"),
+    [
+        ("sys.exit(3)", 3, "failed: SystemExit: 3"),
+        ("sys.exit(0)", 0, "finished"),
+        ("sys.exit('enough')", 1, "failed: SystemExit: enough"),
+        ("raise ValueError('bad data')", 1, "failed: ValueError: bad data"),
+        ("raise KeyboardInterrupt", 130, "failed: KeyboardInterrupt"),
+    ],
+)
+def test_the_exit_code_is_the_scripts_own(tmp_path: Path, ending: str, code: int, status: str) -> None:
+    """However the script ends, the exit code is its own and the trace is closed and says how it ended."""
+    done = record(tmp_path, str(script(tmp_path, PLAIN + ending)))
+    assert done.returncode == code
+    assert ("Traceback" in done.stderr) == (code in (1, 130) and "exit" not in ending)
+    assert "launch.py" not in done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert trace.status == status
+        assert len(trace) > 50
+
+
+def test_sigterm_leaves_a_closed_trace(tmp_path: Path) -> None:
+    """A script that is terminated, as a batch system does it, leaves a trace that is closed and says so."""
+    body = PLAIN.replace("range(2)", "range(10**6)") + "\n"
+    path = script(tmp_path, body.replace("for a, b in loader:", "print('.', flush=True)\n    for a, b in loader:"))
+    command = [sys.executable, "-m", "cli", "record", "--out", "run.h5", str(path)]
+    with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for _ in range(5):
+            assert process.stdout.readline() == ".\n"
+        process.send_signal(signal.SIGTERM)
+        process.stdout.read()
+        assert process.wait(timeout=60) == 143
+    with tracer.open(tmp_path / "run.h5") as trace:
+        assert trace.status == "failed: SystemExit: 143"
+        assert len(trace) > 50
+
+
+def test_sigkill_leaves_an_interrupted_trace(tmp_path: Path) -> None:
+    """A script that is killed leaves a trace that opens and says that it was interrupted."""
+    endless = PLAIN.replace("range(2)", "range(10**6)")
+    body = endless.replace("    net.eval()", "    print('.', flush=True)\n    net.eval()")
+    path = script(tmp_path, body)
+    command = [sys.executable, "-m", "cli", "record", "--out", "run.zarr", str(path)]
+    with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        begun = time.monotonic()
+        while time.monotonic() - begun < 6:  # longer than a commit takes to come
+            process.stdout.readline()
+        process.kill()
+        process.stdout.read()
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert trace.status == "interrupted"
+        assert sum(1 for _ in trace.messages(kinds="loss")) > 10
+
+
+def test_arguments_and_main_are_the_scripts(tmp_path: Path) -> None:
+    """The script sees its own command line, name and folder, and can pickle the classes that it defines."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "neighbour.py").write_text("number = 7\n")
+    body = """
+    import __main__, neighbour
+    class Net(nn.Linear):
+        pass
+    parser = argparse.ArgumentParser(); parser.add_argument("--every", type=int); parser.add_argument("rest", nargs="*")
+    print(vars(parser.parse_args()), __name__, sys.argv[0], neighbour.number)
+    net = Net(4, 3)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    F.mse_loss(net(x), torch.zeros(20, 3)).backward(); opt.step()
+    again = pickle.loads(pickle.dumps(net))
+    assert type(again) is __main__.Net and torch.equal(again(x), net(x))
+    """
+    path = script(tmp_path / "sub", body)
+    done = record(tmp_path, "--every", "1", "sub/train.py", "--every", "5", "a", "b")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "{'every': 5, 'rest': ['a', 'b']} __main__ sub/train.py 7\n"
+    assert path.exists()
+
+
+def test_a_module_is_run_as_python_dash_m_does(tmp_path: Path) -> None:
+    """A package with a ``__main__`` is recorded by its dotted name, with relative imports."""
+    package = tmp_path / "project"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "data.py").write_text("scale = 2.0\n")
+    script(package, "from .data import scale\n" + PLAIN + "print(__package__, scale, sys.argv[1:])\n", "__main__.py")
+    done = record(tmp_path, "--module", "project", "--flag")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("project 2.0 ['--flag']\n")
+    assert tracer.open(tmp_path / "run.zarr").status == "finished"
+
+
+def test_losses_of_every_making(tmp_path: Path) -> None:
+    """A loss module, a function imported by its own name, and one written by hand, scaled or not, are seen once a
+    step.
+    """
+    body = """
+    from torch.nn.functional import mse_loss
+    net = nn.Linear(4, 3)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    def step(loss):
+        print(repr(float(loss.detach())))
+        opt.zero_grad(); scaler.scale(loss).backward(); scaler.step(opt); scaler.update()
+    step(nn.CrossEntropyLoss()(net(x), y))
+    step(mse_loss(net(x), torch.zeros(20, 3)))
+    step(((net(x) - 1) ** 2).mean())
+    loss = net(x).abs().mean(); print(repr(float(loss.detach()))); opt.zero_grad(); loss.backward(); opt.step()
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    printed = [float(line) for line in done.stdout.split()]
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        recorded = [(m.global_step, m.call, float(m.data)) for m in trace.messages(kinds="loss") if m.data is not None]
+    assert recorded == [(step, 0, loss) for step, loss in enumerate(printed)]
+
+
+def test_two_models_are_told_apart(tmp_path: Path) -> None:
+    """Two models with an optimizer each are recorded under the names of their variables; the last optimizer ends a
+    step.
+    """
+    body = """
+    netG, netD = nn.Linear(2, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    optD, optG = torch.optim.SGD(netD.parameters(), lr=0.1), torch.optim.SGD(netG.parameters(), lr=0.1)
+    for _ in range(3):
+        fake = netG(torch.randn(5, 2))
+        optD.zero_grad(); (netD(x).mean() - netD(fake.detach()).mean()).backward(); optD.step()
+        optG.zero_grad(); netD(fake).mean().backward(); optG.step()
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        modules = {stream.module for stream in trace.streams if stream.kind == "weight_updates"}
+        calls = [m.call for m in trace.messages(kinds="activations", modules="netD.0", steps=(0, 1))]
+        assert modules == {"netG", "netD.0", "netD.2"}
+        assert calls == [0, 1, 2]
+        assert trace.info["steps"] == [0, 2]
+
+
+def test_workers_and_compiled_models(tmp_path: Path) -> None:
+    """Forked loader workers stay out of it; a compiled model trains as alone, its parameters recorded, its layers
+    silent.
+    """
+    body = """
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    fast = torch.compile(net, backend="eager", fullgraph=True)
+    for a, b in DataLoader(TensorDataset(x, y), batch_size=8, num_workers=2):
+        opt.zero_grad(); F.cross_entropy(fast(a), b).backward(); opt.step()
+    print(float(net[0].weight.detach().double().sum()))
+    """
+    path = script(tmp_path, body)
+    alone, recorded = run(tmp_path, str(path)), record(tmp_path, str(path))
+    assert (alone.returncode, recorded.returncode) == (0, 0), recorded.stderr
+    assert alone.stdout == recorded.stdout
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        counts = {(stream.kind, stream.module): stream.count for stream in trace.streams}
+        assert counts["weight_updates", "0"] == counts["loss", None] == 3
+        assert ("activations", "0") not in counts
+        assert {"silent": ["0", "1", "2"]} in trace.notes
+
+
+def test_nothing_to_record_is_an_error(tmp_path: Path) -> None:
+    """A script that trains nothing keeps its output, but ``trace record`` says that there is no trace, and fails."""
+    done = record(tmp_path, str(script(tmp_path, "print('hello')")))
+    assert (done.returncode, done.stdout) == (1, "hello\n")
+    assert "made no optimizer" in done.stderr
+    assert not (tmp_path / "run.zarr").exists()
+
+
+def test_a_capture_that_matches_nothing_ends_before_training(tmp_path: Path) -> None:
+    """A glob that names no module ends the script at its first backward, with the names that there are."""
+    done = record(tmp_path, "-m", "encoder.*", str(script(tmp_path, PLAIN)))
+    assert done.returncode == 2
+    assert "encoder.*" in done.stderr
+    assert "'0'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run.zarr").exists()
+
+
+def test_evaluation_is_kept_light_unless_asked() -> None:
+    """A single capture is split into outcomes of evaluations and all of training, unless its tags say what is
+    wanted.
+    """
+    outcomes, training = lighter_on_evaluation(Capture(every=5, rows=3))
+    assert (outcomes.tags, training.tags) == (("eval",), ("!eval",))
+    assert set(outcomes.kinds or ()) == {"network_output", "input_labels", "loss"}
+    assert (outcomes.rows, training.every) == (3, 5)
+    asked = Capture(tags="eval")
+    assert lighter_on_evaluation(asked) == (asked,)
