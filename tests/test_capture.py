@@ -57,6 +57,7 @@ def mlp() -> nn.Sequential:
         ({"every": True}, CaptureError, "not True"),
         ({"every": 1.5}, CaptureError, "not 1.5"),
         ({"start": -1}, CaptureError, "start"),
+        ({"stop": True}, CaptureError, "stop"),
         ({"start": 5, "stop": 5}, CaptureError, r"above start \(5\)"),
         ({"rows": 0}, CaptureError, "rows"),
         ({"positions": "3"}, CaptureError, "positions"),
@@ -320,17 +321,8 @@ def test_elements_keep_weights_gradients_and_updates_aligned() -> None:
 )
 def test_positions_are_chosen_in_space_or_sequence(layer: nn.Module, shape: Any, expected: Any) -> None:
     """Positions are a fixed choice along space (images, 1-d convolutions) or sequence; channels and features stay."""
-    x = torch.randn(shape)
-    (message,) = observe(nn.Sequential(layer), Capture(kinds=["activations"], positions=7, seed=2), x, 1)
-    whole = layer(x) if False else None
+    (message,) = observe(nn.Sequential(layer), Capture(kinds=["activations"], positions=7), torch.randn(shape), 1)
     assert tuple(message.data.shape) == expected
-    torch.manual_seed(1)
-    capture = Capture(positions=7, seed=2)
-    data = torch.randn(4, *expected[1:2], 9) if len(expected) == 3 else torch.randn(4, 3)
-    if isinstance(layer, nn.Conv1d) and shape[2] == 9:
-        chosen = capture.select("activations", data, layer)
-        assert np.array_equal(chosen.numpy(), data.numpy()[:, :, choice(9, 7, 2)])
-    assert whole is None
 
 
 def test_positions_pick_the_chosen_indices() -> None:
@@ -385,7 +377,7 @@ ORACLES: dict[str, Callable[[Any], Any]] = {
 @settings(max_examples=20)
 def test_reductions_by_name_are_numpys(name: str, values: list[float]) -> None:
     """Each named statistic is that of NumPy in float64."""
-    got = Capture(reduce=name).finish("weights", torch.tensor(values, dtype=torch.float32).reshape(2, -1) if len(values) % 2 == 0 else torch.tensor(values))
+    got = Capture(reduce=name).finish("weights", torch.tensor(values).reshape(1, -1))
     assert got.ndim == 0
     expected = ORACLES[name](np.array(values, dtype=np.float32).astype(np.float64))
     assert float(got) == pytest.approx(float(expected), rel=1e-9, abs=1e-9)

@@ -156,7 +156,9 @@ class Capture:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise CaptureError(f"{name} of a capture is an integer of at least {least}, not {value!r}")
-        if self.stop is not None and (not isinstance(self.stop, int) or self.stop <= self.start):
+        if self.stop is not None and (
+            isinstance(self.stop, bool) or not isinstance(self.stop, int) or self.stop <= self.start
+        ):
             raise CaptureError(f"stop of a capture is an integer above start ({self.start}), not {self.stop!r}")
         if self.positions is not None and self.elements is not None:
             raise CaptureError("a capture keeps positions or elements, not both: elements already chooses among all")
@@ -166,7 +168,8 @@ class Capture:
             raise UnknownNameError.of("reduction", self.reduce, REDUCTIONS)
         for name in ("condition", "reduce"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, str) and not callable(value):
+            named = name == "reduce" and isinstance(value, str)
+            if value is not None and not named and not callable(value):
                 raise CaptureError(f"{name} of a capture is a function, not {value!r}")
 
     @classmethod

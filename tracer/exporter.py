@@ -2,8 +2,7 @@
 
 The contract is in ``docs/architecture.md`` ("What is observed, and when"). In short: a step is one optimizer step; the
 messages of step k all belong to the batch and the weights W_k of that step; watching changes nothing; what nobody wants
-is
-neither hooked nor copied.
+is neither hooked nor copied.
 """
 
 from __future__ import annotations
@@ -11,10 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import pkgutil
-import random
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +25,20 @@ from torch.optim import Optimizer
 from tracer.bus import MessageBus, Receiver
 from tracer.capture import Capture
 from tracer.errors import CaptureError, MessageError
+from tracer.hooks import (
+    GradientHook,
+    Hook,
+    LossFunction,
+    arguments_of,
+    leaves,
+    map_tensors,
+    recomputing,
+    rows_of,
+    same_storage,
+    undisturbed,
+    unobservable,
+    unwrap,
+)
 from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message, ModuleMessage, NetworkMessage
 from tracer.subscriber import unmet
 
@@ -107,12 +117,12 @@ class Exporter:
         self._optimizers: tuple[Optimizer, ...] = ()
         self._steps_itself = False  # the user calls step(), neither an optimizer nor the forward ends a step
         self._losses: list[nn.Module | str] = []
-        self._patched: dict[str, _LossFunction] = {}
+        self._patched: dict[str, LossFunction] = {}
         self._in_loss = False
         self._lasting: dict[Any, list[Any]] = {}
         self._handles: list[Any] = []
         self._leaf_handles: list[Any] = []
-        self._hooks: list[_Hook] = []
+        self._hooks: list[Hook] = []
         self._probes: list[_Probe] = []
         self._sampling: dict[tuple[str, str | None, str, str], dict[str, Any]] = {}
 
@@ -600,13 +610,13 @@ class Exporter:
         self._find_parameters()
         # these stay while others come and go: torch forbids changing an optimizer's hooks while they run
         if self._root is not None and "root" not in self._lasting:
-            before = _Hook(self, "_before_root", "")
+            before = Hook(self, "_before_root", "")
             self._lasting["root"] = [self._root.register_forward_pre_hook(before, with_kwargs=True, prepend=True)]
         for optimizer in self._optimizers:
             if id(optimizer) not in self._lasting:
                 self._lasting[id(optimizer)] = [
-                    optimizer.register_step_pre_hook(_Hook(self, "_before_optimizer", "")),
-                    optimizer.register_step_post_hook(_Hook(self, "_after_optimizer", "")),
+                    optimizer.register_step_pre_hook(Hook(self, "_before_optimizer", "")),
+                    optimizer.register_step_post_hook(Hook(self, "_after_optimizer", "")),
                 ]
         for path, one in self._modules.items():
             if isinstance(one, torch.jit.ScriptModule):
@@ -644,7 +654,7 @@ class Exporter:
             if isinstance(loss, nn.Module):
                 self._handles.append(loss.register_forward_hook(self._hook("_after_loss", ""), with_kwargs=True))
             elif loss not in self._patched:
-                self._patched[loss] = _LossFunction(self, getattr(torch.nn.functional, loss))
+                self._patched[loss] = LossFunction(self, getattr(torch.nn.functional, loss))
                 setattr(torch.nn.functional, loss, self._patched[loss])
 
     def _find_parameters(self) -> None:
@@ -663,8 +673,8 @@ class Exporter:
                     self._parameters.append(_Parameter(path, owner_path, owner, attribute))
         self._parameter_of = {(p.stream, p.bias): p for p in self._parameters}
 
-    def _hook(self, method: str, name: str) -> _Hook:
-        hook = _Hook(self, method, name)
+    def _hook(self, method: str, name: str) -> Hook:
+        hook = Hook(self, method, name)
         self._hooks.append(hook)
         return hook
 
@@ -781,7 +791,7 @@ class Exporter:
                     self._sampling[stream] = told
         if final.is_conj() or final.is_neg():
             final = final.resolve_conj().resolve_neg()
-        if not owned and _same_storage(final, source):
+        if not owned and same_storage(final, source):
             final = final.clone(memory_format=torch.contiguous_format)
         if capture.runs:
             self._running[stream] = final.clone()  # the reduction may overwrite it
@@ -887,7 +897,7 @@ class Exporter:
             return None
         source = tensor.detach()
         chosen = capture.select(kind, source)
-        return chosen.clone(memory_format=torch.contiguous_format) if _same_storage(chosen, source) else chosen
+        return chosen.clone(memory_format=torch.contiguous_format) if same_storage(chosen, source) else chosen
 
     def _compare(self, parameters: Iterable[_Parameter]) -> None:
         """Form the wanted updates, now that the weights have moved; and copy gradients that are still there."""
@@ -989,7 +999,7 @@ class Exporter:
             self._end_step()  # without an optimizer, a step lasts until the next one begins
         self._enter_pass(module)
         if self._listening:
-            self._publish_leaves("input_data", None, _arguments(args, kwargs), self._tag)
+            self._publish_leaves("input_data", None, arguments_of(args, kwargs), self._tag)
 
     def _is_training_pass(self, module: nn.Module) -> bool:
         return module.training and torch.is_grad_enabled() and self._user_tag is None
@@ -1013,7 +1023,7 @@ class Exporter:
             return
         tag, now = self._tag, self._now()
         copies: list[tuple[str, Tensor]] = []
-        inputs = leaves(_arguments(args, kwargs))
+        inputs = leaves(arguments_of(args, kwargs))
         capture = self._wanted("layer_inputs", path, tag)
         if capture is not None:  # copied now, because the module may overwrite its input in place
             for leaf, tensor in inputs:
@@ -1024,7 +1034,7 @@ class Exporter:
             call = self._calls.get((path, tag), 0)
             for leaf, tensor in inputs:
                 if tensor.requires_grad and not recomputing():
-                    self._watch(tensor, _GradientHook(self, "input_gradients", path, leaf, call, tag, now))
+                    self._watch(tensor, GradientHook(self, "input_gradients", path, leaf, call, tag, now))
 
     def _after_forward(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if recomputing():
@@ -1046,7 +1056,7 @@ class Exporter:
         if torch.is_grad_enabled() and self._wanted("layer_gradients", path, tag) is not None:
             for leaf, tensor in observed:
                 if tensor.requires_grad:
-                    self._watch(tensor, _GradientHook(self, "layer_gradients", path, leaf, call, tag, now))
+                    self._watch(tensor, GradientHook(self, "layer_gradients", path, leaf, call, tag, now))
 
     def _publish_inputs(self, path: str, module: nn.Module, tag: str, call: int, now: tuple[int, int, int]) -> None:
         """Publish what the pre-hook of this module copied; what a failed forward left behind is dropped."""
@@ -1065,9 +1075,9 @@ class Exporter:
             for leaf, tensor in leaves(output):
                 if tensor.requires_grad:
                     now = self._now()
-                    self._watch(tensor, _GradientHook(self, "layer_gradients", path, leaf, call, self._tag, now))
+                    self._watch(tensor, GradientHook(self, "layer_gradients", path, leaf, call, self._tag, now))
 
-    def _watch(self, tensor: Tensor, hook: _GradientHook) -> None:
+    def _watch(self, tensor: Tensor, hook: GradientHook) -> None:
         """Hang a hook on a tensor of this pass, and see to it that it does not outlive the step."""
         handle = tensor.register_hook(hook)
         if tensor.is_leaf:  # a parameter that a module returns, an input of the user's: both outlive this step
@@ -1079,7 +1089,7 @@ class Exporter:
             handle.remove()
         self._leaf_handles = []
 
-    def _gradient(self, hook: _GradientHook, gradient: Tensor) -> None:
+    def _gradient(self, hook: GradientHook, gradient: Tensor) -> None:
         capture = self._wanted(hook.kind, hook.path, hook.tag, hook.at)
         if capture is None:
             return
@@ -1175,7 +1185,7 @@ class Exporter:
         collected: dict[tuple[str, str | None, int, str], list[Tensor]] = {}
         self._collecting = collected
         try:
-            with _undisturbed(root):
+            with undisturbed(root):
                 for batch in probe.batches():
                     self._forget_calls(probe.name)
                     probe.call(root, batch)
@@ -1281,7 +1291,7 @@ class _Probe:
             return
         for begin in range(0, tensors[0].shape[0], self.batch_size):
             part = slice(begin, begin + self.batch_size)
-            yield _map(self.inputs, functools.partial(_rows, part))
+            yield map_tensors(self.inputs, functools.partial(rows_of, part))
 
     @staticmethod
     def call(model: nn.Module, inputs: Any) -> None:
@@ -1293,139 +1303,16 @@ class _Probe:
             model(inputs)
 
 
-class _Hook:
-    """A hook of an exporter; in a copy or a pickle of what it hangs on, a function that does nothing."""
-
-    __slots__ = ("_exporter", "fired", "method", "name", "off")
-
-    def __init__(self, exporter: Exporter, method: str, name: str) -> None:
-        self._exporter = weakref.ref(exporter)
-        self.method = method
-        self.name = name
-        self.fired = False
-        self.off = False
-
-    def __call__(self, *args: Any) -> None:
-        if torch.compiler.is_compiling():  # state that changes would recompile the graph at every step
-            return
-        exporter = self._exporter()
-        if exporter is None or self.off or not (exporter._attached and exporter._enabled):
-            return
-        self.fired = True
-        if torch._C._get_tracing_state() is not None:  # torch.jit.trace would record our copies
-            return
-        try:
-            getattr(exporter, self.method)(self.name, *args)
-        except Exception as error:
-            if exporter.strict:
-                raise
-            self.off = self.method not in ("_before_root", "_after_root", "_before_optimizer", "_after_optimizer")
-            what = f"module {self.name!r}" if self.name else self.method.strip("_").replace("_", " ")
-            exporter._problem(what, f"{type(error).__name__}: {error}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # a callable of the standard library that takes anything and returns None: what is loaded needs no tracer
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-class _GradientHook:
-    """Sees the gradient of one tensor of one forward pass."""
-
-    __slots__ = ("_exporter", "at", "call", "handle", "kind", "leaf", "path", "tag")
-
-    def __init__(
-        self, exporter: Exporter, kind: str, path: str, leaf: str, call: int, tag: str, at: tuple[int, int, int]
-    ) -> None:
-        self._exporter = weakref.ref(exporter)
-        self.kind = kind
-        self.path = path
-        self.leaf = leaf
-        self.call = call
-        self.tag = tag
-        self.at = at
-        self.handle: Any = None
-
-    def __call__(self, gradient: Tensor) -> None:
-        if self.handle is not None:
-            self.handle.remove()
-        exporter = self._exporter()
-        if exporter is None or not (exporter._attached and exporter._enabled):
-            return
-        try:
-            exporter._gradient(self, gradient)
-        except Exception as error:
-            if exporter.strict:
-                raise
-            exporter._give_up(self.kind, self.path, error)
-
-
-class _LossFunction:
-    """Stands in for a function of ``torch.nn.functional`` while it is observed."""
-
-    def __init__(self, exporter: Exporter, original: Callable[..., Any]) -> None:
-        self._exporter = weakref.ref(exporter)
-        self.__wrapped__ = original
-        self.__name__ = getattr(original, "__name__", "loss")
-        self.__doc__ = original.__doc__
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # what holds the function, such as a model, can be copied and pickled, and finds torch's own where it is loaded
-        return pkgutil.resolve_name, (f"torch.nn.functional:{self.__name__}",)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        exporter = self._exporter()
-        if exporter is None or exporter._in_loss or torch.compiler.is_compiling():
-            return self.__wrapped__(*args, **kwargs)
-        exporter._in_loss = True  # some losses are made of others
-        try:
-            output = self.__wrapped__(*args, **kwargs)
-        finally:
-            exporter._in_loss = False
-        if exporter._attached and exporter._enabled:
-            exporter._guard("loss", lambda: exporter._loss_seen(args, kwargs, output))
-        return output
-
-
-def _unpatch(name: str, wrapper: _LossFunction) -> None:
+def _unpatch(name: str, wrapper: LossFunction) -> None:
     """Take a stand-in away, even if another exporter has put one around it since."""
     outer = getattr(torch.nn.functional, name)
     if outer is wrapper:
         setattr(torch.nn.functional, name, wrapper.__wrapped__)
         return
-    while isinstance(outer, _LossFunction):
+    while isinstance(outer, LossFunction):
         if outer.__wrapped__ is wrapper:
             outer.__wrapped__ = wrapper.__wrapped__
         outer = outer.__wrapped__
-
-
-@contextlib.contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients or autocast; afterwards modes, buffers and random generators are as before."""
-    modes = [(one, one.training) for one in model.modules()]
-    buffers = [
-        (one, name, buffer, buffer.detach().clone(), buffer._version)
-        for one in model.modules()
-        for name, buffer in one._buffers.items()
-        if buffer is not None and not buffer.is_inference()
-    ]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    device_type = next((p.device.type for p in model.parameters()), "cpu")
-    try:
-        with torch.random.fork_rng(devices=devices), torch.no_grad(), torch.autocast(device_type, enabled=False):
-            model.eval()
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        for one, mode in modes:
-            one.training = mode
-        with torch.no_grad():
-            for one, name, buffer, content, version in buffers:
-                if buffer._version != version:
-                    buffer.copy_(content)
-                if one._buffers.get(name) is not buffer:
-                    one._buffers[name] = buffer
 
 
 _EVERYTHING = Capture(kinds=KINDS)
@@ -1438,100 +1325,6 @@ _PARAMETER_KINDS: Mapping[str, tuple[bool, str]] = {
     "bias_updates": (True, "updates"),
 }
 _PROBED = ("layer_inputs", "activations", "network_output")
-
-
-def leaves(value: Any) -> list[tuple[str, Tensor]]:
-    """The tensors in a structure, each with its path; a tensor that is alone has the empty path.
-
-    Knows tuples, named tuples, lists, mappings and dataclasses (which ``torch.utils._pytree`` does not flatten),
-    nested;
-    everything else is no tensor and is left out.
-
-    Examples
-    --------
-    >>> x = torch.zeros(1)
-    >>> [path for path, _ in leaves((x, (x, x), None, {"logits": x}))]
-    ['0', '1.0', '1.1', '3.logits']
-    >>> [path for path, _ in leaves((x, None))]
-    ['']
-    """
-    found: list[tuple[str, Tensor]] = []
-    _walk(value, "", found)
-    return [("", found[0][1])] if len(found) == 1 else found
-
-
-def _walk(value: Any, path: str, found: list[tuple[str, Tensor]]) -> None:
-    if isinstance(value, Tensor):
-        found.append((path, value))
-        return
-    parts: Iterable[tuple[Any, Any]]
-    if isinstance(value, Mapping):
-        parts = value.items()
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        parts = zip(value._fields, value, strict=True)
-    elif isinstance(value, tuple | list):
-        parts = enumerate(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
-    else:
-        return
-    for name, part in parts:
-        _walk(part, f"{path}.{name}" if path else str(name), found)
-
-
-def _rows(part: slice, tensor: Tensor) -> Tensor:
-    return tensor[part] if tensor.ndim else tensor
-
-
-def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: _map(part, function) for key, part in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_map(part, function) for part in value)
-    return [_map(part, function) for part in value] if isinstance(value, list) else value
-
-
-def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    if not kwargs:
-        return args
-    return {**{str(index): value for index, value in enumerate(args)}, **kwargs}
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside wrappers that only pass on: compiled, DistributedDataParallel, DataParallel."""
-    while True:
-        if isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]  # what torch.compile calls the module it wraps
-        elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            model = model.module
-        else:
-            return model
-
-
-def unobservable(tensor: Tensor) -> str | None:
-    """Why a tensor's values cannot be copied, or None if they can."""
-    if is_lazy(tensor):
-        return "a lazy parameter has no values before the first forward"
-    if tensor.is_meta:
-        return "a meta tensor has no values"
-    if tensor.is_quantized:
-        return "a quantized tensor is not supported"
-    if tensor.is_nested:
-        return "a nested tensor is not supported"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "inside vmap or grad of torch.func a tensor has no values of its own"
-    return None
-
-
-def _same_storage(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def recomputing() -> bool:
-    """Whether this forward runs inside a backward pass: a checkpoint's second forward."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def awake(receiver: Receiver, step: int) -> bool:

@@ -31,7 +31,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from tracer.bus import MessageBus
 from tracer.capture import Capture
 from tracer.errors import CaptureError, TraceError
-from tracer.exporter import LOSS_FUNCTIONS, Exporter, unwrap
+from tracer.exporter import LOSS_FUNCTIONS, Exporter
+from tracer.hooks import unwrap
 from tracer.messages import DEFAULT_TAG, EVAL_TAG
 from tracer.recorder import Run, end, start
 from tracer.writer import check_target

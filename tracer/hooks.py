@@ -1,0 +1,240 @@
+"""What PyTorch calls, and what is done to the tensors that it hands over: hooks, pytree leaves, wrappers, copies."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pkgutil
+import random
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+if TYPE_CHECKING:
+    from tracer.exporter import Exporter
+
+
+class Hook:
+    """A hook of an exporter; in a copy or a pickle of what it hangs on, a function that does nothing."""
+
+    __slots__ = ("_exporter", "fired", "method", "name", "off")
+
+    def __init__(self, exporter: Exporter, method: str, name: str) -> None:
+        self._exporter = weakref.ref(exporter)
+        self.method = method
+        self.name = name
+        self.fired = False
+        self.off = False
+
+    def __call__(self, *args: Any) -> None:
+        if torch.compiler.is_compiling():  # state that changes would recompile the graph at every step
+            return
+        exporter = self._exporter()
+        if exporter is None or self.off or not (exporter._attached and exporter._enabled):
+            return
+        self.fired = True
+        if torch._C._get_tracing_state() is not None:  # torch.jit.trace would record our copies
+            return
+        try:
+            getattr(exporter, self.method)(self.name, *args)
+        except Exception as error:
+            if exporter.strict:
+                raise
+            self.off = self.method not in ("_before_root", "_after_root", "_before_optimizer", "_after_optimizer")
+            what = f"module {self.name!r}" if self.name else self.method.strip("_").replace("_", " ")
+            exporter._problem(what, f"{type(error).__name__}: {error}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a callable of the standard library that takes anything and returns None: what is loaded needs no tracer
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class GradientHook:
+    """Sees the gradient of one tensor of one forward pass."""
+
+    __slots__ = ("_exporter", "at", "call", "handle", "kind", "leaf", "path", "tag")
+
+    def __init__(
+        self, exporter: Exporter, kind: str, path: str, leaf: str, call: int, tag: str, at: tuple[int, int, int]
+    ) -> None:
+        self._exporter = weakref.ref(exporter)
+        self.kind = kind
+        self.path = path
+        self.leaf = leaf
+        self.call = call
+        self.tag = tag
+        self.at = at
+        self.handle: Any = None
+
+    def __call__(self, gradient: Tensor) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+        exporter = self._exporter()
+        if exporter is None or not (exporter._attached and exporter._enabled):
+            return
+        try:
+            exporter._gradient(self, gradient)
+        except Exception as error:
+            if exporter.strict:
+                raise
+            exporter._give_up(self.kind, self.path, error)
+
+
+class LossFunction:
+    """Stands in for a function of ``torch.nn.functional`` while it is observed."""
+
+    def __init__(self, exporter: Exporter, original: Callable[..., Any]) -> None:
+        self._exporter = weakref.ref(exporter)
+        self.__wrapped__ = original
+        self.__name__ = getattr(original, "__name__", "loss")
+        self.__doc__ = original.__doc__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # what holds the function, such as a model, can be copied and pickled, and finds torch's own where it is loaded
+        return pkgutil.resolve_name, (f"torch.nn.functional:{self.__name__}",)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        exporter = self._exporter()
+        if exporter is None or exporter._in_loss or torch.compiler.is_compiling():
+            return self.__wrapped__(*args, **kwargs)
+        exporter._in_loss = True  # some losses are made of others
+        try:
+            output = self.__wrapped__(*args, **kwargs)
+        finally:
+            exporter._in_loss = False
+        if exporter._attached and exporter._enabled:
+            exporter._guard("loss", lambda: exporter._loss_seen(args, kwargs, output))
+        return output
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients or autocast; afterwards modes, buffers and random generators are as before."""
+    modes = [(one, one.training) for one in model.modules()]
+    buffers = [
+        (one, name, buffer, buffer.detach().clone(), buffer._version)
+        for one in model.modules()
+        for name, buffer in one._buffers.items()
+        if buffer is not None and not buffer.is_inference()
+    ]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    device_type = next((p.device.type for p in model.parameters()), "cpu")
+    try:
+        with torch.random.fork_rng(devices=devices), torch.no_grad(), torch.autocast(device_type, enabled=False):
+            model.eval()
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        for one, mode in modes:
+            one.training = mode
+        with torch.no_grad():
+            for one, name, buffer, content, version in buffers:
+                if buffer._version != version:
+                    buffer.copy_(content)
+                if one._buffers.get(name) is not buffer:
+                    one._buffers[name] = buffer
+
+
+def leaves(value: Any) -> list[tuple[str, Tensor]]:
+    """The tensors in a structure, each with its path; a tensor that is alone has the empty path.
+
+    Knows tuples, named tuples, lists, mappings and dataclasses (which ``torch.utils._pytree`` does not flatten),
+    nested;
+    everything else is no tensor and is left out.
+
+    Examples
+    --------
+    >>> x = torch.zeros(1)
+    >>> [path for path, _ in leaves((x, (x, x), None, {"logits": x}))]
+    ['0', '1.0', '1.1', '3.logits']
+    >>> [path for path, _ in leaves((x, None))]
+    ['']
+    """
+    found: list[tuple[str, Tensor]] = []
+    _walk(value, "", found)
+    return [("", found[0][1])] if len(found) == 1 else found
+
+
+def _walk(value: Any, path: str, found: list[tuple[str, Tensor]]) -> None:
+    if isinstance(value, Tensor):
+        found.append((path, value))
+        return
+    parts: Iterable[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        parts = zip(value._fields, value, strict=True)
+    elif isinstance(value, tuple | list):
+        parts = enumerate(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+    else:
+        return
+    for name, part in parts:
+        _walk(part, f"{path}.{name}" if path else str(name), found)
+
+
+def rows_of(part: slice, tensor: Tensor) -> Tensor:
+    """Some rows of a tensor; the whole of a scalar."""
+    return tensor[part] if tensor.ndim else tensor
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The same structure of a probe's inputs (tuples, lists, mappings) with the function's results for its tensors."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(part, function) for key, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map_tensors(part, function) for part in value)
+    return [map_tensors(part, function) for part in value] if isinstance(value, list) else value
+
+
+def arguments_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A call's arguments as one structure: positional ones by their numbers, the others by their names."""
+    if not kwargs:
+        return args
+    return {**{str(index): value for index, value in enumerate(args)}, **kwargs}
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside wrappers that only pass on: compiled, DistributedDataParallel, DataParallel."""
+    while True:
+        if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]  # what torch.compile calls the module it wraps
+        elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        else:
+            return model
+
+
+def unobservable(tensor: Tensor) -> str | None:
+    """Why a tensor's values cannot be copied, or None if they can."""
+    if is_lazy(tensor):
+        return "a lazy parameter has no values before the first forward"
+    if tensor.is_meta:
+        return "a meta tensor has no values"
+    if tensor.is_quantized:
+        return "a quantized tensor is not supported"
+    if tensor.is_nested:
+        return "a nested tensor is not supported"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "inside vmap or grad of torch.func a tensor has no values of its own"
+    return None
+
+
+def same_storage(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are views of the same memory."""
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def recomputing() -> bool:
+    """Whether this forward runs inside a backward pass: a checkpoint's second forward."""
+    return torch._C._current_graph_task_id() != -1
