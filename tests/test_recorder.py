@@ -372,7 +372,7 @@ PREAMBLE = """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     def step():
         optimizer.zero_grad()
-        model(torch.randn(5, 3)).sum().backward()
+        model(torch.randn(5, 3)).square().mean().backward()
         optimizer.step()
 """
 
