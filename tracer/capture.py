@@ -294,15 +294,18 @@ class Capture:
             name for name in ("rows", "positions", "elements", "dtype", "reduce") if getattr(self, name) is not None
         ]
 
-    def sampling(self, kind: str, shape: Sequence[int], module: nn.Module | None = None) -> dict[str, Any] | None:
-        """What is kept of tensors of this shape, for the header of a trace; None if everything is.
+    def sampling(
+        self, kind: str, shape: Sequence[int], module: nn.Module | None = None, *, floating: bool = True
+    ) -> dict[str, Any] | None:
+        """What is kept of tensors of this shape, for the declaration of a stream; None if everything is.
 
-        The indices themselves are `choice` of the numbers given here.
+        The indices themselves are `choice` of the numbers given here. The shape stands there only where it is needed to
+        place them, so that batches of many sizes can be one stream.
         """
         entry = KINDS[kind]
         if not self.choices:
             return None
-        told: dict[str, Any] = {"shape": list(shape)}
+        told: dict[str, Any] = {}
         numbers = list(shape)
         if self.rows is not None and entry.batched and numbers:
             told["rows"] = self.rows
@@ -317,9 +320,11 @@ class Capture:
                 told["elements"] = {"count": self.elements, "of": int(np.prod(numbers)), "seed": self.seed}
             if self.reduce is not None:
                 told["reduce"] = self.reduce if isinstance(self.reduce, str) else _name_of(self.reduce)
-        if self.dtype is not None and kind != "loss":
+        if self.dtype is not None and kind != "loss" and floating:
             told["dtype"] = self.dtype
-        return told if len(told) > 1 else None
+        if "positions" in told or "elements" in told:
+            told = {"shape": list(shape), **told}
+        return told or None
 
     def describe(self) -> dict[str, Any]:
         """Its settings as JSON, for the header of a trace; functions and classes by their names."""

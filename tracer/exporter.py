@@ -124,7 +124,8 @@ class Exporter:
         self._leaf_handles: list[Any] = []
         self._hooks: list[Hook] = []
         self._probes: list[_Probe] = []
-        self._sampling: dict[tuple[str, str | None, str, str], dict[str, Any]] = {}
+        self._sampling: dict[tuple[str, str | None, str, str], dict[str, Any] | None] = {}
+        self._told: dict[tuple[Any, ...], dict[str, Any] | None] = {}
 
         self._given_up: set[tuple[str, str | None]] = set()
         # answers to "who wants this stream", asked in every hook
@@ -519,7 +520,7 @@ class Exporter:
             raise CaptureError("; ".join(missing))
 
     def sampling(self, message: Message) -> dict[str, Any] | None:
-        """How a message of this stream was thinned out, for the trace; None if it is whole."""
+        """How the latest message of this stream was thinned out, for the trace; None if it is whole."""
         return self._sampling.get((message.kind, message.key, message.tag, message.leaf))
 
     def structure(self) -> dict[str, Any]:
@@ -785,10 +786,8 @@ class Exporter:
                 self._published[stream] = number + 1
                 return
             final = capture.finish(kind, chosen, self._running.get(stream) if capture.runs else None)
-            if capture.choices and stream not in self._sampling:
-                told = capture.sampling(kind, tuple(data.shape), module)
-                if told is not None:
-                    self._sampling[stream] = told
+            if capture.choices:
+                self._sampling[stream] = self._tell(capture, kind, source, module)
         if final.is_conj() or final.is_neg():
             final = final.resolve_conj().resolve_neg()
         if not owned and same_storage(final, source):
@@ -797,6 +796,13 @@ class Exporter:
             self._running[stream] = final.clone()  # the reduction may overwrite it
         self._published[stream] = number + 1
         self.message_bus.publish(self._message(kind, path, final, tag, leaf, number, at))
+
+    def _tell(self, capture: Capture, kind: str, data: Tensor, module: nn.Module | None) -> dict[str, Any] | None:
+        """`Capture.sampling` of a tensor, worked out once for each shape."""
+        key = (id(capture), kind, tuple(data.shape), data.is_floating_point(), type(module))
+        if key not in self._told:
+            self._told[key] = capture.sampling(kind, tuple(data.shape), module, floating=data.is_floating_point())
+        return self._told[key]
 
     def _message(
         self, kind: str, path: str | None, data: Tensor, tag: str, leaf: str, call: int, at: tuple[int, int, int]
@@ -956,10 +962,8 @@ class Exporter:
         final = capture.finish(kind, chosen, self._running.get(stream) if capture.runs else None)
         if capture.runs:
             self._running[stream] = final.clone()  # the reduction may overwrite it
-        if capture.choices and stream not in self._sampling and parameter.tensor is not None:
-            told = capture.sampling(kind, tuple(parameter.tensor.shape))
-            if told is not None:
-                self._sampling[stream] = told
+        if capture.choices and parameter.tensor is not None:
+            self._sampling[stream] = self._tell(capture, kind, parameter.tensor, None)
         self.message_bus.publish(self._message(kind, parameter.stream, final, DEFAULT_TAG, "", 0, self._now()))
 
     # -- passes ---------------------------------------------------------------------------------------------

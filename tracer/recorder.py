@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -83,7 +84,7 @@ class Recorder:
         self.derived = set(derived)
         self._sampling = sampling
         self._bound = queue_bytes
-        self._waiting: list[Message | Mapping[str, Any]] = []
+        self._waiting: deque[tuple[Message | None, Mapping[str, Any] | None]] = deque()
         self._bytes = 0  # of what waits, and of what the thread has taken and not yet written
         self._changed = threading.Condition()
         self._stalled = False  # whether the training waits for room
@@ -119,7 +120,8 @@ class Recorder:
         if message.data is not None and message.data.device.type != "cpu":
             # here and not in the thread: the training may overwrite its own buffers as soon as this returns
             message = replace(message, data=message.data.cpu())
-        size = _PER_MESSAGE + (0 if message.data is None else message.data.nbytes)
+        sampling = self._sampling(message) if self._sampling is not None else None
+        size = _size(message)
         with self._changed:
             while self._bytes and self._bytes + size > self._bound and self._error is None:
                 self._stalled = True
@@ -127,7 +129,7 @@ class Recorder:
                 self._changed.wait()
             self._check()
             self._bytes += size
-            self._waiting.append(message)
+            self._waiting.append((message, sampling))
             if self._bytes >= _WAKE_BYTES:  # a thread that wakes for each message would fight for the interpreter
                 self._changed.notify_all()
         return ()
@@ -136,7 +138,7 @@ class Recorder:
         """Put a remark into the trace: a stream that was disabled, a module that was never seen."""
         with self._changed:
             if self._error is None and not self._closed:
-                self._waiting.append(note)
+                self._waiting.append((None, note))
                 self._changed.notify_all()
 
     def finish(self) -> Iterable[Message]:
@@ -176,12 +178,12 @@ class Recorder:
                 with self._changed:
                     if self._bytes < _WAKE_BYTES and not self._closing:
                         self._changed.wait(timeout=_LATENCY)
-                    batch, self._waiting = self._waiting, []
+                    batch, self._waiting = self._waiting, deque()
                     if not batch and self._closing:
                         return
-                for item in batch:
-                    self._write_one(item)
                 if batch:
+                    while batch:  # taken out one by one, so that the memory of each is free once it is written
+                        self._write_one(*batch.popleft())
                     uncommitted_since = time.monotonic()
                 elif uncommitted_since is not None and time.monotonic() - uncommitted_since > _IDLE_SECONDS:
                     uncommitted_since = None
@@ -190,22 +192,22 @@ class Recorder:
         except Exception as error:
             with self._changed:
                 self._error = error
-                self._waiting = []
+                self._waiting = deque()
                 self._changed.notify_all()
 
-    def _write_one(self, item: Message | Mapping[str, Any]) -> None:
+    def _write_one(self, message: Message | None, about: Mapping[str, Any] | None) -> None:
+        """Write a message with its sampling, or, without a message, a note."""
         writer = self._writer
         if writer is None:  # a note on a run that had no message
             return
-        if not isinstance(item, Message):
-            writer.note(item)
+        if message is None:
+            writer.note(about or {})
             return
-        sampling = self._sampling(item) if self._sampling is not None else None
-        if sampling is not None:
-            self._note_indices(writer, sampling)
-        writer.write(item, sampling)
+        if about is not None:
+            self._note_indices(writer, about)
+        writer.write(message, about)
         with self._changed:
-            self._bytes -= _PER_MESSAGE + (0 if item.data is None else item.data.nbytes)
+            self._bytes -= _size(message)
             if self._stalled:
                 self._stalled = False
                 self._changed.notify_all()
@@ -221,6 +223,10 @@ class Recorder:
                     of, count, seed = key
                     values = choice(of, count, seed).tolist()
                     writer.note({"indices": {"of": of, "count": count, "seed": seed, "values": values}})
+
+
+def _size(message: Message) -> int:
+    return _PER_MESSAGE + (0 if message.data is None else message.data.nbytes)
 
 
 class Run:

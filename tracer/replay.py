@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tracer.bus import MessageBus, Receiver, describe, in_order
 from tracer.errors import CaptureError, UnknownNameError
 from tracer.layout import ENCODINGS, Column
-from tracer.messages import KINDS, Message
+from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message
 from tracer.reader import Steps, StreamInfo, TraceReader
 from tracer.subscriber import unmet
 from tracer.subscription import matches_tag
@@ -168,6 +168,10 @@ def _plan(
     for kind in kinds or ():
         if kind not in present and kind not in KINDS:
             raise UnknownNameError.of("kind", kind, {*KINDS, *present})
+    known_tags = {DEFAULT_TAG, EVAL_TAG, *(stream.tag for stream in streams)}
+    for tag in tags or ():
+        if tag not in known_tags and not set("!*?[").intersection(tag):
+            raise UnknownNameError.of("tag", tag, known_tags)
     for receiver in receivers:
         for kind in getattr(receiver, "produces", ()):
             if kind in present:
@@ -186,7 +190,9 @@ def _plan(
     ]
     narrowed = "" if (kinds, modules, tags) == (None, None, None) else " (after the filters)"
     asking = tuple(one for one in receivers if not getattr(one, "passive", False)) or receivers
-    derivable = _derivable(reader, kinds, modules, tags)
+    # a collector that is alone hears what was recorded, not all that could be made of it
+    active = tuple(one for one in asking if not getattr(one, "passive", False))
+    derivable = _derivable(reader, kinds, modules, tags) if active else []
     missing = unmet(
         asking, [(one.kind, one.module, one.tag) for one in [*offered, *derivable]], f"{reader.path}{narrowed}"
     )
@@ -208,7 +214,7 @@ def _plan(
     derived: list[StreamInfo] = []
     pairs = [np.zeros((0, 2), np.int64)]
     for stream in derivable:
-        rows = _due(stream, _of_stream(journal, in_range, stream.id), journal, asking)
+        rows = _due(stream, _of_stream(journal, in_range, stream.id), journal, active)
         if rows is not None:
             derived.append(stream)
             pairs.append(_pairs(journal, rows, _of_stream(journal, everything, stream.id)))

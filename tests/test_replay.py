@@ -1,0 +1,409 @@
+"""Replays: what is read, what is published to whom, and what is refused before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tracer
+from tracer import (
+    CallbackSubscriber,
+    Capture,
+    CaptureError,
+    Collect,
+    Message,
+    ModuleMessage,
+    NetworkMessage,
+    Subscriber,
+    Subscription,
+    TraceReader,
+    TraceWriter,
+    UnknownNameError,
+)
+from tracer.messages import KINDS
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module", params=["zarr", "h5"])
+def trace(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recording with an evaluation and a probe, in each format."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("replay") / f"run.{request.param}"
+    model, loss = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tracer.record(path, model, optimizer, loss=loss, strict=True) as run:
+        run.probe("probe", torch.randn(4, 3), every=3)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss(model(torch.randn(5, 3)), torch.zeros(5, 2)).backward()
+            optimizer.step()
+            run.log("rate", 0.1)
+            if step % 3 == 2:
+                with torch.no_grad():
+                    loss(model(torch.randn(5, 3)), torch.zeros(5, 2))
+                run.epoch_finished()
+    return path
+
+
+def place(message: Message) -> tuple[Any, ...]:
+    """Where a message belongs."""
+    return (
+        message.kind, message.key, message.tag, message.global_step, message.train_step, message.epoch, message.call,
+        message.leaf,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def everything(trace: Path) -> list[Message]:
+    """All messages of the trace, by the reader alone."""
+    with TraceReader(trace) as reader:
+        return list(reader)
+
+
+# -- what is read and published -------------------------------------------------------------------------------
+
+
+def heard_by_replay(trace: Path, *receivers: Any, **filters: Any) -> list[Message]:
+    """What a collector alone hears, or overhears of other receivers."""
+    heard = Collect()
+    tracer.replay(trace, *receivers, heard, **filters)
+    return heard.messages
+
+
+FILTERS: list[tuple[dict[str, Any], Callable[[Message], bool]]] = [
+    ({}, lambda m: True),
+    ({"kinds": "weights"}, lambda m: m.kind == "weights"),
+    ({"kinds": ["loss", "batch_started"]}, lambda m: m.kind in ("loss", "batch_started")),
+    ({"modules": "0"}, lambda m: m.key == "0"),
+    ({"modules": ["[12]"]}, lambda m: m.key in ("1", "2")),
+    ({"tags": "eval"}, lambda m: m.tag == "eval"),
+    ({"tags": ["!default"]}, lambda m: m.tag != "default"),
+    ({"tags": "pro*"}, lambda m: m.tag == "probe"),
+    ({"steps": (2, 4)}, lambda m: 2 <= m.global_step < 4),
+    ({"steps": (None, 4)}, lambda m: m.global_step < 4),
+    ({"steps": (1, None, 2)}, lambda m: m.global_step % 2 == 1),
+    ({"steps": (2, 2)}, lambda m: False),
+    (
+        {"kinds": "activations", "modules": "2", "tags": "default", "steps": (0, 5, 3)},
+        lambda m: (m.kind, m.key, m.tag) == ("activations", "2", "default") and m.global_step in (0, 3),
+    ),
+]
+
+
+@pytest.mark.parametrize(("filters", "chosen"), FILTERS, ids=lambda value: str(value) if isinstance(value, dict) else "")
+def test_filters_choose_by_the_message_alone(
+    filters: dict[str, Any], chosen: Callable[[Message], bool], trace: Path, everything: list[Message]
+) -> None:
+    """Kinds, modules, steps and tags choose a part of the trace, in its order, with its data."""
+    got = heard_by_replay(trace, **filters)
+    expected = [message for message in everything if chosen(message)]
+    assert [place(one) for one in got] == [place(one) for one in expected]
+    for one, other in zip(got, expected, strict=True):
+        assert one.data is None if other.data is None else torch.equal(one.data, other.data)
+
+
+class Reading:
+    """Notes what a store is asked to read."""
+
+    def __init__(self, reader: TraceReader, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pools: list[str] = []
+        self.bytes = 0
+        read = reader._store.read
+
+        def noting(name: str, start: int, stop: int) -> Any:
+            found = read(name, start, stop)
+            self.pools.append(name)
+            self.bytes += found.nbytes
+            return found
+
+        monkeypatch.setattr(reader._store, "read", noting, raising=False)
+
+
+@pytest.fixture(scope="module", params=["zarr", "h5"])
+def large(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Streams that are large enough to have arrays of their own."""
+    path = tmp_path_factory.mktemp("large") / f"run.{request.param}"
+    with TraceWriter(path) as writer:
+        for step in range(8):
+            at = {"global_step": step, "train_step": step, "epoch": 0}
+            for module in ("a", "b"):
+                for kind in ("weights", "activations"):
+                    data = torch.full((200, 200), float(step))
+                    writer.write(ModuleMessage(kind=kind, module=module, data=data, **at))
+            writer.write(NetworkMessage(kind="loss", data=torch.tensor(1.0), **at))
+    return path
+
+
+def test_only_what_is_wanted_is_read(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who wants the weights of one module makes the store read this stream, and no byte of the others."""
+    with TraceReader(large) as reader:
+        reading = Reading(reader, monkeypatch)
+        got: list[Any] = []
+        tracer.replay(reader, CallbackSubscriber("weights", lambda *of: got.append(of[1:]), modules="a"))
+        assert got == [(step, step, 0, "a") for step in range(8)]
+        assert len(set(reading.pools)) == 1
+        assert "weights" in reading.pools[0]
+        one = 200 * 200 * 4
+        assert 8 * one <= reading.bytes <= 9 * one
+
+
+def test_only_the_wanted_steps_are_read(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A subsample, or a range of steps, is read as such."""
+    one = 200 * 200 * 4
+    for receiver, filters, steps in (
+        (CallbackSubscriber("weights", lambda *_: None, subsample=4), {}, 2),
+        (CallbackSubscriber("weights", lambda *_: None), {"steps": (2, 4)}, 2),
+        (CallbackSubscriber("weights", lambda *_: None, subsample=4), {"steps": (1, 4)}, 0),
+    ):
+        with TraceReader(large) as reader:
+            todo = tracer.plan(reader, receiver, **filters)
+            assert (todo.messages, todo.bytes) == (2 * steps, 2 * steps * one)
+            with monkeypatch.context() as patch:
+                reading = Reading(reader, patch)
+                tracer.replay(reader, receiver, **filters)
+            assert 2 * steps * one <= reading.bytes <= (2 * steps + 2) * one
+
+
+def test_the_plan_says_what_would_be_read(trace: Path, everything: list[Message]) -> None:
+    """A plan names the streams, counts messages and bytes, and reads no data."""
+    todo = tracer.plan(trace, CallbackSubscriber(["weights", "weight_updates"], lambda *_: None, subsample=2), Collect())
+    expected = [one for one in everything if one.kind in ("weights", "weight_updates") and one.global_step % 2 == 0]
+    assert {(one.kind, one.module) for one in todo.streams} == {(one.kind, one.key) for one in expected}
+    assert todo.messages == len(expected)
+    assert todo.bytes == sum(one.data.nbytes for one in expected)
+    assert todo.skipped == len(everything) - len(expected)
+    assert todo.missing == []
+    told = todo.describe()
+    assert told["trace"] == str(trace)
+    assert [one["count"] for one in told["streams"]] == [STEPS] * 4
+
+
+def test_a_plan_tells_what_is_missing_instead_of_raising(trace: Path) -> None:
+    """What a replay would refuse, a plan lists."""
+    todo = tracer.plan(trace, CallbackSubscriber("layer_inputs", print), CallbackSubscriber("weights", print))
+    (sentence,) = todo.missing
+    assert "layer_inputs" in sentence
+
+
+# -- what is missing ------------------------------------------------------------------------------------------
+
+
+def test_what_is_missing_is_named_with_what_is_there(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that is not there is an error before any data is read, that names it and what there is."""
+    monkeypatch.setattr(TraceReader, "messages", lambda *_: pytest.fail("data was read"))
+    with pytest.raises(CaptureError) as raised:
+        tracer.replay(trace, CallbackSubscriber(["layer_inputs", "weights"], print))
+    sentence = str(raised.value)
+    assert sentence.startswith(f"CallbackSubscriber needs layer_inputs (tag default), but {trace} has only")
+    there = sentence.partition("has only ")[2]
+    for kind in {*DEFAULT, "rate"}:
+        assert kind in there
+    assert "layer_inputs" not in there
+    for receiver, match in (
+        (CallbackSubscriber("weights", print, tag="probe"), r"needs weights \(tag probe\)"),
+        (CallbackSubscriber("weights", print, modules="nine"), "needs weights .* of modules nine"),
+        (CallbackSubscriber("weights", print, modules="1"), "of modules 1"),
+    ):
+        with pytest.raises(CaptureError, match=match):
+            tracer.replay(trace, receiver)
+    with pytest.raises(CaptureError, match=r"\(after the filters\) has only activations"):
+        tracer.replay(trace, CallbackSubscriber("weights", print), kinds="activations")
+
+
+def test_what_cannot_be_a_replay(trace: Path) -> None:
+    """Nobody who listens, unknown kinds and tags, and steps that are no range are errors of their own."""
+    with pytest.raises(CaptureError, match="somebody to listen"):
+        tracer.replay(trace)
+    with pytest.raises(UnknownNameError, match="did you mean 'weights'"):
+        tracer.replay(trace, Collect(), kinds="wieghts")
+    with pytest.raises(UnknownNameError, match="did you mean 'probe'"):
+        tracer.replay(trace, Collect(), tags="prob")
+    for steps in ((3, 1), (-1, 2), (0, 4, 0), (0,), (0.5, 2)):
+        with pytest.raises(CaptureError, match="steps"):
+            tracer.replay(trace, Collect(), steps=steps)
+    with pytest.raises(tracer.TraceNotFoundError):
+        tracer.replay(trace.with_name("other.zarr"), Collect())
+
+
+def test_kinds_that_exist_but_were_not_recorded_are_no_typo(trace: Path) -> None:
+    """A filter by a known kind that the trace happens to lack gives nothing, as any filter may."""
+    assert heard_by_replay(trace, kinds="layer_inputs") == []
+    assert heard_by_replay(trace, modules="nine") == []
+
+
+# -- who hears what -------------------------------------------------------------------------------------------
+
+
+class Answers(Subscriber):
+    """Answers each message of a kind with one of another, one larger."""
+
+    def __init__(self, needs: str, produces: str) -> None:
+        super().__init__(Subscription(needs, tag=None), produces=produces)
+
+    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+        message = message_or_bundle
+        yield tracer.derived(message, self.produces[0], message.data + 1)
+
+
+def test_a_collector_overhears_or_asks(trace: Path) -> None:
+    """`Collect()` hears what others ask for and their answers; with kinds it asks itself; alone it hears everything."""
+    overheard = {one.kind for one in heard_by_replay(trace, Answers("weights", "a"))}
+    assert overheard == {"weights", "a"}
+    asked = Collect("bias*", "a")
+    tracer.replay(trace, Answers("weights", "a"), asked)
+    assert {one.kind for one in asked} == {"biases", "bias_gradients", "bias_updates", "a"}
+    assert {one.kind for one in heard_by_replay(trace)} == {*DEFAULT, "rate"}
+
+
+DEFAULT = set(KINDS) - {"layer_inputs", "input_gradients"}
+
+
+def test_producers_may_come_in_any_order(trace: Path) -> None:
+    """A chain of subscribers works whatever the order in which they are given."""
+    chain = [Answers("weights", "a"), Answers("a", "b"), Answers("b", "c")]
+    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
+        heard = Collect("c")
+        tracer.replay(trace, heard, *(chain[i] for i in order))
+        expected = [one for one in heard_by_replay(trace, kinds="weights")]
+        assert [place(one)[1:] for one in heard] == [place(one)[1:] for one in expected]
+        for got, raw in zip(heard, expected, strict=True):
+            assert torch.equal(got.data, raw.data + 1 + 1 + 1)
+
+
+def test_circles_are_refused(trace: Path) -> None:
+    """Subscribers that need each other's answers are an error that names them."""
+    with pytest.raises(CaptureError, match="in a circle: Answers, Answers"):
+        tracer.replay(trace, Answers("b", "a"), Answers("a", "b"))
+
+
+def test_answers_come_after_everyone_has_the_message(trace: Path) -> None:
+    """A collector in front of a producer hears the message first, and then the answer."""
+    kinds = [one.kind for one in heard_by_replay(trace, Answers("loss", "a"), steps=(0, 2))]
+    assert kinds == ["loss", "a"] * 2
+
+
+def test_callbacks_get_data_counters_and_key(trace: Path, everything: list[Message]) -> None:
+    """The callback gets the data in the order of its kinds, then global step, train step, epoch and module."""
+    got: list[tuple[Any, ...]] = []
+    tracer.replay(trace, CallbackSubscriber(["biases", "weights"], lambda *of: got.append(of)))
+    assert [of[2:] for of in got] == [
+        (step, step % 3, step // 3, module) for step in range(STEPS) for module in ("0", "2")
+    ]
+    for bias, weight, step, _, _, module in got:
+        (expected,) = [
+            one.data for one in everything if (one.kind, one.key, one.global_step) == ("weights", module, step)
+        ]
+        assert torch.equal(weight, expected)
+        assert bias.shape == weight.shape[:1]
+
+
+def test_logged_kinds_can_be_replayed(trace: Path) -> None:
+    """A kind of the user's own is one like others on replay."""
+    got: list[float] = []
+    tracer.replay(trace, CallbackSubscriber("rate", lambda value, *_: got.append(float(value))))
+    assert got == [0.1] * STEPS
+
+
+def test_an_error_of_a_subscriber_reaches_the_caller(trace: Path) -> None:
+    """In a replay there is no training to protect: an exception is raised, with a note of where it was."""
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine") as raised:
+        tracer.replay(trace, CallbackSubscriber("weights", fail))
+    assert "CallbackSubscriber on weights of global step 0" in raised.value.__notes__[0]
+
+
+def test_a_reader_that_was_given_stays_open(trace: Path) -> None:
+    """A replay closes what it opened, and nothing else."""
+    with TraceReader(trace) as reader:
+        tracer.replay(reader, Collect("loss"))
+        assert len(list(reader.messages(kinds="loss"))) == STEPS + 2
+
+
+# -- results of earlier replays -------------------------------------------------------------------------------
+
+
+def test_results_can_be_replayed(trace: Path, tmp_path: Path) -> None:
+    """The answers of one replay, written as a trace, are what a later one consumes: an intermediate is computed once."""
+    results = tmp_path / "results.zarr"
+    heard = Collect("a")
+    tracer.replay(trace, Answers("weights", "a"), heard)
+    with TraceWriter(results) as writer:
+        for message in heard:
+            writer.write(message)
+    direct, later = Collect("b"), Collect("b")
+    tracer.replay(trace, Answers("weights", "a"), Answers("a", "b"), direct)
+    tracer.replay(results, Answers("a", "b"), later)
+    assert [place(one) for one in later] == [place(one) for one in direct]
+    assert all(torch.equal(one.data, other.data) for one, other in zip(later, direct, strict=True))
+    with pytest.raises(CaptureError, match="produces a, which .* already holds"):
+        tracer.replay(results, Answers("a", "a"), Collect())
+
+
+# -- updates that were not recorded ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["zarr", "h5"])
+def test_updates_are_derived_from_consecutive_weights(suffix: str, tmp_path: Path) -> None:
+    """From weights alone a replay tells the updates that a live subscriber heard, all but the last, to the bit."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, weight_decay=0.1)
+    exporter = tracer.Exporter()
+    live = Collect("weight_updates", "bias_updates")
+    exporter.message_bus.register(live)
+    exporter.set_model(model)
+    exporter.set_optimizer(optimizer)
+    path = tmp_path / f"run.{suffix}"
+    capture = Capture(kinds=["weights", "biases", "weight_gradients"])
+    with tracer.record(path, model, optimizer, capture=capture, strict=True):
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(5, 3)).square().sum().backward()
+            optimizer.step()
+    exporter.detach()
+    replayed = Collect("weight_updates", "bias_updates")
+    tracer.replay(path, replayed)
+    expected = [one for one in live if one.global_step < 4]
+    assert [place(one) for one in replayed] == [place(one) for one in expected]
+    assert all(torch.equal(one.data, other.data) for one, other in zip(replayed, expected, strict=True))
+    part = Collect("weight_updates")
+    tracer.replay(path, part, steps=(1, 3), modules="2")
+    assert [(one.global_step, one.key) for one in part] == [(1, "2"), (2, "2")]
+    bundles: list[tuple[Tensor, ...]] = []
+    tracer.replay(path, CallbackSubscriber(["weight_updates", "weights"], lambda *of: bundles.append(of)))
+    assert len(bundles) == 8
+
+
+@pytest.mark.parametrize(
+    "settings", [{"dtype": "float16"}, {"reduce": "mean"}, {"every": 2}], ids=["cast", "reduced", "subsampled"]
+)
+def test_updates_are_not_made_up(settings: dict[str, Any], tmp_path: Path) -> None:
+    """From weights that were cast, reduced or recorded at every other step no update is derived."""
+    model = nn.Sequential(nn.Linear(3, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    capture = Capture(kinds=["weights"], **settings)
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=capture, strict=True):
+        for _ in range(4):
+            model(torch.randn(5, 3)).sum().backward()
+            optimizer.step()
+    with pytest.raises(CaptureError, match="needs weight_updates"):
+        tracer.replay(tmp_path / "run.zarr", CallbackSubscriber("weight_updates", print))
+
+
+def test_a_collector_alone_hears_what_was_recorded_and_no_more(tmp_path: Path) -> None:
+    """Who asks for nothing in particular hears the whole trace: not what could be derived from it."""
+    model = nn.Sequential(nn.Linear(3, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=Capture(kinds=["weights"]), strict=True):
+        for _ in range(4):
+            model(torch.randn(5, 3)).sum().backward()
+            optimizer.step()
+    assert {one.kind for one in heard_by_replay(tmp_path / "run.zarr")} == {"weights"}
