@@ -101,9 +101,7 @@ class Training:
         return {
             "losses": [bits(loss) for loss in self.losses],
             "model": {name: bits(value) for name, value in self.model.state_dict().items()},
-            "gradients": {
-                name: None if p.grad is None else bits(p.grad) for name, p in self.model.named_parameters()
-            },
+            "gradients": {name: None if p.grad is None else bits(p.grad) for name, p in self.model.named_parameters()},
             "optimizer": [
                 (number, name, bits(value) if isinstance(value, Tensor) else value)
                 for number, state in optimizer["state"].items()
@@ -263,7 +261,8 @@ def test_no_two_messages_share_memory() -> None:
     for message in heard:
         if message.data is not None and message.data.numel():
             pointer = message.data.untyped_storage().data_ptr()
-            assert pointer not in own and pointer not in seen, message.kind
+            assert pointer not in own, message.kind
+            assert pointer not in seen, message.kind
             assert message.data.untyped_storage().nbytes() == message.data.nbytes, message.kind
             seen.add(pointer)
     assert len(seen) > 100
@@ -364,7 +363,7 @@ def unwatched() -> dict[str, Any]:
 def test_watching_changes_nothing(
     capture: Any, suffix: str, metrics: bool, unwatched: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Losses, parameters, buffers, optimizer, gradients, modes and all generators are those of an unwatched training."""
+    """Losses, parameters, buffers, optimizer, gradients, modes and generators are those of an unwatched training."""
     training = Training.new()
     receivers = [tracer.CallbackSubscriber("activations", lambda *_: None)] if metrics else []
     if metrics and not isinstance(capture, tuple):
@@ -423,7 +422,9 @@ def test_models_copy_and_pickle_while_watched(optimizer: str, tmp_path: Path) ->
     training, heard = Training.new(), Collect()
     known = training.optimizer if optimizer == "known" else None
     capture = Capture(kinds=KINDS)
-    with tracer.record(tmp_path / "run.zarr", training.model, known, capture=capture, receivers=[heard], strict=True) as run:
+    with tracer.record(
+        tmp_path / "run.zarr", training.model, known, capture=capture, receivers=[heard], strict=True
+    ) as run:
         x, y = batch(0)
         training.loss(training.model(x), y).backward()
         training.optimizer.step()
@@ -462,7 +463,7 @@ def test_models_copy_and_pickle_afterwards(tmp_path: Path) -> None:
 
 
 def test_a_pickled_watched_model_loads_without_this_project(tmp_path: Path) -> None:
-    """What is pickled in the middle of a recording names nothing of this project, so it loads where that is not installed."""
+    """What is pickled in the middle of a recording names nothing of this project, so it loads without it."""
     training = Training.new()
     with tracer.record(tmp_path / "run.zarr", training.model, training.optimizer, strict=True):
         assert b"tracer" not in pickle.dumps(training.model)
@@ -494,9 +495,13 @@ def test_hooks_are_only_where_something_is_wanted() -> None:
     assert hooked == {"", "conv"}
     assert not training.loss._forward_hooks
     assert not training.model.conv._forward_pre_hooks
-    assert all(not (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)) for p in training.model.parameters())
+    assert all(
+        not (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)) for p in training.model.parameters()
+    )
     exporter.message_bus.unregister(exporter.message_bus.receivers[0])
-    assert {name for name, one in training.model.named_modules() if one._forward_hooks or one._forward_pre_hooks} <= {""}
+    assert {name for name, one in training.model.named_modules() if one._forward_hooks or one._forward_pre_hooks} <= {
+        ""
+    }
     exporter.detach()
     assert hooks_of(training.model, training.optimizer, training.loss) == 0
 
@@ -525,9 +530,7 @@ def test_steps_that_nobody_wants_touch_no_tensor(receiver: str, monkeypatch: pyt
         exporter.message_bus.register(Collect("*"))
     else:
         kinds = [kind for kind in KINDS if KINDS[kind].clock == "global_step"]
-        exporter.message_bus.register(
-            tracer.CallbackSubscriber(kinds[0], lambda *_: None, subsample=3)
-        )
+        exporter.message_bus.register(tracer.CallbackSubscriber(kinds[0], lambda *_: None, subsample=3))
         for kind in kinds[1:]:
             exporter.message_bus.register(tracer.CallbackSubscriber(kind, lambda *_: None, subsample=3))
     selected: dict[int, int] = {}

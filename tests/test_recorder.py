@@ -42,7 +42,9 @@ def training() -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., None]]:
 
 def loss_message(step: int, size: int = 1) -> NetworkMessage:
     """A message with some data."""
-    return NetworkMessage(kind="loss", global_step=step, train_step=step, epoch=0, data=torch.full((size,), float(step)))
+    return NetworkMessage(
+        kind="loss", global_step=step, train_step=step, epoch=0, data=torch.full((size,), float(step))
+    )
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
@@ -162,7 +164,7 @@ def test_a_full_disk_is_an_error_under_strict(tmp_path: Path, monkeypatch: pytes
         def close(self) -> None:
             closed.append(self)
 
-    with pytest.raises(TraceError, match="No space left"):  # noqa: PT012 - where it is raised is open
+    with pytest.raises(TraceError, match="No space left"):
         with tracer.record(tmp_path / "run.zarr", model, optimizer, receivers=[Closing()], strict=True):
             steps(3)
     assert not model[0]._forward_hooks
@@ -174,7 +176,7 @@ def test_a_full_disk_is_an_error_under_strict(tmp_path: Path, monkeypatch: pytes
 def test_an_exception_in_the_block_is_the_status(suffix: str, error: BaseException, tmp_path: Path) -> None:
     """What ends a run stands in the trace, what was recorded is there, and the exception goes on to the user."""
     model, optimizer, steps = training()
-    with pytest.raises(type(error)) as raised:  # noqa: PT012 - the block is what is tested
+    with pytest.raises(type(error)) as raised:
         with tracer.record(tmp_path / f"run.{suffix}", model, optimizer):
             steps(2)
             raise error
@@ -196,7 +198,7 @@ def test_a_receiver_that_cannot_close_ends_no_training(tmp_path: Path) -> None:
         model, optimizer, steps = training()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            with pytest.raises(KeyError, match="mine"):  # noqa: PT012 - the block is what is tested
+            with pytest.raises(KeyError, match="mine"):
                 with tracer.record(tmp_path / f"{number}.zarr", model, receivers=[Stuck()], strict=strict):
                     raise KeyError("mine")
         assert len(caught) == 1
@@ -204,7 +206,10 @@ def test_a_receiver_that_cannot_close_ends_no_training(tmp_path: Path) -> None:
         with tracer.record(tmp_path / "2.zarr", model, optimizer, receivers=[Stuck()]):
             steps(1)
     assert tracer.open(tmp_path / "2.zarr").status == "finished"
-    with pytest.raises(OSError, match="stuck"), tracer.record(tmp_path / "3.zarr", model, receivers=[Stuck()], strict=True):
+    with (
+        pytest.raises(OSError, match="stuck"),
+        tracer.record(tmp_path / "3.zarr", model, receivers=[Stuck()], strict=True),
+    ):
         pass
     assert tracer.open(tmp_path / "3.zarr").status == "finished"
 
@@ -381,7 +386,9 @@ PREAMBLE = """
 @pytest.mark.parametrize("leave", ["os._exit(0)", "sys.exit(0)"])
 def test_a_forked_child_does_not_write(suffix: str, leave: str, tmp_path: Path) -> None:
     """A forked child that trains and ends, in whichever way, leaves the parent's trace alone."""
-    script = PREAMBLE + f"""
+    script = (
+        PREAMBLE
+        + f"""
     with tracer.record("run.{suffix}", model, optimizer) as run:
         for _ in range(20):
             step()
@@ -395,6 +402,7 @@ def test_a_forked_child_does_not_write(suffix: str, leave: str, tmp_path: Path) 
             step()
     print("done")
     """
+    )
     process = run_script(script, tmp_path)
     output, _ = process.communicate(timeout=120)
     assert (process.returncode, output) == (0, "done\n")
@@ -408,7 +416,9 @@ def test_a_forked_child_does_not_write(suffix: str, leave: str, tmp_path: Path) 
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_a_killed_run_reads_as_interrupted(suffix: str, tmp_path: Path) -> None:
     """After SIGKILL the committed part is there, complete and right, and the trace says that it was interrupted."""
-    script = PREAMBLE + f"""
+    script = (
+        PREAMBLE
+        + f"""
     with tracer.record("run.{suffix}", model, optimizer) as run:
         for number in range(10**6):
             step()
@@ -416,6 +426,7 @@ def test_a_killed_run_reads_as_interrupted(suffix: str, tmp_path: Path) -> None:
                 print(number, flush=True)
             time.sleep(0.001)
     """
+    )
     process = run_script(script, tmp_path)
     path = tmp_path / f"run.{suffix}"
     try:

@@ -96,7 +96,9 @@ FILTERS: list[tuple[dict[str, Any], Callable[[Message], bool]]] = [
 ]
 
 
-@pytest.mark.parametrize(("filters", "chosen"), FILTERS, ids=lambda value: str(value) if isinstance(value, dict) else "")
+@pytest.mark.parametrize(
+    ("filters", "chosen"), FILTERS, ids=lambda value: str(value) if isinstance(value, dict) else ""
+)
 def test_filters_choose_by_the_message_alone(
     filters: dict[str, Any], chosen: Callable[[Message], bool], trace: Path, everything: list[Message]
 ) -> None:
@@ -172,7 +174,9 @@ def test_only_the_wanted_steps_are_read(large: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_plan_says_what_would_be_read(trace: Path, everything: list[Message]) -> None:
     """A plan names the streams, counts messages and bytes, and reads no data."""
-    todo = tracer.plan(trace, CallbackSubscriber(["weights", "weight_updates"], lambda *_: None, subsample=2), Collect())
+    todo = tracer.plan(
+        trace, CallbackSubscriber(["weights", "weight_updates"], lambda *_: None, subsample=2), Collect()
+    )
     expected = [one for one in everything if one.kind in ("weights", "weight_updates") and one.global_step % 2 == 0]
     assert {(one.kind, one.module) for one in todo.streams} == {(one.kind, one.key) for one in expected}
     assert todo.messages == len(expected)
@@ -270,7 +274,7 @@ def test_producers_may_come_in_any_order(trace: Path) -> None:
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
         heard = Collect("c")
         tracer.replay(trace, heard, *(chain[i] for i in order))
-        expected = [one for one in heard_by_replay(trace, kinds="weights")]
+        expected = heard_by_replay(trace, kinds="weights")
         assert [place(one)[1:] for one in heard] == [place(one)[1:] for one in expected]
         for got, raw in zip(heard, expected, strict=True):
             assert torch.equal(got.data, raw.data + 1 + 1 + 1)
@@ -332,7 +336,7 @@ def test_a_reader_that_was_given_stays_open(trace: Path) -> None:
 
 
 def test_results_can_be_replayed(trace: Path, tmp_path: Path) -> None:
-    """The answers of one replay, written as a trace, are what a later one consumes: an intermediate is computed once."""
+    """The answers of one replay, written as a trace, are what a later one consumes."""
     results = tmp_path / "results.zarr"
     heard = Collect("a")
     tracer.replay(trace, Answers("weights", "a"), heard)
@@ -344,7 +348,7 @@ def test_results_can_be_replayed(trace: Path, tmp_path: Path) -> None:
     tracer.replay(results, Answers("a", "b"), later)
     assert [place(one) for one in later] == [place(one) for one in direct]
     assert all(torch.equal(one.data, other.data) for one, other in zip(later, direct, strict=True))
-    with pytest.raises(CaptureError, match="produces a, which .* already holds"):
+    with pytest.raises(CaptureError, match=r"produces a, which .* already holds"):
         tracer.replay(results, Answers("a", "a"), Collect())
 
 

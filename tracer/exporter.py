@@ -1188,16 +1188,22 @@ class Exporter:
         self._forget_calls(probe.name)
         collected: dict[tuple[str, str | None, int, str], list[Tensor]] = {}
         self._collecting = collected
+        sizes: list[int] = []
         try:
             with undisturbed(root):
                 for batch in probe.batches():
+                    sizes += [next((tensor.shape[0] for _, tensor in leaves(batch) if tensor.ndim), 1)]
                     self._forget_calls(probe.name)
                     probe.call(root, batch)
         finally:
             self._tag, self._user_tag, self._listening, self._depth, self._inputs = before
             self._collecting = None
         for (kind, path, call, leaf), parts in collected.items():
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts) if parts[0].ndim else torch.stack(parts)
+            if not _joinable(parts, sizes):
+                what = f"{kind} of {path!r} in probe {probe.name!r}"
+                self._problem(what, "its first axis is not the datapoints, so batches cannot be put together again")
+                continue
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
             module = self._modules.get(path) if path is not None else None
             self._publish(kind, path, whole, probe.name, leaf, call, module=module)
         if probe.labels is not None:
@@ -1239,6 +1245,16 @@ class Exporter:
             if one is module:
                 return path
         raise CaptureError(f"this {type(module).__name__} was not added to the exporter; call add_modules first")
+
+
+def _joinable(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+    """Whether tensors of batches of these sizes are, one after another, the tensor of all: so many rows a datapoint."""
+    if len(sizes) == 1:
+        return True
+    return len(parts) == len(sizes) and all(
+        part.ndim > 0 and part.shape[0] * sizes[0] == parts[0].shape[0] * size and part.shape[0] % size == 0
+        for part, size in zip(parts, sizes, strict=True)
+    )
 
 
 @dataclasses.dataclass

@@ -185,6 +185,17 @@ def unmet(
                 tag = "" if subscription.tag is None else f" (tag {subscription.tag})"
                 modules = "" if subscription.modules is None else f" of modules {', '.join(subscription.modules)}"
                 lacking.update(dict.fromkeys(f"{kind}{tag}{modules}" for kind in absent))
+            elif needs_all and len(observed := [kind for kind in subscription.kinds if kind not in answers]) > 1:
+                places = [
+                    {
+                        (module, tag)
+                        for known, module, tag in offered
+                        if known == kind and subscription.wants(kind, module, tag, None)
+                    }
+                    for kind in observed
+                ]
+                if not set.intersection(*places):
+                    lacking[f"{' and '.join(observed)} of one and the same module"] = None
         if lacking:
             sentences.append(
                 f"{describe(receiver)} needs {', '.join(lacking)}, but {source} has only {_summary(offered)}"
