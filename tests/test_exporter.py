@@ -967,6 +967,18 @@ def test_parametrizations_do_not_disturb(form: str) -> None:
     assert originals <= {one.key for one in heard.of("weights")}
 
 
+def test_the_original_of_a_parametrized_bias_is_a_bias() -> None:
+    """A parameter is a bias when its name says so, also where a parametrization has moved it."""
+    model = nn.Sequential(nn.Linear(3, 2))
+    nn.utils.parametrize.register_parametrization(model[0], "bias", nn.Tanh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    train(model, optimizer, 1)
+    exporter.detach()
+    assert {one.key for one in heard.of("weights")} == {"0"}
+    assert {one.key for one in heard.of("bias_updates")} == {"0.parametrizations.bias.original"}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
 def test_dtypes_are_told_as_they_are(dtype: torch.dtype) -> None:
     """Half-precision and complex networks give messages of their own dtype."""

@@ -1268,7 +1268,7 @@ class _Parameter:
 
     def __post_init__(self) -> None:
         named = self.attribute in ("weight", "bias")
-        self.bias = "bias" in self.attribute
+        self.bias = "bias" in self.attribute or self.owner_path.endswith("parametrizations.bias")
         self.stream = self.owner_path if named else self.path
         own = "bias" if self.bias else "weight"
         self._kinds = {
