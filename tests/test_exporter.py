@@ -1520,3 +1520,67 @@ def test_a_model_that_is_watched_twice() -> None:
     first, second = (heard for _, heard in both)
     assert [said(one) for one in first] == [said(one) for one in second][: len(first)]
     assert len(second.of("batch_finished")) == 3
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_scaler_skips_is_an_event(fused: bool) -> None:
+    """Infinite gradients: no update and no clock tick but a ``skipped_step``; torch's own method is back afterwards."""
+    original = torch.amp.GradScaler.step
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    exporter, heard = Exporter(strict=True), Collect()
+    exporter.message_bus.register(heard)
+    exporter.set_model(model)
+    exporter.set_optimizer(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for factor in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(4, 3)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    exporter.detach()
+    assert torch.amp.GradScaler.step is original
+    assert [(one.global_step, one.call) for one in heard.of("input_data")] == [(0, 0), (1, 0), (1, 1)]
+    assert [one.global_step for one in heard.of("skipped_step")] == [1]
+    assert [one.global_step for one in heard.of("weight_updates")] == [0, 1]
+    assert all(bool(one.data.isfinite().all()) for one in heard.of("weight_updates"))
+
+
+def test_an_evaluation_between_forward_and_loss_does_not_retag_the_loss() -> None:
+    """A training loss stays a training loss, whatever was evaluated between the forward and it."""
+    model, loss = nn.Linear(3, 2), nn.MSELoss()
+    exporter, heard = Exporter(strict=True), Collect("loss")
+    exporter.message_bus.register(heard)
+    exporter.set_model(model)
+    exporter.set_loss(loss)
+    output = model(torch.ones(4, 3))
+    model.eval()
+    with torch.no_grad():
+        loss(model(torch.zeros(2, 3)), torch.zeros(2, 2))
+    model.train()
+    loss(output, torch.zeros(4, 2)).backward()
+    exporter.detach()
+    assert [one.tag for one in heard] == ["eval", "default"]
+
+
+def test_logged_kinds_can_be_asked_for_live(tmp_path: Path) -> None:
+    """A kind of the user's own is announced with ``logs``; then live subscribers may need it, else that is an error."""
+    heard = tracer.Collect("lr_value")
+    from analyze import Loss
+
+    with pytest.raises(CaptureError, match="needs lr"):
+        tracer.record(tmp_path / "a.zarr", nn.Linear(3, 2), receivers=[Loss("lr")]).__enter__()
+    with tracer.record(tmp_path / "b.zarr", nn.Linear(3, 2), receivers=[Loss("lr"), heard], logs="lr") as run:
+        run.log("lr", 0.25)
+    assert [float(one.data) for one in heard] == [0.25]
+
+
+def test_a_loss_that_is_never_called_is_told(tmp_path: Path) -> None:
+    """A loss function that the loop calls by another name is not seen; the trace says so."""
+    mine = F.mse_loss
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, loss=F.mse_loss):
+        mine(model(torch.ones(4, 3)), torch.zeros(4, 2)).backward()
+        optimizer.step()
+    assert any(note.get("problem", {}).get("what") == "loss" for note in tracer.open(tmp_path / "run.zarr").notes)

@@ -37,7 +37,9 @@ from tracer.hooks import (
     same_storage,
     undisturbed,
     unobservable,
+    unwatch_scalers,
     unwrap,
+    watch_scalers,
 )
 from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message, ModuleMessage, NetworkMessage
 from tracer.subscriber import unmet
@@ -109,6 +111,7 @@ class Exporter:
         self.train_step = 0
         self.epoch = 0
         self.losses_seen = 0
+        self.optimizer_calls = 0
 
         self._root: nn.Module | None = None
         self._added: list[tuple[str, nn.Module, bool]] = []
@@ -229,6 +232,8 @@ class Exporter:
             if not isinstance(one, Optimizer):
                 raise CaptureError(f"the optimizer is a torch.optim.Optimizer, not {type(one).__name__}")
         self._optimizers = given
+        if given and self._attached:
+            watch_scalers(self)
         self._rewire()
 
     def set_loss(self, loss: nn.Module | Callable[..., Any] | Iterable[str]) -> None:
@@ -354,6 +359,7 @@ class Exporter:
         self._patched = {}
         self._before, self._after, self._gradients, self._inputs = {}, {}, {}, []
         self.message_bus.unwatch(self._rewire)
+        unwatch_scalers(self)
 
     @property
     def silent(self) -> list[str]:
@@ -363,6 +369,11 @@ class Exporter:
         fired = {hook.name for hook in self._hooks if hook.fired}
         names = {hook.name for hook in self._hooks if hook.method == "_after_forward"}
         return [name for name in self._modules if name in names and name not in fired]
+
+    @property
+    def loss_is_silent(self) -> bool:
+        """Whether a loss was given, and steps were taken, but it was never seen: another name of it was called."""
+        return len(self._losses) == 1 and self.losses_seen == 0 and self.global_step > 0
 
     # -- what the user says ---------------------------------------------------------------------------------
 
@@ -489,8 +500,8 @@ class Exporter:
 
     # -- assembly -------------------------------------------------------------------------------------------
 
-    def check(self, receivers: Iterable[Receiver] | None = None) -> None:
-        """Make sure that everything the receivers need can be observed.
+    def check(self, receivers: Iterable[Receiver] | None = None, logged: Iterable[str] = ()) -> None:
+        """Make sure that everything the receivers need can be observed, or is one of the `logged` kinds.
 
         Raises
         ------
@@ -503,6 +514,7 @@ class Exporter:
         for kind, entry in KINDS.items():
             if not entry.network:
                 offered += [(kind, path, None) for path in self._paths_of(kind)]
+        offered += [(kind, None, None) for kind in logged]
         candidates = self._candidates()
         for capture in self.captures:
             if any(not KINDS[kind].network for kind in capture.kinds or ()) and not (
@@ -1117,6 +1129,8 @@ class Exporter:
             tag = self._user_tag
         elif not output.requires_grad:  # without gradients, or a second look at detached outputs
             tag = EVAL_TAG
+        elif self._root is not None:  # not the last pass's: an evaluation may lie between a forward and its loss
+            tag = DEFAULT_TAG if self._root.training else EVAL_TAG
         else:
             tag = self._tag
         if tag == DEFAULT_TAG:
@@ -1136,18 +1150,27 @@ class Exporter:
             self._snapshot(self._of_optimizer(optimizer))
 
     def _after_optimizer(self, _: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.optimizer_calls += 1
         found_inf = getattr(optimizer, "found_inf", None)
         if isinstance(found_inf, Tensor) and bool(found_inf.item()):  # a fused optimizer under GradScaler did not move
-            self.message_bus.register_topic("skipped_step", "network")
-            if any(one.wants("skipped_step", None, DEFAULT_TAG, self.global_step) for one in self._asking):
-                step, train_step, epoch = self._now()
-                skipped = NetworkMessage(kind="skipped_step", global_step=step, train_step=train_step, epoch=epoch)
-                self.message_bus.publish(skipped)
+            self._skipped_step()
             return
         if not self._nothing_due():
             self._compare(self._of_optimizer(optimizer))
         if optimizer is self._optimizers[-1]:
             self._end_step()
+
+    def _skipped_step(self) -> None:
+        """A GradScaler skipped the optimizer's step: the clock stands still, and what follows belongs to the same
+        step.
+        """
+        self.message_bus.register_topic("skipped_step", "network")
+        self._before = {}
+        if any(one.wants("skipped_step", None, DEFAULT_TAG, self.global_step) for one in self._asking):
+            step, train_step, epoch = self._now()
+            self.message_bus.publish(
+                NetworkMessage(kind="skipped_step", global_step=step, train_step=train_step, epoch=epoch)
+            )
 
     def _of_optimizer(self, optimizer: Optimizer) -> list[_Parameter]:
         """The parameters that an optimizer moves; to the last one also those that no optimizer moves."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pkgutil
 import random
 import weakref
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import is_lazy
 
 if TYPE_CHECKING:
@@ -110,6 +112,40 @@ class LossFunction:
         if exporter._attached and exporter._enabled:
             exporter._guard("loss", lambda: exporter._loss_seen(args, kwargs, output))
         return output
+
+
+_scaled: weakref.WeakSet[Exporter] = weakref.WeakSet()
+_scaler_step: Callable[..., Any] | None = None
+
+
+def watch_scalers(exporter: Exporter) -> None:
+    """Let an exporter know of steps that a GradScaler skips: torch then calls none of the optimizer's hooks."""
+    global _scaler_step
+    _scaled.add(exporter)
+    if _scaler_step is None:
+        _scaler_step = GradScaler.step
+        setattr(GradScaler, "step", _scaled_step)  # noqa: B010 - a type checker calls assigning it wrong; taken back below
+
+
+def unwatch_scalers(exporter: Exporter) -> None:
+    """No longer let an exporter know; without any, torch's own method is back."""
+    global _scaler_step
+    _scaled.discard(exporter)
+    if not _scaled and _scaler_step is not None:
+        setattr(GradScaler, "step", _scaler_step)  # noqa: B010
+        _scaler_step = None
+
+
+@functools.wraps(GradScaler.step)
+def _scaled_step(scaler: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    watching = [one for one in _scaled if any(known is optimizer for known in one._optimizers)]
+    before = [one.optimizer_calls for one in watching]
+    assert _scaler_step is not None  # this stands in for it only while it is kept there
+    result = _scaler_step(scaler, optimizer, *args, **kwargs)
+    for one, calls in zip(watching, before, strict=True):
+        if one.optimizer_calls == calls:
+            one._guard("skipped_step", one._skipped_step)
+    return result
 
 
 @contextlib.contextmanager

@@ -285,6 +285,8 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         What to observe; also the bound of what `receivers` can get.
     receivers : iterable of Receiver
         Subscribers that listen live, on the same bus, to the same messages that are recorded.
+    logs : iterable of str
+        Kinds of your own that the loop will `Run.log`, so that `receivers` can ask for them.
     overwrite : bool
         Whether to replace a trace that is at `path`. Anything else there is never replaced.
     strict : bool
@@ -329,6 +331,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         loss: nn.Module | Callable[..., Any] | None = None,
         capture: Capture | Iterable[Capture] | None = None,
         receivers: Iterable[Receiver] = (),
+        logs: Iterable[str] = (),
         overwrite: bool = False,
         strict: bool = False,
         seeds: Mapping[str, Any] | None = None,
@@ -342,6 +345,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
             (Capture(),) if capture is None else (capture,) if isinstance(capture, Capture) else tuple(capture)
         )
         self._receivers = tuple(receivers)
+        self._logs = (logs,) if isinstance(logs, str) else tuple(logs)
         self._overwrite = overwrite
         self._strict = strict
         self._seeds = seeds
@@ -356,7 +360,9 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
             exporter.set_optimizer(self._optimizer)
             if self._loss is not None:
                 exporter.set_loss(self._loss)
-            exporter.check(self._receivers)
+            for kind in self._logs:
+                bus.register_topic(kind, "network")
+            exporter.check(self._receivers, self._logs)
             run = start(
                 self._path,
                 exporter,
@@ -459,6 +465,8 @@ def notes(exporter: Exporter) -> Iterator[Mapping[str, Any]]:
     for receiver, error in exporter.message_bus.failures:
         name = getattr(receiver, "name", type(receiver).__name__)
         yield {"problem": {"what": f"subscriber {name}", "why": f"{type(error).__name__}: {error}", "count": 1}}
+    if exporter.loss_is_silent:
+        yield {"problem": {"what": "loss", "why": "it was never called by the name it was given by", "count": 1}}
     silent = exporter.silent
     if silent:
         yield {"silent": silent}

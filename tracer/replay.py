@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -148,9 +148,14 @@ def replay(
                 bus.register_topic(stream.kind)  # one of the user's, or an answer that a results trace holds
         for receiver in ordered:
             bus.register(receiver)
-        for message in _messages(reader, todo):
-            bus.publish(message)
-        bus.finish()
+        try:
+            for message in _messages(reader, todo):
+                bus.publish(message)
+            bus.finish()
+        except BaseException:
+            with contextlib.suppress(Exception):  # what went wrong first is what is told
+                bus.close()
+            raise
         bus.close()
 
 
@@ -357,7 +362,7 @@ def _as_json(stream: StreamInfo) -> dict[str, Any]:
     return {name: getattr(stream, name) for name in names}
 
 
-@contextmanager
+@contextlib.contextmanager
 def _opened(trace: str | os.PathLike[str] | TraceReader) -> Iterator[TraceReader]:
     """A reader of the trace, which is closed afterwards if it was opened here."""
     if isinstance(trace, TraceReader):
