@@ -182,9 +182,12 @@ def unmet(
             ]
             needs_all = isinstance(subscription, SynchronizedSubscription)
             if absent and (needs_all or len(absent) == len(subscription.kinds)):
-                tag = "" if subscription.tag is None else f" (tag {subscription.tag})"
                 modules = "" if subscription.modules is None else f" of modules {', '.join(subscription.modules)}"
-                lacking.update(dict.fromkeys(f"{kind}{tag}{modules}" for kind in absent))
+                for kind in absent:
+                    others = sorted({tag for known, _, tag in offered if known == kind and tag is not None})
+                    there = f"; there is tag {', '.join(others)}" if others else ""
+                    tag = "" if subscription.tag is None else f" (tag {subscription.tag}{there})"
+                    lacking[f"{kind}{tag}{modules}"] = None
             elif needs_all and len(observed := [kind for kind in subscription.kinds if kind not in answers]) > 1:
                 places = [
                     {
