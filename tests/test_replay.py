@@ -210,7 +210,7 @@ def test_what_is_missing_is_named_with_what_is_there(trace: Path, monkeypatch: p
         assert kind in there
     assert "layer_inputs" not in there
     for receiver, match in (
-        (CallbackSubscriber("weights", print, tag="probe"), r"needs weights \(tag probe\)"),
+        (CallbackSubscriber("weights", print, tag="probe"), r"needs weights \(tag probe; there is tag default\)"),
         (CallbackSubscriber("weights", print, modules="nine"), "needs weights .* of modules nine"),
         (CallbackSubscriber("weights", print, modules="1"), "of modules 1"),
     ):

@@ -184,8 +184,9 @@ def unmet(
             if absent and (needs_all or len(absent) == len(subscription.kinds)):
                 modules = "" if subscription.modules is None else f" of modules {', '.join(subscription.modules)}"
                 for kind in absent:
-                    others = sorted({tag for known, _, tag in offered if known == kind and tag is not None})
-                    there = f"; there is tag {', '.join(others)}" if others else ""
+                    tags = sorted({tag for known, _, tag in offered if known == kind and tag is not None})
+                    elsewhere = tags and not any(matches_tag(subscription.tag, tag) for tag in tags)
+                    there = f"; there is tag {', '.join(tags)}" if elsewhere else ""
                     tag = "" if subscription.tag is None else f" (tag {subscription.tag}{there})"
                     lacking[f"{kind}{tag}{modules}"] = None
             elif needs_all and len(observed := [kind for kind in subscription.kinds if kind not in answers]) > 1:
