@@ -606,6 +606,38 @@ def test_damaged_tables_are_found(tmp_path: Path, suffix: str) -> None:
         TraceReader(path)
 
 
+def test_every_flipped_bit_of_an_hdf5_table_is_found(tmp_path: Path) -> None:
+    """No bit of the journal and the declarations can change unnoticed where the format has no checksums."""
+    path, changed = tmp_path / "run.h5", tmp_path / "changed.h5"
+    write(path, run(1))
+    data = path.read_bytes()
+    places = []
+    with h5py.File(path) as file:
+        for name in (layout.JOURNAL, layout.DECLARATIONS):
+            begin = file[name].id.get_chunk_info(0).byte_offset
+            places += range(begin, begin + file[name].nbytes)
+    for place in np.random.default_rng(0).choice(places, 300, replace=False).tolist():
+        changed.write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
+        with pytest.raises(TraceCorruptError, match=r"(row|line) \d+ of the"):
+            TraceReader(changed)
+
+
+@every_format
+def test_a_finished_trace_has_all_its_messages(tmp_path: Path, suffix: str) -> None:
+    """A journal that is shorter than the ending says is an error, even where every row of it is right."""
+    path = tmp_path / f"run{suffix}"
+    write(path, run(1))
+    if suffix == ".zarr":
+        document = json.loads((path / layout.JOURNAL / "zarr.json").read_text())
+        document["shape"][0] -= 1
+        (path / layout.JOURNAL / "zarr.json").write_text(json.dumps(document))
+    else:
+        with h5py.File(path, "r+") as file:
+            file[layout.JOURNAL].resize(len(file[layout.JOURNAL]) - 1, axis=0)
+    with pytest.raises(TraceCorruptError, match=r"ended with 10 messages, and the journal has 9"):
+        TraceReader(path)
+
+
 CONTRADICTIONS: list[tuple[dict[Column, int], str]] = [
     ({Column.STREAM: 9}, "stream"),
     ({Column.STREAM: -1}, "stream"),
@@ -639,6 +671,7 @@ def test_journals_that_contradict(
         journal = read(self)
         for column, value in changes.items():
             journal[1, column] = value
+        journal[:, Column.CHECK] = layout.row_checksums(journal, 0)
         return journal
 
     monkeypatch.setattr(TraceReader, "_read_journal", changed)

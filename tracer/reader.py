@@ -154,6 +154,14 @@ class TraceReader:
             raise TraceCorruptError(f"{self.path}: a declaration is damaged: {error!r}") from error
         if self._store.checksums_chunks is False:
             journal = _without_torn_rows(journal)
+        wrong = layout.row_checksums(journal, 0) != journal[:, Column.CHECK]
+        if wrong.any():
+            raise TraceCorruptError(f"{self.path}: row {int(wrong.argmax())} of the journal fails its checksum")
+        if self._ending.get("messages", len(journal)) != len(journal):
+            raise TraceCorruptError(
+                f"{self.path}: the run ended with {self._ending['messages']} messages, and the journal has "
+                f"{len(journal)} rows"
+            )
         self.journal: NDArray[np.int64] = journal
         """The committed journal, (messages, columns); see `tracer.layout.Column`. Not to be changed."""
         self.journal.flags.writeable = False
@@ -457,7 +465,7 @@ class TraceReader:
         rows = self.journal[selected]
         parts = self._read_parts(rows)
         for position, row in enumerate(rows.tolist()):
-            number, _, _, _, shape, global_step, train_step, epoch, call, _, checksum = row
+            number, _, _, _, shape, global_step, train_step, epoch, call, _, checksum, _ = row
             stream = self._streams[number]
             data = None
             if stream.dtype is not None:

@@ -145,6 +145,7 @@ class TraceWriter:
         self._rows = 0
         self._pending_bytes = 0
         self._declared: list[bytes] = [first_line]
+        self._sealed = 0
         self._committed_at = time.monotonic()
         self._failed: BaseException | None = None
         self._finished = False
@@ -238,6 +239,7 @@ class TraceWriter:
             message.call,
             flags,
             checksum,
+            0,
         )
         self._rows += 1
         self.messages += 1
@@ -293,7 +295,8 @@ class TraceWriter:
         self.commit()
         with self._guard():
             # alone in the last commit: a trace that says "finished" is complete
-            self._declared.append(layout.declaration("status", {"status": status, "ended": _now()}))
+            ending = {"status": status, "ended": _now(), "messages": self.messages}
+            self._declared.append(layout.declaration("status", ending))
             self._publish()
             if self._store.can_create:
                 self._store.set_attrs("", {"status": status})
@@ -331,11 +334,13 @@ class TraceWriter:
         """Commit what there is: numbers, then declarations, then the journal, which makes the messages exist."""
         self._store.commit()
         if self._declared:
-            self._store.append(layout.DECLARATIONS, np.frombuffer(b"".join(self._declared), np.uint8))
+            lines, self._sealed = layout.sealed(self._declared, self._sealed)
+            self._store.append(layout.DECLARATIONS, np.frombuffer(lines, np.uint8))
             self._store.commit()
             self._declared.clear()
         if self._rows:
             rows = np.frombuffer(self._journal, "<i8", self._rows * layout.COLUMNS).reshape(-1, layout.COLUMNS)
+            rows[:, layout.Column.CHECK] = layout.row_checksums(rows, self.messages - self._rows)
             self._store.append(layout.JOURNAL, rows)
             self._store.commit()
             self._rows = 0
