@@ -181,24 +181,45 @@ def crc32c(array: NDArray[Any]) -> int:
     return int(google_crc32c.value(array))
 
 
-def _crc_tables() -> tuple[NDArray[np.uint32], int]:
-    """What each value of each byte of a journal row adds to the row's checksum, and the checksum of zeros."""
-    size = 8 * COLUMNS
-    zeros = int(google_crc32c.value(bytes(size)))
+SHORT = 8 * COLUMNS
+"""Bytes of the longest rows whose checksums `checksums` looks up in tables."""
+
+
+def _crc_tables() -> tuple[NDArray[np.uint32], list[int]]:
+    """What each value of each byte of a short row adds to its checksum, and the checksums of so many zeros."""
     # the CRC is linear but for a constant, so bytes can be looked up one by one and joined by exclusive or
-    tables = np.zeros((size, 256), np.uint32)
+    tables = np.zeros((SHORT, 256), np.uint32)
     for value in range(256):
         last = value
         for _ in range(8):
             last = (last >> 1) ^ (0x82F63B78 if last & 1 else 0)
         tables[-1, value] = last
-    for place in range(size - 2, -1, -1):
+    for place in range(SHORT - 2, -1, -1):
         after = tables[place + 1]
         tables[place] = tables[-1][after & 0xFF] ^ (after >> 8)
-    return tables.reshape(COLUMNS, 8, 256), zeros
+    return tables, [int(google_crc32c.value(bytes(size))) for size in range(SHORT + 1)]
 
 
 _CRC_TABLES, _CRC_ZEROS = _crc_tables()
+
+
+def checksums(rows: NDArray[Any]) -> NDArray[np.int64]:
+    """The CRC-32C of the bytes of each row of a contiguous array.
+
+    Examples
+    --------
+    >>> rows = np.arange(6, dtype=np.int16).reshape(2, 3)
+    >>> checksums(rows).tolist() == [crc32c(row) for row in rows]
+    True
+    """
+    size = rows[:1].nbytes
+    if size > SHORT:
+        return np.fromiter(map(google_crc32c.value, rows), np.int64, len(rows))
+    found = np.full(len(rows), _CRC_ZEROS[size], np.uint32)
+    values = rows.reshape(-1).view(np.uint8).reshape(len(rows), size)
+    for place in range(size):
+        found ^= _CRC_TABLES[SHORT - size + place][values[:, place]]
+    return found.astype(np.int64)
 
 
 def row_checksums(rows: NDArray[np.int64], first: int) -> NDArray[np.int64]:
@@ -224,7 +245,7 @@ def row_checksums(rows: NDArray[np.int64], first: int) -> NDArray[np.int64]:
     found = np.empty(len(rows), np.int64)
     for begin in range(0, len(rows), JOURNAL_BLOCK):
         block = rows[begin : begin + JOURNAL_BLOCK]
-        checksums = np.full(len(block), _CRC_ZEROS, np.uint32)
+        joined = np.full(len(block), _CRC_ZEROS[SHORT], np.uint32)
         for place in range(COLUMNS):
             if place:
                 column = np.ascontiguousarray(block[:, place - 1], "<i8")
@@ -235,8 +256,8 @@ def row_checksums(rows: NDArray[np.int64], first: int) -> NDArray[np.int64]:
             values = column.view(np.uint8).reshape(-1, 8)
             for byte in range(8):
                 if used >> (8 * byte) & 0xFF:
-                    checksums ^= _CRC_TABLES[place, byte][values[:, byte]]
-        found[begin : begin + len(block)] = checksums
+                    joined ^= _CRC_TABLES[8 * place + byte][values[:, byte]]
+        found[begin : begin + len(block)] = joined
     return found
 
 

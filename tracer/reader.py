@@ -286,6 +286,18 @@ class TraceReader:
         return layout.process_start(pid) == process.get("start")
 
     @property
+    def dropped(self) -> dict[str, int]:
+        """How many messages of which kind were not recorded because the queue was full, as far as was noted."""
+        found: dict[str, int] = {}
+        for note in self.notes:
+            counts = note.get("dropped")
+            if isinstance(counts, Mapping):
+                for kind, count in counts.items():
+                    if isinstance(count, int):
+                        found[str(kind)] = found.get(str(kind), 0) + count
+        return found
+
+    @property
     def streams(self) -> list[StreamInfo]:
         """Every stream, in the order in which they first occurred."""
         if self._infos is None:
@@ -347,6 +359,7 @@ class TraceReader:
             "steps": span(Column.GLOBAL_STEP),
             "epochs": span(Column.EPOCH),
             "streams": len(self._streams),
+            "dropped": self.dropped,
             "header": self.header,
             "notes": self.notes,
         }

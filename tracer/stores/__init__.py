@@ -144,7 +144,7 @@ def store_module(path: Path) -> ModuleType:
     return importlib.import_module(name)
 
 
-def create_store(path: str | os.PathLike[str], *, overwrite: bool = False) -> WriteStore:
+def create_store(path: str | os.PathLike[str], *, overwrite: bool = False, durable: bool = False) -> WriteStore:
     """Make a store at `path`, in the format that its suffix names. Parent directories are made.
 
     Parameters
@@ -152,6 +152,9 @@ def create_store(path: str | os.PathLike[str], *, overwrite: bool = False) -> Wr
     path : path
     overwrite : bool
         Whether a store of this format that is already there is removed first.
+    durable : bool
+        Whether `WriteStore.commit` waits until the disk has what it publishes, which is then there after a power
+        failure too.
 
     Raises
     ------
@@ -163,7 +166,7 @@ def create_store(path: str | os.PathLike[str], *, overwrite: bool = False) -> Wr
         If nothing can be written there.
     """
     path = Path(path)
-    return cast(WriteStore, store_module(path).create(path, overwrite=overwrite))
+    return cast(WriteStore, store_module(path).create(path, overwrite=overwrite, durable=durable))
 
 
 def open_store(path: str | os.PathLike[str]) -> ReadStore:
@@ -180,6 +183,15 @@ def open_store(path: str | os.PathLike[str]) -> ReadStore:
     """
     path = Path(path)
     return cast(ReadStore, store_module(path).open(path))
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names of the files in a folder."""
+    file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def check_name(name: str) -> None:

@@ -21,13 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
-from tracer.stores import RowChunks, check_name
+from tracer.stores import RowChunks, check_name, sync_folder
 
 _JSON = "json:"
 """Begins an attribute that holds JSON text, because HDF5 has no such value."""
 
 
-def create(path: Path, *, overwrite: bool = False) -> Hdf5WriteStore:
+def create(path: Path, *, overwrite: bool = False, durable: bool = False) -> Hdf5WriteStore:
     """Make an HDF5 file at `path`; see `tracer.stores.create_store`."""
     if path.exists() or path.is_symlink():
         if not overwrite:
@@ -36,7 +36,7 @@ def create(path: Path, *, overwrite: bool = False) -> Hdf5WriteStore:
             raise TraceExistsError(f"{path} already exists, and is not an HDF5 file that could be overwritten")
     with _written(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        return Hdf5WriteStore(path)
+        return Hdf5WriteStore(path, durable=durable)
 
 
 def open(path: Path) -> Hdf5ReadStore:
@@ -94,20 +94,22 @@ def _open(path: Path) -> Any:
 class _Array:
     """A dataset that is being written."""
 
-    __slots__ = ("dataset", "rows")
+    __slots__ = ("dataset", "length", "rows")
 
     def __init__(self, dataset: Any, rows: RowChunks) -> None:
         self.dataset = dataset
         self.rows = rows
+        self.length = 0
 
 
 class Hdf5WriteStore:
     """An HDF5 file being written; see `tracer.stores.WriteStore`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, durable: bool = False) -> None:
         self.path = path
         self.checksums_chunks = False
         self.seals = True
+        self._durable = durable
         self._arrays: dict[str, _Array] = {}
         self._changed: dict[str, None] = {}
         self._unsealed = path.with_name(f".{path.name}.part")
@@ -158,7 +160,11 @@ class Hdf5WriteStore:
         with _written(self.path):
             file.swmr_mode = True
             file.flush()
+            if self._durable:
+                os.fsync(file.id.get_vfd_handle())
             os.replace(self._unsealed, self.path)
+            if self._durable:
+                sync_folder(self.path.parent)
         self._sealed = True
 
     def commit(self) -> None:
@@ -172,6 +178,8 @@ class Hdf5WriteStore:
                 self._resize(array, array.rows.rows)
             self._changed.clear()
             file.flush()
+            if self._durable:
+                os.fsync(file.id.get_vfd_handle())
             if not self._sealed:
                 # a file that is not in SWMR mode cannot be opened after a kill, but a copy of a closed one can
                 file.close()
@@ -211,9 +219,9 @@ class Hdf5WriteStore:
         return self._arrays[name]
 
     def _resize(self, array: _Array, length: int) -> None:
-        shape = array.dataset.shape
-        if shape[0] < length:
-            array.dataset.set_extent((length, *shape[1:]))
+        if array.length < length:
+            array.dataset.set_extent((length, *array.rows.shape))
+            array.length = length
 
     def _write_chunk(self, array: _Array, number: int, data: memoryview) -> None:
         rows = array.rows
@@ -223,7 +231,7 @@ class Hdf5WriteStore:
             start += [0] * len(rows.grid)
         else:
             start += [int(i) * size for i, size in zip(np.unravel_index(place, rows.grid), rows.chunk[1:], strict=True)]
-        # the chunk comes before the length that makes it visible, save for the one row that makes it exist
+        # a chunk cannot be written beyond the length; its rows mean nothing before the journal refers to them
         self._resize(array, start[0] + 1)
         array.dataset.write_direct_chunk(tuple(start), data)
 
