@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
-from tracer.stores import RowChunks, check_name, sync_folder
+from tracer.stores import RowChunks, check_name, contiguous, rows_in, sync_folder, walk
 
 _JSON = "json:"
 """Begins an attribute that holds JSON text, because HDF5 has no such value."""
@@ -262,11 +262,14 @@ class Hdf5ReadStore:
         self.path = path
         self.checksums_chunks = False
         self._datasets: dict[str, Any] = {}
+        self._places: dict[str, tuple[int, dict[int, int]]] = {}
+        self._plain = -1
         with _read(path, "the file"):
             self._file = _open(path)
         try:
             with _read(path, "the file"):
                 self._check("", self._file, set())
+                self._plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except BaseException:
             self._file.close()
             raise
@@ -321,24 +324,68 @@ class Hdf5ReadStore:
         with _read(self.path, f"the attributes of {name or 'the root'!r}"):
             return {key: _decode(value) for key, value in self._file[name or "/"].attrs.items()}
 
-    def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
+    def read(self, name: str, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
         dataset = self._dataset(name)
         with _read(self.path, f"array {name!r}"):
             if not 0 <= start <= stop <= len(dataset):
                 # another reader of this store may have seen more rows than this handle has
                 dataset.id.refresh()
-            if not 0 <= start <= stop <= len(dataset):
+            shape = dataset.shape
+            if not 0 <= start <= stop <= shape[0]:
                 raise TraceCorruptError(
-                    f"{self.path}: array {name!r} has {len(dataset)} rows, and not those from {start} to {stop}"
+                    f"{self.path}: array {name!r} has {shape[0]} rows, and not those from {start} to {stop}"
                 )
-            out = np.empty((stop - start, *dataset.shape[1:]), dataset.dtype)
-            if math.prod(out.shape):
-                dataset.read_direct(out, np.s_[start:stop])
-            return out
+            found = rows_in(out, (stop - start, *shape[1:]), dataset.dtype)
+            if found.size:
+                if contiguous(dataset.chunks, shape):
+                    self._read_chunks(name, dataset, start, stop, found.reshape(-1).view(np.uint8))
+                else:
+                    dataset.read_direct(found, np.s_[start:stop])
+            return found
+
+    def _read_chunks(self, name: str, dataset: Any, start: int, stop: int, out: NDArray[np.uint8]) -> None:
+        """Fill `out` with rows ``start`` to ``stop`` from the file itself: HDF5 is asked only where the chunks are."""
+        shape, chunk, item = dataset.shape, dataset.chunks, dataset.dtype.itemsize
+        places = self._places_of(name, dataset, stop)
+        row_nbytes = item * math.prod(shape[1:])
+        first, end = start * row_nbytes, stop * row_nbytes
+        for number, begin, length in walk(shape, chunk, item, start, stop):
+            place = places.get(number)
+            if place is None:
+                raise TraceCorruptError(f"{self.path}: array {name!r} lacks its chunk {number}")
+            low, high = max(begin, first), min(begin + length, end)
+            part = out[low - first : high - first].data
+            if os.preadv(self._plain, [part], place + low - begin) != len(part):
+                raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} lies beyond the file's end")
+
+    def _places_of(self, name: str, dataset: Any, stop: int) -> dict[int, int]:
+        """Where in the file each chunk begins; looked up anew when rows are asked for that were not there before."""
+        known, places = self._places.get(name, (0, {}))
+        if stop > known:
+            chunk, shape = dataset.chunks, dataset.shape
+            grid = [-(-size // part) for size, part in zip(shape, chunk, strict=True)]
+            steps = [math.prod(grid[axis + 1 :]) for axis in range(len(grid))]
+            found: dict[int, int] = {}
+
+            def note(stored: Any) -> None:
+                number = 0
+                for offset, part, step in zip(stored.chunk_offset, chunk, steps, strict=True):
+                    number += offset // part * step
+                if stored.filter_mask == 0:
+                    found[number] = stored.byte_offset
+
+            dataset.id.chunk_iter(note)
+            places = found
+            self._places[name] = (shape[0], places)
+        return places
 
     def close(self) -> None:
         self._datasets.clear()
+        self._places.clear()
         self._file.close()
+        if self._plain >= 0:
+            os.close(self._plain)
+            self._plain = -1
 
     def _dataset(self, name: str) -> Any:
         dataset = self._datasets.get(name)

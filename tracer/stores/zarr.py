@@ -27,11 +27,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
-from tracer.stores import RowChunks, check_name, sync_folder
+from tracer.stores import RowChunks, check_name, contiguous, rows_in, sync_folder, walk
 
 CHUNKS_PER_SHARD = 128
 PIECE = 65536
 """Bytes of one write: larger ones reach a third of the speed, because of how page caches allocate."""
+READ_PIECE = 1 << 18
+"""Bytes of one read: they should be in the processor's cache when their checksum is computed."""
 PAGE = 4096
 ALIGNED_BYTES = 1 << 18
 """Chunks of this size begin at a page of their shard, which costs at most 1.6 % of the space."""
@@ -382,7 +384,7 @@ def _replace(folder: Path, document: Mapping[str, Any], durable: bool) -> None:
 class _Opened:
     """The metadata of an array that is being read."""
 
-    __slots__ = ("array", "chunk", "dtype", "folder", "per_shard", "shape")
+    __slots__ = ("array", "chunk", "dtype", "folder", "per_shard", "shape", "shards")
 
     def __init__(self, path: Path, name: str) -> None:
         self.folder = path / name
@@ -405,6 +407,8 @@ class _Opened:
             self.chunk: tuple[Any, ...] = tuple(codecs[0]["configuration"].get("chunk_shape", ()))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise TraceFormatError(f"{path}: the zarr.json of array {name!r} is not one of a trace: {error}") from error
+        # paths of shards that are known to lie within the trace
+        self.shards: dict[int, str] = {}
         # zarr-python's array, for codecs other than ours
         self.array: Any = None
         self.per_shard = 0
@@ -423,16 +427,8 @@ class _Opened:
             and all(outer % inner == 0 for outer, inner in zip(shard, self.chunk, strict=True))
             # a row lies in one shard, and its parts are contiguous
             and all(outer >= size for outer, size in zip(shard[1:], self.shape[1:], strict=True))
-            and _contiguous(self.chunk, self.shape)
+            and contiguous(self.chunk, self.shape)
         )
-
-
-def _contiguous(chunk: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether chunks of this shape are whole rows, or contiguous parts of one row."""
-    for axis, size in enumerate(chunk):
-        if size != 1:
-            return chunk[axis + 1 :] == shape[axis + 1 :]
-    return True
 
 
 def _check_codecs(codecs: Any) -> None:
@@ -452,6 +448,24 @@ def _zarr_array(path: Path, name: str) -> Any:
         return zarr.open_array(str(path / name), mode="r", zarr_format=3)
     except Exception as error:
         raise TraceFormatError(f"{path}: array {name!r} cannot be opened: {error}") from error
+
+
+def _read_chunk(file: int, target: NDArray[np.uint8], trailer: bytearray, offset: int) -> bool:
+    """Read a chunk and the checksum that follows it; whether they agree."""
+    nbytes = len(target)
+    checksum = 0
+    # in pieces that are still in the processor's cache when they are checksummed
+    last = nbytes - 1 - (nbytes - 1) % READ_PIECE
+    for start in range(0, last, READ_PIECE):
+        piece = target[start : start + READ_PIECE]
+        if os.preadv(file, [piece.data], offset + start) != READ_PIECE:
+            return False
+        checksum = google_crc32c.extend(checksum, piece)
+    piece = target[last:]
+    if os.preadv(file, [piece.data, trailer], offset + last) != nbytes - last + 4:
+        return False
+    checksum = google_crc32c.extend(checksum, piece)
+    return bool(checksum == int.from_bytes(trailer, "little"))
 
 
 class ZarrReadStore:
@@ -499,7 +513,7 @@ class ZarrReadStore:
     def close(self) -> None:
         self._arrays.clear()
 
-    def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
+    def read(self, name: str, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
         array = self._open(name)
         if not 0 <= start <= stop <= array.shape[0]:
             raise TraceCorruptError(
@@ -511,12 +525,12 @@ class ZarrReadStore:
             except Exception as error:
                 raise TraceCorruptError(f"{self.path}: array {name!r} cannot be read: {error}") from error
         try:
-            out = np.empty((stop - start, *array.shape[1:]), array.dtype)
+            found = rows_in(out, (stop - start, *array.shape[1:]), array.dtype)
         except (MemoryError, ValueError) as error:
             raise TraceCorruptError(f"{self.path}: array {name!r} does not fit into memory: {error}") from error
-        if out.size:
-            self._read(name, array, start, stop, out.reshape(-1).view(np.uint8).data)
-        return out
+        if found.size:
+            self._read(name, array, start, stop, found.reshape(-1).view(np.uint8))
+        return found
 
     def _open(self, name: str, anew: bool = False) -> _Opened:
         array = self._arrays.get(name)
@@ -531,54 +545,37 @@ class ZarrReadStore:
         if not os.path.realpath(path).startswith(self._root + os.sep):
             raise TraceFormatError(f"{self.path}: {path} leads out of the trace")
 
-    def _read(self, name: str, array: _Opened, start: int, stop: int, out: memoryview) -> None:
-        """Fill `out` with rows ``start`` to ``stop``, chunk by chunk.
-
-        Every chunk is contiguous in its row or rows, so its bytes are one range of the rows' bytes; those of a padded
-        chunk at the end of a run are shorter than the chunk.
-        """
+    def _read(self, name: str, array: _Opened, start: int, stop: int, out: NDArray[np.uint8]) -> None:
+        """Fill `out` with rows ``start`` to ``stop``, chunk by chunk."""
         item = array.dtype.itemsize
-        height = array.chunk[0]
         row_nbytes = item * math.prod(array.shape[1:])
         chunk_nbytes = item * math.prod(array.chunk)
-        runs, run_nbytes, per_run = 1, row_nbytes * height, 1
-        if height == 1:
-            for axis in range(1, len(array.shape)):
-                if array.chunk[axis] != array.shape[axis]:
-                    runs = math.prod(array.shape[1:axis])
-                    run_nbytes = row_nbytes // runs
-                    per_run = -(-run_nbytes // chunk_nbytes)
-                    if array.chunk[axis] == 1:
-                        continue
-                    break
-        per_height = runs * per_run
         first, end = start * row_nbytes, stop * row_nbytes
-        shard_number, file, index = -1, -1, np.empty(0, "<u8")
+        per_shard = array.per_shard
+        shard_number, file = -1, -1
+        index = np.empty((0, 2), "<u8")
         trailer = bytearray(4)
         try:
-            for number in range(start // height * per_height, -(-stop // height) * per_height):
-                if number // array.per_shard != shard_number:
+            for number, begin, length in walk(array.shape, array.chunk, item, start, stop):
+                if number // per_shard != shard_number:
                     if file >= 0:
                         os.close(file)
                         file = -1
-                    shard_number = number // array.per_shard
+                    shard_number = number // per_shard
                     file = self._open_shard(name, array, shard_number)
                     index = self._read_index(name, array, file)
-                offset, nbytes = index[number % array.per_shard].tolist()
+                offset, nbytes = index[number % per_shard].tolist()
                 if nbytes != chunk_nbytes + 4:
                     raise TraceCorruptError(f"{self.path}: array {name!r} lacks its chunk {number}")
-                run, part = divmod(number % per_height, per_run)
-                begin = number // per_height * height * row_nbytes + run * run_nbytes + part * chunk_nbytes
-                length = min(chunk_nbytes, run_nbytes - part * chunk_nbytes)
                 if length == chunk_nbytes and begin >= first and begin + length <= end:
                     target = out[begin - first : begin - first + length]
-                    got = os.preadv(file, [target, trailer], offset)
+                    right = _read_chunk(file, target, trailer, offset)
                 else:
-                    target = memoryview(bytearray(chunk_nbytes))
-                    got = os.preadv(file, [target, trailer], offset)
+                    target = np.empty(chunk_nbytes, np.uint8)
+                    right = _read_chunk(file, target, trailer, offset)
                     low, high = max(begin, first), min(begin + length, end)
                     out[low - first : high - first] = target[low - begin : high - begin]
-                if got != nbytes or _crc32c(target) != trailer:
+                if not right:
                     raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} fails its checksum")
         except OSError as error:
             if isinstance(error, TraceError):
@@ -589,8 +586,11 @@ class ZarrReadStore:
                 os.close(file)
 
     def _open_shard(self, name: str, array: _Opened, number: int) -> int:
-        path = array.folder.joinpath("c", str(number), *["0"] * (len(array.shape) - 1))
-        self._inside(path)
+        path = array.shards.get(number)
+        if path is None:
+            checked = array.folder.joinpath("c", str(number), *["0"] * (len(array.shape) - 1))
+            self._inside(checked)
+            path = array.shards[number] = str(checked)
         try:
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
