@@ -41,6 +41,7 @@ SMALLEST_REUSED: Final = 1 << 17
 MOST_REUSED: Final = 64 << 20
 """Memory that is used again, in bytes: for parts of at least the one, and of at most the other in all."""
 _UNUSED: Final = 3
+_LOOKED_AT: Final = 64
 _KEPT: Final = 64
 """A message that is kept keeps at most so many times its size."""
 _FIELDS: Final = [Column.STREAM, Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
@@ -139,22 +140,29 @@ class _Group:
 class _Memory:
     """Memory for blocks, used again as soon as nobody refers to it: new memory costs as much as reading into it."""
 
-    __slots__ = ("_blocks",)
+    __slots__ = ("_blocks", "_nbytes", "_next")
 
     def __init__(self) -> None:
         self._blocks: list[NDArray[np.uint8]] = []
+        self._nbytes = 0
+        self._next = 0
 
     def take(self, nbytes: int) -> NDArray[np.uint8] | None:
         """A block of at least `nbytes` that nobody refers to; None where new memory is as good."""
         if nbytes < SMALLEST_REUSED:
             return None
-        for block in self._blocks:
-            # the list, the loop's variable and the argument: arrays and tensors made of it would count, too
+        count = len(self._blocks)
+        # blocks become free in the order in which they were taken, so the search goes on where it ended
+        for number in range(self._next, self._next + min(count, _LOOKED_AT)):
+            block = self._blocks[number % count]
+            # the list, this variable and the argument: arrays and tensors made of it would count, too
             if nbytes <= block.nbytes <= 2 * nbytes and sys.getrefcount(block) == _UNUSED:
+                self._next = number % count + 1
                 return block
         block = np.empty(nbytes, np.uint8)
-        if sum(known.nbytes for known in self._blocks) + nbytes <= MOST_REUSED:
+        if self._nbytes + nbytes <= MOST_REUSED:
             self._blocks.append(block)
+            self._nbytes += nbytes
         return block
 
 
