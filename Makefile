@@ -22,8 +22,9 @@ lint: $(INSTALLED) ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED) ## what recording costs, as ratios measured in one run
+bench: $(INSTALLED) ## what recording and storing cost, as ratios measured in one run
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/storage.py
 
 clean: ## forget the environment and the caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info

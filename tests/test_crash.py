@@ -55,8 +55,9 @@ for trial in range(trials):
         os.write(started, b".")
         number = 0
         while True:
-            writer.write(message(number))
-            number += 1
+            many = rng.randrange(1, 200) if trial % 2 else 1
+            writer.write_many([(message(number + i), None) for i in range(many)])
+            number += many
             if rng.random() < 0.03:
                 writer.commit()
                 os.pwrite(acknowledged, struct.pack("<q", number), 0)

@@ -121,14 +121,50 @@ def test_tensors_that_a_trace_cannot_hold(tensor: torch.Tensor, word: str) -> No
         layout.encode(tensor)
 
 
-def test_declarations_are_read_up_to_the_last_whole_line() -> None:
-    """A line that was torn by a kill is not there yet; a damaged one before it is an error."""
-    data = layout.declaration("header", {"a": "\n"}) + layout.declaration("shape", {"id": 0})
-    assert layout.declarations(data + b'{"shape": {"i') == [("header", {"a": "\n"}), ("shape", {"id": 0})]
-    with pytest.raises(TraceCorruptError, match="line 0"):
-        layout.declarations(b"\0\0\n" + data)
+LINES = [("header", {"a": "\n"}), ("shape", {"id": 0}), ("note", {"crc32c": 1})]
+
+
+def test_declarations_come_back() -> None:
+    """Lines that were sealed in two commits read as they were; zeros after them are not yet there."""
+    lines = [layout.declaration(what, value) for what, value in LINES]
+    first, checksum = layout.sealed(lines[:1])
+    second, _ = layout.sealed(lines[1:], checksum)
+    assert layout.declarations(first + second) == LINES
+    assert layout.declarations(first + second + bytes(9)) == LINES
+    assert layout.declarations(first) == LINES[:1]
+    assert layout.declarations(b"") == []
     with pytest.raises(TraceError, match="header"):
         layout.declaration("header", {"a": object()})
+
+
+def test_any_change_of_the_declarations_is_found() -> None:
+    """Every flipped bit, and a line that is missing, doubled, cut or elsewhere, is an error that names the line."""
+    data, _ = layout.sealed(layout.declaration(what, value) for what, value in LINES)
+    first, second, third = data.splitlines(keepends=True)
+    others = [second + third, first + third, first + first + second + third, first + third + second, data[:-1]]
+    for place in range(len(data)):
+        for bit in range(8):
+            changed = bytearray(data)
+            changed[place] ^= 1 << bit
+            others.append(bytes(changed))
+    for other in others:
+        with pytest.raises(TraceCorruptError, match=r"line \d of the declarations"):
+            layout.declarations(other)
+
+
+def test_any_change_of_a_journal_row_changes_its_checksum() -> None:
+    """The checksum of a row depends on every bit of it and on where it stands."""
+    rows = np.random.default_rng(0).integers(-(2**63), 2**63, (3, layout.COLUMNS))
+    checksums = layout.row_checksums(rows, 7)
+    assert layout.row_checksums(rows[1:], 8).tolist() == checksums[1:].tolist()
+    assert layout.row_checksums(rows[1:], 7).tolist() != checksums[1:].tolist()
+    for column in range(layout.COLUMNS - 1):
+        for bit in range(64):
+            changed = rows.copy()
+            changed.view(np.uint64)[1, column] ^= np.uint64(1 << bit)
+            assert (layout.row_checksums(changed, 7) != checksums).tolist() == [False, True, False]
+    many = np.zeros((layout.JOURNAL_BLOCK + 5, layout.COLUMNS), np.int64)
+    assert layout.row_checksums(many, 0)[-3:].tolist() == layout.row_checksums(many[:3], len(many) - 3).tolist()
 
 
 @pytest.mark.parametrize(

@@ -71,9 +71,10 @@ class Slow(TraceWriter):
         super().__init__(path)
         self.go = threading.Semaphore(0)
 
-    def write(self, message: Message, sampling: Any = None) -> None:
-        self.go.acquire()
-        super().write(message, sampling)
+    def write_many(self, batch: Any) -> None:
+        for one in batch:
+            self.go.acquire()
+            super().write_many([one])
 
 
 def test_a_full_queue_makes_the_training_wait(tmp_path: Path) -> None:
@@ -104,6 +105,63 @@ def test_a_full_queue_makes_the_training_wait(tmp_path: Path) -> None:
         assert [one.global_step for one in trace] == list(range(12))
 
 
+def test_a_full_queue_drops_what_does_not_fit(tmp_path: Path) -> None:
+    """With on_full="drop" the training never waits; what is dropped is counted, and the trace says how much."""
+    writer = Slow(tmp_path / "run.zarr")
+    recorder = Recorder(writer, queue_bytes=10_000, on_full="drop")
+    for step in range(12):
+        recorder.receive(loss_message(step, 500))
+    for _ in range(12):
+        writer.go.release()
+    recorder.close()
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert [one.global_step for one in trace] == [0, 1, 2]
+        assert trace.info["dropped"] == trace.dropped == {"loss": 9}
+        assert {"dropped": {"loss": 9}} in trace.notes
+    with pytest.raises(CaptureError, match="on_full"):
+        Recorder(TraceWriter(tmp_path / "other.zarr"), on_full="block")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_commits_by_steps(suffix: str, tmp_path: Path) -> None:
+    """With commit_steps, the steps before are safe as soon as a step so many later begins."""
+    path = tmp_path / f"run.{suffix}"
+    with TraceWriter(path, commit_steps=3, commit_seconds=1e9) as writer:
+        for step in range(8):
+            for _ in range(2):
+                writer.write(loss_message(step))
+            with tracer.open(path) as trace:
+                # the first message of step 3 makes a commit due, and so does that of step 6
+                assert len(trace) == (0, 0, 0, 7, 7, 7, 13, 13)[step]
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_durable_recording_waits_for_the_disk(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With durable=True every file of the trace reaches the disk before the commit that refers to it returns."""
+    synced, fsync = set(), os.fsync
+
+    def noting(file: int) -> None:
+        synced.add(os.readlink(f"/proc/self/fd/{file}"))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    path = tmp_path / f"run.{suffix}"
+    model, optimizer, steps = training()
+    with tracer.record(path, model, optimizer, durable=True, commit_steps=1):
+        steps(2)
+    if suffix == "zarr":
+        shards = {str(file) for file in path.rglob("*") if file.is_file() and file.name != "zarr.json"}
+        folders = {str(folder) for folder in path.rglob("*") if folder.is_dir()}
+        assert shards | folders <= synced
+    else:
+        assert str(tmp_path) in synced
+        assert any(name.endswith("run.h5") for name in synced)
+    synced.clear()
+    with tracer.record(tmp_path / f"other.{suffix}", model, optimizer):
+        steps(2)
+    assert not synced
+
+
 def test_one_message_is_always_let_in(tmp_path: Path) -> None:
     """A message that is larger than the bound waits for an empty queue, not for ever."""
     recorder = Recorder(TraceWriter(tmp_path / "run.zarr"), queue_bytes=1)
@@ -117,15 +175,16 @@ def test_one_message_is_always_let_in(tmp_path: Path) -> None:
 
 def fail_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """From its `count`-th message on, no writer can write: the disk is full."""
-    write, written = TraceWriter.write, []
+    write, written = TraceWriter.write_many, []
 
-    def failing(self: TraceWriter, message: Message, sampling: Any = None) -> None:
-        written.append(message)
-        if len(written) > count:
-            raise OSError(28, "No space left on device")
-        write(self, message, sampling)
+    def failing(self: TraceWriter, batch: Any) -> None:
+        for one in batch:
+            written.append(one)
+            if len(written) > count:
+                raise OSError(28, "No space left on device")
+            write(self, [one])
 
-    monkeypatch.setattr(TraceWriter, "write", failing)
+    monkeypatch.setattr(TraceWriter, "write_many", failing)
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
@@ -367,6 +426,45 @@ def run_script(text: str, tmp_path: Path, **settings: Any) -> subprocess.Popen[s
         [sys.executable, "-W", "ignore", str(path)], cwd=tmp_path, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **settings,
     )  # fmt: skip
+
+
+MEMORY = """
+    import resource, sys, time, torch
+    from tracer import Recorder, TraceWriter
+    from tracer.messages import ModuleMessage
+
+    class Throttled(TraceWriter):
+        def write_many(self, batch):
+            time.sleep(0.02)
+            super().write_many(batch)
+
+    bound, size = 32 << 20, int(sys.argv[2])
+    recorder = Recorder(Throttled(sys.argv[1]), queue_bytes=bound)
+    before = None
+    for step in range((300 << 20) // size):
+        data = torch.full((size // 4,), float(step))
+        where = dict(global_step=step, train_step=step, epoch=0)
+        recorder.receive(ModuleMessage(kind="weights", module="fc", data=data, **where))
+        if before is None:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    recorder.close()
+    extra = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    assert extra <= bound + (64 << 20), extra
+    print("done")
+"""
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+@pytest.mark.parametrize("size", [1 << 20, 4096])
+def test_memory_is_bounded(suffix: str, size: int, tmp_path: Path) -> None:
+    """A disk that is slower than the training costs the bound of the queue and at most 64 MB of memory."""
+    script = tmp_path / "memory.py"
+    script.write_text(textwrap.dedent(MEMORY))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, str(script), str(tmp_path / f"run.{suffix}"), str(size)]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.stderr) == ("done\n", "")
+    assert len(tracer.open(tmp_path / f"run.{suffix}")) == (300 << 20) // size
 
 
 PREAMBLE = """

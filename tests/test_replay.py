@@ -118,8 +118,8 @@ class Reading:
         self.bytes = 0
         read = reader._store.read
 
-        def noting(name: str, start: int, stop: int) -> Any:
-            found = read(name, start, stop)
+        def noting(name: str, start: int, stop: int, out: Any = None) -> Any:
+            found = read(name, start, stop, out)
             self.pools.append(name)
             self.bytes += found.nbytes
             return found

@@ -9,6 +9,7 @@ import platform
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -606,6 +607,38 @@ def test_damaged_tables_are_found(tmp_path: Path, suffix: str) -> None:
         TraceReader(path)
 
 
+def test_every_flipped_bit_of_an_hdf5_table_is_found(tmp_path: Path) -> None:
+    """No bit of the journal and the declarations can change unnoticed where the format has no checksums."""
+    path, changed = tmp_path / "run.h5", tmp_path / "changed.h5"
+    write(path, run(1))
+    data = path.read_bytes()
+    places = []
+    with h5py.File(path) as file:
+        for name in (layout.JOURNAL, layout.DECLARATIONS):
+            begin = file[name].id.get_chunk_info(0).byte_offset
+            places += range(begin, begin + file[name].nbytes)
+    for place in np.random.default_rng(0).choice(places, 300, replace=False).tolist():
+        changed.write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
+        with pytest.raises(TraceCorruptError, match=r"(row|line) \d+ of the"):
+            TraceReader(changed)
+
+
+@every_format
+def test_a_finished_trace_has_all_its_messages(tmp_path: Path, suffix: str) -> None:
+    """A journal that is shorter than the ending says is an error, even where every row of it is right."""
+    path = tmp_path / f"run{suffix}"
+    write(path, run(1))
+    if suffix == ".zarr":
+        document = json.loads((path / layout.JOURNAL / "zarr.json").read_text())
+        document["shape"][0] -= 1
+        (path / layout.JOURNAL / "zarr.json").write_text(json.dumps(document))
+    else:
+        with h5py.File(path, "r+") as file:
+            file[layout.JOURNAL].resize(len(file[layout.JOURNAL]) - 1, axis=0)
+    with pytest.raises(TraceCorruptError, match=r"ended with 10 messages, and the journal has 9"):
+        TraceReader(path)
+
+
 CONTRADICTIONS: list[tuple[dict[Column, int], str]] = [
     ({Column.STREAM: 9}, "stream"),
     ({Column.STREAM: -1}, "stream"),
@@ -639,6 +672,7 @@ def test_journals_that_contradict(
         journal = read(self)
         for column, value in changes.items():
             journal[1, column] = value
+        journal[:, Column.CHECK] = layout.row_checksums(journal, 0)
         return journal
 
     monkeypatch.setattr(TraceReader, "_read_journal", changed)
@@ -654,6 +688,71 @@ def test_rows_of_zeros_at_the_end_of_an_hdf5_journal(tmp_path: Path) -> None:
         file[layout.JOURNAL].resize(5, axis=0)
     with TraceReader(path) as reader:
         assert [m.kind for m in reader] == ["batch_started", "loss"]
+
+
+FILTERED: list[dict[str, Any]] = [{}, {"kinds": "activations"}, {"modules": "shared"}, {"steps": (2, 9, 3)}]
+
+
+@pytest.mark.parametrize("filters", FILTERED, ids=str)
+def test_arrays(trace: TraceReader, filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of arrays hold every message with data once, with the numbers of `messages`, in blocks of any size."""
+    for size in (1, 30_000, 1 << 30):
+        monkeypatch.setattr("tracer.reader.BLOCK_BYTES", size)
+        selected = trace.select(**filters)
+        expected = dict(zip(selected.tolist(), trace.messages(**filters), strict=True))
+        found = []
+        for batch in trace.arrays(**filters):
+            assert len(batch.rows) == len(batch.data)
+            for row, data in zip(batch.rows.tolist(), batch.data, strict=True):
+                found.append(row)
+                message = expected[row]
+                assert message.data is not None
+                assert data.dtype == layout.ENCODINGS[str(message.data.dtype).removeprefix("torch.")].readable
+                assert np.array_equal(data, message.data.to(torch.from_numpy(np.array(data)).dtype).numpy())
+        assert sorted(found) == [row for row, message in expected.items() if message.data is not None]
+
+
+@every_format
+def test_kept_messages_stay_as_they_were(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is used again only when nobody has it: what is kept, or kept in part, never changes."""
+    monkeypatch.setattr("tracer.reader.BLOCK_BYTES", 1 << 19)
+    path = tmp_path / f"run{suffix}"
+    write(path, [module("weights", "fc", step, torch.full((130, 500), float(step))) for step in range(60)])
+    with TraceReader(path) as reader:
+        kept, parts = [], []
+        for message in reader:
+            assert message.data is not None
+            if message.global_step % 3 == 0:
+                kept.append(message)
+            elif message.global_step % 3 == 1:
+                parts.append((message.global_step, message.data[7, 3:9]))
+        assert all(torch.equal(m.data, torch.full((130, 500), float(m.global_step))) for m in kept)
+        assert all(torch.equal(part, torch.full((6,), float(step))) for step, part in parts)
+        arrays = [batch.data for batch in reader.arrays()]
+        assert sorted(value for array in arrays for value in array[:, 5, 5].tolist()) == list(range(60))
+        # a reading that is given up leaves no thread behind
+        threads = threading.active_count()
+        given_up = iter(reader)
+        next(given_up)
+        del given_up
+        assert threading.active_count() <= threads
+
+
+@every_format
+def test_a_batch_with_a_tensor_that_cannot_be_held(tmp_path: Path, suffix: str) -> None:
+    """What comes before it in the batch is written, and the writer goes on."""
+    path = tmp_path / f"run{suffix}"
+    good = [network("loss", step, torch.full((3,), float(step))) for step in range(20)]
+    bad = network("loss", 20, torch.zeros(3, device="meta"))
+    sparse = network("loss", 20, torch.zeros(3).to_sparse())
+    with TraceWriter(path) as writer:
+        for wrong in (bad, sparse):
+            with pytest.raises(MessageError, match="cannot hold"):
+                writer.write_many([(message, None) for message in (*good[:10], wrong, *good[10:])])
+        writer.write_many((message, None) for message in good[10:])
+        assert writer.messages == 30
+    with TraceReader(path) as reader:
+        assert all(map(same, reader, [*good[:10], *good[:10], *good[10:]]))
 
 
 @every_format

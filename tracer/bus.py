@@ -73,7 +73,8 @@ class MessageBus:
         self.name = name
         self.on_error = on_error
         self.failures: list[tuple[Receiver, Exception]] = []
-        self._receivers: list[Receiver] = []
+        # never changed in place, because receivers come and go while a message is delivered to them
+        self._receivers: tuple[Receiver, ...] = ()
         self._topics: dict[str, Topic] = {}
         for kind in NETWORK_KINDS:
             self._topics[kind] = "network"
@@ -126,7 +127,7 @@ class MessageBus:
     @property
     def receivers(self) -> tuple[Receiver, ...]:
         """Those who listen, in the order in which they get each message."""
-        return tuple(self._receivers)
+        return self._receivers
 
     def register(self, receiver: Receiver) -> None:
         """Add a receiver after those that are there; once it is there, adding it again changes nothing.
@@ -152,7 +153,7 @@ class MessageBus:
                     raise MessageError(f"both {describe(other)} and {describe(receiver)} produce {kind}")
         for kind in produces:
             self.register_topic(kind)
-        self._receivers.append(receiver)
+        self._receivers = (*self._receivers, receiver)
         self._changed()
 
     def register_subscriber(self, sub: Receiver) -> None:
@@ -163,7 +164,7 @@ class MessageBus:
         """Take a receiver off the bus, and its topics; it is not closed."""
         if not any(receiver is known for known in self._receivers):
             raise MessageError(f"{describe(receiver)} is not registered on bus {self.name!r}")
-        self._receivers = [known for known in self._receivers if known is not receiver]
+        self._receivers = tuple(known for known in self._receivers if known is not receiver)
         for kind in getattr(receiver, "produces", ()):
             self._topics.pop(kind, None)
         self._changed()
@@ -198,11 +199,12 @@ class MessageBus:
         """
         self._check(message)
         with self._lock:
-            self._queue.append(message)
             if self._publishing:  # called by a receiver while it listens: its turn comes after the current message
+                self._queue.append(message)
                 return
             self._publishing = True
             try:
+                self._deliver(message)
                 while self._queue:
                     self._deliver(self._queue.popleft())
             finally:
@@ -276,15 +278,19 @@ class MessageBus:
             raise MessageError(f"{message.kind} is a {topic} topic, but the message is a {type(message).__name__}")
 
     def _deliver(self, message: Message) -> None:
-        for receiver in tuple(self._receivers):
-            if receiver.wants(message.kind, message.key, message.tag, message.step):
+        kind, key, tag, step = message.kind, message.key, message.tag, message.step
+        for receiver in self._receivers:
+            if receiver.wants(kind, key, tag, step):
                 for answer in self._guarded(receiver, message):
                     self.publish(answer)
 
-    def _guarded(self, receiver: Receiver, message: Message | None) -> list[Message]:
+    def _guarded(self, receiver: Receiver, message: Message | None) -> Sequence[Message]:
         """The answers of a receiver to a message (or its last ones), under this bus's policy for errors."""
         try:
-            answers = list((receiver.finish() if message is None else receiver.receive(message)) or ())
+            given = (receiver.finish() if message is None else receiver.receive(message)) or ()
+            if isinstance(given, tuple) and not given:  # most messages have no answer
+                return ()
+            answers = list(given)
             for answer in answers:
                 if not isinstance(answer, Message):
                     raise MessageError(f"an answer is a message, not {type(answer).__name__}")
@@ -296,7 +302,7 @@ class MessageBus:
             if self.on_error == "raise":
                 raise
             self.failures.append((receiver, error))
-            self._receivers = [known for known in self._receivers if known is not receiver]
+            self._receivers = tuple(known for known in self._receivers if known is not receiver)
             self._changed()
             warnings.warn(
                 f"{describe(receiver)} failed {about} and no longer listens; the training goes on "

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import google_crc32c
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -49,6 +50,7 @@ class Column(IntEnum):
     CALL = 8
     FLAGS = 9
     CRC32C = 10
+    CHECK = 11
 
 
 COLUMNS = len(Column)
@@ -56,6 +58,8 @@ HAS_DATA = 1
 """Bit 0 of the column FLAGS: the message carries data, if only an empty tensor."""
 NONE = -1
 """POOL, SHAPE of a message without data; CRC32C where the store checksums its chunks."""
+JOURNAL_BLOCK = 8192
+"""Rows of the journal that are checksummed at once, because more would not stay in a processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +181,86 @@ def crc32c(array: NDArray[Any]) -> int:
     return int(google_crc32c.value(array))
 
 
+SHORT = 8 * COLUMNS
+"""Bytes of the longest rows whose checksums `checksums` looks up in tables."""
+
+
+def _crc_tables() -> tuple[NDArray[np.uint32], list[int]]:
+    """What each value of each byte of a short row adds to its checksum, and the checksums of so many zeros."""
+    # the CRC is linear but for a constant, so bytes can be looked up one by one and joined by exclusive or
+    tables = np.zeros((SHORT, 256), np.uint32)
+    for value in range(256):
+        last = value
+        for _ in range(8):
+            last = (last >> 1) ^ (0x82F63B78 if last & 1 else 0)
+        tables[-1, value] = last
+    for place in range(SHORT - 2, -1, -1):
+        after = tables[place + 1]
+        tables[place] = tables[-1][after & 0xFF] ^ (after >> 8)
+    return tables, [int(google_crc32c.value(bytes(size))) for size in range(SHORT + 1)]
+
+
+_CRC_TABLES, _CRC_ZEROS = _crc_tables()
+
+
+def checksums(rows: NDArray[Any]) -> NDArray[np.int64]:
+    """The CRC-32C of the bytes of each row of a contiguous array.
+
+    Examples
+    --------
+    >>> rows = np.arange(6, dtype=np.int16).reshape(2, 3)
+    >>> checksums(rows).tolist() == [crc32c(row) for row in rows]
+    True
+    """
+    size = rows[:1].nbytes
+    if size > SHORT:
+        return np.fromiter(map(google_crc32c.value, rows), np.int64, len(rows))
+    found = np.full(len(rows), _CRC_ZEROS[size], np.uint32)
+    values = rows.reshape(-1).view(np.uint8).reshape(len(rows), size)
+    for place in range(size):
+        found ^= _CRC_TABLES[SHORT - size + place][values[:, place]]
+    return found.astype(np.int64)
+
+
+def row_checksums(rows: NDArray[np.int64], first: int) -> NDArray[np.int64]:
+    """The column CHECK of consecutive rows of a journal.
+
+    It is the CRC-32C of the row's number in the journal and its other columns, each as 8 bytes, little-endian. The
+    number is in it so that rows cannot change places unnoticed.
+
+    Parameters
+    ----------
+    rows : numpy.ndarray of int64, (n, COLUMNS)
+        Their last column is not looked at.
+    first : int
+        Number of the first of them.
+
+    Examples
+    --------
+    >>> row = np.arange(COLUMNS)[None]
+    >>> data = np.array([5, *range(COLUMNS - 1)], "<i8")
+    >>> row_checksums(row, 5).tolist() == [crc32c(data)]
+    True
+    """
+    found = np.empty(len(rows), np.int64)
+    for begin in range(0, len(rows), JOURNAL_BLOCK):
+        block = rows[begin : begin + JOURNAL_BLOCK]
+        joined = np.full(len(block), _CRC_ZEROS[SHORT], np.uint32)
+        for place in range(COLUMNS):
+            if place:
+                column = np.ascontiguousarray(block[:, place - 1], "<i8")
+            else:
+                column = np.arange(first + begin, first + begin + len(block), dtype="<i8")
+            # a byte that is zero in all rows adds nothing; most are
+            used = int(np.bitwise_or.reduce(column)) & (2**64 - 1)
+            values = column.view(np.uint8).reshape(-1, 8)
+            for byte in range(8):
+                if used >> (8 * byte) & 0xFF:
+                    joined ^= _CRC_TABLES[8 * place + byte][values[:, byte]]
+        found[begin : begin + len(block)] = joined
+    return found
+
+
 _UNSAFE = re.compile(rb"[^A-Za-z0-9._-]|^\.|\.$|^_(?=_)|\.(?=json$)")
 _LONGEST = 200
 
@@ -239,7 +323,7 @@ def late_pool(storage: str) -> str:
 
 
 def declaration(what: str, value: Any) -> bytes:
-    """One line of the declarations.
+    """One line of the declarations, as yet without its checksum and its end; see `sealed`.
 
     Raises
     ------
@@ -247,25 +331,59 @@ def declaration(what: str, value: Any) -> bytes:
         If the value is no JSON.
     """
     try:
-        return json.dumps({what: value}, separators=(",", ":")).encode() + b"\n"
+        return json.dumps({what: value}, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise TraceError(f"the {what} cannot be kept in a trace, because it is no JSON: {error}") from error
 
 
+_SEAL = b',"crc32c":'
+
+
+def sealed(lines: Iterable[bytes], checksum: int = 0) -> tuple[bytes, int]:
+    """Lines as they are stored, and the checksum of the last one.
+
+    Each gets a second member ``crc32c``: of its bytes before that member, continued from the checksum of the line
+    before it. So no line can be changed, left out or put elsewhere unnoticed.
+
+    Parameters
+    ----------
+    lines : iterable of bytes
+        From `declaration`.
+    checksum : int
+        That of the line before them; 0 for the first.
+
+    Examples
+    --------
+    >>> stored, checksum = sealed([declaration("shape", {"id": 0, "shape": [2]})])
+    >>> stored.decode().rstrip(), checksum
+    ('{"shape":{"id":0,"shape":[2]},"crc32c":2409000863}', 2409000863)
+    """
+    stored = []
+    for line in lines:
+        checksum = int(google_crc32c.extend(checksum, line[:-1]))
+        stored.append(b"%s%s%d}\n" % (line[:-1], _SEAL, checksum))
+    return b"".join(stored), checksum
+
+
 def declarations(data: bytes) -> list[tuple[str, Any]]:
-    """What the lines declare, in order. A last line without its end was not committed, and is left out.
+    """What the lines declare, in order. Zeros after the last line are not yet committed, and are left out.
 
     Raises
     ------
     TraceCorruptError
-        If a line is not an object with one member.
+        If a line is not an object of one member and its checksum, or fails the checksum.
     """
     found: list[tuple[str, Any]] = []
-    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines()):
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            value = None
+    checksum = 0
+    for number, line in enumerate(data.rstrip(b"\0").splitlines(keepends=True)):
+        body, _, tail = line.rpartition(_SEAL)
+        checksum = int(google_crc32c.extend(checksum, body))
+        value = None
+        if tail == b"%d}\n" % checksum:
+            try:
+                value = json.loads(body + b"}")
+            except (ValueError, RecursionError):
+                value = None
         if not isinstance(value, dict) or len(value) != 1:
             raise TraceCorruptError(f"line {number} of the declarations is damaged")
         found += value.items()

@@ -73,6 +73,8 @@ KINDS: Mapping[str, Kind] = {
 }
 """Every kind that an exporter observes, by name."""
 
+_BY_EPOCH = frozenset(name for name, kind in KINDS.items() if kind.clock == "epoch")
+
 NETWORK_KINDS: tuple[str, ...] = tuple(name for name, kind in KINDS.items() if kind.network)
 MODULE_KINDS: tuple[str, ...] = tuple(name for name, kind in KINDS.items() if not kind.network)
 
@@ -139,8 +141,7 @@ class Message(ABC):
     @property
     def step(self) -> int:
         """The clock that `subsample` and `every` look at: the epoch for epoch kinds, else the global step."""
-        kind = KINDS.get(self.kind)
-        return self.epoch if kind is not None and kind.clock == "epoch" else self.global_step
+        return self.epoch if self.kind in _BY_EPOCH else self.global_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -176,6 +177,52 @@ class ModuleMessage(Message):
     def key(self) -> str:
         """The module's dotted path."""
         return self.module
+
+
+_new = object.__new__
+_set_kind, _set_global_step, _set_train_step, _set_epoch, _set_tag, _set_call, _set_leaf, _set_data = (
+    getattr(Message, name).__set__
+    for name in ("kind", "global_step", "train_step", "epoch", "tag", "call", "leaf", "data")
+)
+_set_module = vars(ModuleMessage)["module"].__set__
+
+
+def checked(
+    kind: str,
+    module: str | None,
+    global_step: int,
+    train_step: int,
+    epoch: int,
+    tag: str,
+    call: int,
+    leaf: str,
+    data: Tensor | None,
+) -> Message:
+    """A message of fields that were checked before, such as a trace's; three times as fast as the constructors.
+
+    Examples
+    --------
+    >>> import torch
+    >>> message = checked("weights", "fc", 3, 1, 1, "default", 0, "", torch.ones(2))
+    >>> type(message).__name__, message.key, message.global_step, message.data
+    ('ModuleMessage', 'fc', 3, tensor([1., 1.]))
+    """
+    message: Any
+    if module is None:
+        message = _new(NetworkMessage)
+    else:
+        message = _new(ModuleMessage)
+        _set_module(message, module)
+    # a frozen class sets its fields through object.__setattr__, which looks up each by its name
+    _set_kind(message, kind)
+    _set_global_step(message, global_step)
+    _set_train_step(message, train_step)
+    _set_epoch(message, epoch)
+    _set_tag(message, tag)
+    _set_call(message, call)
+    _set_leaf(message, leaf)
+    _set_data(message, data)
+    return message  # type: ignore[no-any-return] # a class that mypy knows, made without its constructor
 
 
 class MessageBundle:

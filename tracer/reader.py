@@ -8,28 +8,43 @@ import itertools
 import math
 import os
 import platform
+import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from tracer import layout
 from tracer.errors import CaptureError, TraceCorruptError, TraceError
 from tracer.layout import Column
-from tracer.messages import DEFAULT_TAG, Message, ModuleMessage, NetworkMessage
+from tracer.messages import DEFAULT_TAG, Message, checked
 from tracer.stores import ReadStore, open_store
 
-BLOCK_BYTES: Final = 16 << 20
+BLOCK_BYTES: Final = 8 << 20
 """Bytes of data that `TraceReader.messages` reads ahead."""
 BLOCK_ROWS: Final = 16384
 """Messages that it reads ahead, at most."""
 GAP_BYTES: Final = 65536
 """Parts of a pool that are closer than this are read at once, with what lies between: a chunk is read as a whole."""
+AHEAD: Final = 3
+"""Blocks that a thread reads ahead."""
+SMALLEST_REUSED: Final = 1 << 17
+MOST_REUSED: Final = 64 << 20
+"""Memory that is used again, in bytes: for parts of at least the one, and of at most the other in all."""
+_UNUSED: Final = 3
+_LOOKED_AT: Final = 64
+_KEPT: Final = 64
+"""A message that is kept keeps at most so many times its size."""
+_FIELDS: Final = [Column.STREAM, Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
 SILENT_SECONDS: Final = 60.0
 """A trace from another machine that was not written for so long counts as interrupted."""
 
@@ -96,6 +111,61 @@ class _Stream:
     sampling: dict[str, Any] | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The data of some messages of one shape, as `TraceReader.arrays` gives it.
+
+    Attributes
+    ----------
+    rows : numpy.ndarray of int64, (n,)
+        Their rows in the journal (`TraceReader.journal`), which says their stream, step and so on.
+    data : numpy.ndarray (n, ...)
+        Numbers that numpy lacks (bfloat16, 8 bit floats) come as float32, which holds each of them exactly.
+    """
+
+    rows: NDArray[np.int64]
+    data: NDArray[Any]
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Messages of one dtype and shape that were read together."""
+
+    places: NDArray[np.int64]
+    data: NDArray[Any]
+    dtype: str
+    whole_nbytes: int
+
+
+class _Memory:
+    """Memory for blocks, used again as soon as nobody refers to it: new memory costs as much as reading into it."""
+
+    __slots__ = ("_blocks", "_nbytes", "_next")
+
+    def __init__(self) -> None:
+        self._blocks: list[NDArray[np.uint8]] = []
+        self._nbytes = 0
+        self._next = 0
+
+    def take(self, nbytes: int) -> NDArray[np.uint8] | None:
+        """A block of at least `nbytes` that nobody refers to; None where new memory is as good."""
+        if nbytes < SMALLEST_REUSED:
+            return None
+        count = len(self._blocks)
+        # blocks become free in the order in which they were taken, so the search goes on where it ended
+        for number in range(self._next, self._next + min(count, _LOOKED_AT)):
+            block = self._blocks[number % count]
+            # the list, this variable and the argument: arrays and tensors made of it would count, too
+            if nbytes <= block.nbytes <= 2 * nbytes and sys.getrefcount(block) == _UNUSED:
+                self._next = number % count + 1
+                return block
+        block = np.empty(nbytes, np.uint8)
+        if self._nbytes + nbytes <= MOST_REUSED:
+            self._blocks.append(block)
+            self._nbytes += nbytes
+        return block
+
+
 @final
 class TraceReader:
     """A trace, as it was when it was opened; a trace that is being written can be opened too.
@@ -154,12 +224,23 @@ class TraceReader:
             raise TraceCorruptError(f"{self.path}: a declaration is damaged: {error!r}") from error
         if self._store.checksums_chunks is False:
             journal = _without_torn_rows(journal)
+        wrong = layout.row_checksums(journal, 0) != journal[:, Column.CHECK]
+        if wrong.any():
+            raise TraceCorruptError(f"{self.path}: row {int(wrong.argmax())} of the journal fails its checksum")
+        if self._ending.get("messages", len(journal)) != len(journal):
+            raise TraceCorruptError(
+                f"{self.path}: the run ended with {self._ending['messages']} messages, and the journal has "
+                f"{len(journal)} rows"
+            )
         self.journal: NDArray[np.int64] = journal
         """The committed journal, (messages, columns); see `tracer.layout.Column`. Not to be changed."""
         self.journal.flags.writeable = False
         self._sizes = np.array([math.prod(shape) for shape in self._shapes], np.int64)
         dtypes = [layout.ENCODINGS[s.dtype].storage if s.dtype else "uint8" for s in self._streams]
         self._itemsizes = np.array([np.dtype(dtype).itemsize for dtype in dtypes], np.int64)
+        names = {name: number for number, name in enumerate(layout.ENCODINGS)}
+        self._dtype_ids = np.array([names.get(stream.dtype or "", 0) for stream in self._streams], np.int64)
+        self._storages = np.array([layout.ENCODINGS[s.dtype].storage if s.dtype else "" for s in self._streams])
         self._check_journal()
         self._rows_of: dict[int, int] = {}
         self._infos: list[StreamInfo] | None = None
@@ -278,6 +359,18 @@ class TraceReader:
         return layout.process_start(pid) == process.get("start")
 
     @property
+    def dropped(self) -> dict[str, int]:
+        """How many messages of which kind were not recorded because the queue was full, as far as was noted."""
+        found: dict[str, int] = {}
+        for note in self.notes:
+            counts = note.get("dropped")
+            if isinstance(counts, Mapping):
+                for kind, count in counts.items():
+                    if isinstance(count, int):
+                        found[str(kind)] = found.get(str(kind), 0) + count
+        return found
+
+    @property
     def streams(self) -> list[StreamInfo]:
         """Every stream, in the order in which they first occurred."""
         if self._infos is None:
@@ -339,6 +432,7 @@ class TraceReader:
             "steps": span(Column.GLOBAL_STEP),
             "epochs": span(Column.EPOCH),
             "streams": len(self._streams),
+            "dropped": self.dropped,
             "header": self.header,
             "notes": self.notes,
         }
@@ -442,85 +536,168 @@ class TraceReader:
         """
         return self._iterate(self.select(kinds, modules, steps, tags, streams, where))
 
+    def arrays(
+        self,
+        kinds: str | Iterable[str] | None = None,
+        modules: str | Iterable[str] | None = None,
+        steps: Steps | None = None,
+        tags: str | Iterable[str] | None = None,
+        streams: Iterable[int] | None = None,
+        where: NDArray[np.bool_] | None = None,
+    ) -> Iterator[Batch]:
+        """The data of the messages that pass all filters, in batches of one shape; for much data in small messages.
+
+        Batches come in the order of the recording, some 8 MiB at a time; within that, messages are grouped by how they
+        are stored. `Batch.rows` says which messages they are. Parameters and errors are those of `messages`.
+
+        Examples
+        --------
+        >>> import tempfile, torch
+        >>> from tracer import ModuleMessage, TraceWriter
+        >>> path = tempfile.mkdtemp() + "/run.zarr"
+        >>> with TraceWriter(path) as writer:
+        ...     for step in range(3):
+        ...         where = {"global_step": step, "train_step": step, "epoch": 0}
+        ...         writer.write(ModuleMessage(kind="biases", module="fc", data=torch.full((2,), step), **where))
+        >>> trace = TraceReader(path)
+        >>> for batch in trace.arrays("biases"):
+        ...     print(trace.journal[batch.rows, Column.GLOBAL_STEP], batch.data.sum(axis=1))
+        [0 1 2] [0 2 4]
+        """
+        return self._arrays(self.select(kinds, modules, steps, tags, streams, where))
+
+    def _arrays(self, selected: NDArray[np.int64]) -> Iterator[Batch]:
+        for rows, groups in self._blocks(selected):
+            for group in groups:
+                encoding = layout.ENCODINGS[group.dtype]
+                data = group.data
+                if encoding.bits is not None:
+                    tensor = layout.decode(data, group.dtype, data.shape)
+                    data = tensor.to(layout.ENCODINGS[encoding.readable].dtype).numpy()
+                yield Batch(rows[group.places], data)
+
     def _iterate(self, selected: NDArray[np.int64]) -> Iterator[Message]:
+        streams = self._streams
+        for rows, groups in self._blocks(selected):
+            found = _by_place(groups, len(rows))
+            groups.clear()  # so that the memory can be used for another block as soon as the messages are gone
+            fields = self.journal[rows][:, _FIELDS].tolist()
+            for position, (number, global_step, train_step, epoch, call) in enumerate(fields):
+                stream = streams[number]
+                data, found[position] = found[position], None
+                yield checked(
+                    stream.kind, stream.module, global_step, train_step, epoch, stream.tag, call, stream.leaf, data
+                )
+
+    def _blocks(self, selected: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], list[_Group]]]:
+        """Rows of the journal, cut into blocks, with their data; a thread reads ahead."""
         nbytes = self.journal[selected, Column.COUNT] * self._itemsizes[self.journal[selected, Column.STREAM]]
         ends = np.cumsum(nbytes)
+        blocks = []
         first = 0
         while first < len(selected):
             before = int(ends[first - 1]) if first else 0
             last = int(np.searchsorted(ends, before + BLOCK_BYTES, side="right"))
             last = min(max(last, first + 1), first + BLOCK_ROWS)
-            yield from self._block(selected[first:last])
+            blocks.append(selected[first:last])
             first = last
+        memory = _Memory()
+        if len(blocks) < 2:
+            for rows in blocks:
+                yield rows, self._read_groups(rows, memory)
+            return
+        with ThreadPoolExecutor(1, "trace-reader") as thread:
+            waiting: deque[tuple[NDArray[np.int64], Future[list[_Group]]]] = deque()
+            try:
+                for rows in blocks:
+                    waiting.append((rows, thread.submit(self._read_groups, rows, memory)))
+                    if len(waiting) > AHEAD:
+                        ready, future = waiting.popleft()
+                        yield ready, future.result()
+                        del future
+                while waiting:
+                    ready, future = waiting.popleft()
+                    yield ready, future.result()
+                    del future
+            finally:
+                for _, future in waiting:
+                    future.cancel()
 
-    def _block(self, selected: NDArray[np.int64]) -> Iterator[Message]:
+    def _read_groups(self, selected: NDArray[np.int64], memory: _Memory) -> list[_Group]:
+        """The data of rows of the journal, verified, in groups of one pool, dtype and shape."""
         rows = self.journal[selected]
-        parts = self._read_parts(rows)
-        for position, row in enumerate(rows.tolist()):
-            number, _, _, _, shape, global_step, train_step, epoch, call, _, checksum = row
-            stream = self._streams[number]
-            data = None
-            if stream.dtype is not None:
-                part = parts[position]
-                if checksum != layout.NONE and layout.crc32c(part) != checksum:
-                    raise TraceCorruptError(
-                        f"{self.path}: the data of {_stream_name(stream.kind, stream.module, stream.tag, stream.leaf)} "
-                        f"in global step {global_step}, call {call}, fails its checksum"
-                    )
-                data = layout.decode(part, stream.dtype, self._shapes[shape])
-            if stream.module is None:
-                yield NetworkMessage(
-                    kind=stream.kind,
-                    global_step=global_step,
-                    train_step=train_step,
-                    epoch=epoch,
-                    tag=stream.tag,
-                    call=call,
-                    leaf=stream.leaf,
-                    data=data,
-                )
-            else:
-                yield ModuleMessage(
-                    kind=stream.kind,
-                    module=stream.module,
-                    global_step=global_step,
-                    train_step=train_step,
-                    epoch=epoch,
-                    tag=stream.tag,
-                    call=call,
-                    leaf=stream.leaf,
-                    data=data,
-                )
-
-    def _read_parts(self, rows: NDArray[np.int64]) -> list[NDArray[Any]]:
-        """The stored elements of each row, flat; an empty array where there are none."""
-        parts: list[Any] = [None] * len(rows)
+        groups: list[_Group] = []
         pools = rows[:, Column.POOL]
         for pool in np.unique(pools).tolist():
             places = np.flatnonzero(pools == pool)
             if pool == layout.NONE:
                 continue
             offsets, counts = rows[places, Column.OFFSET], rows[places, Column.COUNT]
-            order = np.argsort(offsets, kind="stable")
-            places, offsets, counts = places[order], offsets[order], counts[order]
+            if len(places) > 1:
+                order = np.argsort(offsets, kind="stable")
+                places, offsets, counts = places[order], offsets[order], counts[order]
             ends = offsets + counts
             row_size = self._check_pool(pool, places, ends, rows)
             name, dtype = self._pools[pool]
-            gap = GAP_BYTES // np.dtype(dtype).itemsize
-            cuts = np.flatnonzero(offsets[1:] > np.maximum.accumulate(ends)[:-1] + gap) + 1
-            bounds = [0, *cuts.tolist(), len(places)]
-            longest = BLOCK_BYTES // np.dtype(dtype).itemsize
-            for begin, end in _shorter(itertools.pairwise(bounds), offsets, longest):
+            item = np.dtype(dtype).itemsize
+            ranges: Iterable[tuple[int, int]] = ((0, 1),)
+            if len(places) > 1:
+                cuts = np.flatnonzero(offsets[1:] > np.maximum.accumulate(ends)[:-1] + GAP_BYTES // item) + 1
+                ranges = _shorter(itertools.pairwise([0, *cuts.tolist(), len(places)]), offsets, BLOCK_BYTES // item)
+            for begin, end in ranges:
                 low = int(offsets[begin]) // row_size
                 high = -(-int(ends[begin:end].max()) // row_size)
-                buffer = self._store.read(name, low, high).reshape(-1)
-                base = low * row_size
-                starts, stops = (offsets[begin:end] - base).tolist(), (ends[begin:end] - base).tolist()
-                for place, start, stop in zip(places[begin:end].tolist(), starts, stops, strict=True):
-                    part = buffer[start:stop]
-                    # a message that is kept should not keep a block that is many times its size
-                    parts[place] = part.copy() if part.size * 64 < buffer.size else part
-        return parts
+                whole = self._store.read(name, low, high, memory.take((high - low) * row_size * item)).reshape(-1)
+                part = slice(begin, end)
+                groups += self._group(rows, places[part], offsets[part] - low * row_size, counts[part], whole)
+        return groups
+
+    def _group(
+        self,
+        rows: NDArray[np.int64],
+        places: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        whole: NDArray[Any],
+    ) -> Iterator[_Group]:
+        """Group messages that lie in one array, by dtype and shape, and verify their checksums."""
+        if len(places) == 1:
+            first = int(starts[0])
+            yield self._verified(rows, places, whole[first : first + int(counts[0])], whole.nbytes)
+            return
+        # dtype and shape in one number
+        like = self._dtype_ids[rows[places, Column.STREAM]] * len(self._shapes) + rows[places, Column.SHAPE]
+        for what in np.unique(like).tolist():
+            chosen = np.flatnonzero(like == what) if (like != what).any() else slice(None)
+            mine, begins, count = places[chosen], starts[chosen], int(counts[chosen][0])
+            first = int(begins[0])
+            if (begins == first + count * np.arange(len(begins))).all():
+                data = whole[first : first + count * len(begins)].reshape(len(begins), count)
+            elif count <= 16:
+                data = whole[begins[:, None] + np.arange(count)]
+            else:
+                data = np.stack([whole[begin : begin + count] for begin in begins.tolist()])
+            yield self._verified(rows, mine, data, whole.nbytes)
+
+    def _verified(
+        self, rows: NDArray[np.int64], places: NDArray[np.int64], data: NDArray[Any], whole_nbytes: int
+    ) -> _Group:
+        """Messages of one dtype and shape, if all of them have the checksum that the journal says."""
+        dtype = self._streams[int(rows[places[0], Column.STREAM])].dtype
+        assert dtype is not None
+        checksums = rows[places, Column.CRC32C]
+        if (checksums != layout.NONE).any():
+            found = layout.checksums(np.ascontiguousarray(data).reshape(len(places), -1 if data.size else 0))
+            wrong = (found != checksums) & (checksums != layout.NONE)
+            if wrong.any():
+                row = rows[places[int(wrong.argmax())]]
+                stream = self._streams[int(row[Column.STREAM])]
+                raise TraceCorruptError(
+                    f"{self.path}: the data of {_stream_name(stream.kind, stream.module, stream.tag, stream.leaf)} "
+                    f"in global step {int(row[Column.GLOBAL_STEP])}, call {int(row[Column.CALL])}, fails its checksum"
+                )
+        shape = self._shapes[int(rows[places[0], Column.SHAPE])]
+        return _Group(places, data.reshape(len(places), *shape), dtype, whole_nbytes)
 
     def _check_pool(
         self, pool: int, places: NDArray[np.int64], ends: NDArray[np.int64], rows: NDArray[np.int64]
@@ -535,9 +712,9 @@ class TraceReader:
                 raise TraceCorruptError(f"{self.path}: pool {name!r} is not of the dtype {dtype} that was declared")
         wrong: NDArray[np.bool_] = np.asarray(ends > length * size)
         streams = rows[places, Column.STREAM]
-        storage = np.array([s.dtype is not None and layout.ENCODINGS[s.dtype].storage == dtype for s in self._streams])
-        if wrong.any() or not storage[streams].all():
-            place = int(places[int((wrong | ~storage[streams]).argmax())])
+        wrong |= self._storages[streams] != dtype
+        if wrong.any():
+            place = int(places[int(wrong.argmax())])
             stream = self._streams[int(rows[place, Column.STREAM])]
             raise TraceCorruptError(
                 f"{self.path}: the data of {_stream_name(stream.kind, stream.module, stream.tag, stream.leaf)} in "
@@ -597,16 +774,24 @@ class TraceReader:
         if all(self._streams[number].dtype is None for number in found):
             raise CaptureError(f"{self.path}: {kind} messages are events, and carry no data")
         selected = self.select(steps=steps, streams=found)
-        arrays = []
-        for message in self._iterate(selected):
-            assert message.data is not None
-            encoding = layout.encoding_of(message.data)
-            data = message.data if encoding.bits is None else message.data.to(layout.ENCODINGS[encoding.readable].dtype)
-            arrays.append(data.numpy())
         global_steps = self.journal[selected, Column.GLOBAL_STEP]
-        if len({(a.shape, a.dtype) for a in arrays}) == 1:
-            return global_steps, np.stack(arrays)
-        return global_steps, arrays
+        shapes = set(self.journal[selected, Column.SHAPE].tolist())
+        chosen = [self._streams[number].dtype for number in np.unique(self.journal[selected, Column.STREAM]).tolist()]
+        dtypes = {layout.ENCODINGS[dtype].readable if dtype else None for dtype in chosen}
+        whole: NDArray[Any] | None = None
+        if len(shapes) == 1 and len(dtypes) == 1 and None not in dtypes:
+            whole = np.empty((len(selected), *self._shapes[shapes.pop()]), dtypes.pop())
+        arrays: dict[int, NDArray[Any]] = {}
+        for batch in self._arrays(selected):
+            if whole is not None:
+                whole[np.searchsorted(selected, batch.rows)] = batch.data
+            else:
+                # copies, because an array that is kept should not keep what was read with it
+                arrays |= zip(batch.rows.tolist(), map(np.array, batch.data), strict=True)
+        if whole is not None:
+            return global_steps, whole
+        carrying = [row for row in selected.tolist() if row in arrays]
+        return self.journal[carrying, Column.GLOBAL_STEP], [arrays[row] for row in carrying]
 
     def close(self) -> None:
         """Close the files. Closing again does nothing."""
@@ -622,6 +807,32 @@ class TraceReader:
 
     def __repr__(self) -> str:
         return f"TraceReader({str(self.path)!r}: {len(self)} messages, {self.status})"
+
+
+def _by_place(groups: list[_Group], count: int) -> list[Tensor | None]:
+    """The data of each message of a block; None for those without."""
+    found: list[Tensor | None] = [None] * count
+    for group in groups:
+        for place, tensor in zip(group.places.tolist(), _tensors(group), strict=True):
+            found[place] = tensor
+    return found
+
+
+def _tensors(group: _Group) -> Iterator[Tensor]:
+    """The messages of a group, each in memory of its own or in a part of a block that is not many times its size."""
+    data, encoding = group.data, layout.ENCODINGS[group.dtype]
+    if not data.size:
+        for _ in range(len(data)):
+            yield torch.empty(data.shape[1:], dtype=encoding.dtype)
+        return
+    few = group.whole_nbytes * len(data) <= _KEPT * data.nbytes
+    for begin in range(0, len(data), _KEPT):
+        # a message that is kept should not keep a block that is many times its size
+        part = data[begin : begin + _KEPT] if few else data[begin : begin + _KEPT].copy()
+        for number in range(len(part)):
+            # an index with an ellipsis gives arrays of scalars, too
+            tensor = torch.from_numpy(part[number, ...])
+            yield tensor if encoding.bits is None else tensor.view(encoding.dtype)
 
 
 def _shorter(ranges: Iterable[tuple[int, int]], offsets: NDArray[np.int64], longest: int) -> Iterator[tuple[int, int]]:

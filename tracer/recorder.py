@@ -7,14 +7,14 @@ import sys
 import threading
 import time
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,13 +31,23 @@ from tracer.writer import TraceWriter
 QUEUE_BYTES = 256 << 20
 """How much data may wait for the writer thread before the training waits for it."""
 
+COMMIT_SECONDS = 2.0
+"""After how many seconds at most what was recorded is safe."""
+
 _WAKE_BYTES = 4 << 20
 _LATENCY = 0.05
 """The thread wakes when so many bytes wait, or after so many seconds."""
-_IDLE_SECONDS = 2.0
-"""A training that pauses still wants its last messages committed, after so long."""
+_BATCH_BYTES = 8 << 20
+_BATCH_MESSAGES = 4096
+"""The thread writes so many bytes or messages at once, and then says that their memory is free."""
+_DROPS_SECONDS = 2.0
+"""How often the trace is told what was dropped: a run that is killed should have said nearly all."""
 _PER_MESSAGE = 512
 """Bytes that a waiting message takes besides its data, so that a million empty ones are bounded too."""
+
+
+_Waiting = tuple[Message | None, Mapping[str, Any] | None, int]
+"""A message, how it was thinned out, and its bytes; or, without a message, a note."""
 
 
 class Recorder:
@@ -50,7 +60,10 @@ class Recorder:
     sampling : callable, optional
         ``sampling(message)`` tells how the message's stream was thinned out (`Exporter.sampling`), or None.
     queue_bytes : int
-        Bound of the data that waits for the thread; when it is reached, `receive` waits. Never less than one message.
+        Bound of the data that waits for the thread. Never less than one message.
+    on_full : {"wait", "drop"}
+        What `receive` does when the bound is reached: it waits until there is room, or drops the message. What was
+        dropped is counted for each kind; the counts stand in the trace, in notes and in its ``info``.
     derived : container of str
         Kinds that are answers of subscribers: a trace holds what was observed, so they are not recorded.
 
@@ -75,18 +88,28 @@ class Recorder:
         *,
         sampling: Callable[[Message], Mapping[str, Any] | None] | None = None,
         queue_bytes: int = QUEUE_BYTES,
+        on_full: Literal["wait", "drop"] = "wait",
         derived: Iterable[str] = (),
     ) -> None:
         if queue_bytes < 1:
             raise CaptureError(f"queue_bytes of a recorder is a positive integer, not {queue_bytes!r}")
+        if on_full not in ("wait", "drop"):
+            raise CaptureError(f"on_full of a recorder is 'wait' or 'drop', not {on_full!r}")
         self._make = None if isinstance(writer, TraceWriter) else writer
         self._writer = writer if isinstance(writer, TraceWriter) else None
         self.derived = set(derived)
         self._sampling = sampling
         self._bound = queue_bytes
-        self._waiting: deque[tuple[Message | None, Mapping[str, Any] | None]] = deque()
-        self._bytes = 0  # of what waits, and of what the thread has taken and not yet written
+        self._on_full = on_full
+        # One thread receives (a bus delivers one message at a time) and one writes: each has a counter of its own and
+        # the deque between them, so that nothing is locked for a message.
+        self._waiting: deque[_Waiting] = deque()
+        self._received = 0  # bytes
+        self._written = 0
+        self._dropped: Counter[str] = Counter()
+        self._noted = 0.0
         self._changed = threading.Condition()
+        self._idle = False  # whether the thread waits for messages
         self._stalled = False  # whether the training waits for room
         self._closing = False
         self._closed = False
@@ -106,7 +129,7 @@ class Recorder:
         return kind not in self.derived
 
     def receive(self, message: Message) -> Iterable[Message]:
-        """Queue a message; waits while the queue is full.
+        """Queue a message; waits while the queue is full, or drops it. For one thread at a time.
 
         Raises
         ------
@@ -117,28 +140,45 @@ class Recorder:
             return ()
         if self._writer is None and self._make is not None:
             self._writer = self._make()
-        if message.data is not None and message.data.device.type != "cpu":
-            # here and not in the thread: the training may overwrite its own buffers as soon as this returns
-            message = replace(message, data=message.data.cpu())
-        sampling = self._sampling(message) if self._sampling is not None else None
-        size = _size(message)
-        with self._changed:
-            while self._bytes and self._bytes + size > self._bound and self._error is None:
-                self._stalled = True
-                self._changed.notify_all()
-                self._changed.wait()
+        if self._error is not None:
             self._check()
-            self._bytes += size
-            self._waiting.append((message, sampling))
-            if self._bytes >= _WAKE_BYTES:  # a thread that wakes for each message would fight for the interpreter
+        data = message.data
+        size = _PER_MESSAGE if data is None else _PER_MESSAGE + data.nbytes
+        waiting = self._received - self._written
+        if waiting and waiting + size > self._bound and not self._make_room(message.kind, size):
+            return ()
+        if data is not None and not data.is_cpu:
+            # here and not in the thread: the training may overwrite its own buffers as soon as this returns
+            message = replace(message, data=data.cpu())
+        self._received += size
+        self._waiting.append((message, None if self._sampling is None else self._sampling(message), size))
+        if self._idle and waiting + size >= _WAKE_BYTES:  # a thread that woke for each message would fight for the GIL
+            with self._changed:
                 self._changed.notify_all()
         return ()
+
+    def _make_room(self, kind: str, size: int) -> bool:
+        """Wait until a message fits into the queue; or count it as dropped and say that it does not."""
+        with self._changed:
+            self._changed.notify_all()
+            if self._on_full == "drop":
+                self._dropped[kind] += 1
+                return False
+            while self._error is None:
+                self._stalled = True  # before looking: the thread counts first, and then looks whether somebody waits
+                waiting = self._received - self._written
+                if not waiting or waiting + size <= self._bound:
+                    break
+                self._changed.wait()
+            self._stalled = False
+            self._check()
+        return True
 
     def note(self, note: Mapping[str, Any]) -> None:
         """Put a remark into the trace: a stream that was disabled, a module that was never seen."""
         with self._changed:
             if self._error is None and not self._closed:
-                self._waiting.append((None, note))
+                self._waiting.append((None, note, 0))
                 self._changed.notify_all()
 
     def finish(self) -> Iterable[Message]:
@@ -162,6 +202,7 @@ class Recorder:
         self._thread.join()
         self._check()
         if self._writer is not None:
+            self._note_drops(self._writer)
             self._writer.finish(status)
 
     def _check(self) -> None:
@@ -173,44 +214,60 @@ class Recorder:
 
     def _write(self) -> None:
         try:
-            uncommitted_since: float | None = None
             while True:
+                while self._waiting:
+                    self._write_batch()
+                writer = self._writer
+                if writer is not None:
+                    self._note_drops(writer)
+                    writer.commit_if_due()
                 with self._changed:
-                    if self._bytes < _WAKE_BYTES and not self._closing:
+                    if not self._waiting:
+                        if self._closing:
+                            return
+                        self._idle = True
                         self._changed.wait(timeout=_LATENCY)
-                    batch, self._waiting = self._waiting, deque()
-                    if not batch and self._closing:
-                        return
-                if batch:
-                    while batch:  # taken out one by one, so that the memory of each is free once it is written
-                        self._write_one(*batch.popleft())
-                    uncommitted_since = time.monotonic()
-                elif uncommitted_since is not None and time.monotonic() - uncommitted_since > _IDLE_SECONDS:
-                    uncommitted_since = None
-                    if self._writer is not None:
-                        self._writer.commit()
+                        self._idle = False
         except Exception as error:
             with self._changed:
                 self._error = error
-                self._waiting = deque()
+                self._waiting.clear()
                 self._changed.notify_all()
 
-    def _write_one(self, message: Message | None, about: Mapping[str, Any] | None) -> None:
-        """Write a message with its sampling, or, without a message, a note."""
-        writer = self._writer
-        if writer is None:  # a note on a run that had no message
-            return
-        if message is None:
-            writer.note(about or {})
-            return
-        if about is not None:
-            self._note_indices(writer, about)
-        writer.write(message, about)
-        with self._changed:
-            self._bytes -= _size(message)
-            if self._stalled:
-                self._stalled = False
+    def _write_batch(self) -> None:
+        """Write some of the messages that wait, up to the next note, or the note that is the first of them."""
+        waiting, writer = self._waiting, self._writer
+        batch: list[tuple[Message, Mapping[str, Any] | None]] = []
+        size = 0
+        while waiting and size < _BATCH_BYTES and len(batch) < _BATCH_MESSAGES:
+            message, about, nbytes = waiting[0]
+            if message is None:
+                if batch:
+                    break
+                waiting.popleft()
+                if writer is not None:  # None: a note on a run that had no message
+                    writer.note(about or {})
+                return
+            waiting.popleft()
+            if about is not None and writer is not None:
+                self._note_indices(writer, about)
+            batch.append((message, about))
+            size += nbytes
+        del message, about
+        if writer is not None:
+            writer.write_many(batch)
+        batch.clear()  # the memory is free before somebody is told so
+        self._written += size
+        if self._stalled:
+            with self._changed:
                 self._changed.notify_all()
+
+    def _note_drops(self, writer: TraceWriter) -> None:
+        if self._dropped and (self._closing or time.monotonic() - self._noted >= _DROPS_SECONDS):
+            with self._changed:
+                dropped, self._dropped = self._dropped, Counter()
+            self._noted = time.monotonic()
+            writer.note({"dropped": dict(dropped)})
 
     def _note_indices(self, writer: TraceWriter, sampling: Mapping[str, Any]) -> None:
         """The indices of a fixed random choice stand in the trace, once for all streams that share it."""
@@ -223,10 +280,6 @@ class Recorder:
                     of, count, seed = key
                     values = choice(of, count, seed).tolist()
                     writer.note({"indices": {"of": of, "count": count, "seed": seed, "values": values}})
-
-
-def _size(message: Message) -> int:
-    return _PER_MESSAGE + (0 if message.data is None else message.data.nbytes)
 
 
 class Run:
@@ -296,7 +349,14 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
     seeds : mapping, optional
         The seeds the run was given, for the header. By default torch's initial seed.
     queue_bytes : int
-        How much data may wait for the writer thread before the training waits for it.
+        How much data may wait for the writer thread.
+    on_full : {"wait", "drop"}
+        What happens when so much waits: the training waits, or messages are dropped and counted.
+    commit_steps, commit_seconds : int, float
+        What was recorded is made safe against ``kill -9`` after so many steps (None: however many) or seconds,
+        whichever comes first; also after 64 MiB or 65,536 messages.
+    durable : bool
+        Whether it is then safe against a power failure, too (``fsync``).
 
     Raises
     ------
@@ -336,6 +396,10 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         strict: bool = False,
         seeds: Mapping[str, Any] | None = None,
         queue_bytes: int = QUEUE_BYTES,
+        on_full: Literal["wait", "drop"] = "wait",
+        commit_steps: int | None = None,
+        commit_seconds: float = COMMIT_SECONDS,
+        durable: bool = False,
     ) -> None:
         self._path = Path(path)
         self._model = model
@@ -350,6 +414,12 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         self._strict = strict
         self._seeds = seeds
         self._queue_bytes = queue_bytes
+        self._on_full = on_full
+        self._commits: dict[str, Any] = {
+            "commit_steps": commit_steps,
+            "commit_seconds": commit_seconds,
+            "durable": durable,
+        }
         self._run: Run | None = None
 
     def __enter__(self) -> Run:
@@ -370,6 +440,8 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
                 overwrite=self._overwrite,
                 seeds=self._seeds,
                 queue_bytes=self._queue_bytes,
+                on_full=self._on_full,
+                **self._commits,
             )
         except BaseException:
             exporter.detach()
@@ -393,6 +465,10 @@ def start(
     overwrite: bool = False,
     seeds: Mapping[str, Any] | None = None,
     queue_bytes: int = QUEUE_BYTES,
+    on_full: Literal["wait", "drop"] = "wait",
+    commit_steps: int | None = None,
+    commit_seconds: float = COMMIT_SECONDS,
+    durable: bool = False,
     lazily: bool = False,
 ) -> Run:
     """Put a recorder and the receivers on an exporter's bus; `lazily`: create the trace at the first message."""
@@ -405,10 +481,21 @@ def start(
         trial.register(one)
 
     def make() -> TraceWriter:
-        return TraceWriter(path, header=header(exporter, seeds), overwrite=overwrite)
+        return TraceWriter(
+            path,
+            header=header(exporter, seeds),
+            overwrite=overwrite,
+            commit_steps=commit_steps,
+            commit_seconds=commit_seconds,
+            durable=durable,
+        )
 
     recorder = Recorder(
-        make if lazily else make(), sampling=exporter.sampling, queue_bytes=queue_bytes, derived=derived
+        make if lazily else make(),
+        sampling=exporter.sampling,
+        queue_bytes=queue_bytes,
+        on_full=on_full,
+        derived=derived,
     )
     try:
         for one in (recorder, *ordered):

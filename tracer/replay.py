@@ -204,25 +204,22 @@ def _plan(
     journal = reader.journal
     where = np.zeros(len(journal), dtype=np.bool_)
     bases = [one.id for one in derivable]
-    in_range = reader.select(streams=[one.id for one in offered], steps=steps)
-    in_range = in_range[np.argsort(journal[in_range, Column.STREAM], kind="stable")]
+    in_range = _by_stream(journal, reader.select(streams=[one.id for one in offered], steps=steps))
     wanted: list[StreamInfo] = []
     for stream in offered:
-        rows = _due(stream, _of_stream(journal, in_range, stream.id), journal, asking)
+        rows = _due(stream, in_range.get(stream.id, _NO_ROWS), journal, asking)
         if rows is not None:
             wanted.append(stream)
             where[rows] = True
-    everything = reader.select(streams=bases)
-    everything = everything[np.argsort(journal[everything, Column.STREAM], kind="stable")]
-    in_range = reader.select(streams=bases, steps=steps)
-    in_range = in_range[np.argsort(journal[in_range, Column.STREAM], kind="stable")]
+    everything = _by_stream(journal, reader.select(streams=bases))
+    in_range = _by_stream(journal, reader.select(streams=bases, steps=steps))
     derived: list[StreamInfo] = []
     pairs = [np.zeros((0, 2), np.int64)]
     for stream in derivable:
-        rows = _due(stream, _of_stream(journal, in_range, stream.id), journal, active)
+        rows = _due(stream, in_range.get(stream.id, _NO_ROWS), journal, active)
         if rows is not None:
             derived.append(stream)
-            pairs.append(_pairs(journal, rows, _of_stream(journal, everything, stream.id)))
+            pairs.append(_pairs(journal, rows, everything.get(stream.id, _NO_ROWS)))
     of_updates = np.concatenate(pairs)
     of_updates = of_updates[np.argsort(of_updates[:, 0])]
     read = np.concatenate([np.flatnonzero(where), of_updates[:, 1], of_updates[~where[of_updates[:, 0]], 0]])
@@ -250,16 +247,23 @@ def _due(
     entry = KINDS.get(stream.kind)
     clock = journal[rows, Column.EPOCH if entry is not None and entry.clock == "epoch" else Column.GLOBAL_STEP]
     ticks = np.unique(clock)
-    due = [
-        tick for tick in ticks.tolist() if any(one.wants(stream.kind, stream.module, stream.tag, tick) for one in who)
-    ]
+    asked = (stream.kind, stream.module, stream.tag)
+    if len(who) == 1:  # as nearly always; a trace of a long run has many ticks
+        wants = who[0].wants
+        due = [tick for tick in ticks.tolist() if wants(*asked, tick)]
+    else:
+        due = [tick for tick in ticks.tolist() if any(one.wants(*asked, tick) for one in who)]
     return rows if len(due) == len(ticks) else rows[np.isin(clock, due)]
 
 
-def _of_stream(journal: NDArray[np.int64], rows: NDArray[np.int64], stream: int) -> NDArray[np.int64]:
-    """The rows of one stream, out of rows that are sorted by stream."""
-    begin, stop = np.searchsorted(journal[rows, Column.STREAM], [stream, stream + 1])
-    return rows[begin:stop]
+_NO_ROWS = np.zeros(0, np.int64)
+
+
+def _by_stream(journal: NDArray[np.int64], rows: NDArray[np.int64]) -> dict[int, NDArray[np.int64]]:
+    """Rows of the journal for each of their streams."""
+    rows = rows[np.argsort(journal[rows, Column.STREAM], kind="stable")]
+    streams, begins = np.unique(journal[rows, Column.STREAM], return_index=True)
+    return dict(zip(streams.tolist(), np.split(rows, begins[1:]), strict=False))
 
 
 def _nbytes(reader: TraceReader, rows: NDArray[np.int64]) -> int:

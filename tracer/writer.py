@@ -3,26 +3,50 @@
 from __future__ import annotations
 
 import datetime as dt
+import itertools
+import math
 import os
 import platform
 import struct
 import time
 import uuid
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from tracer import layout
 from tracer.errors import TraceError, TraceExistsError
-from tracer.layout import Encoding
+from tracer.layout import Column, Encoding
 from tracer.messages import Message
 from tracer.stores import WriteStore, create_store, open_store, store_module
 
 _ROW: Final = struct.Struct(f"<{layout.COLUMNS}q")
+PACKED_BYTES: Final = 32768
+"""Messages up to this size are copied together before they are written."""
+_PACK_BYTES: Final = 1 << 20
+"""Bytes of one shape that are copied together: they should still be in the processor's cache when they are written."""
+_BATCH_BYTES: Final = 8 << 20
+_BATCH_ROWS: Final = 4096
+"""Bytes and messages that wait to be copied together, at most."""
+_NO_CHECKSUM: Final = np.array([layout.NONE])
+_FEW: Final = 8
+"""So few messages are entered into the journal one by one; numpy pays for more."""
+_FIELDS: Final = 7
+"""Numbers that are noted of each message of a batch."""
+# the dtypes of which torch.stack copies the bits
+_STACKED: Final = frozenset(
+    {
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    }
+)
 
 
 class _Pool:
@@ -38,10 +62,27 @@ class _Pool:
         self.elements = 0
 
 
+class _Place:
+    """Where messages of one shape go, and those of them that wait to be written together."""
+
+    __slots__ = ("bits", "count", "entry", "nbytes", "number", "own", "pool", "tensors")
+
+    def __init__(self, pool: _Pool, shape_id: int, shape: tuple[int, ...], encoding: Encoding) -> None:
+        self.pool = pool
+        self.own = pool.row == shape and bool(shape)
+        self.count = math.prod(shape)
+        self.nbytes = self.count * encoding.dtype.itemsize
+        self.bits = encoding.bits
+        # pool, count, shape, flags: what the journal says of each
+        self.entry = (pool.id, self.count, shape_id, layout.HAS_DATA)
+        self.number = -1
+        self.tensors: list[Tensor] = []
+
+
 class _Stream:
     """What is known of a stream after its first message."""
 
-    __slots__ = ("encoding", "fresh", "id", "own", "sampling", "shared")
+    __slots__ = ("encoding", "fresh", "id", "own", "packs", "place", "sampling", "shape", "shared")
 
     def __init__(self, number: int, encoding: Encoding | None, sampling: Mapping[str, Any] | None) -> None:
         self.id = number
@@ -51,6 +92,10 @@ class _Stream:
         self.fresh = True
         self.own: _Pool | None = None
         self.shared: _Pool | None = None
+        # of the last message: most streams have but one shape
+        self.shape: tuple[int, ...] | None = None
+        self.place: _Place | None = None
+        self.packs = False
 
 
 @final
@@ -74,7 +119,12 @@ class TraceWriter:
     own_pool_bytes : int
         A stream whose first message has at least so many bytes gets an array of its own, one row a message.
     commit_bytes, commit_rows, commit_seconds : int, int, float
-        Bytes, messages and seconds after which a commit is due.
+        Bytes, messages and seconds after which a commit is due, whichever comes first.
+    commit_steps : int, optional
+        And steps: one is due with the first message of a step so many after the first that is not committed.
+    durable : bool
+        Whether a commit waits until the disk has it (``fsync``): what it acknowledged then survives a power failure,
+        too. Otherwise that takes the operating system some seconds.
 
     Raises
     ------
@@ -111,14 +161,17 @@ class TraceWriter:
         commit_bytes: int = 64 << 20,
         commit_rows: int = 65536,
         commit_seconds: float = 2.0,
+        commit_steps: int | None = None,
+        durable: bool = False,
     ) -> None:
         for name, value in (
             ("chunk_bytes", chunk_bytes),
             ("own_pool_bytes", own_pool_bytes),
             ("commit_bytes", commit_bytes),
             ("commit_rows", commit_rows),
+            ("commit_steps", commit_steps),
         ):
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, and is {value}")
         self.path = Path(path)
         """Where the trace is."""
@@ -135,20 +188,30 @@ class TraceWriter:
         self._commit_bytes = commit_bytes
         self._commit_rows = commit_rows
         self._commit_seconds = commit_seconds
+        self._commit_steps = commit_steps
+        # the first and the last step of what is not committed
+        self._steps: tuple[int, int] | None = None
         self._streams: dict[tuple[Any, ...], _Stream] = {}
         self._variants: dict[tuple[Any, ...], _Stream] = {}
         self._shapes: dict[tuple[int, ...], int] = {}
         self._pools: dict[str, _Pool] = {}
+        self._places: dict[tuple[int, int, str], _Place] = {}
+        # of the batch that is being written: what stands together in a pool (first: nothing, for messages without data)
+        self._entries = [(layout.NONE, 0, layout.NONE, 0)]
+        self._offsets = [0]
+        self._checksums: list[NDArray[np.int64] | None] = [None]
+        self._places_open: list[_Place] = []
         self._taken: set[str] = set()
         self._next_stream = 0
         self._journal = bytearray(commit_rows * _ROW.size)
         self._rows = 0
         self._pending_bytes = 0
         self._declared: list[bytes] = [first_line]
+        self._sealed = 0
         self._committed_at = time.monotonic()
         self._failed: BaseException | None = None
         self._finished = False
-        self._store: WriteStore = create_store(self.path, overwrite=overwrite)
+        self._store: WriteStore = create_store(self.path, overwrite=overwrite, durable=durable)
         self._checksum = not self._store.checksums_chunks
         with self._guard():
             self._store.create(layout.DECLARATIONS, dtype="uint8", shape=(), chunk_bytes=chunk_bytes)
@@ -184,69 +247,190 @@ class TraceWriter:
         TraceError
             If it cannot be written (disk full) or the writer is finished. Once writing failed, nothing more is written.
         """
-        if self._finished or self._failed is not None:
-            self._refuse()
-        data = message.data
-        # key first: the two classes of messages differ in it alone
-        name = (message.key, message.kind, message.tag, message.leaf, None if data is None else data.dtype)
-        stream = self._streams.get(name)
-        if data is None:
-            if stream is None or stream.sampling != sampling:
-                stream = self._declare_stream(name, message, None, sampling)
-            pool_id, offset, count, shape_id, flags, checksum = layout.NONE, 0, 0, layout.NONE, 0, layout.NONE
-        else:
-            array = layout.encode(data)
-            if stream is None or stream.sampling != sampling:
-                stream = self._declare_stream(name, message, layout.encoding_of(data), sampling)
-                if stream.fresh and array.nbytes >= self._own_pool_bytes and self._store.can_create:
-                    with self._guard():
-                        stream.own = self._own_pool(stream, message, array.shape)
-                stream.fresh = False
-            shape = array.shape
-            found = self._shapes.get(shape)
-            shape_id = self._declare_shape(shape) if found is None else found
-            pool = stream.own
-            if pool is not None and pool.row == shape:
-                rows = array[None]
-            else:
-                pool = stream.shared
-                if pool is None:
-                    with self._guard():
-                        pool = stream.shared = self._shared_pool(stream, message)
-                rows = array.reshape(-1)
-            pool_id, offset, count, flags = pool.id, pool.elements, array.size, layout.HAS_DATA
-            checksum = layout.crc32c(array) if self._checksum else layout.NONE
-            try:
-                self._store.append(pool.name, rows)
-            except BaseException as error:
-                self._fail(error)
-                raise
-            pool.elements += count
-            self._pending_bytes += array.nbytes
-            self.bytes += array.nbytes
-        _ROW.pack_into(
-            self._journal,
-            self._rows * _ROW.size,
-            stream.id,
-            pool_id,
-            offset,
-            count,
-            shape_id,
-            message.global_step,
-            message.train_step,
-            message.epoch,
-            message.call,
-            flags,
-            checksum,
+        self.write_many(((message, sampling),))
+
+    def write_many(self, batch: Iterable[tuple[Message, Mapping[str, Any] | None]]) -> None:
+        """Append messages, each with its sampling or None, as `write` does; much faster than one by one.
+
+        Small messages of one shape are copied together. When this returns, all data is copied or written.
+
+        Raises
+        ------
+        MessageError
+            If a trace cannot hold a tensor; the messages before it are written.
+        TraceError
+            As `write`.
+        """
+        self._refuse()
+        rest = iter(batch)
+        more = True
+        while more:
+            more = self._write_some(rest)
+            if (
+                self._rows >= self._commit_rows
+                or self._pending_bytes >= self._commit_bytes
+                or self._many_steps()
+                or time.monotonic() - self._committed_at >= self._commit_seconds
+            ):
+                self.commit()
+
+    def _many_steps(self) -> bool:
+        return self._commit_steps is not None and (
+            self._steps is not None and abs(self._steps[1] - self._steps[0]) >= self._commit_steps
         )
-        self._rows += 1
-        self.messages += 1
-        if (
-            self._rows >= self._commit_rows
-            or self._pending_bytes >= self._commit_bytes
-            or time.monotonic() - self._committed_at >= self._commit_seconds
-        ):
-            self.commit()
+
+    def _write_some(self, batch: Iterator[tuple[Message, Mapping[str, Any] | None]]) -> bool:
+        """Write messages until so many wait that they should be committed or copied; whether there are more."""
+        limit = min(_BATCH_BYTES, self._commit_bytes - self._pending_bytes)
+        most = min(_BATCH_ROWS, self._commit_rows - self._rows)
+        streams, entries, opened = self._streams, self._entries, self._places_open
+        strided = torch.strided
+        flat: list[int] = []
+        nbytes = number = place_in_pack = 0
+        more = False
+        try:
+            for message, sampling in itertools.islice(batch, most):
+                data = message.data
+                # the two classes of messages differ in the key alone
+                name = (message.key, message.kind, message.tag, message.leaf, None if data is None else data.dtype)
+                stream = streams.get(name)
+                if stream is None or (stream.sampling is not sampling and stream.sampling != sampling):
+                    encoding = None if data is None else layout.encoding_of(data)
+                    stream = self._declare_stream(name, message, encoding, sampling)
+                if data is None:
+                    number = place_in_pack = 0
+                else:
+                    shape = data.shape
+                    if shape != stream.shape:
+                        self._find_place(stream, message, data, tuple(shape))
+                    place = stream.place
+                    assert place is not None
+                    if stream.packs and data.is_cpu and data.layout is strided:
+                        tensors = place.tensors
+                        if not tensors:
+                            place.number = self._open(place.entry)
+                            opened.append(place)
+                        number, place_in_pack = place.number, len(tensors)
+                        tensors.append(data)
+                        if place_in_pack * place.nbytes >= _PACK_BYTES:
+                            self._pack(place)
+                    else:
+                        number, place_in_pack = self._write_alone(place, layout.encode(data)), 0
+                    nbytes += place.nbytes
+                flat += (
+                    stream.id, number, place_in_pack,
+                    message.global_step, message.train_step, message.epoch, message.call,
+                )  # fmt: skip
+                if nbytes >= limit:
+                    break
+            more = len(flat) == _FIELDS * most or nbytes >= limit
+        finally:
+            # also after an error: what came before it is written
+            if self._failed is None:
+                for place in opened:
+                    if place.tensors:
+                        self._pack(place)
+                self._enter(flat)
+                if flat:
+                    first = flat[3] if self._steps is None else self._steps[0]
+                    self._steps = (first, flat[3 - _FIELDS])
+                self._pending_bytes += nbytes
+                self.bytes += nbytes
+                self.messages += len(flat) // _FIELDS
+            opened.clear()
+            del entries[1:], self._offsets[1:], self._checksums[1:]
+        return more
+
+    def _find_place(self, stream: _Stream, message: Message, data: Tensor, shape: tuple[int, ...]) -> None:
+        """Decide where messages of this shape go, which are not those of the last shape."""
+        encoding = layout.encoding_of(data)
+        assert stream.encoding is not None
+        if stream.fresh and data.nbytes >= self._own_pool_bytes and self._store.can_create:
+            with self._guard():
+                stream.own = self._own_pool(stream, message, shape)
+        stream.fresh = False
+        found = self._shapes.get(shape)
+        shape_id = self._declare_shape(shape) if found is None else found
+        pool = stream.own
+        if pool is None or pool.row != shape:
+            pool = stream.shared
+            if pool is None:
+                with self._guard():
+                    pool = stream.shared = self._shared_pool(stream, message)
+        place = self._places.get((pool.id, shape_id, encoding.name))
+        if place is None:
+            place = self._places[pool.id, shape_id, encoding.name] = _Place(pool, shape_id, shape, encoding)
+        stream.shape, stream.place = shape, place
+        stream.packs = place.nbytes <= PACKED_BYTES and encoding.dtype in _STACKED
+
+    def _open(self, entry: tuple[int, int, int, int]) -> int:
+        """Begin messages that stand together in a pool; their number in this batch."""
+        self._entries.append(entry)
+        self._offsets.append(0)
+        self._checksums.append(None)
+        return len(self._entries) - 1
+
+    def _write_alone(self, place: _Place, data: NDArray[Any]) -> int:
+        number = self._open(place.entry)
+        self._append(place, number, data[None], 1)
+        return number
+
+    def _pack(self, place: _Place) -> None:
+        """Write the messages that wait at a place."""
+        tensors = place.tensors
+        if len(tensors) == 1:
+            rows = layout.encode(tensors[0])[None]
+        else:
+            stacked = torch.stack(tensors).resolve_conj().resolve_neg()
+            rows = (stacked if place.bits is None else stacked.view(place.bits)).numpy()
+        tensors.clear()
+        self._append(place, place.number, rows, len(rows))
+
+    def _append(self, place: _Place, number: int, rows: NDArray[Any], count: int) -> None:
+        pool = place.pool
+        self._offsets[number] = pool.elements
+        if self._checksum:
+            self._checksums[number] = layout.checksums(rows.reshape(count, place.count))
+        try:
+            self._store.append(pool.name, rows if place.own else rows.reshape(-1))
+        except BaseException as error:
+            self._fail(error)
+            raise
+        pool.elements += count * place.count
+
+    def _enter(self, flat: list[int]) -> None:
+        """Enter messages into the journal, from what was noted of them."""
+        count = len(flat) // _FIELDS
+        if count <= _FEW:
+            for begin in range(0, len(flat), _FIELDS):
+                stream, number, place, *counters = flat[begin : begin + _FIELDS]
+                pool, size, shape, flags = self._entries[number]
+                found = self._checksums[number]
+                _ROW.pack_into(
+                    self._journal, self._rows * _ROW.size, stream, pool, self._offsets[number] + place * size, size,
+                    shape, *counters, flags, layout.NONE if found is None else int(found[place]), 0,
+                )  # fmt: skip
+                self._rows += 1
+            return
+        # array, because numpy converts a list of numbers five times slower
+        noted = np.frombuffer(array("q", flat), np.int64).reshape(count, _FIELDS)
+        numbers, places = noted[:, 1], noted[:, 2]
+        entries = np.array(self._entries, np.int64)[numbers]
+        rows = np.frombuffer(self._journal, np.int64, count * layout.COLUMNS, self._rows * _ROW.size)
+        rows = rows.reshape(count, layout.COLUMNS)
+        rows[:, Column.STREAM] = noted[:, 0]
+        rows[:, Column.POOL] = entries[:, 0]
+        rows[:, Column.OFFSET] = np.array(self._offsets, np.int64)[numbers] + places * entries[:, 1]
+        rows[:, Column.COUNT] = entries[:, 1]
+        rows[:, Column.SHAPE] = entries[:, 2]
+        rows[:, Column.GLOBAL_STEP : Column.CALL + 1] = noted[:, 3:]
+        rows[:, Column.FLAGS] = entries[:, 3]
+        rows[:, Column.CRC32C] = layout.NONE
+        if self._checksum:
+            parts = [_NO_CHECKSUM if one is None else one for one in self._checksums]
+            begins = np.cumsum([0] + [len(part) for part in parts[:-1]])
+            rows[:, Column.CRC32C] = np.concatenate(parts)[begins[numbers] + places]
+        self._rows += count
 
     def note(self, note: Mapping[str, Any]) -> None:
         """Add a remark on the run (JSON values), such as why a stream was given up.
@@ -274,6 +458,14 @@ class TraceWriter:
                 self._store.seal()
             self._publish()
 
+    def commit_if_due(self) -> None:
+        """Commit if something was written and `commit_seconds` have passed since the last commit.
+
+        For a writer that waits: `write` does this by itself.
+        """
+        if (self._rows or self._declared) and time.monotonic() - self._committed_at >= self._commit_seconds:
+            self.commit()
+
     def finish(self, status: str = "finished") -> None:
         """Commit, write down how the run ended, and close. Finishing again does nothing.
 
@@ -293,7 +485,8 @@ class TraceWriter:
         self.commit()
         with self._guard():
             # alone in the last commit: a trace that says "finished" is complete
-            self._declared.append(layout.declaration("status", {"status": status, "ended": _now()}))
+            ending = {"status": status, "ended": _now(), "messages": self.messages}
+            self._declared.append(layout.declaration("status", ending))
             self._publish()
             if self._store.can_create:
                 self._store.set_attrs("", {"status": status})
@@ -331,14 +524,17 @@ class TraceWriter:
         """Commit what there is: numbers, then declarations, then the journal, which makes the messages exist."""
         self._store.commit()
         if self._declared:
-            self._store.append(layout.DECLARATIONS, np.frombuffer(b"".join(self._declared), np.uint8))
+            lines, self._sealed = layout.sealed(self._declared, self._sealed)
+            self._store.append(layout.DECLARATIONS, np.frombuffer(lines, np.uint8))
             self._store.commit()
             self._declared.clear()
         if self._rows:
             rows = np.frombuffer(self._journal, "<i8", self._rows * layout.COLUMNS).reshape(-1, layout.COLUMNS)
+            rows[:, Column.CHECK] = layout.row_checksums(rows, self.messages - self._rows)
             self._store.append(layout.JOURNAL, rows)
             self._store.commit()
             self._rows = 0
+        self._steps = None
         self._pending_bytes = 0
         self._committed_at = time.monotonic()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, cast
@@ -29,6 +29,9 @@ STORES: Mapping[str, str] = {
     ".hdf5": "tracer.stores.hdf5",
 }
 """Which module stores traces of which suffix; a module is imported when a store of its suffix is first opened."""
+
+
+Part = tuple[int, int, int]
 
 
 class WriteStore(Protocol):
@@ -95,6 +98,14 @@ class WriteStore(Protocol):
         """Close the files and write nothing more; for use after an error. Does nothing on a closed store."""
 
 
+def rows_in(out: NDArray[Any] | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """An array of rows in the memory of `out`, where that is large enough, or in new memory."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if out is None or out.nbytes < nbytes:
+        return np.empty(shape, dtype)
+    return out[:nbytes].view(dtype).reshape(shape)
+
+
 class ReadStore(Protocol):
     """A store being read."""
 
@@ -117,8 +128,18 @@ class ReadStore(Protocol):
     def dtype(self, name: str) -> str:
         """Name of the numpy dtype of an array."""
 
-    def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        """Rows ``start`` up to, not including, ``stop`` in memory that nobody else uses.
+    def read(self, name: str, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """Rows ``start`` up to, not including, ``stop``, in `out`, or in memory that nobody else uses.
+
+        May be called by several threads.
+
+        Parameters
+        ----------
+        name : str
+        start, stop : int
+        out : numpy.ndarray of uint8, optional
+            Contiguous memory of at least the size of the rows, for arrays whose bytes can be read in place; it may be
+            left unused.
 
         Raises
         ------
@@ -144,7 +165,7 @@ def store_module(path: Path) -> ModuleType:
     return importlib.import_module(name)
 
 
-def create_store(path: str | os.PathLike[str], *, overwrite: bool = False) -> WriteStore:
+def create_store(path: str | os.PathLike[str], *, overwrite: bool = False, durable: bool = False) -> WriteStore:
     """Make a store at `path`, in the format that its suffix names. Parent directories are made.
 
     Parameters
@@ -152,6 +173,9 @@ def create_store(path: str | os.PathLike[str], *, overwrite: bool = False) -> Wr
     path : path
     overwrite : bool
         Whether a store of this format that is already there is removed first.
+    durable : bool
+        Whether `WriteStore.commit` waits until the disk has what it publishes, which is then there after a power
+        failure too.
 
     Raises
     ------
@@ -163,7 +187,7 @@ def create_store(path: str | os.PathLike[str], *, overwrite: bool = False) -> Wr
         If nothing can be written there.
     """
     path = Path(path)
-    return cast(WriteStore, store_module(path).create(path, overwrite=overwrite))
+    return cast(WriteStore, store_module(path).create(path, overwrite=overwrite, durable=durable))
 
 
 def open_store(path: str | os.PathLike[str]) -> ReadStore:
@@ -180,6 +204,15 @@ def open_store(path: str | os.PathLike[str]) -> ReadStore:
     """
     path = Path(path)
     return cast(ReadStore, store_module(path).open(path))
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names of the files in a folder."""
+    file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def check_name(name: str) -> None:
@@ -225,6 +258,56 @@ def chunk_shape(itemsize: int, shape: tuple[int, ...], chunk_bytes: int) -> tupl
         chunk.append(1)
         rest = below
     raise AssertionError("an item is smaller than the limit")
+
+
+def walk(shape: tuple[int, ...], chunk: tuple[int, ...], item: int, start: int, stop: int) -> Iterator[Part]:
+    """Where the bytes of rows ``start`` to ``stop`` of an array are in its chunks.
+
+    Every chunk (as `chunk_shape` makes them) is contiguous in its row or rows, so its bytes are one range of the rows'
+    bytes; those of a padded chunk at the end of a run are shorter than the chunk.
+
+    Yields
+    ------
+    number : int
+        Of the chunk, in C order over the grid of chunks.
+    begin : int
+        Where its bytes begin in the bytes of the array's rows.
+    length : int
+        How many of its bytes are the array's.
+
+    Examples
+    --------
+    >>> list(walk((10,), (4,), 8, 3, 9))
+    [(0, 0, 32), (1, 32, 32), (2, 64, 32)]
+    >>> list(walk((2, 3, 5), (1, 2, 5), 1, 1, 2))
+    [(2, 15, 10), (3, 25, 5)]
+    """
+    height = chunk[0]
+    row_nbytes = item * math.prod(shape[1:])
+    chunk_nbytes = item * math.prod(chunk)
+    runs, run_nbytes, per_run = 1, row_nbytes * height, 1
+    if height == 1:
+        for axis in range(1, len(shape)):
+            if chunk[axis] != shape[axis]:
+                runs = math.prod(shape[1:axis])
+                run_nbytes = row_nbytes // runs
+                per_run = -(-run_nbytes // chunk_nbytes)
+                if chunk[axis] == 1:
+                    continue
+                break
+    per_height = runs * per_run
+    for number in range(start // height * per_height, -(-stop // height) * per_height):
+        run, part = divmod(number % per_height, per_run)
+        begin = number // per_height * height * row_nbytes + run * run_nbytes + part * chunk_nbytes
+        yield number, begin, min(chunk_nbytes, run_nbytes - part * chunk_nbytes)
+
+
+def contiguous(chunk: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether chunks of this shape are whole rows, or contiguous parts of one row."""
+    for axis, size in enumerate(chunk):
+        if size != 1:
+            return chunk[axis + 1 :] == shape[axis + 1 :]
+    return True
 
 
 class RowChunks:

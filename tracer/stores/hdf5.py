@@ -21,13 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
-from tracer.stores import RowChunks, check_name
+from tracer.stores import RowChunks, check_name, contiguous, rows_in, sync_folder, walk
 
 _JSON = "json:"
 """Begins an attribute that holds JSON text, because HDF5 has no such value."""
 
 
-def create(path: Path, *, overwrite: bool = False) -> Hdf5WriteStore:
+def create(path: Path, *, overwrite: bool = False, durable: bool = False) -> Hdf5WriteStore:
     """Make an HDF5 file at `path`; see `tracer.stores.create_store`."""
     if path.exists() or path.is_symlink():
         if not overwrite:
@@ -36,7 +36,7 @@ def create(path: Path, *, overwrite: bool = False) -> Hdf5WriteStore:
             raise TraceExistsError(f"{path} already exists, and is not an HDF5 file that could be overwritten")
     with _written(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        return Hdf5WriteStore(path)
+        return Hdf5WriteStore(path, durable=durable)
 
 
 def open(path: Path) -> Hdf5ReadStore:
@@ -94,20 +94,22 @@ def _open(path: Path) -> Any:
 class _Array:
     """A dataset that is being written."""
 
-    __slots__ = ("dataset", "rows")
+    __slots__ = ("dataset", "length", "rows")
 
     def __init__(self, dataset: Any, rows: RowChunks) -> None:
         self.dataset = dataset
         self.rows = rows
+        self.length = 0
 
 
 class Hdf5WriteStore:
     """An HDF5 file being written; see `tracer.stores.WriteStore`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, durable: bool = False) -> None:
         self.path = path
         self.checksums_chunks = False
         self.seals = True
+        self._durable = durable
         self._arrays: dict[str, _Array] = {}
         self._changed: dict[str, None] = {}
         self._unsealed = path.with_name(f".{path.name}.part")
@@ -158,7 +160,11 @@ class Hdf5WriteStore:
         with _written(self.path):
             file.swmr_mode = True
             file.flush()
+            if self._durable:
+                os.fsync(file.id.get_vfd_handle())
             os.replace(self._unsealed, self.path)
+            if self._durable:
+                sync_folder(self.path.parent)
         self._sealed = True
 
     def commit(self) -> None:
@@ -172,6 +178,8 @@ class Hdf5WriteStore:
                 self._resize(array, array.rows.rows)
             self._changed.clear()
             file.flush()
+            if self._durable:
+                os.fsync(file.id.get_vfd_handle())
             if not self._sealed:
                 # a file that is not in SWMR mode cannot be opened after a kill, but a copy of a closed one can
                 file.close()
@@ -211,9 +219,9 @@ class Hdf5WriteStore:
         return self._arrays[name]
 
     def _resize(self, array: _Array, length: int) -> None:
-        shape = array.dataset.shape
-        if shape[0] < length:
-            array.dataset.set_extent((length, *shape[1:]))
+        if array.length < length:
+            array.dataset.set_extent((length, *array.rows.shape))
+            array.length = length
 
     def _write_chunk(self, array: _Array, number: int, data: memoryview) -> None:
         rows = array.rows
@@ -223,7 +231,7 @@ class Hdf5WriteStore:
             start += [0] * len(rows.grid)
         else:
             start += [int(i) * size for i, size in zip(np.unravel_index(place, rows.grid), rows.chunk[1:], strict=True)]
-        # the chunk comes before the length that makes it visible, save for the one row that makes it exist
+        # a chunk cannot be written beyond the length; its rows mean nothing before the journal refers to them
         self._resize(array, start[0] + 1)
         array.dataset.write_direct_chunk(tuple(start), data)
 
@@ -254,11 +262,14 @@ class Hdf5ReadStore:
         self.path = path
         self.checksums_chunks = False
         self._datasets: dict[str, Any] = {}
+        self._places: dict[str, tuple[int, dict[int, int]]] = {}
+        self._plain = -1
         with _read(path, "the file"):
             self._file = _open(path)
         try:
             with _read(path, "the file"):
                 self._check("", self._file, set())
+                self._plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except BaseException:
             self._file.close()
             raise
@@ -313,24 +324,68 @@ class Hdf5ReadStore:
         with _read(self.path, f"the attributes of {name or 'the root'!r}"):
             return {key: _decode(value) for key, value in self._file[name or "/"].attrs.items()}
 
-    def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
+    def read(self, name: str, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
         dataset = self._dataset(name)
         with _read(self.path, f"array {name!r}"):
             if not 0 <= start <= stop <= len(dataset):
                 # another reader of this store may have seen more rows than this handle has
                 dataset.id.refresh()
-            if not 0 <= start <= stop <= len(dataset):
+            shape = dataset.shape
+            if not 0 <= start <= stop <= shape[0]:
                 raise TraceCorruptError(
-                    f"{self.path}: array {name!r} has {len(dataset)} rows, and not those from {start} to {stop}"
+                    f"{self.path}: array {name!r} has {shape[0]} rows, and not those from {start} to {stop}"
                 )
-            out = np.empty((stop - start, *dataset.shape[1:]), dataset.dtype)
-            if math.prod(out.shape):
-                dataset.read_direct(out, np.s_[start:stop])
-            return out
+            found = rows_in(out, (stop - start, *shape[1:]), dataset.dtype)
+            if found.size:
+                if contiguous(dataset.chunks, shape):
+                    self._read_chunks(name, dataset, start, stop, found.reshape(-1).view(np.uint8))
+                else:
+                    dataset.read_direct(found, np.s_[start:stop])
+            return found
+
+    def _read_chunks(self, name: str, dataset: Any, start: int, stop: int, out: NDArray[np.uint8]) -> None:
+        """Fill `out` with rows ``start`` to ``stop`` from the file itself: HDF5 is asked only where the chunks are."""
+        shape, chunk, item = dataset.shape, dataset.chunks, dataset.dtype.itemsize
+        places = self._places_of(name, dataset, stop)
+        row_nbytes = item * math.prod(shape[1:])
+        first, end = start * row_nbytes, stop * row_nbytes
+        for number, begin, length in walk(shape, chunk, item, start, stop):
+            place = places.get(number)
+            if place is None:
+                raise TraceCorruptError(f"{self.path}: array {name!r} lacks its chunk {number}")
+            low, high = max(begin, first), min(begin + length, end)
+            part = out[low - first : high - first].data
+            if os.preadv(self._plain, [part], place + low - begin) != len(part):
+                raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} lies beyond the file's end")
+
+    def _places_of(self, name: str, dataset: Any, stop: int) -> dict[int, int]:
+        """Where in the file each chunk begins; looked up anew when rows are asked for that were not there before."""
+        known, places = self._places.get(name, (0, {}))
+        if stop > known:
+            chunk, shape = dataset.chunks, dataset.shape
+            grid = [-(-size // part) for size, part in zip(shape, chunk, strict=True)]
+            steps = [math.prod(grid[axis + 1 :]) for axis in range(len(grid))]
+            found: dict[int, int] = {}
+
+            def note(stored: Any) -> None:
+                number = 0
+                for offset, part, step in zip(stored.chunk_offset, chunk, steps, strict=True):
+                    number += offset // part * step
+                if stored.filter_mask == 0:
+                    found[number] = stored.byte_offset
+
+            dataset.id.chunk_iter(note)
+            places = found
+            self._places[name] = (shape[0], places)
+        return places
 
     def close(self) -> None:
         self._datasets.clear()
+        self._places.clear()
         self._file.close()
+        if self._plain >= 0:
+            os.close(self._plain)
+            self._plain = -1
 
     def _dataset(self, name: str) -> Any:
         dataset = self._datasets.get(name)

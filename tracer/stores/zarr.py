@@ -27,11 +27,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
-from tracer.stores import RowChunks, check_name
+from tracer.stores import RowChunks, check_name, contiguous, rows_in, sync_folder, walk
 
 CHUNKS_PER_SHARD = 128
 PIECE = 65536
 """Bytes of one write: larger ones reach a third of the speed, because of how page caches allocate."""
+READ_PIECE = 1 << 18
+"""Bytes of one read: they should be in the processor's cache when their checksum is computed."""
+PAGE = 4096
+ALIGNED_BYTES = 1 << 18
+"""Chunks of this size begin at a page of their shard, which costs at most 1.6 % of the space."""
 OPEN_FILES = 64
 """Shards kept open; models have thousands of streams, and processes may open about a thousand files."""
 MISSING = 2**64 - 1
@@ -41,7 +46,7 @@ _CRC32C = {"name": "crc32c"}
 _SAFE_CODECS = frozenset({"bytes", "crc32c", "gzip", "zstd", "blosc", "sharding_indexed", "transpose"})
 
 
-def create(path: Path, *, overwrite: bool = False) -> ZarrWriteStore:
+def create(path: Path, *, overwrite: bool = False, durable: bool = False) -> ZarrWriteStore:
     """Make a Zarr group at `path`; see `tracer.stores.create_store`."""
     if path.exists() or path.is_symlink():
         if not overwrite:
@@ -52,7 +57,7 @@ def create(path: Path, *, overwrite: bool = False) -> ZarrWriteStore:
         if path.exists():
             shutil.rmtree(path)
         path.mkdir(parents=True)
-    return ZarrWriteStore(path)
+    return ZarrWriteStore(path, durable=durable)
 
 
 def open(path: Path) -> ZarrReadStore:
@@ -92,12 +97,14 @@ def _crc32c(data: bytes | memoryview) -> bytes:
 class _Shard:
     """The shard file of an array that is being written: its index, and which slots of the file are in use."""
 
-    __slots__ = ("changed", "free", "index", "number", "path", "retired", "slots")
+    __slots__ = ("changed", "chunks", "free", "nbytes", "number", "path", "places", "retired", "slots")
 
     def __init__(self, number: int, path: Path, chunks: int) -> None:
         self.number = number
         self.path = path
-        self.index = np.full((chunks, 2), MISSING, "<u8")
+        self.chunks = chunks
+        self.places: dict[int, int] = {}  # which chunk begins where
+        self.nbytes = 0
         self.slots = 0
         self.free: list[int] = []
         # offsets that the index on disk still refers to, and the index in memory no longer does
@@ -108,13 +115,17 @@ class _Shard:
 class _Array:
     """An array that is being written."""
 
-    __slots__ = ("attrs", "folder", "per_shard", "published", "rows", "shard", "template")
+    __slots__ = ("attrs", "first", "folder", "per_shard", "published", "rows", "shard", "stride", "template")
 
     def __init__(self, folder: Path, name: str, rows: RowChunks) -> None:
         self.folder = folder
         self.rows = rows
         heights = max(1, CHUNKS_PER_SHARD // rows.per_row)
         self.per_shard = heights * rows.per_row
+        # places of the chunks in a shard: behind its index, and large ones at the pages of the file, which is faster
+        page = PAGE if rows.chunk_nbytes >= ALIGNED_BYTES else 1
+        self.first = -(-(self.per_shard * 16 + 4) // page) * page
+        self.stride = -(-(rows.chunk_nbytes + 4) // page) * page
         self.shard: _Shard | None = None
         self.published = -1
         self.attrs: dict[str, Any] = {}
@@ -148,10 +159,13 @@ def _array_document(dtype: np.dtype[Any], chunk: tuple[int, ...], shard: tuple[i
 class ZarrWriteStore:
     """A Zarr group being written; see `tracer.stores.WriteStore`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, durable: bool = False) -> None:
         self.path = path
         self.checksums_chunks = True
         self.seals = False
+        self._durable = durable
+        # shards and folders that changed since the last commit; filled only where the disk has to be waited for
+        self._unsynced: dict[Path, None] = {}
         self._arrays: dict[str, _Array] = {}
         self._groups: dict[str, dict[str, Any]] = {"": {}}
         self._changed: dict[str, None] = {}
@@ -180,6 +194,7 @@ class ZarrWriteStore:
                     self._groups[parent] = {}
                     self._publish_group(parent)
             array.folder.mkdir(parents=True, exist_ok=True)
+            self._made(array.folder)
             self._arrays[name] = array
             self._publish_array(array)
 
@@ -209,16 +224,40 @@ class ZarrWriteStore:
             for name in self._changed:
                 array = self._arrays.get(name)
                 if array is None:
-                    self._publish_group(name)
                     continue
                 tail = array.rows.take_tail()
                 if tail is not None:
                     self._write_chunk(array, *tail)
                 if array.shard is not None and array.shard.changed:
                     self._write_index(array.shard)
-                if array.published != array.rows.rows:
+            if self._durable:
+                self._sync()
+            for name in self._changed:
+                array = self._arrays.get(name)
+                if array is None:
+                    self._publish_group(name)
+                elif array.published != array.rows.rows:
                     self._publish_array(array)
         self._changed.clear()
+
+    def _made(self, folder: Path) -> None:
+        """Remember that a folder, and perhaps those above it, are new."""
+        if self._durable:
+            while folder != self.path:
+                self._unsynced[folder] = None
+                folder = folder.parent
+            self._unsynced[folder] = None
+
+    def _sync(self) -> None:
+        for path in self._unsynced:
+            opened = self._files.get(path)
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if opened is None else opened
+            try:
+                os.fsync(file)
+            finally:
+                if opened is None:
+                    os.close(file)
+        self._unsynced.clear()
 
     def close(self) -> None:
         if not self._closed:
@@ -247,30 +286,41 @@ class ZarrWriteStore:
             if array.rows.shape:
                 folder = folder / "0"
             folder.parent.mkdir(parents=True, exist_ok=True)
+            self._made(folder.parent)
             shard = array.shard = _Shard(shard_number, folder, array.per_shard)
         nbytes = len(data)
         if shard.free:
             offset = shard.free.pop()
         else:
-            offset = array.per_shard * 16 + 4 + shard.slots * (nbytes + 4)
+            offset = array.first + shard.slots * array.stride
             shard.slots += 1
         file = self._file(shard.path)
+        if self._durable:
+            self._unsynced[shard.path] = None
+        # each piece is checksummed just before it is written, while that brings it into the processor's cache
+        values = np.frombuffer(data, np.uint8)
         last = nbytes - 1 - (nbytes - 1) % PIECE
+        checksum = 0
         for start in range(0, last, PIECE):
-            _pwrite(file, [data[start : start + PIECE]], offset + start)
-        checksum = _crc32c(data)
-        _pwrite(file, [data[last:], checksum], offset + last)
-        before = int(shard.index[place, 0])
-        if before != MISSING:
+            checksum = google_crc32c.extend(checksum, values[start : start + PIECE])
+            _pwrite(file, [data[start : start + PIECE]], PIECE, offset + start)
+        checksum = google_crc32c.extend(checksum, values[last:])
+        _pwrite(file, [data[last:], checksum.to_bytes(4, "little")], nbytes - last + 4, offset + last)
+        before = shard.places.get(place)
+        if before is not None:
             shard.retired.append(before)
-        shard.index[place, 0] = offset
-        shard.index[place, 1] = nbytes + 4
+        shard.places[place] = offset
+        shard.nbytes = nbytes + 4
         shard.changed = True
 
     def _write_index(self, shard: _Shard) -> None:
-        data = shard.index.tobytes()
+        index = np.full((shard.chunks, 2), MISSING, "<u8")
+        places = np.fromiter(shard.places, np.int64, len(shard.places))
+        index[places, 0] = np.fromiter(shard.places.values(), np.uint64, len(shard.places))
+        index[places, 1] = shard.nbytes
+        data = index.tobytes()
         # one write within one page: a killed process leaves the old index or the new one
-        _pwrite(self._file(shard.path), [data + _crc32c(data)], 0)
+        _pwrite(self._file(shard.path), [data + _crc32c(data)], len(data) + 4, 0)
         shard.changed = False
         shard.free += shard.retired
         shard.retired.clear()
@@ -288,17 +338,18 @@ class ZarrWriteStore:
     def _publish_array(self, array: _Array) -> None:
         rows = array.rows.rows
         document = array.template | {"shape": [rows, *array.rows.shape], "attributes": array.attrs}
-        _replace(array.folder, document)
+        _replace(array.folder, document, self._durable)
         array.published = rows
 
     def _publish_group(self, name: str) -> None:
         folder = self.path / name
         folder.mkdir(exist_ok=True)
-        _replace(folder, {"zarr_format": 3, "node_type": "group", "attributes": self._groups[name]})
+        self._made(folder)
+        document = {"zarr_format": 3, "node_type": "group", "attributes": self._groups[name]}
+        _replace(folder, document, self._durable)
 
 
-def _pwrite(file: int, parts: list[Any], offset: int) -> None:
-    size = sum(len(part) for part in parts)
+def _pwrite(file: int, parts: list[Any], size: int, offset: int) -> None:
     written = os.pwritev(file, parts, offset)
     if written != size:
         # a short write is what a full disk looks like before the next one fails
@@ -310,7 +361,7 @@ def _pwrite(file: int, parts: list[Any], offset: int) -> None:
             written += step
 
 
-def _replace(folder: Path, document: Mapping[str, Any]) -> None:
+def _replace(folder: Path, document: Mapping[str, Any], durable: bool) -> None:
     temporary = folder / ".zarr.json.part"
     try:
         text = json.dumps(document)
@@ -321,15 +372,19 @@ def _replace(folder: Path, document: Mapping[str, Any]) -> None:
         data = text.encode()
         while data:
             data = data[os.write(file, data) :]
+        if durable:
+            os.fsync(file)
     finally:
         os.close(file)
     os.replace(temporary, folder / "zarr.json")
+    if durable:
+        sync_folder(folder)
 
 
 class _Opened:
     """The metadata of an array that is being read."""
 
-    __slots__ = ("array", "chunk", "dtype", "folder", "per_shard", "shape")
+    __slots__ = ("array", "chunk", "dtype", "folder", "per_shard", "shape", "shards")
 
     def __init__(self, path: Path, name: str) -> None:
         self.folder = path / name
@@ -352,6 +407,8 @@ class _Opened:
             self.chunk: tuple[Any, ...] = tuple(codecs[0]["configuration"].get("chunk_shape", ()))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise TraceFormatError(f"{path}: the zarr.json of array {name!r} is not one of a trace: {error}") from error
+        # paths of shards that are known to lie within the trace
+        self.shards: dict[int, str] = {}
         # zarr-python's array, for codecs other than ours
         self.array: Any = None
         self.per_shard = 0
@@ -370,16 +427,8 @@ class _Opened:
             and all(outer % inner == 0 for outer, inner in zip(shard, self.chunk, strict=True))
             # a row lies in one shard, and its parts are contiguous
             and all(outer >= size for outer, size in zip(shard[1:], self.shape[1:], strict=True))
-            and _contiguous(self.chunk, self.shape)
+            and contiguous(self.chunk, self.shape)
         )
-
-
-def _contiguous(chunk: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether chunks of this shape are whole rows, or contiguous parts of one row."""
-    for axis, size in enumerate(chunk):
-        if size != 1:
-            return chunk[axis + 1 :] == shape[axis + 1 :]
-    return True
 
 
 def _check_codecs(codecs: Any) -> None:
@@ -399,6 +448,24 @@ def _zarr_array(path: Path, name: str) -> Any:
         return zarr.open_array(str(path / name), mode="r", zarr_format=3)
     except Exception as error:
         raise TraceFormatError(f"{path}: array {name!r} cannot be opened: {error}") from error
+
+
+def _read_chunk(file: int, target: NDArray[np.uint8], trailer: bytearray, offset: int) -> bool:
+    """Read a chunk and the checksum that follows it; whether they agree."""
+    nbytes = len(target)
+    checksum = 0
+    # in pieces that are still in the processor's cache when they are checksummed
+    last = nbytes - 1 - (nbytes - 1) % READ_PIECE
+    for start in range(0, last, READ_PIECE):
+        piece = target[start : start + READ_PIECE]
+        if os.preadv(file, [piece.data], offset + start) != READ_PIECE:
+            return False
+        checksum = google_crc32c.extend(checksum, piece)
+    piece = target[last:]
+    if os.preadv(file, [piece.data, trailer], offset + last) != nbytes - last + 4:
+        return False
+    checksum = google_crc32c.extend(checksum, piece)
+    return bool(checksum == int.from_bytes(trailer, "little"))
 
 
 class ZarrReadStore:
@@ -446,7 +513,7 @@ class ZarrReadStore:
     def close(self) -> None:
         self._arrays.clear()
 
-    def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
+    def read(self, name: str, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
         array = self._open(name)
         if not 0 <= start <= stop <= array.shape[0]:
             raise TraceCorruptError(
@@ -458,12 +525,12 @@ class ZarrReadStore:
             except Exception as error:
                 raise TraceCorruptError(f"{self.path}: array {name!r} cannot be read: {error}") from error
         try:
-            out = np.empty((stop - start, *array.shape[1:]), array.dtype)
+            found = rows_in(out, (stop - start, *array.shape[1:]), array.dtype)
         except (MemoryError, ValueError) as error:
             raise TraceCorruptError(f"{self.path}: array {name!r} does not fit into memory: {error}") from error
-        if out.size:
-            self._read(name, array, start, stop, out.reshape(-1).view(np.uint8).data)
-        return out
+        if found.size:
+            self._read(name, array, start, stop, found.reshape(-1).view(np.uint8))
+        return found
 
     def _open(self, name: str, anew: bool = False) -> _Opened:
         array = self._arrays.get(name)
@@ -478,54 +545,37 @@ class ZarrReadStore:
         if not os.path.realpath(path).startswith(self._root + os.sep):
             raise TraceFormatError(f"{self.path}: {path} leads out of the trace")
 
-    def _read(self, name: str, array: _Opened, start: int, stop: int, out: memoryview) -> None:
-        """Fill `out` with rows ``start`` to ``stop``, chunk by chunk.
-
-        Every chunk is contiguous in its row or rows, so its bytes are one range of the rows' bytes; those of a padded
-        chunk at the end of a run are shorter than the chunk.
-        """
+    def _read(self, name: str, array: _Opened, start: int, stop: int, out: NDArray[np.uint8]) -> None:
+        """Fill `out` with rows ``start`` to ``stop``, chunk by chunk."""
         item = array.dtype.itemsize
-        height = array.chunk[0]
         row_nbytes = item * math.prod(array.shape[1:])
         chunk_nbytes = item * math.prod(array.chunk)
-        runs, run_nbytes, per_run = 1, row_nbytes * height, 1
-        if height == 1:
-            for axis in range(1, len(array.shape)):
-                if array.chunk[axis] != array.shape[axis]:
-                    runs = math.prod(array.shape[1:axis])
-                    run_nbytes = row_nbytes // runs
-                    per_run = -(-run_nbytes // chunk_nbytes)
-                    if array.chunk[axis] == 1:
-                        continue
-                    break
-        per_height = runs * per_run
         first, end = start * row_nbytes, stop * row_nbytes
-        shard_number, file, index = -1, -1, np.empty(0, "<u8")
+        per_shard = array.per_shard
+        shard_number, file = -1, -1
+        index = np.empty((0, 2), "<u8")
         trailer = bytearray(4)
         try:
-            for number in range(start // height * per_height, -(-stop // height) * per_height):
-                if number // array.per_shard != shard_number:
+            for number, begin, length in walk(array.shape, array.chunk, item, start, stop):
+                if number // per_shard != shard_number:
                     if file >= 0:
                         os.close(file)
                         file = -1
-                    shard_number = number // array.per_shard
+                    shard_number = number // per_shard
                     file = self._open_shard(name, array, shard_number)
                     index = self._read_index(name, array, file)
-                offset, nbytes = index[number % array.per_shard].tolist()
+                offset, nbytes = index[number % per_shard].tolist()
                 if nbytes != chunk_nbytes + 4:
                     raise TraceCorruptError(f"{self.path}: array {name!r} lacks its chunk {number}")
-                run, part = divmod(number % per_height, per_run)
-                begin = number // per_height * height * row_nbytes + run * run_nbytes + part * chunk_nbytes
-                length = min(chunk_nbytes, run_nbytes - part * chunk_nbytes)
                 if length == chunk_nbytes and begin >= first and begin + length <= end:
                     target = out[begin - first : begin - first + length]
-                    got = os.preadv(file, [target, trailer], offset)
+                    right = _read_chunk(file, target, trailer, offset)
                 else:
-                    target = memoryview(bytearray(chunk_nbytes))
-                    got = os.preadv(file, [target, trailer], offset)
+                    target = np.empty(chunk_nbytes, np.uint8)
+                    right = _read_chunk(file, target, trailer, offset)
                     low, high = max(begin, first), min(begin + length, end)
                     out[low - first : high - first] = target[low - begin : high - begin]
-                if got != nbytes or _crc32c(target) != trailer:
+                if not right:
                     raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} fails its checksum")
         except OSError as error:
             if isinstance(error, TraceError):
@@ -536,8 +586,11 @@ class ZarrReadStore:
                 os.close(file)
 
     def _open_shard(self, name: str, array: _Opened, number: int) -> int:
-        path = array.folder.joinpath("c", str(number), *["0"] * (len(array.shape) - 1))
-        self._inside(path)
+        path = array.shards.get(number)
+        if path is None:
+            checked = array.folder.joinpath("c", str(number), *["0"] * (len(array.shape) - 1))
+            self._inside(checked)
+            path = array.shards[number] = str(checked)
         try:
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:

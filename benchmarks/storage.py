@@ -1,0 +1,288 @@
+"""What storing costs: messages written to a trace and read back, beside the bare system calls for the same bytes.
+
+Workloads: messages of 1 MB (each stream has a pool of its own), of 4 KB (160 streams, packed into shared pools), and
+scalars. Each is written by `TraceWriter.write_many` in batches, as the recorder's thread does it, and read back as
+arrays (`TraceReader.arrays`), as messages (`TraceReader.messages`) and by a replay to a subscriber that does nothing.
+
+Beside them stand, for the same bytes: ``os.write`` of pieces of 64 KB into one file (also with a CRC-32C of each), a
+sequential read of it, and bare ``write_direct_chunk`` calls of h5py. The variants take turns, several rounds in one
+process; what is printed is the median of the rounds, and ratios are formed within a round. Times are CPU time of the
+process, system time included, because the wall clock of a shared machine measures its neighbours; reads come from the
+page cache.
+
+    python benchmarks/storage.py [--rounds 3] [--scale 1.0] [--only 1MB,4KB,scalars,open] [--folder /tmp] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import h5py
+import torch
+
+import tracer
+from tracer.messages import Message, ModuleMessage, NetworkMessage
+from tracer.reader import TraceReader
+from tracer.writer import TraceWriter
+
+FORMATS = (".zarr", ".h5")
+PIECE = 65536
+BATCH = 1000
+
+
+class Nothing:
+    """A subscriber that hears everything and does nothing."""
+
+    name = "nothing"
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        return True
+
+    def receive(self, message: Message) -> tuple[Message, ...]:
+        return ()
+
+    def finish(self) -> tuple[Message, ...]:
+        return ()
+
+    def close(self) -> None:
+        pass
+
+
+class Workload:
+    """So many messages of one size, spread over streams as a network's layers are."""
+
+    def __init__(self, name: str, messages: int, elements: int, streams: int) -> None:
+        self.name = name
+        self.messages = messages
+        self.streams = streams
+        self.nbytes = 4 * max(elements, 1)
+        shape = (elements,) if elements else ()
+        # more than the processor's cache holds, so that reading them costs what it costs in a training
+        kept = max(2, min(messages, (256 << 20) // max(self.nbytes, 4096)))
+        self.data = list(torch.randn(kept, *shape).unbind(0))
+
+    def batches(self) -> Iterator[list[tuple[Message, None]]]:
+        """The messages, as the recorder's queue holds them."""
+        made = self._make()
+        while batch := list(itertools.islice(made, BATCH)):
+            yield batch
+
+    def _make(self) -> Iterator[tuple[Message, None]]:
+        data = itertools.cycle(self.data)
+        for number in range(self.messages):
+            step = number // self.streams
+            fields: dict[str, Any] = {"global_step": step, "train_step": step, "epoch": 0, "data": next(data)}
+            if self.streams == 1:
+                yield NetworkMessage(kind="loss", **fields), None
+            else:
+                yield ModuleMessage(kind="activations", module=f"layer{number % self.streams}", **fields), None
+
+
+def clocked(action: Callable[[], Any]) -> float:
+    begin = time.process_time()
+    action()
+    return time.process_time() - begin
+
+
+def write_trace(load: Workload, path: Path) -> float:
+    """CPU seconds of writing, without those of making the messages."""
+    spent = 0.0
+    begin = time.process_time()
+    writer = TraceWriter(path)
+    spent += time.process_time() - begin
+    for batch in load.batches():
+        begin = time.process_time()
+        writer.write_many(batch)
+        spent += time.process_time() - begin
+    begin = time.process_time()
+    writer.finish()
+    return spent + time.process_time() - begin
+
+
+def write_raw(load: Workload, path: Path, checksum: bool = False) -> float:
+    """CPU seconds of ``os.write`` in pieces of 64 KB; messages smaller than that are joined before the clock starts."""
+    many = max(1, PIECE // load.nbytes)
+    joined = [
+        torch.stack(load.data[begin : begin + many]).numpy().reshape(-1).view("u1")
+        for begin in range(0, len(load.data), many)
+    ]
+    left = load.messages * load.nbytes
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    begin = time.process_time()
+    for block in itertools.cycle(joined):
+        for start in range(0, len(block), PIECE):
+            piece = block[start : min(start + PIECE, start + left)]
+            if checksum:
+                google_crc32c.value(piece)
+            left -= os.write(file, piece.data)
+        if left <= 0:
+            break
+    os.close(file)
+    return time.process_time() - begin
+
+
+def write_chunks(load: Workload, path: Path) -> float:
+    """CPU seconds of bare ``write_direct_chunk`` calls, of a message of 1 MB, or of 64 KB of smaller ones."""
+    many = max(1, PIECE // load.nbytes)
+    blocks = [torch.stack(load.data[b : b + many]).numpy() for b in range(0, len(load.data) - many + 1, many)]
+    chunks = load.messages // many
+    begin = time.process_time()
+    with h5py.File(path, "w", libver="latest") as file:
+        shape = blocks[0].shape[1:]
+        dataset = file.create_dataset(
+            "x", (chunks * many, *shape), "f4", chunks=(many, *shape), maxshape=(None, *shape)
+        )
+        where = [0] * len(shape)
+        for number, block in zip(range(chunks), itertools.cycle(blocks), strict=False):
+            dataset.id.write_direct_chunk((number * many, *where), block)
+    return time.process_time() - begin
+
+
+def read_raw(path: Path) -> float:
+    """CPU seconds of reading a file into one buffer of a megabyte, again and again."""
+    buffer = bytearray(1 << 20)
+    begin = time.process_time()
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+    return time.process_time() - begin
+
+
+def read_arrays(path: Path) -> None:
+    with TraceReader(path) as reader:
+        for batch in reader.arrays():
+            del batch
+
+
+def read_messages(path: Path) -> None:
+    with TraceReader(path) as reader:
+        for message in reader.messages():
+            del message
+
+
+def one_round(load: Workload, folder: Path) -> dict[str, float]:
+    """Messages per CPU second of each variant."""
+    seconds: dict[str, float] = {}
+    raw = folder / "raw"
+    seconds["write raw"] = write_raw(load, raw)
+    seconds["read raw"] = read_raw(raw)
+    raw.unlink()
+    seconds["write raw crc32c"] = write_raw(load, raw, checksum=True)
+    raw.unlink()
+    seconds["write bare h5py"] = write_chunks(load, raw)
+    raw.unlink()
+    for suffix in FORMATS:
+        path = folder / f"run{suffix}"
+        seconds[f"write {suffix}"] = write_trace(load, path)
+        seconds[f"arrays {suffix}"] = clocked(lambda path=path: read_arrays(path))
+        seconds[f"messages {suffix}"] = clocked(lambda path=path: read_messages(path))
+        seconds[f"replay {suffix}"] = clocked(lambda path=path: tracer.replay(path, Nothing()))
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return {what: load.messages / spent for what, spent in seconds.items()}
+
+
+RATIOS = {
+    "write .zarr": "write raw",
+    "write .h5": "write bare h5py",
+    "arrays .zarr": "read raw",
+    "messages .zarr": "read raw",
+    "replay .zarr": "read raw",
+    "arrays .h5": "read raw",
+    "messages .h5": "read raw",
+    "replay .h5": "read raw",
+}
+"""Which variant each is compared with."""
+
+
+def opening(folder: Path, scale: float) -> dict[str, float]:
+    """Milliseconds (wall, median of 5) to open 1,000 streams, and to open 600 MB and read one small stream of it."""
+    found: dict[str, float] = {}
+    wide, long = Workload("", 20_000, 16, 1000), Workload("", max(200, int(600 * scale)), 262_144, 20)
+    for suffix in FORMATS:
+        for what, load in (("open 1000 streams", wide), ("one small stream", long)):
+            path = folder / f"run{suffix}"
+            with TraceWriter(path) as writer:
+                for number, batch in enumerate(load.batches()):
+                    writer.write_many(batch)
+                    for step in range(100):
+                        where = {"global_step": 1000 * number + step, "train_step": step, "epoch": 0}
+                        writer.write(NetworkMessage(kind="loss", data=torch.tensor(1.0), **where))
+            times = []
+            for _ in range(5):
+                begin = time.perf_counter()
+                with TraceReader(path) as reader:
+                    if what == "one small stream":
+                        reader.array("loss")
+                    else:
+                        assert len(reader.streams) == 1001
+                    times.append(time.perf_counter() - begin)
+            found[f"{what} {suffix}"] = 1000 * statistics.median(times)
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--scale", type=float, default=1.0, help="how many of the messages: 2,000, 100,000 and 500,000")
+    parser.add_argument("--only", default="1MB,4KB,scalars,open")
+    parser.add_argument("--folder", help="where the traces are written; by default where temporary files are")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    wanted = arguments.only.split(",")
+    loads = [
+        make
+        for name, messages, elements, streams in (
+            ("1MB", 2_000, 262_144, 20),
+            ("4KB", 100_000, 1024, 160),
+            ("scalars", 500_000, 0, 1),
+        )
+        if name in wanted
+        for make in [Workload(name, max(BATCH, int(messages * arguments.scale)), elements, streams)]
+    ]
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
+        folder = Path(temporary)
+        for load in loads:
+            rounds = [one_round(load, folder) for _ in range(arguments.rounds)]
+            result[load.name] = {
+                what: {
+                    "messages_per_cpu_second": round(statistics.median(one[what] for one in rounds)),
+                    "mb_per_cpu_second": round(statistics.median(one[what] for one in rounds) * load.nbytes / 1e6, 1),
+                    "ratio": round(statistics.median(one[what] / one[RATIOS[what]] for one in rounds), 3)
+                    if what in RATIOS
+                    else None,
+                    "beside": RATIOS.get(what),
+                }
+                for what in rounds[0]
+            }
+        if "open" in wanted:
+            result["open"] = {what: round(value, 2) for what, value in opening(folder, arguments.scale).items()}
+    if arguments.json:
+        print(json.dumps(result, indent=1))
+        return 0
+    for load in loads:
+        print(f"{load.messages} messages of {load.nbytes} bytes, {load.streams} streams, per CPU second:")
+        for what, found in result[load.name].items():
+            ratio = f"{found['ratio']:6.2f} x {found['beside']}" if found["ratio"] is not None else ""
+            print(f"  {what:16} {found['messages_per_cpu_second']:10,d} {found['mb_per_cpu_second']:9,.0f} MB {ratio}")
+    for what, value in result.get("open", {}).items():
+        print(f"{what:28} {value:7.2f} ms")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
