@@ -435,8 +435,9 @@ def _say_what_was_recorded(path: Path) -> None:
     if path.exists():
         with tracer.open(path) as reader:
             told = reader.info
+        lost = "" if told["status"].startswith(("finished", "failed")) else "; the trace is INCOMPLETE, see above"
         click.echo(
-            f"recorded {told['messages']:,} messages in {told['streams']:,} streams, {_size(told['bytes'])}: "
+            f"recorded {told['messages']:,} messages in {told['streams']:,} streams, {_size(told['bytes'])}{lost}: "
             f"trace info {path}",
             err=True,
         )

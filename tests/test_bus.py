@@ -348,3 +348,20 @@ def test_producers_before_consumers() -> None:
     loop = Recording("loop", [], needs=["x2"], produces=["y2"]), Recording("back", [], needs=["y2"], produces=["x2"])
     with pytest.raises(tracer.CaptureError, match="in a circle: loop, back"):
         in_order([d, *loop])
+
+
+def test_messages_are_read_only() -> None:
+    """A receiver that writes into a message's data is an error that names it: others get the same tensor."""
+
+    class Spoiler(tracer.Subscriber):
+        def __init__(self) -> None:
+            super().__init__(tracer.Subscription("loss"))
+
+        def compute(self, message: Message) -> None:
+            assert message.data is not None
+            message.data.zero_()
+
+    bus = MessageBus()
+    bus.register(Spoiler())
+    with pytest.raises(MessageError, match="changed the data"):
+        bus.publish_network_message(0, 0, 0, "loss", torch.tensor(1.0))

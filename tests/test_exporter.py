@@ -1584,3 +1584,50 @@ def test_a_loss_that_is_never_called_is_told(tmp_path: Path) -> None:
         mine(model(torch.ones(4, 3)), torch.zeros(4, 2)).backward()
         optimizer.step()
     assert any(note.get("problem", {}).get("what") == "loss" for note in tracer.open(tmp_path / "run.zarr").notes)
+
+
+def test_a_spoilt_message_is_not_recorded(tmp_path: Path) -> None:
+    """What a live receiver wrote into is left out of the trace and counted, rather than recorded wrong."""
+
+    class Spoiler(tracer.Subscriber):
+        def __init__(self) -> None:
+            super().__init__(tracer.Subscription("weights"))
+
+        def compute(self, message: Message) -> None:
+            assert message.data is not None
+            message.data.zero_()
+
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with (
+        pytest.warns(RuntimeWarning, match="changed the data"),
+        tracer.record(tmp_path / "run.zarr", model, optimizer, receivers=[Spoiler()]),
+    ):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(4, 3)).sum().backward()
+            optimizer.step()
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        steps, weights = trace.array("weights", "")
+        assert steps.tolist() in ([1, 2], [0, 1, 2])  # the first may have been written before it was spoilt
+        assert all(bool((one != 0).any()) for one in weights)
+    assert not torch.equal(before[0], model.weight)
+
+
+@pytest.mark.parametrize("form", ["function", "module"])
+def test_a_loss_called_by_keywords_in_any_order(form: str) -> None:
+    """Output and labels are told apart by the names of the parameters, not by their order in the call."""
+    model, criterion = nn.Linear(3, 2), nn.CrossEntropyLoss()
+    exporter, heard = Exporter(strict=True), Collect("network_output", "input_labels")
+    exporter.message_bus.register(heard)
+    exporter.set_model(model)
+    exporter.set_loss(F.cross_entropy if form == "function" else criterion)
+    y = torch.tensor([0, 1, 1, 0])
+    loss = F.cross_entropy if form == "function" else criterion
+    loss(target=y, input=model(torch.ones(4, 3))).backward()
+    exporter.detach()
+    assert [(one.kind, one.data.dtype, tuple(one.data.shape)) for one in heard] == [
+        ("network_output", torch.float32, (4, 2)),
+        ("input_labels", torch.int64, (4,)),
+    ]

@@ -280,3 +280,79 @@ def test_evaluation_is_kept_light_unless_asked() -> None:
     assert (outcomes.rows, training.every) == (3, 5)
     asked = Capture(tags="eval")
     assert lighter_on_evaluation(asked) == (asked,)
+
+
+def test_a_loop_without_an_optimizer_is_told(tmp_path: Path) -> None:
+    """A hand-written update calls nothing that could end a step: the recording fails, and says why."""
+    body = """
+    net = nn.Linear(4, 3)
+    for _ in range(3):
+        loss = F.cross_entropy(net(x), y); loss.backward()
+        with torch.no_grad():
+            for p in net.parameters():
+                p -= 0.1 * p.grad; p.grad = None
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 1
+    assert "made no optimizer" in done.stderr
+
+
+def test_a_second_training_is_recorded_too(tmp_path: Path) -> None:
+    """A model that is made and trained after another, as in cross-validation, is recorded under its own name."""
+    body = """
+    def train(net, opt):
+        for _ in range(2):
+            opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+    first = nn.Sequential(nn.Linear(4, 3)); train(first, torch.optim.SGD(first.parameters(), lr=0.1))
+    second = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)); train(second, torch.optim.Adam(second.parameters()))
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        steps = {(one.kind, one.module): one.steps for one in trace.streams}
+    assert steps["activations", "0"] == (0, 1)
+    assert steps["activations", "second.1"] == steps["layer_gradients", "second.0"] == (2, 3)
+    assert steps["weight_updates", "second.0"] == (2, 3)
+
+
+def test_leaving_a_loader_early_ends_the_epoch(tmp_path: Path) -> None:
+    """An epoch that is cut short with ``break`` ends when its DataLoader begins anew; evaluations end none."""
+    body = """
+    net = nn.Linear(4, 3)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    loader, test = DataLoader(TensorDataset(x, y), batch_size=4), DataLoader(TensorDataset(x, y), batch_size=10)
+    for epoch in range(3):
+        for i, (a, b) in enumerate(loader):
+            opt.zero_grad(); F.cross_entropy(net(a), b).backward(); opt.step()
+            with torch.no_grad():
+                for a, b in test: F.cross_entropy(net(a), b)
+            if i == 2: break
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        clock = [(one.global_step, one.train_step, one.epoch) for one in trace.messages(kinds="batch_started")]
+    assert clock == [(3 * epoch + step, step, epoch) for epoch in range(3) for step in range(3)]
+
+
+def test_a_trace_that_is_being_recorded_is_not_overwritten(tmp_path: Path) -> None:
+    """``--overwrite`` over the trace of a living process is refused, and that trace goes on undisturbed."""
+    body = PLAIN.replace("range(2)", "range(10**6)")
+    slow = script(tmp_path, body.replace("    net.eval()", "    print('.', flush=True)\n    net.eval()"), "slow.py")
+    quick = script(tmp_path, PLAIN)
+    for name in ("run.zarr", "run.h5"):
+        command = [sys.executable, "-m", "cli", "record", "--out", name, str(slow)]
+        with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            begun = time.monotonic()
+            while time.monotonic() - begun < 5:
+                process.stdout.readline()
+            again = run(tmp_path, "-m", "cli", "record", "--overwrite", "--out", name, str(quick))
+            process.send_signal(signal.SIGTERM)
+            process.stdout.read()
+            assert process.wait(timeout=60) == 143
+        assert again.returncode == 1
+        assert f"is being recorded by process {process.pid}" in again.stderr
+        with tracer.open(tmp_path / name) as trace:
+            assert trace.status == "failed: SystemExit: 143"
+            assert sum(1 for _ in trace.messages(kinds="loss")) > 10

@@ -286,11 +286,12 @@ class MessageBus:
 
     def _guarded(self, receiver: Receiver, message: Message | None) -> Sequence[Message]:
         """The answers of a receiver to a message (or its last ones), under this bus's policy for errors."""
+        version = version_of(message)
         try:
             given = (receiver.finish() if message is None else receiver.receive(message)) or ()
-            if isinstance(given, tuple) and not given:  # most messages have no answer
-                return ()
-            answers = list(given)
+            answers = [] if isinstance(given, tuple) and not given else list(given)  # most messages have no answer
+            if version_of(message) != version:
+                raise MessageError("it changed the data of the message, which others get too: let it work on a copy")
             for answer in answers:
                 if not isinstance(answer, Message):
                     raise MessageError(f"an answer is a message, not {type(answer).__name__}")
@@ -363,6 +364,12 @@ class Collect:
 
     def __len__(self) -> int:
         return len(self.messages)
+
+
+def version_of(message: Message | None) -> int:
+    """A number that grows when somebody changes a message's data in place."""
+    data = None if message is None else message.data
+    return 0 if data is None or data.is_inference() else data._version
 
 
 def describe(receiver: object) -> str:

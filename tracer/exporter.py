@@ -32,6 +32,7 @@ from tracer.hooks import (
     arguments_of,
     leaves,
     map_tensors,
+    output_and_labels,
     recomputing,
     rows_of,
     same_storage,
@@ -226,8 +227,10 @@ class Exporter:
         CaptureError
             If one is not an optimizer.
         """
-        self._steps_itself = optimizer is not None and not isinstance(optimizer, Optimizer) and not tuple(optimizer)
+        if optimizer is not None and not isinstance(optimizer, Optimizer | Iterable):
+            raise CaptureError(f"the optimizer is a torch.optim.Optimizer, not {type(optimizer).__name__}")
         given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+        self._steps_itself = optimizer is not None and not given
         for one in given:
             if not isinstance(one, Optimizer):
                 raise CaptureError(f"the optimizer is a torch.optim.Optimizer, not {type(one).__name__}")
@@ -271,6 +274,13 @@ class Exporter:
     def named_modules(self) -> list[tuple[str, nn.Module]]:
         """The observed modules with their dotted paths."""
         return list(self._modules.items())
+
+    @property
+    def tops(self) -> list[tuple[str, nn.Module]]:
+        """The model, and the modules that were added and are not part of it, by their names."""
+        below = set() if self._root is None else {id(one) for one in self._root.modules()}
+        root = [] if self._root is None else [("", self._root)]
+        return root + [(name, top) for name, top, _ in self._added if id(top) not in below]
 
     @property
     def model(self) -> nn.Module | None:
@@ -321,7 +331,7 @@ class Exporter:
         """End the epoch: publish ``epoch_finished``; the next step is the first of the next epoch."""
         if not (self._enabled and self._attached):
             return
-        if self._open and not self._optimizers:
+        if self._open and not self._optimizers and not self._steps_itself:
             self._guard("step", self._end_step)
         if not self._epoch_open:
             self._announce_epoch()
@@ -340,7 +350,7 @@ class Exporter:
 
     def finish(self) -> None:
         """End the run: the last step of a loop without an optimizer, and the last pass of each probe."""
-        if self._open and not self._optimizers:
+        if self._open and not self._optimizers and not self._steps_itself:
             self._guard("step", self._end_step)
         for probe in self._probes:
             if probe.last != self.global_step:
@@ -566,7 +576,10 @@ class Exporter:
         """
         below_root = {} if self._root is None else {id(one): name for name, one in self._root.named_modules()}
         found: dict[int, tuple[str, nn.Module]] = {}
-        sources = self._added or ([("", self._root, True)] if self._root is not None else [])
+        # modules of the model that were added by themselves are a choice among its modules; others come beside it
+        chosen = [one for one in self._added if id(one[1]) in below_root]
+        beside = [one for one in self._added if id(one[1]) not in below_root]
+        sources = chosen + beside if chosen or self._root is None else [("", self._root, True), *beside]
         for prefix, top, recursive in sources:
             for inner, one in top.named_modules() if recursive else [("", top)]:
                 name = ".".join(part for part in (prefix, inner) if part)
@@ -672,9 +685,7 @@ class Exporter:
 
     def _find_parameters(self) -> None:
         self._parameters = []
-        tops: list[tuple[str, nn.Module]] = (
-            [("", self._root)] if self._root is not None else [(name, top) for name, top, _ in self._added]
-        )
+        tops = self.tops
         seen: set[int] = set()
         for prefix, top in tops:
             for owner_path, owner in top.named_modules(prefix=prefix):
@@ -1119,9 +1130,9 @@ class Exporter:
     # -- loss -----------------------------------------------------------------------------------------------
 
     def _after_loss(self, _: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._loss_seen(args, kwargs, output)
+        self._loss_seen(module.forward, args, kwargs, output)
 
-    def _loss_seen(self, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+    def _loss_seen(self, loss: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         if not isinstance(output, Tensor) or self._collecting is not None:
             return
         self.losses_seen += 1
@@ -1137,9 +1148,9 @@ class Exporter:
             self._begin_step()
             if self._idle:
                 return
-        given = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
-        for kind, tensor in zip(("network_output", "input_labels"), given, strict=False):
-            self._publish_leaves(kind, None, tensor, tag)
+        for kind, tensor in zip(("network_output", "input_labels"), output_and_labels(loss, args, kwargs), strict=True):
+            if tensor is not None:
+                self._publish_leaves(kind, None, tensor, tag)
         self._publish_leaves("loss", None, output, tag)
 
     # -- optimizer ------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import pkgutil
 import random
 import weakref
@@ -110,7 +111,7 @@ class LossFunction:
         finally:
             exporter._in_loss = False
         if exporter._attached and exporter._enabled:
-            exporter._guard("loss", lambda: exporter._loss_seen(args, kwargs, output))
+            exporter._guard("loss", lambda: exporter._loss_seen(self.__wrapped__, args, kwargs, output))
         return output
 
 
@@ -238,6 +239,35 @@ def arguments_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if not kwargs:
         return args
     return {**{str(index): value for index, value in enumerate(args)}, **kwargs}
+
+
+def output_and_labels(
+    loss: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Which arguments of a call of a loss are the network's output and the labels, whatever their order.
+
+    Labels are the parameter called ``target`` or ``targets``, or in a loss of the user's own the second tensor; a loss
+    such as ``triplet_margin_loss`` has none.
+
+    Examples
+    --------
+    >>> x, y = torch.zeros(2, 3), torch.tensor([0, 1])
+    >>> found = output_and_labels(torch.nn.functional.cross_entropy, (), {"target": y, "input": x})
+    >>> found[0] is x, found[1] is y
+    (True, True)
+    """
+    try:
+        signature = inspect.signature(loss)
+        given = signature.bind_partial(*args, **kwargs).arguments
+        ordered = [given[name] for name in signature.parameters if name in given]
+    except (TypeError, ValueError):  # builtins have no signature
+        given, ordered = dict(kwargs), [*args, *kwargs.values()]
+    tensors = [one for one in ordered if isinstance(one, Tensor)]
+    labels = next((given[name] for name in ("target", "targets") if isinstance(given.get(name), Tensor)), None)
+    if labels is None and "anchor" not in given:
+        labels = tensors[1] if len(tensors) > 1 else None
+    output = next((one for one in tensors if one is not labels), None)
+    return output, labels
 
 
 def unwrap(model: nn.Module) -> nn.Module:

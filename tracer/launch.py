@@ -92,7 +92,7 @@ def run(
     if capture is None or isinstance(capture, Capture):
         capture = lighter_on_evaluation(capture if capture is not None else Capture())
     session = _Session(Path(out), tuple(capture), overwrite=overwrite, strict=strict)
-    argv = [str(main.__file__), *arguments]
+    argv = [str(main.__file__) if module else script, *arguments]
     first_path = os.getcwd() if module else os.path.dirname(os.path.abspath(script))
     error: BaseException | None = None
     with _as_main(main, argv, first_path), session.watching():
@@ -105,7 +105,7 @@ def run(
     if session.refusal is not None and error is session.refusal:
         raise session.refusal
     status = _status(error)
-    if status == 0 and not session.recorded:
+    if status == 0 and (not session.recorded or session.exporter.global_step == 0):
         raise TraceError(f"{script} ended, but no training step was seen, so nothing is recorded: {session.why_not()}")
     return status
 
@@ -138,6 +138,9 @@ class _Session:
         self.run: Run = start(out, self.exporter, overwrite=overwrite, lazily=True)
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._began: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._loaders: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+        self._feeding: weakref.WeakSet[Any] = weakref.WeakSet()
         self._epoch_began = 0
         self._losses = 0
         self._unscaled: tuple[weakref.ref[Tensor], Tensor] | None = None
@@ -150,6 +153,9 @@ class _Session:
 
     def why_not(self) -> str:
         """Why nothing was recorded, as far as can be told."""
+        for receiver, error in self.exporter.message_bus.failures:
+            if receiver is self.run.recorder:
+                return str(error)
         if not self._optimizers:
             return "it made no optimizer of torch.optim"
         if self.exporter.global_step == 0:
@@ -188,14 +194,17 @@ class _Session:
 
         def loader_iter(original: Callable[..., Any]) -> Callable[..., Any]:
             def __iter__(loader: DataLoader[Any]) -> Any:
+                session.guarded("the end of an epoch", lambda: session.iterated(loader))
                 iterator = original(loader)
-                session._began[iterator] = session.exporter.global_step
+                session._began[iterator] = session._seen[iterator] = session.exporter.global_step
+                session._loaders[iterator] = weakref.ref(loader)
                 return iterator
 
             return __iter__
 
         def loader_next(original: Callable[..., Any]) -> Callable[..., Any]:
             def __next__(iterator: Any) -> Any:
+                session.guarded("the end of an epoch", lambda: session.drawn(iterator))
                 try:
                     return original(iterator)
                 except StopIteration:
@@ -246,6 +255,11 @@ class _Session:
             else:
                 for name, one in _names_of(models).items():
                     self.exporter.add_modules((name, one))
+        else:  # a second training in one script: its model joins the first
+            watched = {id(one) for _, top in self.exporter.tops for one in top.modules()}
+            for name, one in _names_of(models).items():
+                if id(one) not in watched:
+                    self.exporter.add_modules((name, one))
         self.exporter.set_optimizer(alive)
         try:
             self.exporter.check()
@@ -264,6 +278,21 @@ class _Session:
             self.exporter._begin_step()
             self.exporter._publish_leaves("loss", None, tensor, DEFAULT_TAG)
         self._losses = seen
+
+    def drawn(self, iterator: Any) -> None:
+        """A batch is drawn: if a step took place since the one before, this DataLoader feeds the training."""
+        now = self.exporter.global_step
+        loader = self._loaders[iterator]() if iterator in self._loaders else None
+        if loader is not None and now > self._seen.get(iterator, now):
+            self._feeding.add(loader)
+        self._seen[iterator] = now
+
+    def iterated(self, loader: Any) -> None:
+        """A DataLoader begins anew: if it fed the training and was left before its end, that ended the epoch too."""
+        now = self.exporter.global_step
+        if loader in self._feeding and now > self._epoch_began:
+            self.exporter.epoch_is_over()
+            self._epoch_began = now
 
     def exhausted(self, iterator: Any) -> None:
         """A DataLoader is at its end: if training steps took place meanwhile, so is the epoch."""
@@ -320,7 +349,7 @@ def _load_script(script: str) -> tuple[CodeType, ModuleType]:
     with io.open_code(path) as file:
         code = _compiled(file.read(), path)
     main = ModuleType("__main__")
-    main.__dict__.update(__file__=script, __builtins__=__builtins__, __cached__=None)
+    main.__dict__.update(__file__=path, __builtins__=__builtins__, __cached__=None)
     return code, main
 
 

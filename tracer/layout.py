@@ -6,8 +6,11 @@ the two are changed together, and `VERSION` with them where an older reader woul
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
+import platform
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -402,6 +405,22 @@ def process_start(pid: int) -> str | None:
     # the name of the program stands in parentheses and may hold anything; the start is the 20th field after it
     fields = stat.rpartition(")")[2].split()
     return fields[19] if len(fields) > 19 else None
+
+
+def process_lives(process: object) -> bool | None:
+    """Whether the process that a header names still runs; None where that cannot be told from this machine."""
+    if not isinstance(process, Mapping) or process.get("hostname") != platform.node():
+        return None
+    pid = process.get("pid")
+    if not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        # the process of another user lives too
+        if error.errno != errno.EPERM:
+            return False
+    return process_start(pid) == process.get("start")
 
 
 def check_version(attributes: Mapping[str, Any]) -> None:

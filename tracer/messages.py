@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tracer.errors import MessageError
@@ -350,8 +351,10 @@ class MessageBundle:
         return f"MessageBundle({', '.join(self.kinds)}; has {', '.join(self.messages) or 'nothing'})"
 
 
-def derived(source: Message | MessageBundle, kind: str, data: Tensor) -> Message:
+def derived(source: Message | MessageBundle, kind: str, data: Tensor | float) -> Message:
     """The answer to a message or bundle: a message of `kind` with the counters, tag and module of its `source`.
+
+    A plain number becomes a float64 scalar.
 
     Examples
     --------
@@ -369,7 +372,7 @@ def derived(source: Message | MessageBundle, kind: str, data: Tensor) -> Message
         "tag": source.tag,
         "call": source.call,
         "leaf": source.leaf,
-        "data": data.detach(),
+        "data": data.detach() if isinstance(data, Tensor) else torch.as_tensor(data, dtype=torch.float64),
     }
     if source.key is None:
         return NetworkMessage(**fields)

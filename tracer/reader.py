@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import fnmatch
 import itertools
 import math
 import os
-import platform
 import sys
 import time
 from collections import deque
@@ -344,19 +342,8 @@ class TraceReader:
         return "recording" if self._writer_lives() else "interrupted"
 
     def _writer_lives(self) -> bool:
-        process = self.header.get("process")
-        if not isinstance(process, Mapping) or process.get("hostname") != platform.node():
-            return time.time() - self._store.modified < SILENT_SECONDS
-        pid = process.get("pid")
-        if not isinstance(pid, int) or pid <= 0:
-            return False
-        try:
-            os.kill(pid, 0)
-        except OSError as error:
-            # the process of another user lives too
-            if error.errno != errno.EPERM:
-                return False
-        return layout.process_start(pid) == process.get("start")
+        lives = layout.process_lives(self.header.get("process"))
+        return time.time() - self._store.modified < SILENT_SECONDS if lives is None else lives
 
     @property
     def dropped(self) -> dict[str, int]:

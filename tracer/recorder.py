@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tracer.bus import MessageBus, Receiver, in_order
+from tracer.bus import MessageBus, Receiver, in_order, version_of
 from tracer.capture import Capture, choice
 from tracer.errors import CaptureError, TraceError
 from tracer.exporter import Exporter
@@ -46,7 +46,7 @@ _PER_MESSAGE = 512
 """Bytes that a waiting message takes besides its data, so that a million empty ones are bounded too."""
 
 
-_Waiting = tuple[Message | None, Mapping[str, Any] | None, int]
+_Waiting = tuple[Message | None, Mapping[str, Any] | None, int, int]
 """A message, how it was thinned out, and its bytes; or, without a message, a note."""
 
 
@@ -107,6 +107,7 @@ class Recorder:
         self._received = 0  # bytes
         self._written = 0
         self._dropped: Counter[str] = Counter()
+        self._spoilt: Counter[str] = Counter()
         self._noted = 0.0
         self._changed = threading.Condition()
         self._idle = False  # whether the thread waits for messages
@@ -151,7 +152,8 @@ class Recorder:
             # here and not in the thread: the training may overwrite its own buffers as soon as this returns
             message = replace(message, data=data.cpu())
         self._received += size
-        self._waiting.append((message, None if self._sampling is None else self._sampling(message), size))
+        sampling = None if self._sampling is None else self._sampling(message)
+        self._waiting.append((message, sampling, size, version_of(message)))
         if self._idle and waiting + size >= _WAKE_BYTES:  # a thread that woke for each message would fight for the GIL
             with self._changed:
                 self._changed.notify_all()
@@ -178,7 +180,7 @@ class Recorder:
         """Put a remark into the trace: a stream that was disabled, a module that was never seen."""
         with self._changed:
             if self._error is None and not self._closed:
-                self._waiting.append((None, note, 0))
+                self._waiting.append((None, note, 0, 0))
                 self._changed.notify_all()
 
     def finish(self) -> Iterable[Message]:
@@ -203,6 +205,12 @@ class Recorder:
         self._check()
         if self._writer is not None:
             self._note_drops(self._writer)
+            if self._spoilt:
+                why = (
+                    f"a receiver changed the data before it was written: {dict(self._spoilt)} messages are not recorded"
+                )
+                count = self._spoilt.total()
+                self._writer.note({"problem": {"what": ", ".join(self._spoilt), "why": why, "count": count}})
             self._writer.finish(status)
 
     def _check(self) -> None:
@@ -240,7 +248,7 @@ class Recorder:
         batch: list[tuple[Message, Mapping[str, Any] | None]] = []
         size = 0
         while waiting and size < _BATCH_BYTES and len(batch) < _BATCH_MESSAGES:
-            message, about, nbytes = waiting[0]
+            message, about, nbytes, version = waiting[0]
             if message is None:
                 if batch:
                     break
@@ -251,8 +259,11 @@ class Recorder:
             waiting.popleft()
             if about is not None and writer is not None:
                 self._note_indices(writer, about)
-            batch.append((message, about))
             size += nbytes
+            if version_of(message) != version:  # a receiver after this one wrote into it: better lost than wrong
+                self._spoilt[message.kind] += 1
+            else:
+                batch.append((message, about))
         del message, about
         if writer is not None:
             writer.write_many(batch)
@@ -408,6 +419,8 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         self._captures = (
             (Capture(),) if capture is None else (capture,) if isinstance(capture, Capture) else tuple(capture)
         )
+        if not self._captures or not all(isinstance(one, Capture) for one in self._captures):
+            raise CaptureError(f"capture is a tracer.Capture or several of them, not {capture!r}")
         self._receivers = tuple(receivers)
         self._logs = (logs,) if isinstance(logs, str) else tuple(logs)
         self._overwrite = overwrite

@@ -645,12 +645,16 @@ def _check_ours(path: Path) -> None:
         store = open_store(path)
         try:
             layout.check_version(store.attrs())
+            said = layout.declarations(store.read(layout.DECLARATIONS, 0, store.length(layout.DECLARATIONS)).tobytes())
         finally:
             store.close()
     except TraceError as error:
         raise TraceExistsError(
             f"{path} already exists, and is not overwritten because it is not a trace of this format: {error}"
         ) from error
+    process = dict(said).get("header", {}).get("process")
+    if "status" not in dict(said) and layout.process_lives(process) and process["pid"] != os.getpid():
+        raise TraceExistsError(f"{path} is being recorded by process {process['pid']}, so it is not overwritten")
 
 
 def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
