@@ -587,8 +587,13 @@ def _reading(filters: Mapping[str, Any]) -> dict[str, Any]:
     return {name: filters[name] or None for name in ("kinds", "modules", "steps", "tags")}
 
 
+def _printable(text: str) -> str:
+    """The same on one line and without effect on a terminal: a module may have any name."""
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
+
+
 def _where(stream: StreamInfo) -> str:
-    path = "" if stream.module is None else stream.module or "(root)"
+    path = "" if stream.module is None else _printable(stream.module) or "(root)"
     return f"{path} [{stream.leaf}]".strip() if stream.leaf else path
 
 
@@ -637,7 +642,7 @@ def _message_line(told: Mapping[str, Any]) -> str:
     module = told["module"]
     words = [f"step {told['global_step']}", told["kind"]]
     if module is not None:
-        words.append(module or "(root)")
+        words.append(_printable(module) or "(root)")
     words += [f"{name} {told[name]}" for name in ("leaf", "call") if told[name]]
     if told["tag"] != "default":
         words.append(f"tag {told['tag']}")

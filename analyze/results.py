@@ -563,7 +563,10 @@ def _finite(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = str(value)  # a module may have any name: on one line, and without effect on a terminal
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
 @lru_cache(maxsize=256)

@@ -543,3 +543,19 @@ def test_readme_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         words = shlex.split(line, comments=True)[1:]
         done = subprocess.run(spawn(*words), cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
         assert done.returncode == 0, f"{line}: {done.stderr}"
+
+
+def test_odd_names_stay_on_their_line(tmp_path: Path) -> None:
+    """Names with line feeds, escape sequences or markup neither break rows nor reach the terminal as they are."""
+    odd = tmp_path / "odd.zarr"
+    with TraceWriter(odd) as writer:
+        for name in ("x\ny", "\x1b[31mred", "a[bold]b"):
+            writer.write(
+                ModuleMessage(kind="weights", module=name, global_step=0, train_step=0, epoch=0, data=torch.ones(2, 2))
+            )
+    for command in (("ls",), ("cat",), ("replay", "-s", "norm")):
+        done = CliRunner().invoke(main, [command[0], str(odd), *command[1:]])
+        assert done.exit_code == 0, done.output
+        assert "\x1b" not in done.output
+        for shown in ("x\\ny", "\\x1b[31mred", "a[bold]b"):
+            assert sum(shown in line for line in done.output.splitlines()) == 1
