@@ -52,6 +52,8 @@ class Column(IntEnum):
 
 
 COLUMNS = len(Column)
+MAX_ELEMENTS = 2**60
+"""Elements of a message, at most: places in a pool are int64."""
 HAS_DATA = 1
 """Bit 0 of the column FLAGS: the message carries data, if only an empty tensor."""
 NONE = -1

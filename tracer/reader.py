@@ -208,7 +208,7 @@ class TraceReader:
         elif what == "shape":
             self._expect(value["id"], self._shapes, what)
             shape = tuple(value["shape"])
-            if not all(isinstance(size, int) and size >= 0 for size in shape):
+            if not all(type(size) is int and size >= 0 for size in shape) or math.prod(shape) > layout.MAX_ELEMENTS:
                 raise ValueError(f"shape {shape}")
             self._shapes.append(shape)
         elif what == "pool":

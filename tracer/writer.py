@@ -274,13 +274,15 @@ class TraceWriter:
                 self._store.seal()
             self._publish()
 
-    def finish(self, status: str = "finished") -> None:
+    def finish(self, status: str = "finished", *, ended: str | None = None) -> None:
         """Commit, write down how the run ended, and close. Finishing again does nothing.
 
         Parameters
         ----------
         status : str
-            ``"finished"``, or ``"failed: "`` and why.
+            ``"finished"``, or ``"failed: "`` and why; ``"interrupted"`` for the copy of a trace that has no status.
+        ended : str, optional
+            When the run ended (ISO 8601, UTC), if not now. Of an interrupted one that is not known.
 
         Raises
         ------
@@ -293,7 +295,9 @@ class TraceWriter:
         self.commit()
         with self._guard():
             # alone in the last commit: a trace that says "finished" is complete
-            self._declared.append(layout.declaration("status", {"status": status, "ended": _now()}))
+            if ended is None and status != "interrupted":
+                ended = _now()
+            self._declared.append(layout.declaration("status", {"status": status, "ended": ended}))
             self._publish()
             if self._store.can_create:
                 self._store.set_attrs("", {"status": status})

@@ -8,10 +8,12 @@ it lies beside its final path, so that what is at the path can always be opened.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
 import shutil
+import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from numpy.typing import NDArray
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
 from tracer.stores import RowChunks, check_name
 
+CHUNK_LIMIT = 1 << 30
+"""Bytes of the largest chunk that is read."""
 _JSON = "json:"
 """Begins an attribute that holds JSON text, because HDF5 has no such value."""
 
@@ -39,7 +43,7 @@ def create(path: Path, *, overwrite: bool = False) -> Hdf5WriteStore:
         return Hdf5WriteStore(path)
 
 
-def open(path: Path) -> Hdf5ReadStore:
+def open(path: Path, *, damaged: bool = False) -> Hdf5ReadStore:
     """Open the HDF5 file at `path`; see `tracer.stores.open_store`."""
     if not path.exists():
         raise TraceNotFoundError(f"there is no trace at {path}")
@@ -54,8 +58,9 @@ def open(path: Path) -> Hdf5ReadStore:
             path.open("rb").close()
         except OSError as error:
             raise TraceError(f"cannot read {path}: {error.strerror or error}") from error
-        raise TraceFormatError(f"{path} is not an HDF5 file")
-    return Hdf5ReadStore(path)
+        if not (damaged and _looks_like_ours(path)):
+            raise TraceFormatError(f"{path} is not an HDF5 file")
+    return Hdf5ReadStore(path, damaged=damaged)
 
 
 @contextlib.contextmanager
@@ -250,27 +255,53 @@ def _decode(value: Any) -> Any:
 class Hdf5ReadStore:
     """An HDF5 file being read; see `tracer.stores.ReadStore`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, damaged: bool = False) -> None:
         self.path = path
         self.checksums_chunks = False
+        self.problems: list[str] = []
         self._datasets: dict[str, Any] = {}
+        self._size = path.stat().st_size
+        self._damaged = damaged
+        self._mended: _Mended | None = None
         with _read(path, "the file"):
-            self._file = _open(path)
+            try:
+                self._file = _open(path)
+            except Exception as error:
+                if not damaged:
+                    raise
+                self.problems.append(f"the file cannot be opened as it is: {error}")
+                self._mended = _Mended(path)
+                self._file = h5py.File(self._mended, "r")
         try:
             with _read(path, "the file"):
                 self._check("", self._file, set())
         except BaseException:
-            self._file.close()
+            self.close()
             raise
 
     def _check(self, prefix: str, group: Any, seen: set[Any]) -> None:
         """Refuse, before anything is read, what reaches outside of the file or runs code of others."""
-        for part in group:
+        try:
+            parts = list(group)
+        except Exception as error:
+            if not self._damaged:
+                raise
+            self.problems.append(f"what is in {prefix or 'the root'!r} cannot be read: {error}")
+            return
+        for part in parts:
             name = f"{prefix}{part}"
-            link = group.get(part, getlink=True)
-            if not isinstance(link, h5py.HardLink):
-                raise TraceFormatError(f"{self.path}: {name!r} is a {type(link).__name__}, which a trace never has")
-            item = group[part]
+            try:
+                link = group.get(part, getlink=True)
+                if not isinstance(link, h5py.HardLink):
+                    raise TraceFormatError(f"{self.path}: {name!r} is a {type(link).__name__}, which a trace never has")
+                item = group[part]
+            except TraceError:
+                raise
+            except Exception as error:
+                if not self._damaged:
+                    raise
+                self.problems.append(f"{name!r} cannot be opened: {error}")
+                continue
             address = h5py.h5o.get_info(item.id).addr
             if address in seen:
                 raise TraceFormatError(f"{self.path}: {name!r} is there under two names, which a trace never has")
@@ -285,6 +316,8 @@ class Hdf5ReadStore:
                     raise TraceFormatError(f"{self.path}: {name!r} has a filter, which a trace never has")
                 if item.dtype.kind not in "biufc" or not item.shape:
                     raise TraceFormatError(f"{self.path}: {name!r} is not an array of numbers")
+                if math.prod(item.chunks) * item.dtype.itemsize > CHUNK_LIMIT:
+                    raise TraceFormatError(f"{self.path}: the chunks of {name!r} are too large: {item.chunks}")
                 self._datasets[name] = item
             else:
                 raise TraceFormatError(f"{self.path}: {name!r} is neither a group nor an array")
@@ -309,6 +342,17 @@ class Hdf5ReadStore:
     def dtype(self, name: str) -> str:
         return str(self._dataset(name).dtype.name)
 
+    def chunk_rows(self, name: str) -> int:
+        return int(self._dataset(name).chunks[0])
+
+    def stored_rows(self, name: str) -> int:
+        dataset = self._dataset(name)
+        return int(self._size // max(1, dataset.dtype.itemsize * math.prod(dataset.shape[1:])) + 1)
+
+    def assume(self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int) -> int | None:
+        # where the chunks are stands in what is damaged
+        return None
+
     def attrs(self, name: str = "") -> dict[str, Any]:
         with _read(self.path, f"the attributes of {name or 'the root'!r}"):
             return {key: _decode(value) for key, value in self._file[name or "/"].attrs.items()}
@@ -323,6 +367,7 @@ class Hdf5ReadStore:
                 raise TraceCorruptError(
                     f"{self.path}: array {name!r} has {len(dataset)} rows, and not those from {start} to {stop}"
                 )
+            self._check_size(name, dataset, stop - start)
             out = np.empty((stop - start, *dataset.shape[1:]), dataset.dtype)
             if math.prod(out.shape):
                 dataset.read_direct(out, np.s_[start:stop])
@@ -331,9 +376,118 @@ class Hdf5ReadStore:
     def close(self) -> None:
         self._datasets.clear()
         self._file.close()
+        if self._mended is not None:
+            self._mended.close()
+
+    def _check_size(self, name: str, dataset: Any, rows: int) -> None:
+        # chunks that are not there read as zeros, and would take memory all the same
+        nbytes = rows * dataset.dtype.itemsize * math.prod(dataset.shape[1:])
+        if nbytes > self._size:
+            self._size = self.path.stat().st_size
+        if nbytes > self._size:
+            raise TraceCorruptError(f"{self.path}: array {name!r} is larger than the file")
 
     def _dataset(self, name: str) -> Any:
         dataset = self._datasets.get(name)
         if dataset is None:
             raise TraceCorruptError(f"{self.path} has no array {name!r}")
         return dataset
+
+
+_SUPERBLOCK = struct.Struct("<8sBBBBQQQQ")
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_UNDEFINED = 2**64 - 1
+
+
+def _looks_like_ours(path: Path) -> bool:
+    """Whether a file without the signature of HDF5 begins otherwise as the files written here do."""
+    with path.open("rb") as file:
+        return file.read(52)[_SUPERBLOCK.size + 4 :] == b"OHDR"
+
+
+class _Mended(io.RawIOBase):
+    """A damaged file as HDF5 accepts it: with a superblock that is right, and zeros where it was cut off.
+
+    The file itself is not changed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=0)
+        self._size = path.stat().st_size
+        self._place = 0
+        head = self._file.read(_SUPERBLOCK.size + 4)
+        body, checksum = head[: _SUPERBLOCK.size], head[_SUPERBLOCK.size :]
+        # without an extension, and with the root group behind it, is how the library lays out a new file
+        fields: list[Any] = [_SIGNATURE, 3, 8, 8, 0, 0, _UNDEFINED, self._size, len(head)]
+        if len(head) == _SUPERBLOCK.size + 4 and _lookup3(body).to_bytes(4, "little") == checksum:
+            fields = list(_SUPERBLOCK.unpack(body))
+            fields[4] = 0  # nobody writes it
+            fields[7] = max(fields[7], self._size)
+        self._end = fields[7]
+        body = _SUPERBLOCK.pack(*fields)
+        self._head = body + _lookup3(body).to_bytes(4, "little")
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._end}[whence]
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        target = memoryview(buffer).cast("B")
+        data = os.pread(self._file.fileno(), len(target), self._place) if self._place < self._size else b""
+        target[: len(data)] = data
+        target[len(data) :] = bytes(len(target) - len(data))
+        if self._place < len(self._head):
+            piece = self._head[self._place :][: len(target)]
+            target[: len(piece)] = piece
+        self._place += len(target)
+        return len(target)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _lookup3(data: bytes) -> int:
+    """The checksum of HDF5's metadata: Bob Jenkins' lookup3, `hashlittle`.
+
+    Examples
+    --------
+    >>> hex(_lookup3(b"Four score and seven years ago"))
+    '0x17770551'
+    """
+    word = 0xFFFFFFFF
+    a = b = c = (0xDEADBEEF + len(data)) & word
+
+    def turn(value: int, by: int) -> int:
+        return (value << by | value >> (32 - by)) & word
+
+    while len(data) > 12:
+        x, y, z = struct.unpack_from("<III", data)
+        a, b, c = (a + x) & word, (b + y) & word, (c + z) & word
+        a, c = (a - c) & word ^ turn(c, 4), (c + b) & word
+        b, a = (b - a) & word ^ turn(a, 6), (a + c) & word
+        c, b = (c - b) & word ^ turn(b, 8), (b + a) & word
+        a, c = (a - c) & word ^ turn(c, 16), (c + b) & word
+        b, a = (b - a) & word ^ turn(a, 19), (a + c) & word
+        c, b = (c - b) & word ^ turn(b, 4), (b + a) & word
+        data = data[12:]
+    if not data:
+        return c
+    x, y, z = struct.unpack("<III", data.ljust(12, b"\0"))
+    a, b, c = (a + x) & word, (b + y) & word, (c + z) & word
+    c = (c ^ b) - turn(b, 14) & word
+    a = (a ^ c) - turn(c, 11) & word
+    b = (b ^ a) - turn(a, 25) & word
+    c = (c ^ b) - turn(b, 16) & word
+    a = (a ^ c) - turn(c, 4) & word
+    b = (b ^ a) - turn(a, 14) & word
+    return int((c ^ b) - turn(b, 24) & word)
