@@ -8,6 +8,7 @@ it lies beside its final path, so that what is at the path can always be opened.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import json
 import math
@@ -87,13 +88,32 @@ def _read(path: Path, what: str) -> Iterator[None]:
 def _open(path: Path) -> Any:
     # A process opens a file twice only in the same mode, and most others open it plainly. Plainly fails while it is
     # written or after its writer was killed (swmr), and on file systems without locks.
-    attempts: tuple[dict[str, Any], ...] = ({}, {"swmr": True}, {"swmr": True, "locking": False})
-    for options in attempts:
+    for swmr, locking in ((False, True), (True, True), (True, False)):
+        access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+        # as h5py.File has it: a process opens a file twice only in the same way
+        access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
+        access.set_libver_bounds(h5py.h5f.LIBVER_LATEST, h5py.h5f.LIBVER_LATEST)
+        if not locking:
+            access.set_file_locking(False, ignore_when_disabled=False)
+        _bound_retries(access)
+        flags = h5py.h5f.ACC_RDONLY | (h5py.h5f.ACC_SWMR_READ if swmr else 0)
         try:
-            return h5py.File(path, "r", libver="latest", **options)
+            return h5py.File(h5py.h5f.open(os.fsencode(path), flags, fapl=access))
         except OSError as error:
             failure = error
     raise failure
+
+
+def _bound_retries(access: Any) -> None:
+    """Let HDF5 read metadata that fails its checksum again for 20 ms, as a file that is being written needs.
+
+    By default it waits twice as long each time, a hundred times, which no damaged file would survive to tell of.
+    """
+    # h5py does not offer this function, but is linked with the library that has it
+    function = getattr(ctypes.CDLL(h5py.h5p.__file__), "H5Pset_metadata_read_attempts", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int64, ctypes.c_uint)
+        function(access.id, 24)
 
 
 class _Array:

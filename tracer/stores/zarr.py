@@ -522,8 +522,25 @@ class ZarrReadStore:
         template = _Array(self.path / name, name, RowChunks(name, dtype, shape, chunk_bytes)).template
         array = _Opened(self.path, name, template | {"shape": [0, *shape]})
         self._arrays[name] = array
-        self._assumed[name] = rows = self.stored_rows(name)
+        rows = self.stored_rows(name)
         array.shape = (rows, *shape)
+        if rows:
+            last = rows // array.shard_rows - 1
+            try:
+                file = self._open_shard(name, array, last)
+                try:
+                    index = self._read_index(name, array, file)
+                finally:
+                    os.close(file)
+            except TraceCorruptError:
+                pass
+            else:
+                # the last shard is full up to its last chunk only
+                per_height = array.per_shard * array.chunk[0] // array.shard_rows
+                chunks = int(np.flatnonzero(index[:, 0] != MISSING).max(initial=-1)) + 1
+                rows = last * array.shard_rows - (-chunks // per_height) * int(array.chunk[0])
+                array.shape = (rows, *shape)
+        self._assumed[name] = rows
         return rows
 
     def names(self, prefix: str = "") -> list[str]:
