@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ class Column(IntEnum):
 COLUMNS = len(Column)
 MAX_ELEMENTS = 2**60
 """Elements of a message, at most: places in a pool are int64."""
+MAX_AXES = 64
+"""Axes of a message, at most: numpy has no more."""
 HAS_DATA = 1
 """Bit 0 of the column FLAGS: the message carries data, if only an empty tensor."""
 NONE = -1
@@ -238,6 +241,21 @@ def shared_pool(kind: str, storage: str) -> str:
 def late_pool(storage: str) -> str:
     """The name of the pool of streams that were first seen when the store could make no more arrays."""
     return f"{RANK}/late/{storage}"
+
+
+def is_shape(shape: tuple[Any, ...]) -> bool:
+    """Whether a message can have this shape.
+
+    Examples
+    --------
+    >>> is_shape((3, 0)), is_shape((10**9, 10**9)), is_shape((True,)), is_shape((1,) * 65)
+    (True, False, False, False)
+    """
+    return (
+        len(shape) <= MAX_AXES
+        and all(type(size) is int and 0 <= size <= MAX_ELEMENTS for size in shape)
+        and math.prod(size or 1 for size in shape) <= MAX_ELEMENTS
+    )
 
 
 def declaration(what: str, value: Any) -> bytes:

@@ -229,6 +229,7 @@ class Survey:
         self._cache: OrderedDict[tuple[str, int], NDArray[Any]] = OrderedDict()
         self._cached = 0
         self._bytes = 0
+        self._zeros: tuple[int, int] | None = None
         self._store: ReadStore = open_store(self.path, damaged=True)
         try:
             self._load()
@@ -252,6 +253,9 @@ class Survey:
             self._add("root", "the attributes of the root are not there")
         self.journal, readable = self._read_journal()
         self._declare_all()
+        if self._zeros is not None and (self.ending or self._store.checksums_chunks):
+            start, stop = self._zeros
+            self._add("journal", f"rows {start} to {stop - 1} of the journal are zeros", layout.JOURNAL, self._zeros)
         self.sound: NDArray[np.bool_] = readable & self._agrees(readable)
 
     # -- tables -----------------------------------------------------------------------------------------------------
@@ -275,6 +279,9 @@ class Survey:
         end = len(journal)
         while end and readable[end - 1] and not journal[end - 1].any():
             end -= 1
+        # where the description of the array was damaged, they are the rest of its last chunk
+        if end < len(journal) and not any(problem.array == array.name for problem in self.problems):
+            self._zeros = (end, len(journal))
         return journal[:end], readable[:end]
 
     def _declare_all(self) -> None:
@@ -327,7 +334,7 @@ class Survey:
             self._enter(self.streams, value["id"], stream, what)
         elif what == "shape":
             shape = tuple(value["shape"])
-            if not all(type(size) is int and size >= 0 for size in shape) or math.prod(shape) > layout.MAX_ELEMENTS:
+            if not layout.is_shape(shape):
                 raise ValueError(f"shape {shape}")
             self._enter(self.shapes, value["id"], shape, what)
         elif what == "pool":

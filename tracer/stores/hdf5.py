@@ -315,6 +315,7 @@ class Hdf5ReadStore:
                 if not isinstance(link, h5py.HardLink):
                     raise TraceFormatError(f"{self.path}: {name!r} is a {type(link).__name__}, which a trace never has")
                 item = group[part]
+                address = h5py.h5o.get_info(item.id).addr
             except TraceError:
                 raise
             except Exception as error:
@@ -322,7 +323,6 @@ class Hdf5ReadStore:
                     raise
                 self.problems.append(f"{name!r} cannot be opened: {error}")
                 continue
-            address = h5py.h5o.get_info(item.id).addr
             if address in seen:
                 raise TraceFormatError(f"{self.path}: {name!r} is there under two names, which a trace never has")
             seen.add(address)

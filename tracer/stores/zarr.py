@@ -19,7 +19,7 @@ import shutil
 import stat
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -519,29 +519,40 @@ class ZarrReadStore:
     def assume(self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int) -> int | None:
         check_name(name)
         self._inside(self.path / name / "c")
-        template = _Array(self.path / name, name, RowChunks(name, dtype, shape, chunk_bytes)).template
-        array = _Opened(self.path, name, template | {"shape": [0, *shape]})
-        self._arrays[name] = array
+        array = self._arrays[name] = self._made_as(name, dtype, shape, chunk_bytes)
         rows = self.stored_rows(name)
+        last = rows // array.shard_rows - 1
+        index = self._index_of(name, array, last)
+        stored = index[index[:, 0] != MISSING]
+        if len(stored) and int(stored[0, 1]) - 4 != array.chunk_nbytes and not 0 <= int(stored[0, 1]) - 5 < CHUNK_LIMIT:
+            return None
+        if len(stored) and int(stored[0, 1]) - 4 != array.chunk_nbytes:
+            # it was made with chunks of another size, which the index tells
+            array = self._arrays[name] = self._made_as(name, dtype, shape, int(stored[0, 1]) - 4)
+            rows = (last + 1) * array.shard_rows
+        if len(stored):
+            # the last shard is full up to its last chunk only
+            per_height = array.per_shard * array.chunk[0] // array.shard_rows
+            chunks = int(np.flatnonzero(index[:, 0] != MISSING).max()) + 1
+            rows = last * array.shard_rows - (-chunks // per_height) * int(array.chunk[0])
         array.shape = (rows, *shape)
-        if rows:
-            last = rows // array.shard_rows - 1
-            try:
-                file = self._open_shard(name, array, last)
-                try:
-                    index = self._read_index(name, array, file)
-                finally:
-                    os.close(file)
-            except TraceCorruptError:
-                pass
-            else:
-                # the last shard is full up to its last chunk only
-                per_height = array.per_shard * array.chunk[0] // array.shard_rows
-                chunks = int(np.flatnonzero(index[:, 0] != MISSING).max(initial=-1)) + 1
-                rows = last * array.shard_rows - (-chunks // per_height) * int(array.chunk[0])
-                array.shape = (rows, *shape)
         self._assumed[name] = rows
         return rows
+
+    def _made_as(self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int) -> _Opened:
+        template = _Array(self.path / name, name, RowChunks(name, dtype, shape, chunk_bytes)).template
+        return _Opened(self.path, name, template | {"shape": [0, *shape]})
+
+    def _index_of(self, name: str, array: _Opened, shard: int) -> NDArray[np.uint64]:
+        """The index of a shard; empty where it cannot be read."""
+        if shard >= 0:
+            with suppress(TraceCorruptError):
+                file = self._open_shard(name, array, shard)
+                try:
+                    return self._read_index(name, array, file)
+                finally:
+                    os.close(file)
+        return np.empty((0, 2), "<u8")
 
     def names(self, prefix: str = "") -> list[str]:
         found = []
