@@ -90,8 +90,6 @@ def _open(path: Path) -> Any:
     # written or after its writer was killed (swmr), and on file systems without locks.
     for swmr, locking in ((False, True), (True, True), (True, False)):
         access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
-        # as h5py.File has it: a process opens a file twice only in the same way
-        access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
         access.set_libver_bounds(h5py.h5f.LIBVER_LATEST, h5py.h5f.LIBVER_LATEST)
         if not locking:
             access.set_file_locking(False, ignore_when_disabled=False)
@@ -353,7 +351,7 @@ class Hdf5ReadStore:
     def length(self, name: str) -> int:
         dataset = self._dataset(name)
         with _read(self.path, f"array {name!r}"):
-            dataset.id.refresh()
+            self._refresh(dataset)
             return int(dataset.shape[0])
 
     def row_shape(self, name: str) -> tuple[int, ...]:
@@ -382,7 +380,7 @@ class Hdf5ReadStore:
         with _read(self.path, f"array {name!r}"):
             if not 0 <= start <= stop <= len(dataset):
                 # another reader of this store may have seen more rows than this handle has
-                dataset.id.refresh()
+                self._refresh(dataset)
             if not 0 <= start <= stop <= len(dataset):
                 raise TraceCorruptError(
                     f"{self.path}: array {name!r} has {len(dataset)} rows, and not those from {start} to {stop}"
@@ -398,6 +396,11 @@ class Hdf5ReadStore:
         self._file.close()
         if self._mended is not None:
             self._mended.close()
+
+    def _refresh(self, dataset: Any) -> None:
+        # A file that is opened plainly does not grow; and HDF5 loses its way in a file that a process opened twice.
+        if self._file.swmr_mode:
+            dataset.id.refresh()
 
     def _check_size(self, name: str, dataset: Any, rows: int) -> None:
         # chunks that are not there read as zeros, and would take memory all the same
