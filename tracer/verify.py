@@ -592,6 +592,9 @@ class Survey:
     def told_all(self) -> bool:
         """Whether the tables, which say what there is, are as they were written."""
         tables = (layout.JOURNAL, layout.DECLARATIONS)
+        if self._zeros is not None and any(problem.check == "store" for problem in self.problems):
+            # of a file that was cut off, what is not there reads as zeros
+            return False
         return not any(problem.check == "declaration" or problem.array in tables for problem in self.problems)
 
     def tell_damage(self) -> None:

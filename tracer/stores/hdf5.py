@@ -278,9 +278,12 @@ class Hdf5ReadStore:
         self.checksums_chunks = False
         self.problems: list[str] = []
         self._datasets: dict[str, Any] = {}
+        self._looked_up: set[str] = set()
         self._size = path.stat().st_size
         self._damaged = damaged
         self._mended: _Mended | None = None
+        if damaged:
+            self.problems += _cut_off(path)
         with _read(path, "the file"):
             try:
                 self._file = _open(path)
@@ -398,9 +401,11 @@ class Hdf5ReadStore:
             self._mended.close()
 
     def _refresh(self, dataset: Any) -> None:
-        # A file that is opened plainly does not grow; and HDF5 loses its way in a file that a process opened twice.
-        if self._file.swmr_mode:
+        # A file that is opened plainly does not grow, and an array that was just opened is as it is. No more often than
+        # it must be, because HDF5 loses its way in arrays that a process opened twice.
+        if self._file.swmr_mode and dataset.name in self._looked_up:
             dataset.id.refresh()
+        self._looked_up.add(dataset.name)
 
     def _check_size(self, name: str, dataset: Any, rows: int) -> None:
         # chunks that are not there read as zeros, and would take memory all the same
@@ -426,6 +431,21 @@ def _looks_like_ours(path: Path) -> bool:
     """Whether a file without the signature of HDF5 begins otherwise as the files written here do."""
     with path.open("rb") as file:
         return file.read(52)[_SUPERBLOCK.size + 4 :] == b"OHDR"
+
+
+def _cut_off(path: Path) -> list[str]:
+    """What is wrong with the length of a file that was closed in order; one that was not may be shorter than it says."""
+    with path.open("rb") as file:
+        head = file.read(_SUPERBLOCK.size + 4)
+    body, checksum = head[: _SUPERBLOCK.size], head[_SUPERBLOCK.size :]
+    if _lookup3(body).to_bytes(4, "little") != checksum:
+        return []
+    fields, size = _SUPERBLOCK.unpack(body), path.stat().st_size
+    return (
+        [f"the file was cut off: it has {size} bytes, and had {fields[7]}"]
+        if not fields[4] and size < fields[7]
+        else []
+    )
 
 
 class _Mended(io.RawIOBase):
