@@ -434,7 +434,7 @@ def _looks_like_ours(path: Path) -> bool:
 
 
 def _cut_off(path: Path) -> list[str]:
-    """What is wrong with the length of a file that was closed in order; one that was not may be shorter than it says."""
+    """What is wrong with the length of a file that was closed in order; others may be shorter than they say."""
     with path.open("rb") as file:
         head = file.read(_SUPERBLOCK.size + 4)
     body, checksum = head[: _SUPERBLOCK.size], head[_SUPERBLOCK.size :]

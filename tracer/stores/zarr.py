@@ -524,11 +524,12 @@ class ZarrReadStore:
         last = rows // array.shard_rows - 1
         index = self._index_of(name, array, last)
         stored = index[index[:, 0] != MISSING]
-        if len(stored) and int(stored[0, 1]) - 4 != array.chunk_nbytes and not 0 <= int(stored[0, 1]) - 5 < CHUNK_LIMIT:
+        nbytes = int(stored[0, 1]) - 4 if len(stored) else array.chunk_nbytes
+        if not 0 < nbytes <= CHUNK_LIMIT:
             return None
-        if len(stored) and int(stored[0, 1]) - 4 != array.chunk_nbytes:
+        if nbytes != array.chunk_nbytes:
             # it was made with chunks of another size, which the index tells
-            array = self._arrays[name] = self._made_as(name, dtype, shape, int(stored[0, 1]) - 4)
+            array = self._arrays[name] = self._made_as(name, dtype, shape, nbytes)
             rows = (last + 1) * array.shard_rows
         if len(stored):
             # the last shard is full up to its last chunk only
