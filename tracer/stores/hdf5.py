@@ -284,6 +284,7 @@ class Hdf5ReadStore:
         self._mended: _Mended | None = None
         if damaged:
             self.problems += _cut_off(path)
+        _check_heaps(path)
         with _read(path, "the file"):
             try:
                 self._file = _open(path)
@@ -431,6 +432,27 @@ def _looks_like_ours(path: Path) -> bool:
     """Whether a file without the signature of HDF5 begins otherwise as the files written here do."""
     with path.open("rb") as file:
         return file.read(52)[_SUPERBLOCK.size + 4 :] == b"OHDR"
+
+
+def _check_heaps(path: Path) -> None:
+    """Refuse damaged global heaps, where texts of attributes are: they have no checksum, and HDF5 never returns.
+
+    Attributes are written first, so their heap is at the beginning.
+    """
+    with path.open("rb") as file:
+        data = file.read(65536)
+    start = data.find(b"GCOL\x01\0\0\0")
+    while start >= 0:
+        end = start + int.from_bytes(data[start + 8 : start + 16], "little")
+        place = start + 16
+        while place + 16 <= min(end, len(data)):
+            size = int.from_bytes(data[place + 8 : place + 16], "little")
+            # object 0 is the free space, with its header
+            step = size if data[place : place + 2] == b"\0\0" else 16 - (-size // 8) * 8
+            if step < 16 or place + step > end:
+                raise TraceCorruptError(f"{path}: the texts of its attributes are damaged")
+            place += step
+        start = data.find(b"GCOL\x01\0\0\0", start + 16)
 
 
 def _cut_off(path: Path) -> list[str]:
