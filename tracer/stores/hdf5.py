@@ -284,7 +284,13 @@ class Hdf5ReadStore:
         self._mended: _Mended | None = None
         if damaged:
             self.problems += _cut_off(path)
-        _check_heaps(path)
+        self._heaps: TraceCorruptError | None = None
+        try:
+            _check_heaps(path)
+        except TraceCorruptError as error:
+            if not damaged:
+                raise
+            self._heaps = error
         with _read(path, "the file"):
             try:
                 self._file = _open(path)
@@ -376,6 +382,8 @@ class Hdf5ReadStore:
         return None
 
     def attrs(self, name: str = "") -> dict[str, Any]:
+        if self._heaps is not None:
+            raise self._heaps
         with _read(self.path, f"the attributes of {name or 'the root'!r}"):
             return {key: _decode(value) for key, value in self._file[name or "/"].attrs.items()}
 
