@@ -178,7 +178,8 @@ def test_random_damage(whole: Path, tmp_path: Path) -> None:
                 rest = iter(truth)
                 assert all(one in rest for one in rescued), what
         except TracerError:
-            assert not readable, what
+            # of a file that was cut off a reader sees the beginning, which may hold no message
+            assert not readable or not found, what
         except Exception as error:
             error.add_note(what)
             raise
