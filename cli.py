@@ -712,6 +712,106 @@ def cat(trace: str, limit: int | None, values: int, as_json: bool, **filters: An
 
 
 @main.command(cls=Command)
+@_trace_argument
+@_as_json
+def verify(trace: str, as_json: bool) -> None:
+    """Check every chunk, checksum and table of a trace, and say what is wrong and where.
+
+    The exit code is 0 for a trace that is whole, and 3 for one that is damaged or that its writer left without an end.
+    Of a trace that is still being recorded, what is committed is checked.
+    """
+    from tracer.verify import verify as check
+
+    report = check(trace)
+    if as_json:
+        _print_json(report.describe())
+    else:
+        for problem in report.problems[:_PROBLEMS]:
+            click.echo(str(problem))
+        if len(report.problems) > _PROBLEMS:
+            click.echo(f"and {len(report.problems) - _PROBLEMS:,} more problems (--json tells all)")
+        checked = f"{report.messages:,} messages, {report.chunks:,} chunks, {_size(report.bytes)}"
+        if not report.intact:
+            click.echo(
+                f"damaged: {report.damaged:,} of {report.messages:,} messages cannot be read ({checked} checked)"
+            )
+            click.echo(f"trace recover {trace} OUT saves the others")
+        elif report.status == "interrupted":
+            click.echo(f"interrupted: the writer is gone without a word; all it committed is intact ({checked})")
+        else:
+            click.echo(f"intact, {report.status}: {checked}")
+    if not report.complete:
+        click.get_current_context().exit(DAMAGED)
+
+
+_PROBLEMS = 50
+"""How many problems `trace verify` and `trace recover` print."""
+
+
+@main.command(cls=Command)
+@click.argument("src", metavar="SRC", type=click.Path(path_type=str))
+@click.argument("dst", metavar="DST", type=click.Path(path_type=str))
+@_as_json
+def recover(src: str, dst: str, as_json: bool) -> None:
+    """Save what can be had of a damaged trace into a new one, and say what was lost.
+
+    SRC is left as it is, and DST is never overwritten. The exit code is 0 if nothing was lost, 3 if something was, and
+    1 if nothing could be saved.
+    """
+    from tracer.recover import recover as save
+
+    with _progress("saving", None) as advance:
+        try:
+            loss = save(src, dst, progress=lambda done, total: advance(done))
+        except TraceCorruptError as error:
+            raise Failure(f"nothing could be saved: {error}") from error
+    if as_json:
+        _print_json(loss.describe())
+    else:
+        for problem in loss.problems[:_PROBLEMS]:
+            click.echo(problem, err=True)
+        if loss.streams:
+            rows = [
+                (one.kind, one.module if one.module != "" else "(root)", one.tag, one.saved, one.lost, _span(one.steps))
+                for one in loss.streams
+            ]
+            columns = ("kind", "module", "tag", "saved", "lost", "steps lost")
+            _show(_table(None, columns, rows, right=("saved", "lost")))
+        click.echo(f"saved {loss.saved:,} of {loss.messages:,} messages to {dst}")
+        if not loss.lossless and not loss.lost:
+            click.echo("whether more was committed is not known, because the tables of the trace are damaged")
+    if not loss.lossless:
+        click.get_current_context().exit(DAMAGED)
+
+
+@main.command(cls=Command)
+@click.argument("src", metavar="SRC", type=click.Path(path_type=str))
+@click.argument("dst", metavar="DST", type=click.Path(path_type=str))
+@_filters
+@click.option(
+    "--chunk-bytes", type=click.IntRange(min=1), metavar="N", default=65536, show_default=True,
+    help="Bytes of the chunks of small messages.",
+)  # fmt: skip
+@_as_json
+def convert(src: str, dst: str, chunk_bytes: int, as_json: bool, **filters: Any) -> None:
+    """Copy a trace, or a part of it, into another format or other chunks; the suffix of DST chooses the format.
+
+    DST is never overwritten, and is there only when it is complete.
+    """
+    from tracer.convert import convert as copy
+
+    with tracer.open(src) as reader:
+        _chosen_streams(reader, filters)
+    with _progress("copying", None) as advance:
+        told = copy(src, dst, chunk_bytes=chunk_bytes, progress=lambda done, total: advance(done), **_reading(filters))
+    if as_json:
+        _print_json(told)
+        return
+    rest = f", and left out {told['left_out']:,}" if told["left_out"] else ""
+    click.echo(f"copied {told['messages']:,} messages, {_size(told['bytes'])}, to {dst}{rest}")
+
+
+@main.command(cls=Command)
 @click.argument("name", required=False)
 @_as_json
 def subscribers(name: str | None, as_json: bool) -> None:

@@ -559,3 +559,68 @@ def test_odd_names_stay_on_their_line(tmp_path: Path) -> None:
         assert "\x1b" not in done.output
         for shown in ("x\\ny", "\\x1b[31mred", "a[bold]b"):
             assert sum(shown in line for line in done.output.splitlines()) == 1
+
+
+# -- checking, saving, copying ------------------------------------------------------------------------------------
+
+
+def damage(path: Path) -> None:
+    """Flip a bit of the first weight of ``conv1``."""
+    needle = next(one for one in messages() if one.kind == "weights").data.numpy().tobytes()
+    for file in [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file()):
+        data = bytearray(file.read_bytes())
+        place = data.find(needle)
+        if place >= 0:
+            data[place + 5] ^= 1
+            file.write_bytes(data)
+            return
+    raise AssertionError("these bytes are nowhere")
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
+def test_verify(tmp_path: Path, suffix: str) -> None:
+    """``verify`` ends with 0 for a whole trace and with 3 for a damaged one, and says what is damaged."""
+    path = write(tmp_path / f"run{suffix}")
+    result = run("verify", path)
+    assert (result.exit_code, result.stdout.partition(":")[0]) == (0, "intact, finished")
+    damage(path)
+    result = run("verify", path)
+    assert result.exit_code == 3
+    assert "weights of conv1 in step" in result.stdout
+    told = json.loads(run("verify", path, "--json").stdout)
+    assert told["damaged"] >= 1
+    assert (told["intact"], told["complete"]) == (False, False)
+    assert run("verify", tmp_path / "none.h5").exit_code == 1
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
+def test_recover(tmp_path: Path, suffix: str) -> None:
+    """``recover`` ends with 0 when nothing was lost, 3 when something was, 1 when nothing could be saved."""
+    path = write(tmp_path / f"run{suffix}")
+    result = run("recover", path, tmp_path / "a.h5")
+    assert (result.exit_code, result.stdout.strip()) == (0, f"saved 66 of 66 messages to {tmp_path / 'a.h5'}")
+    damage(path)
+    result = run("recover", path, tmp_path / "b.h5", "--json")
+    assert result.exit_code == 3
+    told = json.loads(result.stdout)
+    assert told["lost"] == sum(one["lost"] for one in told["streams"]) >= 1
+    result = run("recover", path, tmp_path / "c.h5")
+    assert (result.exit_code, "conv1" in result.stdout) == (3, True)
+    result = run("recover", path, tmp_path / "c.h5")
+    assert (result.exit_code, "already exists" in result.stderr) == (1, True)
+    (tmp_path / "no.h5").write_bytes(path.read_bytes()[:100] if path.is_file() else b"")
+    assert run("recover", tmp_path / "no.h5", tmp_path / "d.h5").exit_code == 1
+
+
+def test_convert(trace: Path, tmp_path: Path) -> None:
+    """``convert`` copies what passes the filters, never over anything, and refuses names that are not in the trace."""
+    result = run("convert", trace, tmp_path / "a.h5")
+    assert (result.exit_code, "copied 66 messages" in result.stdout) == (0, True)
+    result = run("convert", trace, tmp_path / "b.zarr", "-k", "weights", "-m", "fc*", "--steps", "2:6", "--json")
+    told = json.loads(result.stdout)
+    assert (told["messages"], told["left_out"]) == (4, 62)
+    assert run("cat", tmp_path / "b.zarr").stdout.count("weights  fc.0") == 4
+    assert run("convert", trace, tmp_path / "a.h5").exit_code == 1
+    assert run("convert", trace, tmp_path / "c.h5", "-k", "wieghts").exit_code == 2
+    assert run("convert", trace, tmp_path / "c.txt").exit_code == 1
+    assert not (tmp_path / "c.h5").exists()

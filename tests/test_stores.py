@@ -510,3 +510,23 @@ def test_zarr_keeps_few_files_open_and_little_garbage(tmp_path: Path) -> None:
     assert size <= 128 * 16 + 4 + 104 * 5
     reader = open_store(tmp_path / "store.zarr")
     assert all((reader.read(f"a{number}", 0, 90) == number).all() for number in range(200))
+
+
+def test_hdf5_opened_twice_in_a_process(tmp_path: Path) -> None:
+    """Two readers of one file see the same, one after the other and side by side, while it is written and later."""
+    path = tmp_path / "store.h5"
+    values = numbers("int64", (40, 3))
+    store = create_store(path)
+    store.create("a", dtype="int64", shape=(3,), chunk_bytes=24)
+    store.seal()
+    store.append("a", values[:20])
+    store.commit()
+    for stop in (20, 40):
+        one, two = open_store(path), open_store(path)
+        for reader in (one, two, one):
+            assert np.array_equal(reader.read("a", 0, reader.length("a")), values[:stop])
+        one.close()
+        two.close()
+        if stop == 20:
+            store.append("a", values[20:])
+            store.close()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tracer.bus import Collect, MessageBus, Receiver, get_default_bus
     from tracer.capture import Capture
+    from tracer.convert import convert
     from tracer.errors import (
         CaptureError,
         MessageError,
@@ -29,9 +30,11 @@ if TYPE_CHECKING:
     from tracer.reader import TraceReader
     from tracer.reader import TraceReader as open  # noqa: A004 - tracer.open(path), as in gzip.open
     from tracer.recorder import Recorder, Run, record
+    from tracer.recover import recover
     from tracer.replay import plan, replay
     from tracer.subscriber import CallbackSubscriber, Subscriber
     from tracer.subscription import Subscription, SynchronizedSubscription
+    from tracer.verify import verify
     from tracer.writer import TraceWriter
 
 __version__ = "0.1.0"
@@ -57,6 +60,9 @@ _HOMES = {
     "replay": ("plan", "replay"),
     "subscriber": ("CallbackSubscriber", "Subscriber"),
     "subscription": ("Subscription", "SynchronizedSubscription"),
+    "verify": ("verify",),
+    "convert": ("convert",),
+    "recover": ("recover",),
     "writer": ("TraceWriter",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -89,12 +95,15 @@ __all__ = [
     "TraceWriter",
     "TracerError",
     "UnknownNameError",
+    "convert",
     "derived",
     "get_default_bus",
     "open",
     "plan",
     "record",
+    "recover",
     "replay",
+    "verify",
 ]
 
 
@@ -114,11 +123,11 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps `tracer.replay` the function: importing the submodule of that name would else bind the module there."""
+    """Keeps `tracer.replay` and others functions: importing the submodule of that name would else bind it there."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "replay" and isinstance(value, ModuleType):
-            value = value.replay
+        if name in ("convert", "recover", "replay", "verify") and isinstance(value, ModuleType):
+            value = getattr(value, name)
         super().__setattr__(name, value)
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import platform
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -57,6 +58,10 @@ class Column(IntEnum):
 
 
 COLUMNS = len(Column)
+MAX_ELEMENTS = 2**60
+"""Elements of a message, at most: places in a pool are int64."""
+MAX_AXES = 64
+"""Axes of a message, at most: numpy has no more."""
 HAS_DATA = 1
 """Bit 0 of the column FLAGS: the message carries data, if only an empty tensor."""
 NONE = -1
@@ -325,6 +330,21 @@ def late_pool(storage: str) -> str:
     return f"{RANK}/late/{storage}"
 
 
+def is_shape(shape: tuple[Any, ...]) -> bool:
+    """Whether a message can have this shape.
+
+    Examples
+    --------
+    >>> is_shape((3, 0)), is_shape((10**10, 10**9)), is_shape((True,)), is_shape((1,) * 65)
+    (True, False, False, False)
+    """
+    return (
+        len(shape) <= MAX_AXES
+        and all(type(size) is int and 0 <= size <= MAX_ELEMENTS for size in shape)
+        and math.prod(size or 1 for size in shape) <= MAX_ELEMENTS
+    )
+
+
 def declaration(what: str, value: Any) -> bytes:
     """One line of the declarations, as yet without its checksum and its end; see `sealed`.
 
@@ -368,6 +388,35 @@ def sealed(lines: Iterable[bytes], checksum: int = 0) -> tuple[bytes, int]:
     return b"".join(stored), checksum
 
 
+def unsealed(line: bytes, before: Collection[int]) -> tuple[dict[str, Any] | None, set[int]]:
+    """What one stored line declares, and the checksums that the line after it may be continued from.
+
+    The object is None where the line is damaged. The checksums are then the one that it has and the one that it should
+    have, of which one is right unless both parts of the line are damaged: so that the lines after it can be told from
+    damaged ones.
+
+    Parameters
+    ----------
+    line : bytes
+        With its end.
+    before : collection of int
+        Checksums that it may be continued from.
+    """
+    body, _, tail = line.rpartition(_SEAL)
+    found = {int(google_crc32c.extend(checksum, body)) for checksum in before}
+    for checksum in found:
+        if tail == b"%d}\n" % checksum:
+            try:
+                value = json.loads(body + b"}")
+            except (ValueError, RecursionError):
+                value = None
+            return (value if isinstance(value, dict) and len(value) == 1 else None), {checksum}
+    said = re.fullmatch(rb"([0-9]{1,10})}\n", tail)
+    if said is not None and int(said[1]) < 2**32:
+        found.add(int(said[1]))
+    return None, found
+
+
 def declarations(data: bytes) -> list[tuple[str, Any]]:
     """What the lines declare, in order. Zeros after the last line are not yet committed, and are left out.
 
@@ -377,17 +426,10 @@ def declarations(data: bytes) -> list[tuple[str, Any]]:
         If a line is not an object of one member and its checksum, or fails the checksum.
     """
     found: list[tuple[str, Any]] = []
-    checksum = 0
+    before = {0}
     for number, line in enumerate(data.rstrip(b"\0").splitlines(keepends=True)):
-        body, _, tail = line.rpartition(_SEAL)
-        checksum = int(google_crc32c.extend(checksum, body))
-        value = None
-        if tail == b"%d}\n" % checksum:
-            try:
-                value = json.loads(body + b"}")
-            except (ValueError, RecursionError):
-                value = None
-        if not isinstance(value, dict) or len(value) != 1:
+        value, before = unsealed(line, before)
+        if value is None:
             raise TraceCorruptError(f"line {number} of the declarations is damaged")
         found += value.items()
     return found

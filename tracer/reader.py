@@ -287,7 +287,7 @@ class TraceReader:
         elif what == "shape":
             self._expect(value["id"], self._shapes, what)
             shape = tuple(value["shape"])
-            if not all(isinstance(size, int) and size >= 0 for size in shape):
+            if not layout.is_shape(shape):
                 raise ValueError(f"shape {shape}")
             self._shapes.append(shape)
         elif what == "pool":
@@ -298,7 +298,7 @@ class TraceReader:
         # a later minor release may declare more; what this one does not know does not change what it does
 
     def _expect(self, number: Any, table: Sequence[Any], what: str) -> None:
-        if number != len(table):
+        if type(number) is not int or number != len(table):
             raise ValueError(f"{what} {number!r} is declared where {len(table)} should be")
 
     def _check_journal(self) -> None:

@@ -466,13 +466,15 @@ class TraceWriter:
         if (self._rows or self._declared) and time.monotonic() - self._committed_at >= self._commit_seconds:
             self.commit()
 
-    def finish(self, status: str = "finished") -> None:
+    def finish(self, status: str = "finished", *, ended: str | None = None) -> None:
         """Commit, write down how the run ended, and close. Finishing again does nothing.
 
         Parameters
         ----------
         status : str
-            ``"finished"``, or ``"failed: "`` and why.
+            ``"finished"``, or ``"failed: "`` and why; ``"interrupted"`` for the copy of a trace that has no status.
+        ended : str, optional
+            When the run ended (ISO 8601, UTC), if not now. Of an interrupted one that is not known.
 
         Raises
         ------
@@ -485,7 +487,9 @@ class TraceWriter:
         self.commit()
         with self._guard():
             # alone in the last commit: a trace that says "finished" is complete
-            ending = {"status": status, "ended": _now(), "messages": self.messages}
+            if ended is None and status != "interrupted":
+                ended = _now()
+            ending = {"status": status, "ended": ended, "messages": self.messages}
             self._declared.append(layout.declaration("status", ending))
             self._publish()
             if self._store.can_create:

@@ -111,6 +111,8 @@ class ReadStore(Protocol):
 
     path: Path
     checksums_chunks: bool
+    problems: list[str]
+    """What could not be opened of a store that was opened as a damaged one."""
 
     @property
     def modified(self) -> float:
@@ -145,6 +147,18 @@ class ReadStore(Protocol):
         ------
         TraceCorruptError
             If there are no such rows, or if they fail their checksum.
+        """
+
+    def chunk_rows(self, name: str) -> int:
+        """Rows of an array that lie in the same chunks: damage to one of them may reach all of them."""
+
+    def stored_rows(self, name: str) -> int:
+        """A bound on the rows of an array that can be on disk, however many it says it has."""
+
+    def assume(self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int) -> int | None:
+        """Take an array whose description is damaged for one that `WriteStore.create` made in this way.
+
+        Returns its rows, at most; None where that is not possible. Its chunks still have to pass their checksums.
         """
 
     def attrs(self, name: str = "") -> dict[str, Any]:
@@ -190,8 +204,14 @@ def create_store(path: str | os.PathLike[str], *, overwrite: bool = False, durab
     return cast(WriteStore, store_module(path).create(path, overwrite=overwrite, durable=durable))
 
 
-def open_store(path: str | os.PathLike[str]) -> ReadStore:
+def open_store(path: str | os.PathLike[str], *, damaged: bool = False) -> ReadStore:
     """Open the store at `path` for reading, in the format that its suffix names.
+
+    Parameters
+    ----------
+    path : path
+    damaged : bool
+        Whether a damaged store is opened too, as far as that is possible. What is unsafe is refused all the same.
 
     Raises
     ------
@@ -203,7 +223,7 @@ def open_store(path: str | os.PathLike[str]) -> ReadStore:
         If it is one but damaged.
     """
     path = Path(path)
-    return cast(ReadStore, store_module(path).open(path))
+    return cast(ReadStore, store_module(path).open(path, damaged=damaged))
 
 
 def sync_folder(folder: Path) -> None:

@@ -8,10 +8,13 @@ it lies beside its final path, so that what is at the path can always be opened.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import io
 import json
 import math
 import os
 import shutil
+import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,8 @@ from numpy.typing import NDArray
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
 from tracer.stores import RowChunks, check_name, contiguous, rows_in, sync_folder, walk
 
+CHUNK_LIMIT = 1 << 30
+"""Bytes of the largest chunk that is read."""
 _JSON = "json:"
 """Begins an attribute that holds JSON text, because HDF5 has no such value."""
 
@@ -39,7 +44,7 @@ def create(path: Path, *, overwrite: bool = False, durable: bool = False) -> Hdf
         return Hdf5WriteStore(path, durable=durable)
 
 
-def open(path: Path) -> Hdf5ReadStore:
+def open(path: Path, *, damaged: bool = False) -> Hdf5ReadStore:
     """Open the HDF5 file at `path`; see `tracer.stores.open_store`."""
     if not path.exists():
         raise TraceNotFoundError(f"there is no trace at {path}")
@@ -54,8 +59,9 @@ def open(path: Path) -> Hdf5ReadStore:
             path.open("rb").close()
         except OSError as error:
             raise TraceError(f"cannot read {path}: {error.strerror or error}") from error
-        raise TraceFormatError(f"{path} is not an HDF5 file")
-    return Hdf5ReadStore(path)
+        if not (damaged and _looks_like_ours(path)):
+            raise TraceFormatError(f"{path} is not an HDF5 file")
+    return Hdf5ReadStore(path, damaged=damaged)
 
 
 @contextlib.contextmanager
@@ -82,13 +88,34 @@ def _read(path: Path, what: str) -> Iterator[None]:
 def _open(path: Path) -> Any:
     # A process opens a file twice only in the same mode, and most others open it plainly. Plainly fails while it is
     # written or after its writer was killed (swmr), and on file systems without locks.
-    attempts: tuple[dict[str, Any], ...] = ({}, {"swmr": True}, {"swmr": True, "locking": False})
-    for options in attempts:
+    for swmr, locking in ((False, True), (True, True), (True, False)):
+        access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+        access.set_libver_bounds(h5py.h5f.LIBVER_LATEST, h5py.h5f.LIBVER_LATEST)
+        if not locking:
+            access.set_file_locking(False, ignore_when_disabled=False)
+        _bound_retries(access)
+        flags = h5py.h5f.ACC_RDONLY | (h5py.h5f.ACC_SWMR_READ if swmr else 0)
         try:
-            return h5py.File(path, "r", libver="latest", **options)
+            return h5py.File(h5py.h5f.open(os.fsencode(path), flags, fapl=access))
         except OSError as error:
             failure = error
+            cut_off = [] if swmr else _cut_off(path)
+            if cut_off:
+                # in the other ways it opens, and what was cut off reads as if it had never been there
+                raise TraceCorruptError(f"{path}: {cut_off[0]}") from error
     raise failure
+
+
+def _bound_retries(access: Any) -> None:
+    """Let HDF5 read metadata that fails its checksum again for 20 ms, as a file that is being written needs.
+
+    By default it waits twice as long each time, a hundred times, which no damaged file would survive to tell of.
+    """
+    # h5py does not offer this function, but is linked with the library that has it
+    function = getattr(ctypes.CDLL(h5py.h5p.__file__), "H5Pset_metadata_read_attempts", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int64, ctypes.c_uint)
+        function(access.id, 24)
 
 
 class _Array:
@@ -206,6 +233,9 @@ class Hdf5WriteStore:
         # the error that led here is the one to report
         with contextlib.suppress(Exception):
             file.close()
+        if self._sealed:
+            with contextlib.suppress(OSError):
+                _mark_unfinished(self.path)
 
     def _opened(self) -> Any:
         if self._file is None:
@@ -258,31 +288,67 @@ def _decode(value: Any) -> Any:
 class Hdf5ReadStore:
     """An HDF5 file being read; see `tracer.stores.ReadStore`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, damaged: bool = False) -> None:
         self.path = path
         self.checksums_chunks = False
+        self.problems: list[str] = []
         self._datasets: dict[str, Any] = {}
         self._places: dict[str, tuple[int, dict[int, int]]] = {}
         self._plain = -1
+        self._looked_up: set[str] = set()
+        self._size = path.stat().st_size
+        self._damaged = damaged
+        self._mended: _Mended | None = None
+        if damaged:
+            self.problems += _cut_off(path)
+        self._heaps: TraceCorruptError | None = None
+        try:
+            _check_heaps(path)
+        except TraceCorruptError as error:
+            if not damaged:
+                raise
+            self._heaps = error
         with _read(path, "the file"):
-            self._file = _open(path)
+            try:
+                self._file = _open(path)
+            except Exception as error:
+                if not damaged:
+                    raise
+                self.problems.append(f"the file cannot be opened as it is: {error}")
+                self._mended = _Mended(path)
+                self._file = h5py.File(self._mended, "r")
         try:
             with _read(path, "the file"):
                 self._check("", self._file, set())
                 self._plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except BaseException:
-            self._file.close()
+            self.close()
             raise
 
     def _check(self, prefix: str, group: Any, seen: set[Any]) -> None:
         """Refuse, before anything is read, what reaches outside of the file or runs code of others."""
-        for part in group:
+        try:
+            parts = list(group)
+        except Exception as error:
+            if not self._damaged:
+                raise
+            self.problems.append(f"what is in {prefix or 'the root'!r} cannot be read: {error}")
+            return
+        for part in parts:
             name = f"{prefix}{part}"
-            link = group.get(part, getlink=True)
-            if not isinstance(link, h5py.HardLink):
-                raise TraceFormatError(f"{self.path}: {name!r} is a {type(link).__name__}, which a trace never has")
-            item = group[part]
-            address = h5py.h5o.get_info(item.id).addr
+            try:
+                link = group.get(part, getlink=True)
+                if not isinstance(link, h5py.HardLink):
+                    raise TraceFormatError(f"{self.path}: {name!r} is a {type(link).__name__}, which a trace never has")
+                item = group[part]
+                address = h5py.h5o.get_info(item.id).addr
+            except TraceError:
+                raise
+            except Exception as error:
+                if not self._damaged:
+                    raise
+                self.problems.append(f"{name!r} cannot be opened: {error}")
+                continue
             if address in seen:
                 raise TraceFormatError(f"{self.path}: {name!r} is there under two names, which a trace never has")
             seen.add(address)
@@ -296,6 +362,8 @@ class Hdf5ReadStore:
                     raise TraceFormatError(f"{self.path}: {name!r} has a filter, which a trace never has")
                 if item.dtype.kind not in "biufc" or not item.shape:
                     raise TraceFormatError(f"{self.path}: {name!r} is not an array of numbers")
+                if math.prod(item.chunks) * item.dtype.itemsize > CHUNK_LIMIT:
+                    raise TraceFormatError(f"{self.path}: the chunks of {name!r} are too large: {item.chunks}")
                 self._datasets[name] = item
             else:
                 raise TraceFormatError(f"{self.path}: {name!r} is neither a group nor an array")
@@ -311,7 +379,7 @@ class Hdf5ReadStore:
     def length(self, name: str) -> int:
         dataset = self._dataset(name)
         with _read(self.path, f"array {name!r}"):
-            dataset.id.refresh()
+            self._refresh(dataset)
             return int(dataset.shape[0])
 
     def row_shape(self, name: str) -> tuple[int, ...]:
@@ -320,7 +388,20 @@ class Hdf5ReadStore:
     def dtype(self, name: str) -> str:
         return str(self._dataset(name).dtype.name)
 
+    def chunk_rows(self, name: str) -> int:
+        return int(self._dataset(name).chunks[0])
+
+    def stored_rows(self, name: str) -> int:
+        dataset = self._dataset(name)
+        return int(self._size // max(1, dataset.dtype.itemsize * math.prod(dataset.shape[1:])) + 1)
+
+    def assume(self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int) -> int | None:
+        # where the chunks are stands in what is damaged
+        return None
+
     def attrs(self, name: str = "") -> dict[str, Any]:
+        if self._heaps is not None:
+            raise self._heaps
         with _read(self.path, f"the attributes of {name or 'the root'!r}"):
             return {key: _decode(value) for key, value in self._file[name or "/"].attrs.items()}
 
@@ -329,12 +410,13 @@ class Hdf5ReadStore:
         with _read(self.path, f"array {name!r}"):
             if not 0 <= start <= stop <= len(dataset):
                 # another reader of this store may have seen more rows than this handle has
-                dataset.id.refresh()
+                self._refresh(dataset)
             shape = dataset.shape
             if not 0 <= start <= stop <= shape[0]:
                 raise TraceCorruptError(
                     f"{self.path}: array {name!r} has {shape[0]} rows, and not those from {start} to {stop}"
                 )
+            self._check_size(name, dataset, stop - start)
             found = rows_in(out, (stop - start, *shape[1:]), dataset.dtype)
             if found.size:
                 if contiguous(dataset.chunks, shape):
@@ -386,9 +468,177 @@ class Hdf5ReadStore:
         if self._plain >= 0:
             os.close(self._plain)
             self._plain = -1
+        if self._mended is not None:
+            self._mended.close()
+
+    def _refresh(self, dataset: Any) -> None:
+        # A file that is opened plainly does not grow, and an array that was just opened is as it is. No more often than
+        # it must be, because HDF5 loses its way in arrays that a process opened twice.
+        if self._file.swmr_mode and dataset.name in self._looked_up:
+            dataset.id.refresh()
+        self._looked_up.add(dataset.name)
+
+    def _check_size(self, name: str, dataset: Any, rows: int) -> None:
+        # chunks that are not there read as zeros, and would take memory all the same
+        nbytes = rows * dataset.dtype.itemsize * math.prod(dataset.shape[1:])
+        if nbytes > self._size:
+            self._size = self.path.stat().st_size
+        if nbytes > self._size:
+            raise TraceCorruptError(f"{self.path}: array {name!r} is larger than the file")
 
     def _dataset(self, name: str) -> Any:
         dataset = self._datasets.get(name)
         if dataset is None:
             raise TraceCorruptError(f"{self.path} has no array {name!r}")
         return dataset
+
+
+_SUPERBLOCK = struct.Struct("<8sBBBBQQQQ")
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_UNDEFINED = 2**64 - 1
+
+
+def _looks_like_ours(path: Path) -> bool:
+    """Whether a file without the signature of HDF5 begins otherwise as the files written here do."""
+    with path.open("rb") as file:
+        return file.read(52)[_SUPERBLOCK.size + 4 :] == b"OHDR"
+
+
+def _check_heaps(path: Path) -> None:
+    """Refuse damaged global heaps, where texts of attributes are: they have no checksum, and HDF5 never returns.
+
+    Attributes are written first, so their heap is at the beginning.
+    """
+    with path.open("rb") as file:
+        data = file.read(65536)
+    start = data.find(b"GCOL\x01\0\0\0")
+    while start >= 0:
+        end = start + int.from_bytes(data[start + 8 : start + 16], "little")
+        place = start + 16
+        while place + 16 <= min(end, len(data)):
+            size = int.from_bytes(data[place + 8 : place + 16], "little")
+            # object 0 is the free space, with its header
+            step = size if data[place : place + 2] == b"\0\0" else 16 - (-size // 8) * 8
+            if step < 16 or place + step > end:
+                raise TraceCorruptError(f"{path}: the texts of its attributes are damaged")
+            place += step
+        start = data.find(b"GCOL\x01\0\0\0", start + 16)
+
+
+def _cut_off(path: Path) -> list[str]:
+    """What is wrong with the length of a file that was closed in order; others may be shorter than they say."""
+    with path.open("rb") as file:
+        head = file.read(_SUPERBLOCK.size + 4)
+    body, checksum = head[: _SUPERBLOCK.size], head[_SUPERBLOCK.size :]
+    if _lookup3(body).to_bytes(4, "little") != checksum:
+        return []
+    fields, size = _SUPERBLOCK.unpack(body), path.stat().st_size
+    return (
+        [f"the file was cut off: it has {size} bytes, and had {fields[7]}"]
+        if not fields[4] and size < fields[7]
+        else []
+    )
+
+
+def _mark_unfinished(path: Path) -> None:
+    """Let a file that HDF5 closed, but could not write in full, say again that it is being written.
+
+    So it is opened as one whose writer was killed, with all that was committed, and not refused as cut off.
+    """
+    if not _cut_off(path):
+        return
+    with path.open("r+b") as file:
+        fields = list(_SUPERBLOCK.unpack(file.read(_SUPERBLOCK.size)))
+        # open for writing, in SWMR mode
+        fields[4] = 5
+        body = _SUPERBLOCK.pack(*fields)
+        file.seek(0)
+        file.write(body + _lookup3(body).to_bytes(4, "little"))
+
+
+class _Mended(io.RawIOBase):
+    """A damaged file as HDF5 accepts it: with a superblock that is right, and zeros where it was cut off.
+
+    The file itself is not changed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=0)
+        self._size = path.stat().st_size
+        self._place = 0
+        head = self._file.read(_SUPERBLOCK.size + 4)
+        body, checksum = head[: _SUPERBLOCK.size], head[_SUPERBLOCK.size :]
+        # without an extension, and with the root group behind it, is how the library lays out a new file
+        fields: list[Any] = [_SIGNATURE, 3, 8, 8, 0, 0, _UNDEFINED, self._size, len(head)]
+        if len(head) == _SUPERBLOCK.size + 4 and _lookup3(body).to_bytes(4, "little") == checksum:
+            fields = list(_SUPERBLOCK.unpack(body))
+            fields[4] = 0  # nobody writes it
+            fields[7] = max(fields[7], self._size)
+        self._end = fields[7]
+        body = _SUPERBLOCK.pack(*fields)
+        self._head = body + _lookup3(body).to_bytes(4, "little")
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._end}[whence]
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        target = memoryview(buffer).cast("B")
+        data = os.pread(self._file.fileno(), len(target), self._place) if self._place < self._size else b""
+        target[: len(data)] = data
+        target[len(data) :] = bytes(len(target) - len(data))
+        if self._place < len(self._head):
+            piece = self._head[self._place :][: len(target)]
+            target[: len(piece)] = piece
+        self._place += len(target)
+        return len(target)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _lookup3(data: bytes) -> int:
+    """The checksum of HDF5's metadata: Bob Jenkins' lookup3, `hashlittle`.
+
+    Examples
+    --------
+    >>> hex(_lookup3(b"Four score and seven years ago"))
+    '0x17770551'
+    """
+    word = 0xFFFFFFFF
+    a = b = c = (0xDEADBEEF + len(data)) & word
+
+    def turn(value: int, by: int) -> int:
+        return (value << by | value >> (32 - by)) & word
+
+    while len(data) > 12:
+        x, y, z = struct.unpack_from("<III", data)
+        a, b, c = (a + x) & word, (b + y) & word, (c + z) & word
+        a, c = (a - c) & word ^ turn(c, 4), (c + b) & word
+        b, a = (b - a) & word ^ turn(a, 6), (a + c) & word
+        c, b = (c - b) & word ^ turn(b, 8), (b + a) & word
+        a, c = (a - c) & word ^ turn(c, 16), (c + b) & word
+        b, a = (b - a) & word ^ turn(a, 19), (a + c) & word
+        c, b = (c - b) & word ^ turn(b, 4), (b + a) & word
+        data = data[12:]
+    if not data:
+        return c
+    x, y, z = struct.unpack("<III", data.ljust(12, b"\0"))
+    a, b, c = (a + x) & word, (b + y) & word, (c + z) & word
+    c = (c ^ b) - turn(b, 14) & word
+    a = (a ^ c) - turn(c, 11) & word
+    b = (b ^ a) - turn(a, 25) & word
+    c = (c ^ b) - turn(b, 16) & word
+    a = (a ^ c) - turn(c, 4) & word
+    b = (b ^ a) - turn(a, 14) & word
+    return int((c ^ b) - turn(b, 24) & word)

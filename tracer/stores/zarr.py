@@ -16,9 +16,10 @@ import json
 import math
 import os
 import shutil
+import stat
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,12 @@ READ_PIECE = 1 << 18
 PAGE = 4096
 ALIGNED_BYTES = 1 << 18
 """Chunks of this size begin at a page of their shard, which costs at most 1.6 % of the space."""
+DOCUMENT_LIMIT = 16 << 20
+"""Bytes of the largest zarr.json that is read; parsed, it takes many times as much."""
+CHUNK_LIMIT = 1 << 30
+"""Bytes of the largest chunk that is read, and of the index of a shard."""
+EXPANSION = 4096
+"""How many times its size on disk the data of an array with other codecs than ours can be, at most."""
 OPEN_FILES = 64
 """Shards kept open; models have thousands of streams, and processes may open about a thousand files."""
 MISSING = 2**64 - 1
@@ -60,25 +67,57 @@ def create(path: Path, *, overwrite: bool = False, durable: bool = False) -> Zar
     return ZarrWriteStore(path, durable=durable)
 
 
-def open(path: Path) -> ZarrReadStore:
+def open(path: Path, *, damaged: bool = False) -> ZarrReadStore:
     """Open the Zarr group at `path`; see `tracer.stores.open_store`."""
     if not path.exists():
         raise TraceNotFoundError(f"there is no trace at {path}")
     if not path.is_dir():
         raise TraceFormatError(f"{path} is a file; a Zarr trace is a directory")
     document = _document(path)
-    if document.get("zarr_format") != 3 or document.get("node_type") != "group":
+    is_group = document.get("zarr_format") == 3 and document.get("node_type") == "group"
+    if not is_group and not (damaged and any(path.glob("rank*"))):
         raise TraceFormatError(f"{path} is not a Zarr group of format 3: it has no zarr.json that says so")
-    return ZarrReadStore(path)
+    store = ZarrReadStore(path)
+    if damaged:
+        store.problems += _damaged_groups(path)
+    return store
+
+
+def _damaged_groups(path: Path) -> list[str]:
+    """What is wrong with the zarr.json of groups; those of arrays are looked at when the arrays are opened."""
+    found = []
+    for folder, folders, files in os.walk(path):
+        document = _document(Path(folder))
+        if document.get("node_type") == "array" or "c" in folders:
+            folders.clear()
+        elif document.get("node_type") != "group" or document.get("zarr_format") != 3:
+            name = os.path.relpath(folder, path)
+            why = "is not that of a group or an array" if "zarr.json" in files else "is not there"
+            found.append(f"the zarr.json of {'the root' if name == '.' else repr(name)} {why}")
+    return found
 
 
 def _document(folder: Path) -> dict[str, Any]:
     """The parsed ``zarr.json`` of a folder; empty when there is none, or when it is not a JSON object."""
     try:
-        document = json.loads((folder / "zarr.json").read_bytes())
+        file = _open_file(folder / "zarr.json")
+        try:
+            data = os.pread(file, DOCUMENT_LIMIT + 1, 0)
+        finally:
+            os.close(file)
+        document = {} if len(data) > DOCUMENT_LIMIT else json.loads(data)
     except (OSError, ValueError, RecursionError):
         return {}
     return document if isinstance(document, dict) else {}
+
+
+def _open_file(path: Path) -> int:
+    """Open a file for reading; `OSError` unless it is one, because opening a pipe would wait for its other end."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is not a file")
+    return file
 
 
 @contextmanager
@@ -384,11 +423,12 @@ def _replace(folder: Path, document: Mapping[str, Any], durable: bool) -> None:
 class _Opened:
     """The metadata of an array that is being read."""
 
-    __slots__ = ("array", "chunk", "dtype", "folder", "per_shard", "shape", "shards")
+    __slots__ = ("array", "chunk", "dtype", "folder", "per_shard", "shape", "shard_rows", "shards")
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path, name: str, document: Mapping[str, Any] | None = None) -> None:
         self.folder = path / name
-        document = _document(self.folder)
+        if document is None:
+            document = _document(self.folder)
         if document.get("zarr_format") != 3 or document.get("node_type") != "array":
             raise TraceCorruptError(f"{path} has no array {name!r}: it has no zarr.json that says so")
         try:
@@ -404,11 +444,18 @@ class _Opened:
             _check_codecs(codecs)
             if self.dtype.kind not in "biufc":
                 raise ValueError(f"dtype {self.dtype}")
-            self.chunk: tuple[Any, ...] = tuple(codecs[0]["configuration"].get("chunk_shape", ()))
+            self.shard_rows = int(shard[0])
+            self.chunk: tuple[Any, ...] = tuple(_innermost(codecs, shard))
+            if len(self.chunk) != len(shard) or not all(isinstance(size, int) and size > 0 for size in self.chunk):
+                raise ValueError(f"chunks of {self.chunk}")
+            if max(self.chunk_nbytes, 16 * math.prod(shard) // math.prod(self.chunk)) > CHUNK_LIMIT:
+                raise ValueError(f"chunks of {self.chunk} in shards of {shard}, which are too large")
+            if len(shard) > 64:
+                raise ValueError(f"{len(shard)} axes")
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise TraceFormatError(f"{path}: the zarr.json of array {name!r} is not one of a trace: {error}") from error
         # paths of shards that are known to lie within the trace
-        self.shards: dict[int, str] = {}
+        self.shards: dict[int, Path] = {}
         # zarr-python's array, for codecs other than ours
         self.array: Any = None
         self.per_shard = 0
@@ -417,10 +464,15 @@ class _Opened:
         else:
             self.array = _zarr_array(path, name)
 
+    @property
+    def chunk_nbytes(self) -> int:
+        return int(self.dtype.itemsize * math.prod(self.chunk))
+
+    def shard_path(self, number: int) -> Path:
+        return self.folder.joinpath("c", str(number), *["0"] * (len(self.shape) - 1))
+
     def _is_ours(self, document: Mapping[str, Any], shard: tuple[int, ...]) -> bool:
         """Whether the array is laid out as `ZarrWriteStore` does it."""
-        if len(self.chunk) != len(shard) or any(not isinstance(size, int) or size < 1 for size in self.chunk):
-            return False
         template = _array_document(self.dtype, self.chunk, shard)
         return (
             all(document.get(key) == value for key, value in template.items())
@@ -440,7 +492,37 @@ def _check_codecs(codecs: Any) -> None:
             _check_codecs(configuration.get(nested, ()))
 
 
+def _innermost(codecs: Any, shard: tuple[int, ...]) -> Any:
+    """The shape of the chunks that are encoded one by one."""
+    for codec in codecs:
+        if codec["name"] == "sharding_indexed":
+            return codec["configuration"]["chunk_shape"]
+    return shard
+
+
+def _listed(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _disk_bytes(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(os.lstat(os.path.join(parent, name)).st_size for parent, _, files in os.walk(folder) for name in files)
+
+
+def _check_links(path: Path, name: str) -> None:
+    """Refuse what is neither a file nor a directory, where zarr-python opens the shards, which follows links."""
+    for parent, folders, files in os.walk(path / name):
+        for entry in (*folders, *files):
+            mode = os.lstat(os.path.join(parent, entry)).st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                raise TraceFormatError(f"{path}: {entry!r} in array {name!r} is a link or a pipe, not a file")
+
+
 def _zarr_array(path: Path, name: str) -> Any:
+    _check_links(path, name)
     # only here, because importing zarr-python takes half a second that most traces do not need
     import zarr
 
@@ -474,8 +556,10 @@ class ZarrReadStore:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checksums_chunks = True
+        self.problems: list[str] = []
         self._root = os.path.realpath(path)
         self._arrays: dict[str, _Opened] = {}
+        self._assumed: dict[str, int] = {}
 
     @property
     def modified(self) -> float:
@@ -486,6 +570,57 @@ class ZarrReadStore:
                 newest = max(newest, os.stat(os.path.join(folder, "zarr.json")).st_mtime)
             folders[:] = [name for name in folders if name != "c"]
         return newest
+
+    def chunk_rows(self, name: str) -> int:
+        return int(self._open(name).chunk[0])
+
+    def stored_rows(self, name: str) -> int:
+        array = self._open(name)
+        if array.array is not None:
+            row_nbytes = array.dtype.itemsize * math.prod(array.shape[1:])
+            return int(EXPANSION * _disk_bytes(array.folder) // max(1, row_nbytes))
+        numbers = [int(entry) for entry in _listed(array.folder / "c") if entry.isdecimal() and len(entry) < 16]
+        # a shard's number is its name, which may say anything; some may be missing
+        return min(max(numbers, default=-1) + 1, 1000 * (len(numbers) + 1)) * array.shard_rows
+
+    def assume(self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int) -> int | None:
+        check_name(name)
+        self._inside(self.path / name / "c")
+        array = self._arrays[name] = self._made_as(name, dtype, shape, chunk_bytes)
+        rows = self.stored_rows(name)
+        last = rows // array.shard_rows - 1
+        index = self._index_of(name, array, last)
+        stored = index[index[:, 0] != MISSING]
+        nbytes = int(stored[0, 1]) - 4 if len(stored) else array.chunk_nbytes
+        if not 0 < nbytes <= CHUNK_LIMIT:
+            return None
+        if nbytes != array.chunk_nbytes:
+            # it was made with chunks of another size, which the index tells
+            array = self._arrays[name] = self._made_as(name, dtype, shape, nbytes)
+            rows = (last + 1) * array.shard_rows
+        if len(stored):
+            # the last shard is full up to its last chunk only
+            per_height = array.per_shard * array.chunk[0] // array.shard_rows
+            chunks = int(np.flatnonzero(index[:, 0] != MISSING).max()) + 1
+            rows = last * array.shard_rows - (-chunks // per_height) * int(array.chunk[0])
+        array.shape = (rows, *shape)
+        self._assumed[name] = rows
+        return rows
+
+    def _made_as(self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int) -> _Opened:
+        template = _Array(self.path / name, name, RowChunks(name, dtype, shape, chunk_bytes)).template
+        return _Opened(self.path, name, template | {"shape": [0, *shape]})
+
+    def _index_of(self, name: str, array: _Opened, shard: int) -> NDArray[np.uint64]:
+        """The index of a shard; empty where it cannot be read."""
+        if shard >= 0:
+            with suppress(TraceCorruptError):
+                file = self._open_shard(name, array, shard)
+                try:
+                    return self._read_index(name, array, file)
+                finally:
+                    os.close(file)
+        return np.empty((0, 2), "<u8")
 
     def names(self, prefix: str = "") -> list[str]:
         found = []
@@ -519,6 +654,7 @@ class ZarrReadStore:
             raise TraceCorruptError(
                 f"{self.path}: array {name!r} has {array.shape[0]} rows, and not those from {start} to {stop}"
             )
+        self._check_size(name, array, start, stop)
         if array.array is not None:
             try:
                 return np.array(array.array[start:stop])
@@ -534,11 +670,29 @@ class ZarrReadStore:
 
     def _open(self, name: str, anew: bool = False) -> _Opened:
         array = self._arrays.get(name)
-        if array is None or anew:
+        if array is None or (anew and name not in self._assumed):
             check_name(name)
             self._inside(self.path / name / "zarr.json")
             array = self._arrays[name] = _Opened(self.path, name)
         return array
+
+    def _check_size(self, name: str, array: _Opened, start: int, stop: int) -> None:
+        """Refuse, before memory is taken, to read rows that cannot be there."""
+        row_nbytes = array.dtype.itemsize * math.prod(array.shape[1:])
+        nbytes = (stop - start) * row_nbytes
+        if nbytes <= DOCUMENT_LIMIT:
+            return
+        if array.array is not None:
+            missing = nbytes > EXPANSION * _disk_bytes(array.folder)
+        else:
+            first, last = start // array.shard_rows, (stop - 1) // array.shard_rows
+            missing = last - first >= len(_listed(array.folder / "c"))
+            if not missing:
+                shards = [array.shard_path(number) for number in range(first, last + 1)]
+                # one chunk may be there in part only, and stick out of the shape
+                missing = nbytes > sum(path.stat().st_size for path in shards if path.is_file()) + array.chunk_nbytes
+        if missing:
+            raise TraceCorruptError(f"{self.path}: array {name!r} is larger than what is there of it on disk")
 
     def _inside(self, path: Path) -> None:
         # a link out of the directory would make a trace show what lies elsewhere
@@ -577,7 +731,7 @@ class ZarrReadStore:
                     out[low - first : high - first] = target[low - begin : high - begin]
                 if not right:
                     raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} fails its checksum")
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             if isinstance(error, TraceError):
                 raise
             raise TraceCorruptError(f"{self.path}: array {name!r} cannot be read: {error}") from error
@@ -588,11 +742,11 @@ class ZarrReadStore:
     def _open_shard(self, name: str, array: _Opened, number: int) -> int:
         path = array.shards.get(number)
         if path is None:
-            checked = array.folder.joinpath("c", str(number), *["0"] * (len(array.shape) - 1))
-            self._inside(checked)
-            path = array.shards[number] = str(checked)
+            path = array.shard_path(number)
+            self._inside(path)
+            array.shards[number] = path
         try:
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return _open_file(path)
         except OSError as error:
             raise TraceCorruptError(
                 f"{self.path}: shard {number} of array {name!r} cannot be opened: {error.strerror}"

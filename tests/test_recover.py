@@ -1,0 +1,216 @@
+"""`recover` saves all that a damaged trace still holds, counts what it does not, and changes nothing of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tracer.errors import TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
+from tracer.messages import ModuleMessage, NetworkMessage
+from tracer.reader import TraceReader
+from tracer.recover import recover
+from tracer.verify import verify
+from tracer.writer import TraceWriter
+
+FORMATS = (".zarr", ".h5")
+every_format = pytest.mark.parametrize("suffix", FORMATS)
+STEPS = 6
+
+
+def weight(step: int) -> torch.Tensor:
+    """What the module ``fc`` has in a step."""
+    return torch.full((30, 20), 3.25 + step)
+
+
+def write(path: Path) -> Path:
+    """A run with a large stream, which has a pool of its own, a small one and events."""
+    with TraceWriter(path, own_pool_bytes=2000, chunk_bytes=176, header={"argv": ["x"]}) as writer:
+        writer.note({"silent": ["c"]})
+        for step in range(STEPS):
+            where = {"global_step": step, "train_step": step, "epoch": 0}
+            writer.write(NetworkMessage(kind="batch_started", **where))
+            writer.write(ModuleMessage(kind="weights", module="fc", data=weight(step), **where), {"rows": 30})
+            writer.write(NetworkMessage(kind="loss", data=torch.tensor(1.5 + step, dtype=torch.float64), **where))
+    return path
+
+
+def flip(path: Path, needle: bytes) -> None:
+    """Flip a bit in the midst of the first place where these bytes are."""
+    for file in [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file()):
+        data = bytearray(file.read_bytes())
+        place = data.find(needle)
+        if place >= 0:
+            data[place + len(needle) // 2] ^= 4
+            file.write_bytes(data)
+            return
+    raise AssertionError("these bytes are nowhere")
+
+
+def names(path: Path) -> list[tuple[str, int]]:
+    """Kind and step of each message; the numbers of the weights and of the loss are checked."""
+    found = []
+    with TraceReader(path) as reader:
+        for message in reader:
+            if message.kind == "weights":
+                assert message.data is not None
+                assert torch.equal(message.data, weight(message.global_step))
+            elif message.kind == "loss":
+                assert message.data is not None
+                assert message.data.item() == 1.5 + message.global_step
+            found.append((message.kind, message.global_step))
+    return found
+
+
+ALL = [(kind, step) for step in range(STEPS) for kind in ("batch_started", "weights", "loss")]
+
+
+@every_format
+@pytest.mark.parametrize("into", FORMATS)
+def test_of_a_whole_trace(tmp_path: Path, suffix: str, into: str) -> None:
+    """Nothing is lost of a trace that is whole: header, notes, sampling and status come along."""
+    path = write(tmp_path / f"run{suffix}")
+    loss = recover(path, tmp_path / f"saved{into}")
+    assert (loss.messages, loss.saved, loss.lost, loss.lossless, loss.problems) == (18, 18, 0, True, [])
+    assert (loss.header, loss.notes, loss.streams) == (True, 1, [])
+    assert names(tmp_path / f"saved{into}") == ALL
+    with TraceReader(path) as old, TraceReader(tmp_path / f"saved{into}") as new:
+        assert (new.header, new.status, new.info["ended"]) == (old.header, "finished", old.info["ended"])
+        assert new.notes[0] == {"silent": ["c"]}
+        assert new.notes[1]["recovered"]["saved"] == 18
+        assert [stream.sampling for stream in new.streams] == [stream.sampling for stream in old.streams]
+
+
+@every_format
+def test_damaged_data(tmp_path: Path, suffix: str) -> None:
+    """The one message whose data is damaged is lost, and counted with its kind, module and step."""
+    path = write(tmp_path / f"run{suffix}")
+    flip(path, weight(3).numpy().tobytes())
+    before = path.read_bytes() if path.is_file() else None
+    loss = recover(path, tmp_path / "saved.zarr")
+    assert (loss.saved, loss.lost, loss.lossless) == (17, 1, False)
+    [stream] = loss.streams
+    assert (stream.kind, stream.module, stream.saved, stream.lost, stream.steps) == ("weights", "fc", 5, 1, (3, 3))
+    assert names(tmp_path / "saved.zarr") == [one for one in ALL if one != ("weights", 3)]
+    assert json.loads(json.dumps(loss.describe()))["lost"] == 1
+    with TraceReader(tmp_path / "saved.zarr") as reader:
+        assert reader.status == "failed: recovered with 1 of 18 messages lost; the status was finished"
+    assert before is None or path.read_bytes() == before
+    assert verify(tmp_path / "saved.zarr").intact
+
+
+@every_format
+def test_damaged_declarations(tmp_path: Path, suffix: str) -> None:
+    """Messages of a stream whose declaration is damaged are lost, or found again; none is given to another stream."""
+    path = write(tmp_path / f"run{suffix}")
+    flip(path, b'{"stream":{"id":2,')
+    loss = recover(path, tmp_path / "saved.h5")
+    found = names(tmp_path / "saved.h5")
+    assert len(found) == loss.saved
+    assert set(found) <= set(ALL)
+    assert ("batch_started", 0) in found
+    assert not loss.lossless
+
+
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [
+        ("weights/fc", [one for one in ALL if one[0] != "weights"]),
+        ("pools/loss/float64", [one for one in ALL if one[0] != "loss"]),
+        ("journal", None),
+        ("declarations", None),
+    ],
+)
+def test_missing_shards(tmp_path: Path, name: str, left: list[tuple[str, int]] | None) -> None:
+    """What was in a shard that is gone is lost; without the journal or the declarations there is nothing to save."""
+    path = write(tmp_path / "run.zarr")
+    shutil.rmtree(path / "rank0" / name / "c")
+    if left is None:
+        with pytest.raises(TraceError, match="nothing could be saved"):
+            recover(path, tmp_path / "saved.zarr")
+        assert [entry.name for entry in tmp_path.iterdir()] == ["run.zarr"]
+    else:
+        assert recover(path, tmp_path / "saved.zarr").lost == 6
+        assert names(tmp_path / "saved.zarr") == left
+
+
+@pytest.mark.parametrize(
+    "name", ["", "rank0", "rank0/journal", "rank0/declarations", "rank0/pools", "rank0/weights/fc"]
+)
+@pytest.mark.parametrize("text", ["", "{", None])
+def test_damaged_zarr_json(tmp_path: Path, name: str, text: str | None) -> None:
+    """An array whose zarr.json is damaged or gone is read as the writer makes such arrays, and loses nothing."""
+    path = write(tmp_path / "run.zarr")
+    if text is None:
+        (path / name / "zarr.json").unlink()
+    else:
+        (path / name / "zarr.json").write_text(text)
+    loss = recover(path, tmp_path / "saved.zarr")
+    assert (loss.saved, loss.lost) == (18, 0)
+    assert names(tmp_path / "saved.zarr") == ALL
+    assert len(loss.problems) >= 1
+
+
+@pytest.mark.parametrize("place", [3, 8, 11, 15, 30, 40, 45])
+def test_damaged_superblock(tmp_path: Path, place: int) -> None:
+    """The first bytes of an HDF5 file are rebuilt, in memory only."""
+    path = write(tmp_path / "run.h5")
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0xFF
+    path.write_bytes(data)
+    assert recover(path, tmp_path / "saved.h5").saved == 18
+    assert names(tmp_path / "saved.h5") == ALL
+    assert path.read_bytes() == data
+
+
+@every_format
+def test_cut_at_any_length(tmp_path: Path, suffix: str) -> None:
+    """A file that was cut off gives what lies before the cut, in order, or nothing and an error."""
+    whole = write(tmp_path / f"run{suffix}")
+    name = "" if whole.is_file() else "rank0/weights/fc/c/0/0/0"
+    size = (whole / name).stat().st_size
+    most = 0
+    for number, length in enumerate(range(0, size, size // 25)):
+        path, saved = tmp_path / f"cut{number}{suffix}", tmp_path / f"saved{number}.zarr"
+        (shutil.copytree if whole.is_dir() else shutil.copyfile)(whole, path)
+        with (path / name).open("r+b") as file:
+            file.truncate(length)
+        try:
+            loss = recover(path, saved)
+        except TraceError:
+            continue
+        found = names(saved)
+        rest = iter(ALL)
+        assert all(one in rest for one in found)
+        assert len(found) == loss.saved
+        assert loss.lossless is (loss.saved == 18)
+        most = max(most, loss.saved)
+    assert most >= 12
+
+
+@every_format
+def test_what_is_refused(tmp_path: Path, suffix: str) -> None:
+    """Nothing is overwritten or made within the source, and what is no trace is an error."""
+    path = write(tmp_path / f"run{suffix}")
+    for target, error in ((path, TraceExistsError), (path / "in.zarr", TraceExistsError), ("x.txt", TraceFormatError)):
+        with pytest.raises(error):
+            recover(path, target)
+    with pytest.raises(TraceNotFoundError):
+        recover(tmp_path / f"none{suffix}", tmp_path / "out.zarr")
+    (tmp_path / "no.h5").write_text("hello")
+    with pytest.raises(TraceFormatError):
+        recover(tmp_path / "no.h5", tmp_path / "out.zarr")
+    assert not (tmp_path / "out.zarr").exists()
+
+
+def test_progress(tmp_path: Path) -> None:
+    """Whoever wants to know is told how far it is."""
+    told: list[Any] = []
+    recover(
+        write(tmp_path / "run.zarr"), tmp_path / "saved.h5", progress=lambda done, total: told.append((done, total))
+    )
+    assert told == [(0, 18)]

@@ -1,0 +1,200 @@
+"""`convert`: a trace into another format, with other chunks, or a part of it, message by message."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import tracer
+from tracer.errors import TraceError, TraceExistsError, UnknownNameError
+from tracer.layout import Column
+from tracer.reader import Steps, TraceReader
+from tracer.subscription import matches_tag
+from tracer.writer import TraceWriter, check_target
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    kinds: str | Iterable[str] | None = None,
+    modules: str | Iterable[str] | None = None,
+    steps: Steps | None = None,
+    tags: str | Iterable[str] | None = None,
+    chunk_bytes: int = 65536,
+    own_pool_bytes: int = 65536,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Copy a trace, or a part of it, into a new one; its suffix says in which format.
+
+    Messages keep their order, fields and bits; the header, the notes, the sampling of each stream and how the run
+    ended stay what they are, and a note ``converted`` says what was done. A trace without a status is copied up to its
+    last commit, and the copy says that it was interrupted. What is at `dst` appears when it is complete.
+
+    Parameters
+    ----------
+    src, dst : path
+        Nothing may be at `dst`.
+    kinds, modules, steps, tags : optional
+        Only these messages, as in `tracer.replay`.
+    chunk_bytes : int
+        Bytes of the chunks that small messages are stored in: larger ones read faster in order, smaller ones singly.
+    own_pool_bytes : int
+        A stream whose first message has at least so many bytes gets an array of its own, one row a message.
+    progress : callable, optional
+        Called now and then with the numbers of messages done and to do.
+
+    Returns
+    -------
+    dict
+        ``source``, ``path``, ``messages``, ``bytes``, ``status``, and ``left_out``: messages that did not pass.
+
+    Raises
+    ------
+    TraceNotFoundError, TraceFormatError
+        If there is no trace at `src`, or if the suffix of `dst` is not one of a store.
+    TraceExistsError
+        If something is at `dst`, or if it lies within `src`.
+    TraceCorruptError
+        If `src` is damaged; `tracer.recover` saves what there is. Nothing is left at `dst`.
+    CaptureError
+        If the steps are no range.
+    UnknownNameError
+        If the trace has no such kind, or no such tag.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from tracer import NetworkMessage, TraceReader, TraceWriter
+    >>> folder = tempfile.mkdtemp()
+    >>> with TraceWriter(f"{folder}/run.zarr") as writer:
+    ...     for step in range(5):
+    ...         loss = torch.tensor(float(step))
+    ...         writer.write(NetworkMessage(kind="loss", global_step=step, train_step=step, epoch=0, data=loss))
+    >>> convert(f"{folder}/run.zarr", f"{folder}/part.h5", steps=(2, 4))["messages"]
+    2
+    >>> [message.data.item() for message in TraceReader(f"{folder}/part.h5")]
+    [2.0, 3.0]
+    """
+    src, dst = Path(src), Path(dst)
+    kinds, modules, tags = _names(kinds), _names(modules), _names(tags)
+    filters = {"kinds": kinds, "modules": modules, "steps": steps, "tags": tags, "chunk_bytes": chunk_bytes}
+    check_paths(src, dst)
+    with TraceReader(src) as reader:
+        streams = reader.streams
+        chosen = _streams(reader, kinds, modules, tags)
+        rows = reader.select(streams=chosen, steps=steps)
+        status, ended = reader.status, reader.info["ended"]
+        if status == "recording":
+            status = "interrupted"
+        with new_trace(src, dst, reader.header, chunk_bytes=chunk_bytes, own_pool_bytes=own_pool_bytes) as writer:
+            for note in reader.notes:
+                writer.note(note)
+            for done, (stream, message) in enumerate(
+                zip(
+                    reader.journal[rows, Column.STREAM].tolist(),
+                    reader.messages(streams=chosen, steps=steps),
+                    strict=True,
+                )
+            ):
+                writer.write(message, streams[stream].sampling)
+                if progress is not None and done % 100 == 0:
+                    progress(done, len(rows))
+            writer.note({"converted": _provenance(src, filters)})
+            writer.finish(status, ended=ended)
+        return {
+            "source": str(src),
+            "path": str(dst),
+            "messages": len(rows),
+            "bytes": writer.bytes,
+            "status": status,
+            "left_out": len(reader) - len(rows),
+        }
+
+
+def _provenance(src: Path, filters: Mapping[str, Any]) -> dict[str, Any]:
+    """What a copy says of where it is from; filters that let everything pass are not mentioned."""
+    told = {
+        name: value if isinstance(value, str | int) else list(value)
+        for name, value in filters.items()
+        if value is not None
+    }
+    return {"from": str(src), "by": f"tracereel {tracer.__version__}", **told}
+
+
+def check_paths(src: Path, dst: Path) -> None:
+    """Make sure that `dst` can be made and is not a part of `src`; see `tracer.writer.check_target`."""
+    if os.path.lexists(dst):
+        raise TraceExistsError(f"{dst} already exists; a copy is only made where nothing is")
+    check_target(dst)
+    if src.resolve() in dst.resolve().parents:
+        raise TraceExistsError(f"{dst} lies within {src}, which is not changed; give a path outside of it")
+
+
+@contextmanager
+def new_trace(src: Path, dst: Path, header: Mapping[str, Any], **options: Any) -> Iterator[TraceWriter]:
+    """Write a trace that is at `dst` when the block ends without an error, and nowhere before that or otherwise.
+
+    The block finishes the writer.
+    """
+    check_paths(src, dst)
+    made: Path | None = None
+    try:
+        try:
+            dst.parent.mkdir(parents=True, exist_ok=True)
+            # beside it, so that it can be moved there as a whole
+            made = Path(tempfile.mkdtemp(prefix=f".{dst.name}.", dir=dst.parent))
+        except OSError as error:
+            raise TraceError(f"cannot write {dst}: {error.strerror or error}") from error
+        writer = TraceWriter(made / dst.name, header=header, **options)
+        try:
+            yield writer
+        except BaseException as error:
+            # closes what is open, as well as that goes
+            writer.__exit__(type(error), error, None)
+            raise
+        if os.path.lexists(dst):
+            raise TraceExistsError(f"{dst} was made by somebody else in the meantime, and is not overwritten")
+        try:
+            os.rename(made / dst.name, dst)
+        except OSError as error:
+            raise TraceError(f"cannot write {dst}: {error.strerror or error}") from error
+    finally:
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def _names(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _streams(
+    reader: TraceReader, kinds: tuple[str, ...] | None, modules: tuple[str, ...] | None, tags: tuple[str, ...] | None
+) -> list[int]:
+    """Ids of the streams that pass; what is named and not there is a mistake."""
+    streams = reader.streams
+    for what, names, known in (
+        ("kind", kinds, {stream.kind for stream in streams}),
+        ("tag", tags, {stream.tag for stream in streams}),
+    ):
+        for name in names or ():
+            if name not in known and not (what == "tag" and set("!*?[").intersection(name)):
+                raise UnknownNameError.of(f"recorded {what}", name, known)
+    return [
+        stream.id
+        for stream in streams
+        if (kinds is None or stream.kind in kinds)
+        and (tags is None or any(matches_tag(pattern, stream.tag) for pattern in tags))
+        and (
+            modules is None
+            or (stream.module is not None and any(fnmatchcase(stream.module, pattern) for pattern in modules))
+        )
+    ]

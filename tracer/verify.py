@@ -1,0 +1,748 @@
+"""`verify`: every chunk, checksum, declaration and row of the journal of a trace, and what is wrong with them.
+
+`Survey` reads a trace part by part, so that damage to one part does not hide the others; `tracer.recover` saves what it
+finds. `tracer.reader` refuses a trace whose tables are damaged, because a replay must not go wrong silently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer import layout
+from tracer.errors import MessageError, TraceCorruptError, TraceError, TraceFormatError, TracerError
+from tracer.layout import Column
+from tracer.messages import Message, ModuleMessage, NetworkMessage
+from tracer.reader import TraceReader
+from tracer.stores import ReadStore, open_store
+
+CHECKS: Final[Mapping[str, str]] = {
+    "store": "the file, or the directory and its zarr.json files, can be opened",
+    "root": "the root says which format and version it is",
+    "array": "every array that a pool is declared for is there, with the declared dtype",
+    "chunk": "every chunk of every array is there and passes its checksum",
+    "declaration": "every declaration can be parsed, is complete and agrees with the others",
+    "journal": "every row of the journal agrees with the declarations",
+    "place": "the data of every message lies within its pool",
+    "data": "the data of every message passes its own checksum, where it has one",
+    "reading": "a reader opens the trace",
+}
+"""The checks of `verify` by name, and what each makes sure of."""
+CACHE_BYTES: Final = 64 << 20
+"""Bytes of chunks that a `Survey` keeps, apart from the one in use."""
+UNKNOWN: Final = "(unknown)"
+"""The kind of messages whose stream is lost."""
+
+OK, DAMAGED = 1, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Something that is wrong with a trace.
+
+    Attributes
+    ----------
+    check : str
+        A name of `CHECKS`.
+    what : str
+        What is wrong and where, in words.
+    array : str or None
+        The array that it is in.
+    rows : tuple of int or None
+        The rows of the array, start inclusive and stop exclusive: bytes for the declarations, messages for the journal.
+    messages : int
+        How many messages cannot be read because of it; a message may be counted for several problems.
+    affects : str
+        Which, in words.
+    """
+
+    check: str
+    what: str
+    array: str | None = None
+    rows: tuple[int, int] | None = None
+    messages: int = 0
+    affects: str = ""
+
+    def __str__(self) -> str:
+        told = f"{self.check}: {self.what}"
+        return f"{told} ({self.affects})" if self.affects else told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What `verify` found.
+
+    Attributes
+    ----------
+    path : str
+    store : str
+        ``"zarr"`` or ``"hdf5"``.
+    status : str
+        As `tracer.TraceReader.status`; ``"unknown"`` where that is damaged.
+    messages, damaged : int
+        Messages in the journal, and how many of them cannot be read.
+    arrays, chunks, bytes, declarations : int
+        How much was checked.
+    problems : list of Problem
+    """
+
+    path: str
+    store: str
+    status: str
+    messages: int
+    damaged: int
+    arrays: int
+    chunks: int
+    bytes: int
+    declarations: int
+    problems: list[Problem]
+
+    @property
+    def intact(self) -> bool:
+        """Whether nothing that was committed is damaged."""
+        return not self.problems
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is intact, and of a run that did not break off: it ended, or still goes on."""
+        return self.intact and self.status not in ("interrupted", "unknown")
+
+    def describe(self) -> dict[str, Any]:
+        """The report as JSON."""
+        told = dataclasses.asdict(self)
+        return {**told, "intact": self.intact, "complete": self.complete, "checks": dict(CHECKS)}
+
+
+def verify(path: str | os.PathLike[str]) -> Report:
+    """Check all of a trace: every chunk and checksum, every row of the journal, every declaration.
+
+    Reads everything once, in a bounded amount of memory, and changes nothing. Damage is told, not raised.
+
+    Parameters
+    ----------
+    path : path
+
+    Raises
+    ------
+    TraceNotFoundError
+        If nothing is at `path`.
+    TraceFormatError
+        If it is not a trace, of a version that this release does not read, or has parts that are not safe to read.
+    TraceError
+        If it is so damaged that nothing in it can be told from anything else.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from tracer import NetworkMessage, TraceWriter
+    >>> path = tempfile.mkdtemp() + "/run.zarr"
+    >>> with TraceWriter(path) as writer:
+    ...     writer.write(NetworkMessage(kind="loss", global_step=0, train_step=0, epoch=0, data=torch.ones(())))
+    >>> report = verify(path)
+    >>> report.complete, report.messages, report.problems
+    (True, 1, [])
+    """
+    with Survey(path) as survey:
+        return survey.report()
+
+
+@dataclass(slots=True)
+class _Array:
+    """An array, and what is known of its chunks."""
+
+    name: str
+    length: int
+    row: tuple[int, ...]
+    dtype: str
+    height: int
+    # elements of a row
+    size: int
+    # 0, OK or DAMAGED for each chunk
+    state: NDArray[np.uint8]
+    why: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def chunk_elements(self) -> int:
+        return self.height * self.size
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A stream as it was declared; see `tracer.reader.StreamInfo`."""
+
+    kind: str
+    module: str | None
+    tag: str
+    leaf: str
+    dtype: str | None
+    sampling: dict[str, Any] | None
+
+
+@final
+class Survey:
+    """A trace that may be damaged, read part by part.
+
+    Attributes
+    ----------
+    header, notes, ending : what the declarations that can be read say
+    streams, shapes, pools : dict
+        The declarations that can be read, by id.
+    journal : numpy.ndarray of int64, (messages, columns)
+        Rows that cannot be read are zeros.
+    sound : numpy.ndarray of bool, (messages,)
+        Which rows can be read and agree with the declarations.
+    problems : list of Problem
+
+    Parameters
+    ----------
+    path : path
+
+    Raises
+    ------
+    TraceError
+        As `verify` does.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.problems: list[Problem] = []
+        self.header: dict[str, Any] = {}
+        self.notes: list[dict[str, Any]] = []
+        self.ending: dict[str, Any] = {}
+        self.streams: dict[int, Stream] = {}
+        self.shapes: dict[int, tuple[int, ...]] = {}
+        self.pools: dict[int, tuple[str, str]] = {}
+        self.declarations = 0
+        self.attributes: dict[str, Any] = {}
+        self._arrays: dict[str, _Array | None] = {}
+        self._cache: OrderedDict[tuple[str, int], NDArray[Any]] = OrderedDict()
+        self._cached = 0
+        self._bytes = 0
+        self._zeros: tuple[int, int] | None = None
+        self._store: ReadStore = open_store(self.path, damaged=True)
+        try:
+            self._load()
+        except BaseException:
+            self._store.close()
+            raise
+
+    def _load(self) -> None:
+        for problem in self._store.problems:
+            self._add("store", problem)
+        try:
+            self.attributes = self._store.attrs()
+        except TraceCorruptError as error:
+            self._add("root", self._plain(error))
+        if self.attributes:
+            try:
+                layout.check_version(self.attributes)
+            except TraceError as error:
+                raise type(error)(f"{self.path} cannot be read: {error}") from None
+        elif not any(problem.check == "root" for problem in self.problems):
+            self._add("root", "the attributes of the root are not there")
+        self.journal, readable = self._read_journal()
+        self._declare_all()
+        if self._zeros is not None and (self.ending or self._store.checksums_chunks):
+            start, stop = self._zeros
+            self._add("journal", f"rows {start} to {stop - 1} of the journal are zeros", layout.JOURNAL, self._zeros)
+        ended_with = self.ending.get("messages", len(self.journal))
+        if ended_with != len(self.journal) and not any(problem.array == layout.JOURNAL for problem in self.problems):
+            self._add(
+                "journal", f"the journal has {len(self.journal)} rows, and ended with {ended_with}", layout.JOURNAL
+            )
+        self.sound: NDArray[np.bool_] = readable & self._agrees(readable)
+
+    # -- tables -----------------------------------------------------------------------------------------------------
+
+    def _read_journal(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        array = self._array(layout.JOURNAL, "int64", (layout.COLUMNS,))
+        none = np.zeros((0, layout.COLUMNS), np.int64)
+        if array is None:
+            return none, np.zeros(0, bool)
+        if (array.row, array.dtype) != ((layout.COLUMNS,), "int64"):
+            self._add("array", f"the journal is not {layout.COLUMNS} columns of int64", array.name)
+            return none, np.zeros(0, bool)
+        parts, masks = [none], [np.zeros(0, bool)]
+        for number in range(len(array.state)):
+            chunk = self._chunk(array, number)
+            rows = min(array.height, array.length - number * array.height)
+            parts.append(np.zeros((rows, layout.COLUMNS), np.int64) if chunk is None else chunk)
+            masks.append(np.full(rows, chunk is not None))
+        journal, readable = np.concatenate(parts), np.concatenate(masks)
+        # the length may have reached the disk before the rows, in HDF5; those are zeros, which no row is
+        end = len(journal)
+        while end and readable[end - 1] and not journal[end - 1].any():
+            end -= 1
+        # where the description of the array was damaged, they are the rest of its last chunk
+        if end < len(journal) and not any(problem.array == array.name for problem in self.problems):
+            self._zeros = (end, len(journal))
+        return journal[:end], readable[:end]
+
+    def _declare_all(self) -> None:
+        array = self._array(layout.DECLARATIONS, "uint8", ())
+        if array is None:
+            return
+        pieces: list[bytes] = []
+        for number in range(len(array.state)):
+            chunk = self._chunk(array, number)
+            # a line feed ends the line that the damage begins in, and two of them tell that there was damage
+            pieces.append(b"\n\n" if chunk is None else chunk.tobytes())
+        data = b"".join(pieces)
+        place = 0
+        damaged = False
+        # a damaged line tells all the same what the next one is continued from, so not all that follow are lost
+        before = {0}
+        for line in data[: data.rfind(b"\n") + 1].split(b"\n")[:-1]:
+            start, place = place, place + len(line) + 1
+            if not line:
+                damaged = True
+                continue
+            try:
+                found, before = layout.unsealed(line + b"\n", before)
+                if found is None:
+                    raise TraceCorruptError("a line is damaged")
+                for what, value in found.items():
+                    self._declare(what, value)
+            except (TraceCorruptError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+                # the rest of a line that began in damage says nothing new
+                if not damaged:
+                    why = "is damaged" if isinstance(error, TraceCorruptError) else f"makes no sense: {error!r}"
+                    self._add("declaration", f"the line at byte {start} {why}", array.name, (start, place))
+            else:
+                self.declarations += 1
+            damaged = False
+        if not self.header:
+            self._add("declaration", "the header is not there", array.name)
+
+    def _declare(self, what: str, value: Any) -> None:
+        if what == "header":
+            self.header = dict(value)
+        elif what == "note":
+            self.notes.append(dict(value))
+        elif what == "status":
+            self.ending = dict(value)
+        elif what == "stream":
+            module, dtype = value["module"], value["dtype"]
+            names = (value["kind"], value["tag"], value["leaf"], "" if module is None else module)
+            if not all(isinstance(name, str) for name in names) or value["network"] is not (module is None):
+                raise ValueError(f"stream {value['id']} contradicts itself")
+            if (dtype is None and module is not None) or (dtype is not None and dtype not in layout.ENCODINGS):
+                raise ValueError(f"stream {value['id']} has the dtype {dtype}")
+            stream = Stream(value["kind"], module, value["tag"], value["leaf"], dtype, value.get("sampling"))
+            self._enter(self.streams, value["id"], stream, what)
+        elif what == "shape":
+            shape = tuple(value["shape"])
+            if not layout.is_shape(shape):
+                raise ValueError(f"shape {shape}")
+            self._enter(self.shapes, value["id"], shape, what)
+        elif what == "pool":
+            if not isinstance(value["name"], str) or value["dtype"] not in layout.STORAGE_DTYPES:
+                raise ValueError(f"pool {value}")
+            self._enter(self.pools, value["id"], (value["name"], value["dtype"]), what)
+
+    def _enter(self, table: dict[int, Any], number: Any, value: Any, what: str) -> None:
+        if type(number) is not int or number < 0 or number in table:
+            raise ValueError(f"{what} {number!r} is declared twice, or has no number")
+        table[number] = value
+
+    def _agrees(self, readable: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which rows of the journal agree with the declarations; those that do not become problems."""
+        journal = self.journal
+        stream, pool, shape = (journal[:, c] for c in (Column.STREAM, Column.POOL, Column.SHAPE))
+        offset, count, flags = (journal[:, c] for c in (Column.OFFSET, Column.COUNT, Column.FLAGS))
+        carries = (flags & layout.HAS_DATA) != 0
+        with_data = sorted(number for number, one in self.streams.items() if one.dtype is not None)
+        events = sorted(number for number, one in self.streams.items() if one.dtype is None)
+        sizes = {number: math.prod(one) for number, one in self.shapes.items()}
+        known = sorted(sizes)
+        expected = np.full(len(journal), -1, np.int64)
+        if known:
+            at = np.searchsorted(known, shape).clip(max=len(known) - 1)
+            found = np.asarray(known)[at] == shape
+            expected = np.where(found, np.asarray([sizes[number] for number in known], np.int64)[at], -1)
+        counters = journal[:, [Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]]
+        left = readable.copy()
+
+        def refuse(wrong: Any, why: str) -> None:
+            wrong = wrong & left
+            left[wrong] = False
+            for start, stop in _runs(wrong):
+                rows = f"row {start}" if stop == start + 1 else f"rows {start} to {stop - 1}"
+                verb = "is" if stop == start + 1 else "are"
+                self._add("journal", f"{rows} of the journal {verb} {why}", layout.JOURNAL, (start, stop), stop - start)
+
+        refuse(layout.row_checksums(journal, 0) != journal[:, Column.CHECK], "damaged")
+        refuse(~np.isin(stream, with_data + events), "of a stream whose declaration is not there")
+        refuse(np.isin(stream, with_data) != carries, "at odds with the stream on whether there is data")
+        refuse(carries & ~np.isin(pool, sorted(self.pools)), "of a pool whose declaration is not there")
+        refuse(carries & (expected < 0), "of a shape whose declaration is not there")
+        refuse(carries & (count != expected), "not of as many elements as the shape has")
+        refuse(~carries & ((pool != layout.NONE) | (count != 0) | (shape != layout.NONE)), "events with data")
+        refuse((offset < 0) | (offset > 2**62), "of a place before the pool")
+        refuse((counters < 0).any(axis=1), "negative in a counter")
+        return left
+
+    # -- arrays -------------------------------------------------------------------------------------------------------
+
+    def _array(self, name: str, dtype: str, row: tuple[int, ...] | None, chunk_bytes: int = 65536) -> _Array | None:
+        """An array, or None, and a problem, where it cannot be opened.
+
+        Where its description is damaged, it is taken for one of this dtype and shape of rows.
+        """
+        if name in self._arrays:
+            return self._arrays[name]
+        self._arrays[name] = None
+        store = self._store
+        try:
+            length, stored = store.length(name), store.stored_rows(name)
+        except TracerError as error:
+            self._add("array", self._plain(error), name)
+            assumed = None
+            if isinstance(error, TraceCorruptError | TraceFormatError) and row is not None and 0 not in row:
+                with contextlib.suppress(TracerError):
+                    assumed = store.assume(name, dtype, row, chunk_bytes)
+            if assumed is None:
+                return None
+            length = stored = assumed
+        row, height = store.row_shape(name), store.chunk_rows(name)
+        known = min(length, stored)
+        array = _Array(
+            name=name,
+            length=known,
+            row=row,
+            dtype=store.dtype(name),
+            height=height,
+            size=math.prod(row),
+            state=np.zeros(-(-known // height), np.uint8),
+        )
+        if known < length:
+            self._add("chunk", f"rows {known} to {length - 1} of array {name!r} are not there", name, (known, length))
+        self._arrays[name] = array
+        return array
+
+    def _pool(self, number: int) -> _Array | None:
+        """The array of a pool that a sound row of the journal refers to."""
+        name, dtype = self.pools[number]
+        if name in self._arrays:
+            return self._arrays[name]
+        row: tuple[int, ...] | None = None
+        chunk_bytes = 65536
+        if name.startswith((f"{layout.RANK}/pools/", f"{layout.RANK}/late/")):
+            row = ()
+        else:
+            # rows of a pool of its own all have the shape of the messages in it
+            shapes = np.unique(self.journal[self.sound & (self.journal[:, Column.POOL] == number), Column.SHAPE])
+            if len(shapes) == 1:
+                row, chunk_bytes = self.shapes[int(shapes[0])], 1
+        array = self._array(name, dtype, row, chunk_bytes)
+        if array is not None and (array.dtype != dtype or array.size < 1):
+            self._add("array", f"array {name!r} is of {array.dtype}, and {dtype} was declared", name)
+            array = self._arrays[name] = None
+        return array
+
+    def _chunk(self, array: _Array, number: int) -> NDArray[Any] | None:
+        """Rows of an array that lie in the same chunk; None where they cannot be read."""
+        if array.state[number] == DAMAGED:
+            return None
+        key = (array.name, number)
+        found = self._cache.get(key)
+        if found is not None:
+            self._cache.move_to_end(key)
+            return found
+        start = number * array.height
+        stop = min(start + array.height, array.length)
+        try:
+            try:
+                rows = self._store.read(array.name, start, stop)
+            except TraceCorruptError:
+                # the last chunk of a trace that is being written may just have been written anew
+                self._store.length(array.name)
+                rows = self._store.read(array.name, start, stop)
+        except TracerError as error:
+            array.state[number] = DAMAGED
+            array.why[number] = self._plain(error)
+            return None
+        if array.state[number] != OK:
+            array.state[number] = OK
+            self._bytes += rows.nbytes
+        self._cache[key] = rows
+        self._cached += rows.nbytes
+        while self._cached > CACHE_BYTES and len(self._cache) > 1:
+            self._cached -= self._cache.popitem(last=False)[1].nbytes
+        return rows
+
+    def _elements(self, array: _Array, offset: int, count: int) -> NDArray[Any] | None:
+        """So many elements of a pool, in memory that nobody else uses; None where they cannot be read."""
+        if offset + count > array.length * array.size:
+            return None
+        out = np.empty(count, array.dtype)
+        done = 0
+        while done < count:
+            number, begin = divmod(offset + done, array.chunk_elements)
+            chunk = self._chunk(array, number)
+            if chunk is None:
+                return None
+            piece = chunk.reshape(-1)[begin : begin + count - done]
+            out[done : done + len(piece)] = piece
+            done += len(piece)
+        return out
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def messages(self) -> Iterator[tuple[int, Message | None]]:
+        """Each row of the journal with its message, in order; None for a message that cannot be had."""
+        for number, row in enumerate(self.journal):
+            yield number, self._message(row.tolist()) if self.sound[number] else None
+
+    def _message(self, row: list[int]) -> Message | None:
+        stream = self.streams[row[Column.STREAM]]
+        data = None
+        if stream.dtype is not None:
+            part = self._data(row)
+            if part is None:
+                return None
+            data = layout.decode(part, stream.dtype, self.shapes[row[Column.SHAPE]])
+        where: dict[str, Any] = {
+            "kind": stream.kind,
+            "global_step": row[Column.GLOBAL_STEP],
+            "train_step": row[Column.TRAIN_STEP],
+            "epoch": row[Column.EPOCH],
+            "tag": stream.tag,
+            "call": row[Column.CALL],
+            "leaf": stream.leaf,
+            "data": data,
+        }
+        try:
+            return NetworkMessage(**where) if stream.module is None else ModuleMessage(module=stream.module, **where)
+        except MessageError:
+            return None
+
+    def _data(self, row: list[int]) -> NDArray[Any] | None:
+        """The stored elements of a message, if they are as they were written."""
+        array = self._pool(row[Column.POOL])
+        if array is None:
+            return None
+        stream = self.streams[row[Column.STREAM]]
+        if stream.dtype is None or layout.ENCODINGS[stream.dtype].storage != array.dtype:
+            return None
+        part = self._elements(array, row[Column.OFFSET], row[Column.COUNT])
+        if part is not None and row[Column.CRC32C] not in (layout.NONE, layout.crc32c(part)):
+            return None
+        return part
+
+    def where(self, rows: Iterable[int], limit: int = 3) -> str:
+        """Which messages these rows of the journal are, in words."""
+        spans: dict[str, list[int]] = {}
+        for number in rows:
+            row = self.journal[number].tolist()
+            stream = self.streams.get(row[Column.STREAM]) if self.sound[number] else None
+            spans.setdefault(self.name(stream), []).append(row[Column.GLOBAL_STEP])
+        told = []
+        for name, steps in list(spans.items())[:limit]:
+            low, high = min(steps), max(steps)
+            told.append(f"{name} in step {low}" if low == high else f"{name} in steps {low} to {high}")
+        if len(spans) > limit:
+            told.append(f"and {len(spans) - limit} more streams")
+        return ", ".join(told)
+
+    @staticmethod
+    def name(stream: Stream | None) -> str:
+        """A stream, in words."""
+        if stream is None:
+            return UNKNOWN
+        told = stream.kind if stream.module is None else f"{stream.kind} of {stream.module or 'the root module'}"
+        return f"{told}, leaf {stream.leaf}" if stream.leaf else told
+
+    # -- the report ---------------------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """Read everything, and tell what is wrong."""
+        good = self._check_data()
+        for number in self.pools:
+            self._pool(number)
+        chunks = 0
+        for name in self._names():
+            array = self._array(name, "", None)
+            if array is None:
+                continue
+            chunks += len(array.state)
+            for number in np.flatnonzero(array.state == 0).tolist():
+                self._chunk(array, number)
+            self._add_chunks(array)
+        if not self.problems:
+            try:
+                TraceReader(self.path).close()
+            except TraceError as error:
+                self._add("reading", self._plain(error))
+        return Report(
+            path=str(self.path),
+            store=type(self._store).__module__.rpartition(".")[2],
+            status=self.status,
+            messages=len(self.journal),
+            damaged=int(len(good) - good.sum()),
+            arrays=sum(array is not None for array in self._arrays.values()),
+            chunks=chunks,
+            bytes=self._bytes,
+            declarations=self.declarations,
+            problems=self.problems,
+        )
+
+    @property
+    def told_all(self) -> bool:
+        """Whether the tables, which say what there is, are as they were written."""
+        tables = (layout.JOURNAL, layout.DECLARATIONS)
+        if self._zeros is not None and any(problem.check == "store" for problem in self.problems):
+            # of a file that was cut off, what is not there reads as zeros
+            return False
+        return not any(problem.check == "declaration" or problem.array in tables for problem in self.problems)
+
+    def tell_damage(self) -> None:
+        """Add what was found damaged while messages were read to the problems, once."""
+        for array in self._arrays.values():
+            if array is not None:
+                self._add_chunks(array)
+
+    def _names(self) -> list[str]:
+        found = set(self._arrays)
+        try:
+            found.update(self._store.names())
+        except TracerError as error:
+            self._add("store", self._plain(error))
+        return sorted(found)
+
+    @property
+    def status(self) -> str:
+        """As `TraceReader.status`; ``"unknown"`` where that is damaged."""
+        if self.ending:
+            return str(self.ending.get("status", "finished"))
+        try:
+            with TraceReader(self.path) as reader:
+                return reader.status
+        except TraceError:
+            # a lost line may have been the one that says it
+            return "unknown" if any(p.array == layout.DECLARATIONS for p in self.problems) else "interrupted"
+
+    def _check_data(self) -> NDArray[np.bool_]:
+        """Which messages can be read; in the order of their places, so that each chunk is read once."""
+        journal = self.journal
+        good = self.sound.copy()
+        rows = np.flatnonzero(self.sound & ((journal[:, Column.FLAGS] & layout.HAS_DATA) != 0))
+        rows = rows[np.lexsort((journal[rows, Column.OFFSET], journal[rows, Column.POOL]))]
+        pools = journal[rows, Column.POOL]
+        for pool in np.unique(pools).tolist():
+            members = rows[pools == pool]
+            array = self._pool(pool)
+            if array is None:
+                good[members] = False
+                self._affected("array", f"pool {self.pools[pool][0]!r} cannot be read", self.pools[pool][0], members)
+                continue
+            offsets, counts = journal[members, Column.OFFSET], journal[members, Column.COUNT]
+            right = [
+                number
+                for number, one in self.streams.items()
+                if one.dtype is not None and layout.ENCODINGS[one.dtype].storage == array.dtype
+            ]
+            beyond = (counts > array.length * array.size - offsets) | ~np.isin(journal[members, Column.STREAM], right)
+            if beyond.any():
+                good[members[beyond]] = False
+                why = f"the data of {int(beyond.sum())} messages is not in pool {array.name!r} where the journal says"
+                self._affected("place", why, array.name, members[beyond])
+            members = members[~beyond]
+            failed = []
+            for number in members.tolist():
+                row = journal[number].tolist()
+                if row[Column.CRC32C] == layout.NONE:
+                    continue
+                part = self._elements(array, row[Column.OFFSET], row[Column.COUNT])
+                if part is not None and layout.crc32c(part) != row[Column.CRC32C]:
+                    failed.append(number)
+            for number in np.flatnonzero(array.state == 0).tolist():
+                self._chunk(array, number)
+            good[members[self._touches_damage(array, members)]] = False
+            good[failed] = False
+            for number in failed:
+                start = int(journal[number, Column.OFFSET]) // array.size
+                stop = start - (-int(journal[number, Column.COUNT]) // array.size)
+                self._add(
+                    "data",
+                    f"the data of {self.where([number])} fails its checksum",
+                    array.name,
+                    (start, stop),
+                    1,
+                )
+        return good
+
+    def _touches_damage(self, array: _Array, members: NDArray[np.int64]) -> NDArray[np.bool_]:
+        offsets, counts = self.journal[members, Column.OFFSET], self.journal[members, Column.COUNT]
+        before = np.concatenate([[0], np.cumsum(array.state == DAMAGED)])
+        first = offsets // array.chunk_elements
+        last = np.where(counts > 0, (offsets + counts - 1) // array.chunk_elements + 1, first)
+        end = len(array.state)
+        touched: NDArray[np.bool_] = before[last.clip(max=end)] > before[first.clip(max=end)]
+        return touched
+
+    def _add_chunks(self, array: _Array) -> None:
+        """A problem for each run of damaged chunks, and which messages it reaches."""
+        journal = self.journal
+        ids = [number for number, (name, _) in self.pools.items() if name == array.name]
+        members = np.flatnonzero(self.sound & np.isin(journal[:, Column.POOL], ids))
+        offsets, counts = journal[members, Column.OFFSET], journal[members, Column.COUNT]
+        for start, stop in _runs(array.state == DAMAGED):
+            low, high = start * array.chunk_elements, stop * array.chunk_elements
+            reached = members[(offsets < high) & (offsets + counts > low)]
+            rows = (start * array.height, min(stop * array.height, array.length))
+            count, affects = len(reached), self.where(reached.tolist())
+            if array.name == layout.JOURNAL:
+                count, affects = rows[1] - rows[0], "what these messages were is not known"
+            many = f" (and {stop - start - 1} more chunks)" if stop > start + 1 else ""
+            self._add("chunk", f"{array.why[start]}{many}", array.name, rows, count, affects)
+
+    def _affected(self, check: str, what: str, array: str, rows: NDArray[np.int64]) -> None:
+        self._add(check, what, array, None, len(rows), self.where(rows.tolist()))
+
+    def _add(
+        self,
+        check: str,
+        what: str,
+        array: str | None = None,
+        rows: tuple[int, int] | None = None,
+        messages: int = 0,
+        affects: str = "",
+    ) -> None:
+        self.problems.append(
+            Problem(check=check, what=what, array=array, rows=rows, messages=messages, affects=affects)
+        )
+
+    def _plain(self, error: Exception) -> str:
+        """What an error says, without the path that all of them begin with."""
+        return str(error).removeprefix(f"{self.path}: ")
+
+    def close(self) -> None:
+        """Close the files."""
+        self._cache.clear()
+        self._store.close()
+
+    def __enter__(self) -> Survey:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _runs(mask: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """The ranges in which a mask is true, start inclusive and stop exclusive."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
+    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
