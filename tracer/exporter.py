@@ -696,6 +696,7 @@ class Exporter:
                     path = f"{owner_path}.{attribute}" if owner_path else attribute
                     self._parameters.append(_Parameter(path, owner_path, owner, attribute))
         self._parameter_of = {(p.stream, p.bias): p for p in self._parameters}
+        self._parameter_at = {p.path: p for p in self._parameters}
 
     def _hook(self, method: str, name: str) -> Hook:
         hook = Hook(self, method, name)
@@ -799,14 +800,29 @@ class Exporter:
         stream = (kind, path, tag, leaf)
         # probed data is put together before it is published; everything else counts its own calls
         number = call if call is not None else self._published.get(stream, 0)
-        if capture is _EVERYTHING:
-            final = source
-        else:
-            chosen = capture.select(kind, source, module)
+        self._published[stream] = number + 1
+        chosen = source if capture is _EVERYTHING else capture.select(kind, source, module)
+        self._release(capture, stream, chosen, source, number, at, module, owned=owned)
+
+    def _release(
+        self,
+        capture: Capture,
+        stream: tuple[str, str | None, str, str],
+        chosen: Tensor,
+        source: Tensor,
+        call: int,
+        at: tuple[int, int, int],
+        module: nn.Module | None,
+        *,
+        owned: bool,
+    ) -> None:
+        """Condition, reduce, cast, copy and publish what was chosen of `source`, if it is not `owned` already."""
+        kind, path, tag, leaf = stream
+        final = chosen
+        if capture is not _EVERYTHING:
             if capture.condition is not None and not capture.condition(
-                self._message(kind, path, chosen, tag, leaf, number, at)
+                self._message(kind, path, chosen, tag, leaf, call, at)
             ):
-                self._published[stream] = number + 1
                 return
             final = capture.finish(kind, chosen, self._running.get(stream) if capture.runs else None)
             if capture.choices:
@@ -817,8 +833,7 @@ class Exporter:
             final = final.clone(memory_format=torch.contiguous_format)
         if capture.runs:
             self._running[stream] = final.clone()  # the reduction may overwrite it
-        self._published[stream] = number + 1
-        self.message_bus.publish(self._message(kind, path, final, tag, leaf, number, at))
+        self.message_bus.publish(self._message(kind, path, final, tag, leaf, call, at))
 
     def _tell(self, capture: Capture, kind: str, data: Tensor, module: nn.Module | None) -> dict[str, Any] | None:
         """`Capture.sampling` of a tensor, worked out once for each shape."""
@@ -969,25 +984,13 @@ class Exporter:
             capture = self._wanted(kind, parameter.stream, DEFAULT_TAG)
             if capture is not None:
                 try:
-                    self._deliver_chosen(capture, kind, parameter, data)
+                    stream = (kind, parameter.stream, DEFAULT_TAG, "")
+                    whole = data if parameter.tensor is None else parameter.tensor
+                    self._release(capture, stream, data, whole, 0, self._now(), None, owned=True)
                 except Exception as error:
                     if self.strict:
                         raise
                     self._give_up(kind, parameter.stream, error)
-
-    def _deliver_chosen(self, capture: Capture, kind: str, parameter: _Parameter, chosen: Tensor) -> None:
-        """Condition, reduce, cast and publish a parameter's data, which is selected and copied already."""
-        stream = (kind, parameter.stream, DEFAULT_TAG, "")
-        if capture.condition is not None and not capture.condition(
-            self._message(kind, parameter.stream, chosen, DEFAULT_TAG, "", 0, self._now())
-        ):
-            return
-        final = capture.finish(kind, chosen, self._running.get(stream) if capture.runs else None)
-        if capture.runs:
-            self._running[stream] = final.clone()  # the reduction may overwrite it
-        if capture.choices and parameter.tensor is not None:
-            self._sampling[stream] = self._tell(capture, kind, parameter.tensor, None)
-        self.message_bus.publish(self._message(kind, parameter.stream, final, DEFAULT_TAG, "", 0, self._now()))
 
     # -- passes ---------------------------------------------------------------------------------------------
 
@@ -1200,7 +1203,7 @@ class Exporter:
 
     def _after_accumulation(self, path: str, tensor: Tensor) -> None:
         """Without an optimizer, nothing says when a gradient is final: keep the last running sum."""
-        parameter = next((p for p in self._parameters if p.path == path), None)
+        parameter = self._parameter_at.get(path)
         if parameter is None or not self._open or self._idle or tensor.grad is None:
             return
         capture = self._wanted(parameter.kind("gradients"), parameter.stream, DEFAULT_TAG)

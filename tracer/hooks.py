@@ -241,6 +241,12 @@ def arguments_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return {**{str(index): value for index, value in enumerate(args)}, **kwargs}
 
 
+@functools.lru_cache(maxsize=64)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    # looked up at every loss; of the function below a bound method, so that no module is kept alive
+    return inspect.signature(function)
+
+
 def output_and_labels(
     loss: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -257,8 +263,9 @@ def output_and_labels(
     (True, True)
     """
     try:
-        signature = inspect.signature(loss)
-        given = signature.bind_partial(*args, **kwargs).arguments
+        signature = _signature(getattr(loss, "__func__", loss))
+        owner = (None,) if hasattr(loss, "__func__") else ()
+        given = signature.bind_partial(*owner, *args, **kwargs).arguments
         ordered = [given[name] for name in signature.parameters if name in given]
     except (TypeError, ValueError):  # builtins have no signature
         given, ordered = dict(kwargs), [*args, *kwargs.values()]
