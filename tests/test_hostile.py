@@ -313,7 +313,7 @@ def test_zarr_of_absurd_length(tmp_path: Path, codecs: str, name: str, rows: int
     with bounded():
         if name == "pools/loss/float32":
             with TraceReader(path) as reader, pytest.raises(TracerError):
-                reader._store.read("rank0/pools/loss/float32", 0, rows)
+                reader._stores[0].read("rank0/pools/loss/float32", 0, rows)
         else:
             with pytest.raises((TraceCorruptError, TraceFormatError)):
                 TraceReader(path)
@@ -331,7 +331,7 @@ def test_hdf5_of_absurd_length(tmp_path: Path, name: str) -> None:
     with bounded():
         if name == "pools/loss/float32":
             with TraceReader(path) as reader, pytest.raises(TraceCorruptError, match="larger than the file"):
-                reader._store.read("rank0/pools/loss/float32", 0, 2**40)
+                reader._stores[0].read("rank0/pools/loss/float32", 0, 2**40)
         else:
             with pytest.raises(TraceCorruptError, match="larger than the file"):
                 TraceReader(path)

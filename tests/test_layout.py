@@ -66,7 +66,7 @@ def test_pools_of_streams_do_not_collide(
     first: tuple[str, str | None, str, str], second: tuple[str, str | None, str, str]
 ) -> None:
     """Every stream has a pool name of its own, which no reserved array has and every store accepts."""
-    names = [layout.own_pool(*stream) for stream in (first, second)]
+    names = [layout.own_pool("rank0", *stream) for stream in (first, second)]
     assert (names[0] == names[1]) == (first == second)
     for name in names:
         check_name(name)
@@ -163,7 +163,7 @@ def test_any_change_of_a_journal_row_changes_its_checksum() -> None:
             changed = rows.copy()
             changed.view(np.uint64)[1, column] ^= np.uint64(1 << bit)
             assert (layout.row_checksums(changed, 7) != checksums).tolist() == [False, True, False]
-    many = np.zeros((layout.JOURNAL_BLOCK + 5, layout.COLUMNS), np.int64)
+    many = np.zeros((layout.journal_name("rank0")_BLOCK + 5, layout.COLUMNS), np.int64)
     assert layout.row_checksums(many, 0)[-3:].tolist() == layout.row_checksums(many[:3], len(many) - 3).tolist()
 
 

@@ -116,7 +116,7 @@ class Reading:
     def __init__(self, reader: TraceReader, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pools: list[str] = []
         self.bytes = 0
-        read = reader._store.read
+        read = reader._stores[0].read
 
         def noting(name: str, start: int, stop: int, out: Any = None) -> Any:
             found = read(name, start, stop, out)
@@ -124,7 +124,7 @@ class Reading:
             self.bytes += found.nbytes
             return found
 
-        monkeypatch.setattr(reader._store, "read", noting, raising=False)
+        monkeypatch.setattr(reader._stores[0], "read", noting, raising=False)
 
 
 @pytest.fixture(scope="module", params=["zarr", "h5"])

@@ -614,7 +614,7 @@ def test_every_flipped_bit_of_an_hdf5_table_is_found(tmp_path: Path) -> None:
     data = path.read_bytes()
     places = []
     with h5py.File(path) as file:
-        for name in (layout.JOURNAL, layout.DECLARATIONS):
+        for name in (layout.journal_name("rank0"), layout.declarations_name("rank0")):
             begin = file[name].id.get_chunk_info(0).byte_offset
             places += range(begin, begin + file[name].nbytes)
     for place in np.random.default_rng(0).choice(places, 300, replace=False).tolist():
@@ -629,12 +629,12 @@ def test_a_finished_trace_has_all_its_messages(tmp_path: Path, suffix: str) -> N
     path = tmp_path / f"run{suffix}"
     write(path, run(1))
     if suffix == ".zarr":
-        document = json.loads((path / layout.JOURNAL / "zarr.json").read_text())
+        document = json.loads((path / layout.journal_name("rank0") / "zarr.json").read_text())
         document["shape"][0] -= 1
-        (path / layout.JOURNAL / "zarr.json").write_text(json.dumps(document))
+        (path / layout.journal_name("rank0") / "zarr.json").write_text(json.dumps(document))
     else:
         with h5py.File(path, "r+") as file:
-            file[layout.JOURNAL].resize(len(file[layout.JOURNAL]) - 1, axis=0)
+            file[layout.journal_name("rank0")].resize(len(file[layout.journal_name("rank0")]) - 1, axis=0)
     with pytest.raises(TraceCorruptError, match=r"ended with 10 messages, and the journal has 9"):
         TraceReader(path)
 
@@ -685,7 +685,7 @@ def test_rows_of_zeros_at_the_end_of_an_hdf5_journal(tmp_path: Path) -> None:
     path = tmp_path / "run.h5"
     write(path, [network("batch_started", 0), network("loss", 0, 1.0)])
     with h5py.File(path, "r+") as file:
-        file[layout.JOURNAL].resize(5, axis=0)
+        file[layout.journal_name("rank0")].resize(5, axis=0)
     with TraceReader(path) as reader:
         assert [m.kind for m in reader] == ["batch_started", "loss"]
 

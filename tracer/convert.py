@@ -27,12 +27,14 @@ def convert(
     modules: str | Iterable[str] | None = None,
     steps: Steps | None = None,
     tags: str | Iterable[str] | None = None,
+    ranks: int | Iterable[int] | None = None,
     chunk_bytes: int = 65536,
     own_pool_bytes: int = 65536,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Copy a trace, or a part of it, into a new one; its suffix says in which format.
 
+    What several ranks and attempts recorded is put together in one part, without the steps that were superseded.
     Messages keep their order, fields and bits; the header, the notes, the sampling of each stream and how the run
     ended stay what they are, and a note ``converted`` says what was done. A trace without a status is copied up to its
     last commit, and the copy says that it was interrupted. What is at `dst` appears when it is complete.
@@ -43,6 +45,8 @@ def convert(
         Nothing may be at `dst`.
     kinds, modules, steps, tags : optional
         Only these messages, as in `tracer.replay`.
+    ranks : int or iterable of int, optional
+        Only messages of these ranks; by default those of all ranks are put together in one part.
     chunk_bytes : int
         Bytes of the chunks that small messages are stored in: larger ones read faster in order, smaller ones singly.
     own_pool_bytes : int
@@ -84,22 +88,26 @@ def convert(
     """
     src, dst = Path(src), Path(dst)
     kinds, modules, tags = _names(kinds), _names(modules), _names(tags)
-    filters = {"kinds": kinds, "modules": modules, "steps": steps, "tags": tags, "chunk_bytes": chunk_bytes}
+    ranks = None if ranks is None else [ranks] if isinstance(ranks, int) else sorted(set(ranks))
+    filters: dict[str, Any] = {"kinds": kinds, "modules": modules, "steps": steps, "tags": tags, "ranks": ranks}
+    filters["chunk_bytes"] = chunk_bytes
     check_paths(src, dst)
     with TraceReader(src) as reader:
         streams = reader.streams
         chosen = _streams(reader, kinds, modules, tags)
-        rows = reader.select(streams=chosen, steps=steps)
+        rows = reader.select(streams=chosen, steps=steps, ranks=ranks)
         status, ended = reader.status, reader.info["ended"]
         if status == "recording":
             status = "interrupted"
-        with new_trace(src, dst, reader.header, chunk_bytes=chunk_bytes, own_pool_bytes=own_pool_bytes) as writer:
+        with new_trace(
+            src, dst, single(reader.header), chunk_bytes=chunk_bytes, own_pool_bytes=own_pool_bytes
+        ) as writer:
             for note in reader.notes:
                 writer.note(note)
             for done, (stream, message) in enumerate(
                 zip(
                     reader.journal[rows, Column.STREAM].tolist(),
-                    reader.messages(streams=chosen, steps=steps),
+                    reader.messages(streams=chosen, steps=steps, ranks=ranks),
                     strict=True,
                 )
             ):
@@ -116,6 +124,14 @@ def convert(
             "status": status,
             "left_out": len(reader) - len(rows),
         }
+
+
+def single(header: Mapping[str, Any]) -> dict[str, Any]:
+    """The header of a copy, which has one part, and in it the messages of all parts."""
+    return {**header, **{name: value for name, value in _ONE_PART.items() if name in header}}
+
+
+_ONE_PART: Mapping[str, Any] = {"ranks": [0], "attempt": 0, "first_step": 0}
 
 
 def _provenance(src: Path, filters: Mapping[str, Any]) -> dict[str, Any]:

@@ -111,8 +111,11 @@ class Exporter:
         self.global_step = 0
         self.train_step = 0
         self.epoch = 0
+        self.rank = 0
+        self.starting: Callable[[], None] | None = None
         self.losses_seen = 0
         self.optimizer_calls = 0
+        self._first_step = 0
 
         self._root: nn.Module | None = None
         self._added: list[tuple[str, nn.Module, bool]] = []
@@ -327,6 +330,22 @@ class Exporter:
         if self._enabled and self._attached:
             self._guard("step", self._end_step)
 
+    def start_at(self, global_step: int, train_step: int, epoch: int) -> None:
+        """Count from here: the training goes on after a restart. In the middle of an epoch, that is not begun again."""
+        self._first_step = self.global_step = global_step
+        self.train_step, self.epoch = train_step, epoch
+        self._epoch_open = train_step > 0
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers that were set, the last of which ends a step."""
+        return self._optimizers
+
+    @property
+    def steps_seen(self) -> int:
+        """How many steps were taken since this exporter began to count."""
+        return self.global_step - self._first_step
+
     def epoch_finished(self) -> None:
         """End the epoch: publish ``epoch_finished``; the next step is the first of the next epoch."""
         if not (self._enabled and self._attached):
@@ -383,7 +402,7 @@ class Exporter:
     @property
     def loss_is_silent(self) -> bool:
         """Whether a loss was given, and steps were taken, but it was never seen: another name of it was called."""
-        return len(self._losses) == 1 and self.losses_seen == 0 and self.global_step > 0
+        return len(self._losses) == 1 and self.losses_seen == 0 and self.steps_seen > 0
 
     # -- what the user says ---------------------------------------------------------------------------------
 
@@ -736,12 +755,17 @@ class Exporter:
 
     def _now(self) -> tuple[int, int, int]:
         """The counters of the open step, which keeps them to its end; else those that the next step would have."""
+        if self.starting is not None:
+            starting, self.starting = self.starting, None
+            starting()
         return self._began if self._open else (self.global_step, self.train_step, self.epoch)
 
     def _event(self, kind: str, at: tuple[int, int, int]) -> None:
         if self._wanted(kind, None, DEFAULT_TAG, at) is not None:
             step, train_step, epoch = at
-            self.message_bus.publish(NetworkMessage(kind=kind, global_step=step, train_step=train_step, epoch=epoch))
+            self.message_bus.publish(
+                NetworkMessage(kind=kind, global_step=step, train_step=train_step, epoch=epoch, rank=self.rank)
+            )
 
     def _publish(
         self,
@@ -855,11 +879,12 @@ class Exporter:
                 tag=tag,
                 call=call,
                 leaf=leaf,
+                rank=self.rank,
                 data=data,
             )
         return ModuleMessage(
             kind=kind, module=path, global_step=step, train_step=train_step, epoch=epoch, tag=tag, call=call, leaf=leaf,
-            data=data,
+            rank=self.rank, data=data,
         )  # fmt: skip
 
     # -- steps ----------------------------------------------------------------------------------------------
@@ -1183,7 +1208,9 @@ class Exporter:
         if any(one.wants("skipped_step", None, DEFAULT_TAG, self.global_step) for one in self._asking):
             step, train_step, epoch = self._now()
             self.message_bus.publish(
-                NetworkMessage(kind="skipped_step", global_step=step, train_step=train_step, epoch=epoch)
+                NetworkMessage(
+                    kind="skipped_step", global_step=step, train_step=train_step, epoch=epoch, rank=self.rank
+                )
             )
 
     def _of_optimizer(self, optimizer: Optimizer) -> list[_Parameter]:

@@ -105,7 +105,7 @@ def run(
     if session.refusal is not None and error is session.refusal:
         raise session.refusal
     status = _status(error)
-    if status == 0 and (not session.recorded or session.exporter.global_step == 0):
+    if status == 0 and (not session.recorded or session.exporter.steps_seen == 0):
         raise TraceError(f"{script} ended, but no training step was seen, so nothing is recorded: {session.why_not()}")
     return status
 
@@ -149,7 +149,8 @@ class _Session:
 
     @property
     def recorded(self) -> bool:
-        return self.run.recorder.writer is not None
+        recorder = self.run.recorder
+        return recorder is None or recorder.writer is not None
 
     def why_not(self) -> str:
         """Why nothing was recorded, as far as can be told."""
@@ -158,7 +159,7 @@ class _Session:
                 return str(error)
         if not self._optimizers:
             return "it made no optimizer of torch.optim"
-        if self.exporter.global_step == 0:
+        if self.exporter.steps_seen == 0:
             return "its optimizer never stepped"
         return "the capture takes nothing of what it did"
 
@@ -248,7 +249,7 @@ class _Session:
         self._optimizers.append(weakref.ref(optimizer))
         alive = [one for one in (ref() for ref in self._optimizers) if one is not None]
         models = _models_of(alive)
-        if self.exporter.global_step == 0 and not self.exporter._open:
+        if self.exporter.steps_seen == 0 and not self.exporter._open:
             self.exporter.forget_model()
             if len(models) == 1:
                 self.exporter.set_model(models[0])

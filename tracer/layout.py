@@ -27,17 +27,48 @@ from torch import Tensor
 
 from tracer.errors import MessageError, TraceCorruptError, TraceError, TraceFormatError
 from tracer.messages import DEFAULT_TAG
+from tracer.stores import PART
 
 FORMAT = "tracereel"
 """Root attribute ``format``: what makes a store a trace."""
 VERSION = 1
 """Root attribute ``format_version``: an integer, raised when older readers would go wrong."""
 
-RANK = "rank0"
-JOURNAL = f"{RANK}/journal"
-DECLARATIONS = f"{RANK}/declarations"
 RESERVED = frozenset({"journal", "declarations", "pools", "late"})
 """Names in a rank's group that no kind takes."""
+
+
+def part_name(rank: int, attempt: int = 0) -> str:
+    """The name of what one process wrote of a trace: a group of its own.
+
+    Examples
+    --------
+    >>> part_name(0), part_name(3, attempt=1)
+    ('rank0', 'rank3.attempt1')
+    """
+    return f"rank{rank}.attempt{attempt}" if attempt else f"rank{rank}"
+
+
+def part_of(name: str) -> tuple[int, int] | None:
+    """Rank and attempt of a part's name; None for other names.
+
+    Examples
+    --------
+    >>> part_of("rank3.attempt1"), part_of("rank0"), part_of("rank01"), part_of("rank0.attempt0")
+    ((3, 1), (0, 0), None, None)
+    """
+    match = PART.fullmatch(name)
+    return None if match is None else (int(match["rank"]), int(match["attempt"] or 0))
+
+
+def journal_name(part: str) -> str:
+    """The name of a part's journal."""
+    return f"{part}/journal"
+
+
+def declarations_name(part: str) -> str:
+    """The name of the array of a part's declarations."""
+    return f"{part}/declarations"
 
 
 class Column(IntEnum):
@@ -296,17 +327,17 @@ def quote(name: str) -> str:
     return quoted
 
 
-def own_pool(kind: str, module: str | None, tag: str, leaf: str) -> str:
-    """The name of the pool of one stream: ``rank0/{kind}/{module}``, with ``@{tag}`` and ``#{leaf}`` where needed.
+def own_pool(part: str, kind: str, module: str | None, tag: str, leaf: str) -> str:
+    """The name of the pool of one stream: ``{part}/{kind}/{module}``, with ``@{tag}`` and ``#{leaf}`` where needed.
 
     The network's streams stand under ``%~network``.
 
     Examples
     --------
-    >>> own_pool("activations", "layer1.0", "default", ""), own_pool("input_data", None, "eval", "")
+    >>> own_pool("rank0", "activations", "layer1.0", "default", ""), own_pool("rank0", "input_data", None, "eval", "")
     ('rank0/activations/layer1.0', 'rank0/input_data@eval/%~network')
-    >>> own_pool("activations", "rnn", "default", "1.0"), own_pool("journal", "", "default", "")
-    ('rank0/activations/rnn#1.0', 'rank0/%~journal/%~root')
+    >>> own_pool("rank1", "activations", "rnn", "default", "1.0"), own_pool("rank0", "journal", "", "default", "")
+    ('rank1/activations/rnn#1.0', 'rank0/%~journal/%~root')
     """
     group = f"%~{kind}" if kind in RESERVED else quote(kind)
     if tag != DEFAULT_TAG:
@@ -317,17 +348,17 @@ def own_pool(kind: str, module: str | None, tag: str, leaf: str) -> str:
         name = f"{name}#{quote(leaf)}"
         if len(name) > _LONGEST:
             name = f"{name[: _LONGEST - 22]}%~{hashlib.sha256(name.encode()).hexdigest()[:20]}"
-    return f"{RANK}/{group}/{name}"
+    return f"{part}/{group}/{name}"
 
 
-def shared_pool(kind: str, storage: str) -> str:
+def shared_pool(part: str, kind: str, storage: str) -> str:
     """The name of the pool of all small or ragged messages of one kind and storage dtype."""
-    return f"{RANK}/pools/{quote(kind)}/{storage}"
+    return f"{part}/pools/{quote(kind)}/{storage}"
 
 
-def late_pool(storage: str) -> str:
+def late_pool(part: str, storage: str) -> str:
     """The name of the pool of streams that were first seen when the store could make no more arrays."""
-    return f"{RANK}/late/{storage}"
+    return f"{part}/late/{storage}"
 
 
 def is_shape(shape: tuple[Any, ...]) -> bool:
@@ -417,8 +448,16 @@ def unsealed(line: bytes, before: Collection[int]) -> tuple[dict[str, Any] | Non
     return None, found
 
 
-def declarations(data: bytes) -> list[tuple[str, Any]]:
-    """What the lines declare, in order. Zeros after the last line are not yet committed, and are left out.
+def declarations(data: bytes, checksum: int = 0) -> tuple[list[tuple[str, Any]], int, int]:
+    """What lines declare, in order, the bytes that they take, and the checksum of the last one.
+
+    Zeros after the last line are not yet committed, and are left out.
+
+    Parameters
+    ----------
+    data : bytes
+    checksum : int
+        That of the line before them; 0 for the first.
 
     Raises
     ------
@@ -426,13 +465,14 @@ def declarations(data: bytes) -> list[tuple[str, Any]]:
         If a line is not an object of one member and its checksum, or fails the checksum.
     """
     found: list[tuple[str, Any]] = []
-    before = {0}
-    for number, line in enumerate(data.rstrip(b"\0").splitlines(keepends=True)):
+    written = data.rstrip(b"\0")
+    before = {checksum}
+    for number, line in enumerate(written.splitlines(keepends=True)):
         value, before = unsealed(line, before)
         if value is None:
             raise TraceCorruptError(f"line {number} of the declarations is damaged")
         found += value.items()
-    return found
+    return found, len(written), before.pop()
 
 
 def process_start(pid: int) -> str | None:

@@ -102,6 +102,8 @@ class Message(ABC):
     leaf : str
         The path inside a module's output (or input) when that is a structure of several tensors: ``"1.0"`` for
         the hidden state of an LSTM. Empty for a single tensor.
+    rank : int
+        Of the process of a distributed run that observed it; else 0.
     data : Tensor or None
         A detached tensor; None for events.
 
@@ -118,15 +120,16 @@ class Message(ABC):
     tag: str = DEFAULT_TAG
     call: int = 0
     leaf: str = ""
+    rank: int = 0
     data: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or not self.kind:
             raise MessageError(f"a message's kind is a non-empty string, not {self.kind!r}")
-        if self.global_step < 0 or self.train_step < 0 or self.epoch < 0 or self.call < 0:
+        if self.global_step < 0 or self.train_step < 0 or self.epoch < 0 or self.call < 0 or self.rank < 0:
             raise MessageError(
                 f"a {self.kind} message's counters start at 0, but it has global_step={self.global_step}, "
-                f"train_step={self.train_step}, epoch={self.epoch}, call={self.call}"
+                f"train_step={self.train_step}, epoch={self.epoch}, call={self.call}, rank={self.rank}"
             )
         if self.data is not None:
             if not isinstance(self.data, Tensor):
@@ -181,9 +184,9 @@ class ModuleMessage(Message):
 
 
 _new = object.__new__
-_set_kind, _set_global_step, _set_train_step, _set_epoch, _set_tag, _set_call, _set_leaf, _set_data = (
+_set_kind, _set_global_step, _set_train_step, _set_epoch, _set_tag, _set_call, _set_leaf, _set_rank, _set_data = (
     getattr(Message, name).__set__
-    for name in ("kind", "global_step", "train_step", "epoch", "tag", "call", "leaf", "data")
+    for name in ("kind", "global_step", "train_step", "epoch", "tag", "call", "leaf", "rank", "data")
 )
 _set_module = vars(ModuleMessage)["module"].__set__
 
@@ -197,6 +200,7 @@ def checked(
     tag: str,
     call: int,
     leaf: str,
+    rank: int,
     data: Tensor | None,
 ) -> Message:
     """A message of fields that were checked before, such as a trace's; three times as fast as the constructors.
@@ -204,7 +208,7 @@ def checked(
     Examples
     --------
     >>> import torch
-    >>> message = checked("weights", "fc", 3, 1, 1, "default", 0, "", torch.ones(2))
+    >>> message = checked("weights", "fc", 3, 1, 1, "default", 0, "", 0, torch.ones(2))
     >>> type(message).__name__, message.key, message.global_step, message.data
     ('ModuleMessage', 'fc', 3, tensor([1., 1.]))
     """
@@ -222,6 +226,7 @@ def checked(
     _set_tag(message, tag)
     _set_call(message, call)
     _set_leaf(message, leaf)
+    _set_rank(message, rank)
     _set_data(message, data)
     return message  # type: ignore[no-any-return] # a class that mypy knows, made without its constructor
 
@@ -269,7 +274,7 @@ class MessageBundle:
             )
         if self.messages:
             first = self.first
-            for field in ("key", "global_step", "train_step", "epoch", "tag"):
+            for field in ("key", "global_step", "train_step", "epoch", "tag", "rank"):
                 found, expected = getattr(message, field), getattr(first, field)
                 if found != expected:
                     raise MessageError(
@@ -334,6 +339,11 @@ class MessageBundle:
         """The leaf that its messages belong to."""
         return max(message.leaf for message in self.messages.values())
 
+    @property
+    def rank(self) -> int:
+        """The rank of every message in it."""
+        return self.first.rank
+
     def __getitem__(self, kind: str) -> Tensor:
         if kind not in self.messages:
             raise MessageError(f"this bundle has no {kind}; it has {', '.join(self.messages) or 'nothing yet'}")
@@ -372,6 +382,7 @@ def derived(source: Message | MessageBundle, kind: str, data: Tensor | float) ->
         "tag": source.tag,
         "call": source.call,
         "leaf": source.leaf,
+        "rank": source.rank,
         "data": data.detach() if isinstance(data, Tensor) else torch.as_tensor(data, dtype=torch.float64),
     }
     if source.key is None:

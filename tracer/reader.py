@@ -7,14 +7,13 @@ import itertools
 import math
 import os
 import sys
-import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 import numpy as np
 import torch
@@ -25,7 +24,8 @@ from tracer import layout
 from tracer.errors import CaptureError, TraceCorruptError, TraceError
 from tracer.layout import Column
 from tracer.messages import DEFAULT_TAG, Message, checked
-from tracer.stores import ReadStore, open_store
+from tracer.parts import Part, Stream, limits, merged, missing, worst
+from tracer.stores import ReadStore, open_parts
 
 BLOCK_BYTES: Final = 8 << 20
 """Bytes of data that `TraceReader.messages` reads ahead."""
@@ -43,8 +43,7 @@ _LOOKED_AT: Final = 64
 _KEPT: Final = 64
 """A message that is kept keeps at most so many times its size."""
 _FIELDS: Final = [Column.STREAM, Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
-SILENT_SECONDS: Final = 60.0
-"""A trace from another machine that was not written for so long counts as interrupted."""
+_T = TypeVar("_T")
 
 Steps = tuple[int | None, int | None] | tuple[int | None, int | None, int | None]
 """``(start, stop)`` or ``(start, stop, stride)`` of the global step; start is inclusive, stop exclusive."""
@@ -58,6 +57,8 @@ class StreamInfo:
     ----------
     id : int
         Its number in the journal.
+    rank : int
+        Of the process that recorded it.
     kind : str
     network : bool
         Whether its messages are of the network, and not of a module.
@@ -93,20 +94,10 @@ class StreamInfo:
     calls: int
     shapes: list[tuple[int, ...]]
     steps: tuple[int, int] | None
+    rank: int = 0
 
     def __str__(self) -> str:
         return _stream_name(self.kind, self.module, self.tag, self.leaf)
-
-
-@dataclass(frozen=True, slots=True)
-class _Stream:
-    kind: str
-    network: bool
-    module: str | None
-    tag: str
-    leaf: str
-    dtype: str | None
-    sampling: dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,11 +157,21 @@ class _Memory:
 
 @final
 class TraceReader:
-    """A trace, as it was when it was opened; a trace that is being written can be opened too.
+    """A trace, as it was when it was opened; a trace that is being written can be opened too, and followed.
+
+    Of a distributed run the messages of all ranks are there, ordered by the global step, then by the rank. What cannot
+    be read of such a trace, or of one of several attempts, is told in `problems`, and the rest is read.
 
     Parameters
     ----------
     path : path
+    ranks : iterable of int, optional
+        Read the messages of these ranks only.
+
+    Attributes
+    ----------
+    problems : list of str
+        A sentence for each part of the trace that is missing or cannot be read.
 
     Raises
     ------
@@ -180,170 +181,161 @@ class TraceReader:
         If it is not a trace, of a version that this release does not read, or has parts that are not safe to read.
     TraceCorruptError
         If it is damaged where every message needs it.
+    CaptureError
+        If it has nothing of these ranks.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, ranks: Iterable[int] | None = None) -> None:
         self.path = Path(path)
         """Where the trace is."""
-        self._store: ReadStore = open_store(self.path)
+        self._only = None if ranks is None else {int(rank) for rank in ranks}
+        self._stores: list[ReadStore] = []
         try:
             self._load()
         except BaseException:
-            self._store.close()
+            self.close()
             raise
 
     def _load(self) -> None:
-        store = self._store
-        self._attributes = store.attrs()
-        try:
-            layout.check_version(self._attributes)
-        except TraceError as error:
-            raise type(error)(f"{self.path} cannot be read: {error}") from None
-        # the journal first: what it refers to was committed before it
-        journal = self._read_journal()
-        lines = self._read_declarations()
-        if any(what == "status" for what, _ in lines):
-            # the run may have ended between the two
-            journal = self._read_journal()
-        self.header: dict[str, Any] = {}
-        """What was known of the run before it started."""
-        self.notes: list[dict[str, Any]] = []
-        """Remarks that were made during the run."""
-        self._ending: dict[str, Any] = {}
-        self._streams: list[_Stream] = []
-        self._shapes: list[tuple[int, ...]] = []
-        self._pools: list[tuple[str, str]] = []
-        try:
-            for what, value in lines:
-                self._declare(what, value)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, TraceError):
-                raise
-            raise TraceCorruptError(f"{self.path}: a declaration is damaged: {error!r}") from error
-        if self._store.checksums_chunks is False:
-            journal = _without_torn_rows(journal)
-        wrong = layout.row_checksums(journal, 0) != journal[:, Column.CHECK]
-        if wrong.any():
-            raise TraceCorruptError(f"{self.path}: row {int(wrong.argmax())} of the journal fails its checksum")
-        if self._ending.get("messages", len(journal)) != len(journal):
-            raise TraceCorruptError(
-                f"{self.path}: the run ended with {self._ending['messages']} messages, and the journal has "
-                f"{len(journal)} rows"
-            )
+        stores, broken = open_parts(self.path)
+        self._stores = list({id(store): store for _, store in stores}.values())
+        self.problems: list[str] = [str(error) for error in broken.values()]
+        self._parts: list[Part] = []
+        failures = list(broken.values())
+        for name, store in stores:
+            try:
+                part = Part(self.path, name, store)
+            except TraceError as error:
+                failures.append(error)
+                self.problems.append(str(error))
+                continue
+            if self._only is None or self._only & {part.rank, *(stream.rank for stream in part.streams)}:
+                self._parts.append(part)
+        if len(failures) == 1 and len(stores) + len(broken) == 1:
+            raise failures[0]
+        if not self._parts:
+            raise failures[0] if failures else CaptureError(f"{self.path} has no messages of rank {_list(self._only)}")
+        self._parts.sort(key=lambda part: (part.attempt, part.rank))
+        if self._only is None:
+            names = [part.name for part in self._parts]
+            self.problems += missing(self.path, names, [part.header for part in self._parts])
+        self._merge()
+
+    def refresh(self) -> bool:
+        """Read what was committed since the trace was opened, or since the last time; whether there was anything.
+
+        `journal` and `streams` are then longer. Of a single rank, rows keep their places; those of several ranks are
+        put together anew.
+
+        Raises
+        ------
+        TraceCorruptError
+            If it is damaged.
+        """
+        changed = [part.refresh() for part in self._parts]
+        if any(changed):
+            self._merge()
+        return any(changed)
+
+    def _merge(self) -> None:
+        """Make one journal, and one table of streams, shapes and pools, of those of the parts."""
+        parts = self._parts
+        self._pools = [pool for part in parts for pool in part.pools]
+        self._store_of = [part.store for part in parts for _ in part.pools]
+        if len(parts) == 1:
+            self._streams: list[Stream] = list(parts[0].streams)
+            self._shapes: list[tuple[int, ...]] = list(parts[0].shapes)
+            journal = parts[0].journal.view()
+        else:
+            number, row = merged(parts)
+            # what several attempts declare is one stream
+            self._streams, streams = _united([part.streams for part in parts])
+            self._shapes, shapes = _united([part.shapes for part in parts])
+            pools = [np.arange(len(part.pools)) for part in parts]
+            begins = np.cumsum([0, *(len(one) for one in pools[:-1])])
+            pools = [ids + begin for ids, begin in zip(pools, begins, strict=True)]
+            begins = np.cumsum([0, *(len(part.journal) for part in parts)])
+            journal = np.concatenate([part.journal for part in parts])[begins[number] + row]
+            for column, ids in ((Column.STREAM, streams), (Column.SHAPE, shapes), (Column.POOL, pools)):
+                begins = np.cumsum([0, *map(len, ids)])
+                there = journal[:, column] != layout.NONE
+                journal[there, column] = np.concatenate(ids)[(journal[:, column] + begins[number])[there]]
+        if self._only is not None and not self._only.issuperset(self._ranks_of_streams()):
+            ranks = np.array([stream.rank for stream in self._streams], np.int64)
+            journal = journal[np.isin(ranks[journal[:, Column.STREAM]], list(self._only))]
         self.journal: NDArray[np.int64] = journal
         """The committed journal, (messages, columns); see `tracer.layout.Column`. Not to be changed."""
         self.journal.flags.writeable = False
-        self._sizes = np.array([math.prod(shape) for shape in self._shapes], np.int64)
+        ranks = np.array([stream.rank for stream in self._streams] or [0], np.int64)
+        self.rank: NDArray[np.int64] = ranks[journal[:, Column.STREAM]]
+        """The rank that each row of `journal` is of, (messages,)."""
         dtypes = [layout.ENCODINGS[s.dtype].storage if s.dtype else "uint8" for s in self._streams]
         self._itemsizes = np.array([np.dtype(dtype).itemsize for dtype in dtypes], np.int64)
         names = {name: number for number, name in enumerate(layout.ENCODINGS)}
         self._dtype_ids = np.array([names.get(stream.dtype or "", 0) for stream in self._streams], np.int64)
         self._storages = np.array([layout.ENCODINGS[s.dtype].storage if s.dtype else "" for s in self._streams])
-        self._check_journal()
         self._rows_of: dict[int, int] = {}
         self._infos: list[StreamInfo] | None = None
 
-    def _read_journal(self) -> NDArray[np.int64]:
-        length = self._store.length(layout.JOURNAL)
-        if self._store.row_shape(layout.JOURNAL) != (layout.COLUMNS,) or self._store.dtype(layout.JOURNAL) != "int64":
-            raise TraceCorruptError(f"{self.path}: the journal is not {layout.COLUMNS} columns of int64")
-        return self._store.read(layout.JOURNAL, 0, length)
+    @property
+    def header(self) -> dict[str, Any]:
+        """What was known of the run before it started; of several attempts, before the last."""
+        return self._parts_of_last_attempt()[0].header
 
-    def _read_declarations(self) -> list[tuple[str, Any]]:
-        length = self._store.length(layout.DECLARATIONS)
-        data = self._store.read(layout.DECLARATIONS, 0, length).tobytes()
-        try:
-            return layout.declarations(data)
-        except TraceCorruptError as error:
-            raise TraceCorruptError(f"{self.path}: {error}") from None
+    @property
+    def notes(self) -> list[dict[str, Any]]:
+        """Remarks that were made during the run."""
+        return [note for part in self._parts for note in part.notes]
 
-    def _declare(self, what: str, value: Any) -> None:
-        if what == "header":
-            self.header = dict(value)
-        elif what == "note":
-            self.notes.append(dict(value))
-        elif what == "status":
-            self._ending = dict(value)
-        elif what == "stream":
-            self._expect(value["id"], self._streams, what)
-            dtype, module = value["dtype"], value["module"]
-            if dtype is not None and dtype not in layout.ENCODINGS:
-                raise TraceError(f"{self.path}: stream {value['id']} has the dtype {dtype}, which this torch lacks")
-            if value["network"] is not (module is None) or not value["kind"] or (dtype is None and module is not None):
-                raise ValueError(f"stream {value['id']} contradicts itself")
-            if not all(isinstance(value[field], str) for field in ("kind", "tag", "leaf")):
-                raise TypeError(f"stream {value['id']} has a name that is no text")
-            self._streams.append(
-                _Stream(
-                    value["kind"],
-                    value["network"],
-                    module,
-                    value["tag"],
-                    value["leaf"],
-                    dtype,
-                    value.get("sampling"),
-                )
-            )
-        elif what == "shape":
-            self._expect(value["id"], self._shapes, what)
-            shape = tuple(value["shape"])
-            if not layout.is_shape(shape):
-                raise ValueError(f"shape {shape}")
-            self._shapes.append(shape)
-        elif what == "pool":
-            self._expect(value["id"], self._pools, what)
-            if not isinstance(value["name"], str) or value["dtype"] not in layout.STORAGE_DTYPES:
-                raise ValueError(f"pool {value}")
-            self._pools.append((value["name"], value["dtype"]))
-        # a later minor release may declare more; what this one does not know does not change what it does
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that there are messages of, ascending."""
+        found = self._ranks_of_streams() or {part.rank for part in self._parts}
+        return sorted(found if self._only is None else found & self._only)
 
-    def _expect(self, number: Any, table: Sequence[Any], what: str) -> None:
-        if type(number) is not int or number != len(table):
-            raise ValueError(f"{what} {number!r} is declared where {len(table)} should be")
+    def _ranks_of_streams(self) -> set[int]:
+        return {stream.rank for stream in self._streams}
 
-    def _check_journal(self) -> None:
-        """Check what can be checked without reading data.
-
-        Raises
-        ------
-        TraceCorruptError
-            If a row contradicts the declarations or itself.
-        """
-        journal = self.journal
-        stream, pool, shape = (journal[:, c] for c in (Column.STREAM, Column.POOL, Column.SHAPE))
-        offset, count, flags = (journal[:, c] for c in (Column.OFFSET, Column.COUNT, Column.FLAGS))
-        carries = (flags & layout.HAS_DATA) != 0
-        events = np.array([s.dtype is None for s in self._streams] or [True])
-        sizes = self._sizes if len(self._sizes) else np.zeros(1, np.int64)
-        known = (stream >= 0) & (stream < len(self._streams))
-        self._refuse_rows(~known, "is of a stream that was not declared")
-        self._refuse_rows(events[stream] == carries, "says of its data what its stream does not")
-        low, pools, shapes = np.where(carries, 0, layout.NONE), len(self._pools), len(self._shapes)
-        self._refuse_rows((pool < low) | (pool >= np.where(carries, pools, 0)), "is in a pool that was not declared")
-        self._refuse_rows((shape < low) | (shape >= np.where(carries, shapes, 0)), "has a shape that was not declared")
-        expected = np.where(carries, sizes[np.where(carries, shape, 0)], 0)
-        self._refuse_rows(count != expected, "has another number of elements than its shape")
-        self._refuse_rows((offset < 0) | (offset > 2**62), "begins before its pool")
-        counters = journal[:, [Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]]
-        self._refuse_rows((counters < 0).any(axis=1), "has a negative counter")
-
-    def _refuse_rows(self, wrong: Any, why: str) -> None:
-        if wrong.any():
-            raise TraceCorruptError(f"{self.path}: row {int(wrong.argmax())} of the journal {why}")
+    def _parts_of_last_attempt(self) -> list[Part]:
+        last = max(part.attempt for part in self._parts)
+        return [part for part in self._parts if part.attempt == last]
 
     @property
     def status(self) -> str:
         """``"finished"``, ``"failed: …"``, ``"recording"``, or ``"interrupted"``: the writer is gone without a word.
 
-        A trace that another machine writes counts as interrupted when it did not change for a minute.
+        Of several attempts it is that of the last, and of several ranks the worst. A trace that another machine writes
+        counts as interrupted when it did not change for a minute.
         """
-        if self._ending:
-            return str(self._ending.get("status", "finished"))
-        return "recording" if self._writer_lives() else "interrupted"
+        return worst([part.status for part in self._parts_of_last_attempt()])
 
-    def _writer_lives(self) -> bool:
-        lives = layout.process_lives(self.header.get("process"))
-        return time.time() - self._store.modified < SILENT_SECONDS if lives is None else lives
+    @property
+    def attempts(self) -> list[dict[str, Any]]:
+        """Each attempt of the run, as JSON values: its first step, status and ranks, its messages and how many count.
+
+        Messages of steps that a later attempt trained again do not count, and are read by nothing.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        for part, limit in zip(self._parts, limits(self._parts), strict=True):
+            told = found.setdefault(
+                part.attempt,
+                {
+                    "attempt": part.attempt,
+                    "first_step": part.first_step,
+                    "created": part.header.get("created"),
+                    "status": part.status,
+                    "ranks": [],
+                    "messages": 0,
+                    "superseded": 0,
+                },
+            )
+            steps = part.journal[:, Column.GLOBAL_STEP]
+            told["ranks"].append(part.rank)
+            told["messages"] += len(steps)
+            told["superseded"] += 0 if limit is None else int((steps >= limit).sum())
+            if told["status"] == "finished":
+                told["status"] = part.status
+        return list(found.values())
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -390,6 +382,7 @@ class TraceReader:
                     calls=int(rows[:, Column.CALL].max(initial=-1)) + 1,
                     shapes=[self._shapes[shape] for shape in shape_ids.tolist() if shape != layout.NONE],
                     steps=(int(steps.min()), int(steps.max())) if len(rows) else None,
+                    rank=stream.rank,
                 )
             )
         return infos
@@ -406,12 +399,12 @@ class TraceReader:
         return {
             "path": str(self.path),
             "format": layout.FORMAT,
-            "version": self._attributes["format_version"],
-            "store": type(self._store).__module__.rpartition(".")[2],
-            "run_id": self._attributes.get("run_id"),
-            "created": self._attributes.get("created"),
+            "version": self._parts[0].attributes["format_version"],
+            "store": type(self._parts[0].store).__module__.rpartition(".")[2],
+            "run_id": self._parts[0].attributes.get("run_id"),
+            "created": self._parts[0].attributes.get("created"),
             "status": self.status,
-            "ended": self._ending.get("ended"),
+            "ended": self._parts_of_last_attempt()[0].ending.get("ended"),
             "messages": len(journal),
             "bytes": int((journal[:, Column.COUNT] * self._itemsizes[journal[:, Column.STREAM]]).sum())
             if len(journal)
@@ -420,6 +413,9 @@ class TraceReader:
             "epochs": span(Column.EPOCH),
             "streams": len(self._streams),
             "dropped": self.dropped,
+            "ranks": self.ranks,
+            "attempts": self.attempts,
+            "problems": self.problems,
             "header": self.header,
             "notes": self.notes,
         }
@@ -438,6 +434,7 @@ class TraceReader:
         tags: str | Iterable[str] | None = None,
         streams: Iterable[int] | None = None,
         where: NDArray[np.bool_] | None = None,
+        ranks: int | Iterable[int] | None = None,
     ) -> NDArray[np.int64]:
         """The rows of the journal whose messages pass all filters, ascending; see `messages`.
 
@@ -449,6 +446,7 @@ class TraceReader:
         start, stop, stride = _check_steps(steps)
         kinds, modules, tags = _names(kinds), _names(modules), _names(tags)
         wanted = None if streams is None else set(streams)
+        of_ranks = None if ranks is None else {ranks} if isinstance(ranks, int) else set(ranks)
         if wanted is not None and not wanted <= set(range(len(self._streams))):
             raise CaptureError(
                 f"{self.path} has the streams 0 to {len(self._streams) - 1}, and not all of {sorted(wanted)}"
@@ -458,6 +456,7 @@ class TraceReader:
                 (kinds is None or stream.kind in kinds)
                 and (tags is None or stream.tag in tags)
                 and (wanted is None or number in wanted)
+                and (of_ranks is None or stream.rank in of_ranks)
                 and (
                     modules is None
                     or (
@@ -493,6 +492,7 @@ class TraceReader:
         tags: str | Iterable[str] | None = None,
         streams: Iterable[int] | None = None,
         where: NDArray[np.bool_] | None = None,
+        ranks: int | Iterable[int] | None = None,
     ) -> Iterator[Message]:
         """The messages that pass all filters, in the order in which they were recorded.
 
@@ -513,6 +513,7 @@ class TraceReader:
             Ids of `streams`.
         where : numpy.ndarray of bool, optional
             A mask over the rows of `journal`.
+        ranks : int or iterable of int, optional
 
         Raises
         ------
@@ -521,7 +522,7 @@ class TraceReader:
         TraceCorruptError
             If what is read is damaged. What came before is right.
         """
-        return self._iterate(self.select(kinds, modules, steps, tags, streams, where))
+        return self._iterate(self.select(kinds, modules, steps, tags, streams, where, ranks))
 
     def arrays(
         self,
@@ -531,6 +532,7 @@ class TraceReader:
         tags: str | Iterable[str] | None = None,
         streams: Iterable[int] | None = None,
         where: NDArray[np.bool_] | None = None,
+        ranks: int | Iterable[int] | None = None,
     ) -> Iterator[Batch]:
         """The data of the messages that pass all filters, in batches of one shape; for much data in small messages.
 
@@ -551,7 +553,7 @@ class TraceReader:
         ...     print(trace.journal[batch.rows, Column.GLOBAL_STEP], batch.data.sum(axis=1))
         [0 1 2] [0 2 4]
         """
-        return self._arrays(self.select(kinds, modules, steps, tags, streams, where))
+        return self._arrays(self.select(kinds, modules, steps, tags, streams, where, ranks))
 
     def _arrays(self, selected: NDArray[np.int64]) -> Iterator[Batch]:
         for rows, groups in self._blocks(selected):
@@ -573,7 +575,16 @@ class TraceReader:
                 stream = streams[number]
                 data, found[position] = found[position], None
                 yield checked(
-                    stream.kind, stream.module, global_step, train_step, epoch, stream.tag, call, stream.leaf, data
+                    stream.kind,
+                    stream.module,
+                    global_step,
+                    train_step,
+                    epoch,
+                    stream.tag,
+                    call,
+                    stream.leaf,
+                    stream.rank,
+                    data,
                 )
 
     def _blocks(self, selected: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], list[_Group]]]:
@@ -634,7 +645,9 @@ class TraceReader:
             for begin, end in ranges:
                 low = int(offsets[begin]) // row_size
                 high = -(-int(ends[begin:end].max()) // row_size)
-                whole = self._store.read(name, low, high, memory.take((high - low) * row_size * item)).reshape(-1)
+                whole = (
+                    self._store_of[pool].read(name, low, high, memory.take((high - low) * row_size * item)).reshape(-1)
+                )
                 part = slice(begin, end)
                 groups += self._group(rows, places[part], offsets[part] - low * row_size, counts[part], whole)
         return groups
@@ -691,11 +704,12 @@ class TraceReader:
     ) -> int:
         """Elements in a row of a pool; raises `TraceCorruptError` if some messages lie beyond its end."""
         name, dtype = self._pools[pool]
-        size = math.prod(self._store.row_shape(name))
+        store = self._store_of[pool]
+        size = math.prod(store.row_shape(name))
         length = self._rows_of.get(pool)
         if length is None:
-            length = self._rows_of[pool] = self._store.length(name)
-            if self._store.dtype(name) != dtype or size < 1:
+            length = self._rows_of[pool] = store.length(name)
+            if store.dtype(name) != dtype or size < 1:
                 raise TraceCorruptError(f"{self.path}: pool {name!r} is not of the dtype {dtype} that was declared")
         wrong: NDArray[np.bool_] = np.asarray(ends > length * size)
         streams = rows[places, Column.STREAM]
@@ -782,7 +796,8 @@ class TraceReader:
 
     def close(self) -> None:
         """Close the files. Closing again does nothing."""
-        self._store.close()
+        for store in self._stores:
+            store.close()
 
     def __enter__(self) -> TraceReader:
         return self
@@ -831,14 +846,24 @@ def _shorter(ranges: Iterable[tuple[int, int]], offsets: NDArray[np.int64], long
             begin += cut
 
 
-def _without_torn_rows(journal: NDArray[np.int64]) -> NDArray[np.int64]:
-    # The length of an HDF5 journal may have reached the disk before its last rows; those are zeros, which no row is:
-    # without data its pool is -1, and with data its flags are not 0.
-    torn: NDArray[np.bool_] = np.logical_not(journal.any(axis=1))
-    length = len(journal)
-    while length and torn[length - 1]:
-        length -= 1
-    return journal[:length]
+def _united(tables: list[list[_T]]) -> tuple[list[_T], list[NDArray[np.int64]]]:
+    """One table of what is in several, and for each of them the numbers that its entries have in it."""
+    numbers: dict[str, int] = {}
+    table: list[_T] = []
+    ids = []
+    for one in tables:
+        mine = np.zeros(len(one), np.int64)
+        for place, entry in enumerate(one):
+            # a sampling is a dictionary, which cannot be a key
+            mine[place] = numbers.setdefault(repr(entry), len(table))
+            if mine[place] == len(table):
+                table.append(entry)
+        ids.append(mine)
+    return table, ids
+
+
+def _list(ranks: Iterable[int] | None) -> str:
+    return ", ".join(map(str, sorted(ranks or ())))
 
 
 def _names(value: str | Iterable[str] | None) -> tuple[str, ...] | None:

@@ -10,7 +10,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +25,10 @@ from tracer.bus import MessageBus, Receiver, in_order, version_of
 from tracer.capture import Capture, choice
 from tracer.errors import CaptureError, TraceError
 from tracer.exporter import Exporter
+from tracer.layout import Column, part_name
 from tracer.messages import KINDS, Message
+from tracer.parts import claim, heads, this_process
+from tracer.reader import TraceReader
 from tracer.writer import TraceWriter
 
 QUEUE_BYTES = 256 << 20
@@ -296,7 +299,7 @@ class Recorder:
 class Run:
     """A recording in progress: what `record` gives inside its ``with`` block."""
 
-    def __init__(self, path: Path, exporter: Exporter, recorder: Recorder) -> None:
+    def __init__(self, path: Path, exporter: Exporter, recorder: Recorder | None) -> None:
         self.exporter = exporter
         self.recorder = recorder
         self.bus = exporter.message_bus
@@ -305,7 +308,13 @@ class Run:
 
     def _know_answers(self) -> None:
         """What a subscriber says that joins in the middle of the run is no observation either."""
-        self.recorder.derived.update(kind for one in self.bus.receivers for kind in getattr(one, "produces", ()))
+        if self.recorder is not None:
+            self.recorder.derived.update(kind for one in self.bus.receivers for kind in getattr(one, "produces", ()))
+
+    @property
+    def global_step(self) -> int:
+        """The global step that comes next: what a checkpoint should hold, for `record` to resume from."""
+        return self.exporter.global_step
 
     def log(self, kind: str, value: Any) -> None:
         """Record a value of your own, as `Exporter.log`."""
@@ -368,13 +377,25 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         whichever comes first; also after 64 MiB or 65,536 messages.
     durable : bool
         Whether it is then safe against a power failure, too (``fsync``).
+    resume : bool
+        Whether to go on with the trace at `path`, if there is one, after a restart from a checkpoint: what it has of
+        the steps from `first_step` on is superseded by this attempt. Nothing that was recorded is written over.
+    first_step : int, optional
+        The global step that the training goes on with. By default it is what the optimizer counted, if it counts its
+        steps (Adam and its kind do, SGD does not) and its state was loaded before this.
+    first_epoch : int, optional
+        The epoch of that step; by default the one that the trace says.
+    ranks : iterable of int, optional
+        The ranks of a distributed run that are recorded, each into a part of its own; by default all. On the others
+        this does nothing.
 
     Raises
     ------
     TraceExistsError
-        If something is at `path`.
+        If something is at `path`; with `resume`, if it is still being recorded.
     CaptureError
-        If the capture matches nothing, or a receiver needs a stream that the capture does not observe.
+        If the capture matches nothing, a receiver needs a stream that the capture does not observe, or `resume` cannot
+        tell the step.
 
     Examples
     --------
@@ -411,6 +432,10 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         commit_steps: int | None = None,
         commit_seconds: float = COMMIT_SECONDS,
         durable: bool = False,
+        resume: bool = False,
+        first_step: int | None = None,
+        first_epoch: int | None = None,
+        ranks: Iterable[int] | None = None,
     ) -> None:
         self._path = Path(path)
         self._model = model
@@ -433,6 +458,10 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
             "commit_seconds": commit_seconds,
             "durable": durable,
         }
+        self._resume = Resume(first_step, first_epoch) if resume else None
+        if not resume and (first_step is not None or first_epoch is not None):
+            raise CaptureError("first_step and first_epoch say where to resume; give resume=True with them")
+        self._ranks = ranks
         self._run: Run | None = None
 
     def __enter__(self) -> Run:
@@ -454,6 +483,8 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
                 seeds=self._seeds,
                 queue_bytes=self._queue_bytes,
                 on_full=self._on_full,
+                resume=self._resume,
+                ranks=self._ranks,
                 **self._commits,
             )
         except BaseException:
@@ -470,6 +501,80 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
             end(run, error)
 
 
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Where a training goes on after a restart; None: as the optimizer and the trace say."""
+
+    first_step: int | None = None
+    first_epoch: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("first_step", "first_epoch"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 0):
+                raise CaptureError(f"{name} is a whole number from 0, not {value!r}")
+
+
+_COUNTING = frozenset(
+    {
+        *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop"),
+        *("Rprop", "SparseAdam"),
+    }
+)
+"""Optimizers of torch.optim that count their steps."""
+
+
+def _steps_counted(optimizers: Iterable[Optimizer]) -> int | None:
+    """How many steps the last optimizer has taken, over all restarts; None if it does not count them."""
+    last = [*optimizers][-1:]
+    if not last:
+        return None
+    counts = [int(state["step"]) for state in last[0].state.values() if isinstance(state, Mapping) and "step" in state]
+    if counts:
+        return max(counts)
+    return 0 if type(last[0]).__name__ in _COUNTING and not last[0].state else None
+
+
+def _go_on(path: Path, rank: int, where: Resume, exporter: Exporter) -> None:
+    """Let an exporter count on where an earlier attempt, of which there is a trace at `path`, was left.
+
+    Raises
+    ------
+    CaptureError
+        If the step cannot be told.
+    TraceError
+        If the trace cannot be read.
+    """
+    step = where.first_step if where.first_step is not None else _steps_counted(exporter.optimizers)
+    if step is None:
+        raise CaptureError(
+            f"{path} cannot be resumed, because the optimizer does not count its steps; say with first_step= which "
+            "global step the checkpoint continues with"
+        )
+    train_step, epoch = 0, 0
+    with TraceReader(path) as trace:
+        # what this rank did not record, another may have
+        mine = trace.journal[trace.rank == rank]
+        journal = mine if len(mine) else trace.journal
+        at, steps = np.flatnonzero(journal[:, Column.GLOBAL_STEP] == step), journal[:, Column.GLOBAL_STEP]
+        before = np.flatnonzero(steps < step)
+        if len(at):
+            _, train_step, epoch = _counters(journal[at[0]])
+        elif len(before):
+            last = journal[before[np.argmax(steps[before])]]
+            number, train_step, epoch = _counters(last)
+            ended = [one.id for one in trace.streams if one.kind == "epoch_finished"]
+            over = (journal[:, Column.EPOCH] == epoch) & np.isin(journal[:, Column.STREAM], ended)
+            train_step, epoch = (step - number - 1, epoch + 1) if over.any() else (train_step + step - number, epoch)
+    if where.first_epoch is not None and where.first_epoch != epoch:
+        train_step, epoch = 0, where.first_epoch
+    exporter.start_at(step, train_step, epoch)
+
+
+def _counters(row: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[int, int, int]:
+    return int(row[Column.GLOBAL_STEP]), int(row[Column.TRAIN_STEP]), int(row[Column.EPOCH])
+
+
 def start(
     path: Path,
     exporter: Exporter,
@@ -482,9 +587,19 @@ def start(
     commit_steps: int | None = None,
     commit_seconds: float = COMMIT_SECONDS,
     durable: bool = False,
+    resume: Resume | None = None,
+    ranks: Iterable[int] | None = None,
     lazily: bool = False,
 ) -> Run:
-    """Put a recorder and the receivers on an exporter's bus; `lazily`: create the trace at the first message."""
+    """Put a recorder and the receivers on an exporter's bus.
+
+    `lazily`: create the trace at the first message, when the script has loaded its checkpoint.
+    """
+    process = this_process()
+    recorded = sorted(set(range(process.size) if ranks is None else ranks))
+    exporter.rank = process.rank
+    if process.rank not in recorded:
+        return Run(path, exporter, None)
     ordered = in_order(tuple(receivers))
     derived = {kind for one in ordered for kind in getattr(one, "produces", ())}
     trial = MessageBus(exporter.message_bus.name)  # what cannot be registered is an error before a file is there
@@ -493,16 +608,30 @@ def start(
     for one in (*exporter.message_bus.receivers, *ordered):
         trial.register(one)
 
+    def begin() -> None:
+        if resume is not None and heads(path):
+            _go_on(path, process.rank, resume, exporter)
+
     def make() -> TraceWriter:
+        alone = recorded == [0]
+        attempt = 0
+        if resume is not None or not alone:
+            attempt = claim(path, process, recorded, overwrite=overwrite, resume=resume is not None)
+        part = {"ranks": recorded, "launch": process.launch, "attempt": attempt, "first_step": exporter.global_step}
         return TraceWriter(
             path,
-            header=header(exporter, seeds),
-            overwrite=overwrite,
+            header=header(exporter, seeds) | part,
+            overwrite=overwrite and alone and not attempt,
+            part=None if alone and not attempt else part_name(process.rank, attempt),
             commit_steps=commit_steps,
             commit_seconds=commit_seconds,
             durable=durable,
         )
 
+    if lazily:
+        exporter.starting = begin
+    else:
+        begin()
     recorder = Recorder(
         make if lazily else make(),
         sampling=exporter.sampling,
@@ -522,6 +651,9 @@ def start(
 def end(run: Run, error: BaseException | None = None) -> None:
     """Finish what is open, take the hooks off, and close the trace; a failure to write is a warning unless strict."""
     exporter, recorder, strict = run.exporter, run.recorder, run.exporter.strict
+    if recorder is None:
+        exporter.detach()
+        return
     failure: BaseException | None = None
     try:
         if error is None:

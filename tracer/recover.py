@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tracer.convert import check_paths, new_trace
+from tracer.convert import check_paths, new_trace, single
 from tracer.errors import TraceError
 from tracer.layout import Column
-from tracer.verify import UNKNOWN, Survey
+from tracer.parts import merged, worst
+from tracer.verify import UNKNOWN, Survey, survey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,7 @@ class LostStream:
     module : str or None
         Dotted path; None for the network.
     tag, leaf : str
+    rank : int
     saved, lost : int
         Messages.
     steps : tuple of int or None
@@ -38,6 +41,7 @@ class LostStream:
     module: str | None
     tag: str
     leaf: str
+    rank: int
     saved: int
     lost: int
     steps: tuple[int, int] | None
@@ -126,61 +130,76 @@ def recover(
     """
     src, dst = Path(src), Path(dst)
     check_paths(src, dst)
-    with Survey(src) as survey:
-        total = len(survey.journal)
-        status = survey.status
-        header = survey.header or {
-            name: value for name in ("run_id", "created") if isinstance(value := survey.attributes.get(name), str)
+    with survey(src) as (surveys, elsewhere):
+        numbers, rows = merged([_Order(one) for one in surveys])
+        total = len(rows)
+        last = max(one.attempt for one in surveys)
+        status = worst([one.status for one in surveys if one.attempt == last])
+        header = next((one.header for one in reversed(surveys) if one.header), None) or {
+            name: value for name in ("run_id", "created") if isinstance(value := surveys[0].attributes.get(name), str)
         }
-        saved = np.zeros(total, bool)
-        with new_trace(src, dst, header) as writer:
-            for note in survey.notes:
+        saved = [np.zeros(len(one.journal), bool) for one in surveys]
+        with new_trace(src, dst, single(header)) as writer:
+            for note in (note for one in surveys for note in one.notes):
                 writer.note(note)
-            streams = survey.journal[:, Column.STREAM].tolist()
-            for number, message in survey.messages():
+            for done, (number, row) in enumerate(zip(numbers.tolist(), rows.tolist(), strict=True)):
+                one = surveys[number]
+                message = one.message(row)
                 if message is not None:
-                    writer.write(message, survey.streams[streams[number]].sampling)
-                    saved[number] = True
-                if progress is not None and number % 100 == 0:
-                    progress(number, total)
+                    writer.write(message, one.streams[int(one.journal[row, Column.STREAM])].sampling)
+                    saved[number][row] = True
+                if progress is not None and done % 100 == 0:
+                    progress(done, total)
             # chunks and messages that were found damaged only now
-            survey.tell_damage()
-            lost = int(total - saved.sum())
-            problems = [str(problem) for problem in survey.problems]
-            lossless = survey.told_all and not lost
-            if not saved.any() and not lossless:
+            for one in surveys:
+                one.tell_damage()
+            kept = int(sum(mask.sum() for mask in saved))
+            found = dict.fromkeys([*elsewhere, *(problem for one in surveys for problem in one.problems)])
+            problems = [str(problem) for problem in found]
+            lossless = not elsewhere and all(one.told_all for one in surveys) and kept == total
+            if not kept and not lossless:
                 raise TraceError(f"nothing could be saved of {src}: {problems[0] if problems else 'it is damaged'}")
-            counts = {"from": str(src), "messages": total, "saved": int(saved.sum()), "lost": lost}
+            counts = {"from": str(src), "messages": total, "saved": kept, "lost": total - kept}
             writer.note({"recovered": {**counts, "problems": len(problems)}})
-            ended = survey.ending.get("ended")
+            ended = surveys[-1].ending.get("ended")
             ended = ended if isinstance(ended, str) else None
-            status = "interrupted" if status == "recording" else status
+            final = "interrupted" if status == "recording" else status
             if not lossless:
                 # a trace that says that it is finished is complete
-                status = f"failed: recovered with {lost} of {total} messages lost; the status was {status}"
-            writer.finish(status, ended=ended)
+                final = f"failed: recovered with {total - kept} of {total} messages lost; the status was {final}"
+            writer.finish(final, ended=ended)
+        lost = [rows[numbers == number] for number in range(len(surveys))]
+        lost = [mine[~mask[mine]] for mine, mask in zip(lost, saved, strict=True)]
         return Loss(
             source=str(src),
             path=str(dst),
-            status=survey.status,
+            status=status,
             messages=total,
-            saved=int(saved.sum()),
-            lost=lost,
-            header=bool(survey.header),
-            notes=len(survey.notes),
-            streams=_by_stream(survey, saved),
+            saved=kept,
+            lost=total - kept,
+            header=any(one.header for one in surveys),
+            notes=sum(len(one.notes) for one in surveys),
+            streams=[stream for each in zip(surveys, saved, lost, strict=True) for stream in _by_stream(*each)],
             problems=problems,
             lossless=lossless,
         )
 
 
-def _by_stream(survey: Survey, saved: np.ndarray[Any, np.dtype[np.bool_]]) -> list[LostStream]:
+class _Order:
+    """A survey as `merged` needs it: rows that say nothing certain stay where they are."""
+
+    def __init__(self, survey: Survey) -> None:
+        self.rank, self.attempt, self.first_step = survey.rank, survey.attempt, survey.first_step
+        self.journal = survey.journal.copy()
+        self.journal[~survey.sound] = 0
+
+
+def _by_stream(survey: Survey, saved: NDArray[np.bool_], lost: NDArray[np.int64]) -> list[LostStream]:
     found = []
     # rows that contradict the declarations are not to be believed in what they say of their stream
     ids = np.where(survey.sound, survey.journal[:, Column.STREAM], -1)
-    for number in np.unique(ids[~saved]).tolist():
-        mine = ids == number
-        steps = survey.journal[mine & ~saved, Column.GLOBAL_STEP]
+    for number in np.unique(ids[lost]).tolist():
+        steps = survey.journal[lost[ids[lost] == number], Column.GLOBAL_STEP]
         stream = survey.streams.get(number)
         found.append(
             LostStream(
@@ -188,8 +207,9 @@ def _by_stream(survey: Survey, saved: np.ndarray[Any, np.dtype[np.bool_]]) -> li
                 module=None if stream is None else stream.module,
                 tag="" if stream is None else stream.tag,
                 leaf="" if stream is None else stream.leaf,
-                saved=int((mine & saved).sum()),
-                lost=int((mine & ~saved).sum()),
+                rank=survey.rank if stream is None else stream.rank,
+                saved=int((saved & (ids == number)).sum()),
+                lost=len(steps),
                 steps=None if stream is None else (int(steps.min()), int(steps.max())),
             )
         )

@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, final
 
 import numpy as np
@@ -24,8 +23,9 @@ from tracer import layout
 from tracer.errors import MessageError, TraceCorruptError, TraceError, TraceFormatError, TracerError
 from tracer.layout import Column
 from tracer.messages import Message, ModuleMessage, NetworkMessage
+from tracer.parts import Stream, first_step, lives, missing, worst
 from tracer.reader import TraceReader
-from tracer.stores import ReadStore, open_store
+from tracer.stores import ReadStore, open_parts
 
 CHECKS: Final[Mapping[str, str]] = {
     "store": "the file, or the directory and its zarr.json files, can be opened",
@@ -36,6 +36,7 @@ CHECKS: Final[Mapping[str, str]] = {
     "journal": "every row of the journal agrees with the declarations",
     "place": "the data of every message lies within its pool",
     "data": "the data of every message passes its own checksum, where it has one",
+    "part": "there is a part of the trace for each rank that was recorded",
     "reading": "a reader opens the trace",
 }
 """The checks of `verify` by name, and what each makes sure of."""
@@ -153,8 +154,60 @@ def verify(path: str | os.PathLike[str]) -> Report:
     >>> report.complete, report.messages, report.problems
     (True, 1, [])
     """
-    with Survey(path) as survey:
-        return survey.report()
+    with survey(path) as (surveys, elsewhere):
+        return _report(Path(path), surveys, elsewhere)
+
+
+@contextlib.contextmanager
+def survey(path: str | os.PathLike[str]) -> Iterator[tuple[list[Survey], list[Problem]]]:
+    """Survey each part of a trace, in the order of their attempts and ranks; with what is wrong with the others.
+
+    Raises
+    ------
+    TraceError
+        As `verify` does.
+    """
+    path = Path(path)
+    parts, broken = open_parts(path, damaged=True)
+    elsewhere = [Problem(check="store", what=str(error)) for error in broken.values()]
+    surveys: list[Survey] = []
+    try:
+        told: set[int] = set()
+        for name, store in parts:
+            surveys.append(Survey(path, name, store, tell_store=id(store) not in told))
+            told.add(id(store))
+        surveys.sort(key=lambda one: (one.attempt, one.rank))
+        gone = missing(path, [name for name, _ in parts], [one.header for one in surveys])
+        elsewhere += [Problem(check="part", what=sentence) for sentence in gone if not broken]
+        yield surveys, elsewhere
+    finally:
+        for _, store in parts:
+            store.close()
+
+
+def _report(path: Path, surveys: list[Survey], elsewhere: list[Problem]) -> Report:
+    """Read everything, and tell what is wrong."""
+    damaged = sum(one.check_all() for one in surveys)
+    # what is wrong with the root is told of each part in it
+    problems = list(dict.fromkeys([*elsewhere, *(problem for one in surveys for problem in one.problems)]))
+    if not problems:
+        try:
+            TraceReader(path).close()
+        except TraceError as error:
+            problems.append(Problem(check="reading", what=str(error).removeprefix(f"{path}: ")))
+    last = max(one.attempt for one in surveys)
+    return Report(
+        path=str(path),
+        store=surveys[0].store_name,
+        status=worst([one.status for one in surveys if one.attempt == last]),
+        messages=sum(len(one.journal) for one in surveys),
+        damaged=damaged,
+        arrays=sum(one.arrays for one in surveys),
+        chunks=sum(one.chunks for one in surveys),
+        bytes=sum(one.bytes for one in surveys),
+        declarations=sum(one.declarations for one in surveys),
+        problems=problems,
+    )
 
 
 @dataclass(slots=True)
@@ -177,24 +230,13 @@ class _Array:
         return self.height * self.size
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """A stream as it was declared; see `tracer.reader.StreamInfo`."""
-
-    kind: str
-    module: str | None
-    tag: str
-    leaf: str
-    dtype: str | None
-    sampling: dict[str, Any] | None
-
-
 @final
 class Survey:
-    """A trace that may be damaged, read part by part.
+    """A part of a trace (see `tracer.parts`) that may be damaged, read piece by piece.
 
     Attributes
     ----------
+    rank, attempt : int
     header, notes, ending : what the declarations that can be read say
     streams, shapes, pools : dict
         The declarations that can be read, by id.
@@ -207,6 +249,12 @@ class Survey:
     Parameters
     ----------
     path : path
+        Of the trace.
+    part : str
+    store : ReadStore
+        Stays open.
+    tell_store : bool
+        Whether what is wrong with the store as a whole is among the problems.
 
     Raises
     ------
@@ -214,8 +262,14 @@ class Survey:
         As `verify` does.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path, part: str, store: ReadStore, *, tell_store: bool = True) -> None:
+        self.path = path
+        self.part = part
+        self.journal_name = layout.journal_name(part)
+        self.declarations_name = layout.declarations_name(part)
+        where = layout.part_of(part)
+        assert where is not None
+        self.rank, self.attempt = where
         self.problems: list[Problem] = []
         self.header: dict[str, Any] = {}
         self.notes: list[dict[str, Any]] = []
@@ -228,18 +282,31 @@ class Survey:
         self._arrays: dict[str, _Array | None] = {}
         self._cache: OrderedDict[tuple[str, int], NDArray[Any]] = OrderedDict()
         self._cached = 0
-        self._bytes = 0
+        self.bytes = 0
+        self.chunks = 0
         self._zeros: tuple[int, int] | None = None
-        self._store: ReadStore = open_store(self.path, damaged=True)
-        try:
-            self._load()
-        except BaseException:
-            self._store.close()
-            raise
+        self._store = store
+        if tell_store:
+            for problem in store.problems:
+                self._add("store", problem)
+        self._load()
+
+    @property
+    def first_step(self) -> int:
+        """The global step that this attempt began with."""
+        return first_step(self.header, self.attempt)
+
+    @property
+    def store_name(self) -> str:
+        """The format that it is kept in."""
+        return type(self._store).__module__.rpartition(".")[2]
+
+    @property
+    def arrays(self) -> int:
+        """How many arrays could be opened."""
+        return sum(array is not None for array in self._arrays.values())
 
     def _load(self) -> None:
-        for problem in self._store.problems:
-            self._add("store", problem)
         try:
             self.attributes = self._store.attrs()
         except TraceCorruptError as error:
@@ -255,18 +322,18 @@ class Survey:
         self._declare_all()
         if self._zeros is not None and (self.ending or self._store.checksums_chunks):
             start, stop = self._zeros
-            self._add("journal", f"rows {start} to {stop - 1} of the journal are zeros", layout.JOURNAL, self._zeros)
+            self._add("journal", f"rows {start} to {stop - 1} of the journal are zeros", self.journal_name, self._zeros)
         ended_with = self.ending.get("messages", len(self.journal))
-        if ended_with != len(self.journal) and not any(problem.array == layout.JOURNAL for problem in self.problems):
+        if ended_with != len(self.journal) and not any(problem.array == self.journal_name for problem in self.problems):
             self._add(
-                "journal", f"the journal has {len(self.journal)} rows, and ended with {ended_with}", layout.JOURNAL
+                "journal", f"the journal has {len(self.journal)} rows, and ended with {ended_with}", self.journal_name
             )
         self.sound: NDArray[np.bool_] = readable & self._agrees(readable)
 
     # -- tables -----------------------------------------------------------------------------------------------------
 
     def _read_journal(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        array = self._array(layout.JOURNAL, "int64", (layout.COLUMNS,))
+        array = self._array(self.journal_name, "int64", (layout.COLUMNS,))
         none = np.zeros((0, layout.COLUMNS), np.int64)
         if array is None:
             return none, np.zeros(0, bool)
@@ -290,7 +357,7 @@ class Survey:
         return journal[:end], readable[:end]
 
     def _declare_all(self) -> None:
-        array = self._array(layout.DECLARATIONS, "uint8", ())
+        array = self._array(self.declarations_name, "uint8", ())
         if array is None:
             return
         pieces: list[bytes] = []
@@ -339,7 +406,11 @@ class Survey:
                 raise ValueError(f"stream {value['id']} contradicts itself")
             if (dtype is None and module is not None) or (dtype is not None and dtype not in layout.ENCODINGS):
                 raise ValueError(f"stream {value['id']} has the dtype {dtype}")
-            stream = Stream(value["kind"], module, value["tag"], value["leaf"], dtype, value.get("sampling"))
+            rank = value["rank"]
+            if type(rank) is not int or rank < 0:
+                raise ValueError(f"stream {value['id']} has the rank {rank!r}")
+            network, sampling = value["network"], value.get("sampling")
+            stream = Stream(value["kind"], network, module, value["tag"], value["leaf"], dtype, sampling, rank)
             self._enter(self.streams, value["id"], stream, what)
         elif what == "shape":
             shape = tuple(value["shape"])
@@ -380,7 +451,9 @@ class Survey:
             for start, stop in _runs(wrong):
                 rows = f"row {start}" if stop == start + 1 else f"rows {start} to {stop - 1}"
                 verb = "is" if stop == start + 1 else "are"
-                self._add("journal", f"{rows} of the journal {verb} {why}", layout.JOURNAL, (start, stop), stop - start)
+                self._add(
+                    "journal", f"{rows} of the journal {verb} {why}", self.journal_name, (start, stop), stop - start
+                )
 
         refuse(layout.row_checksums(journal, 0) != journal[:, Column.CHECK], "damaged")
         refuse(~np.isin(stream, with_data + events), "of a stream whose declaration is not there")
@@ -438,7 +511,7 @@ class Survey:
             return self._arrays[name]
         row: tuple[int, ...] | None = None
         chunk_bytes = 65536
-        if name.startswith((f"{layout.RANK}/pools/", f"{layout.RANK}/late/")):
+        if name.startswith((f"{self.part}/pools/", f"{self.part}/late/")):
             row = ()
         else:
             # rows of a pool of its own all have the shape of the messages in it
@@ -475,7 +548,7 @@ class Survey:
             return None
         if array.state[number] != OK:
             array.state[number] = OK
-            self._bytes += rows.nbytes
+            self.bytes += rows.nbytes
         self._cache[key] = rows
         self._cached += rows.nbytes
         while self._cached > CACHE_BYTES and len(self._cache) > 1:
@@ -500,12 +573,11 @@ class Survey:
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def messages(self) -> Iterator[tuple[int, Message | None]]:
-        """Each row of the journal with its message, in order; None for a message that cannot be had."""
-        for number, row in enumerate(self.journal):
-            yield number, self._message(row.tolist()) if self.sound[number] else None
-
-    def _message(self, row: list[int]) -> Message | None:
+    def message(self, number: int) -> Message | None:
+        """The message of a row of the journal; None where it cannot be had."""
+        if not self.sound[number]:
+            return None
+        row = self.journal[number].tolist()
         stream = self.streams[row[Column.STREAM]]
         data = None
         if stream.dtype is not None:
@@ -521,6 +593,7 @@ class Survey:
             "tag": stream.tag,
             "call": row[Column.CALL],
             "leaf": stream.leaf,
+            "rank": stream.rank,
             "data": data,
         }
         try:
@@ -566,42 +639,25 @@ class Survey:
 
     # -- the report ---------------------------------------------------------------------------------------------------
 
-    def report(self) -> Report:
-        """Read everything, and tell what is wrong."""
+    def check_all(self) -> int:
+        """Read everything, and find all that is wrong; how many messages cannot be read."""
         good = self._check_data()
         for number in self.pools:
             self._pool(number)
-        chunks = 0
         for name in self._names():
             array = self._array(name, "", None)
             if array is None:
                 continue
-            chunks += len(array.state)
+            self.chunks += len(array.state)
             for number in np.flatnonzero(array.state == 0).tolist():
                 self._chunk(array, number)
             self._add_chunks(array)
-        if not self.problems:
-            try:
-                TraceReader(self.path).close()
-            except TraceError as error:
-                self._add("reading", self._plain(error))
-        return Report(
-            path=str(self.path),
-            store=type(self._store).__module__.rpartition(".")[2],
-            status=self.status,
-            messages=len(self.journal),
-            damaged=int(len(good) - good.sum()),
-            arrays=sum(array is not None for array in self._arrays.values()),
-            chunks=chunks,
-            bytes=self._bytes,
-            declarations=self.declarations,
-            problems=self.problems,
-        )
+        return int(len(good) - good.sum())
 
     @property
     def told_all(self) -> bool:
         """Whether the tables, which say what there is, are as they were written."""
-        tables = (layout.JOURNAL, layout.DECLARATIONS)
+        tables = (self.journal_name, self.declarations_name)
         if self._zeros is not None and any(problem.check == "store" for problem in self.problems):
             # of a file that was cut off, what is not there reads as zeros
             return False
@@ -616,7 +672,7 @@ class Survey:
     def _names(self) -> list[str]:
         found = set(self._arrays)
         try:
-            found.update(self._store.names())
+            found.update(self._store.names(f"{self.part}/"))
         except TracerError as error:
             self._add("store", self._plain(error))
         return sorted(found)
@@ -626,12 +682,10 @@ class Survey:
         """As `TraceReader.status`; ``"unknown"`` where that is damaged."""
         if self.ending:
             return str(self.ending.get("status", "finished"))
-        try:
-            with TraceReader(self.path) as reader:
-                return reader.status
-        except TraceError:
-            # a lost line may have been the one that says it
-            return "unknown" if any(p.array == layout.DECLARATIONS for p in self.problems) else "interrupted"
+        # a lost line may have been the one that says it
+        if any(problem.array == self.declarations_name for problem in self.problems):
+            return "unknown"
+        return "recording" if self.header and lives(self.header.get("process"), self._store) else "interrupted"
 
     def _check_data(self) -> NDArray[np.bool_]:
         """Which messages can be read; in the order of their places, so that each chunk is read once."""
@@ -703,7 +757,7 @@ class Survey:
             reached = members[(offsets < high) & (offsets + counts > low)]
             rows = (start * array.height, min(stop * array.height, array.length))
             count, affects = len(reached), self.where(reached.tolist())
-            if array.name == layout.JOURNAL:
+            if array.name == self.journal_name:
                 count, affects = rows[1] - rows[0], "what these messages were is not known"
             many = f" (and {stop - start - 1} more chunks)" if stop > start + 1 else ""
             self._add("chunk", f"{array.why[start]}{many}", array.name, rows, count, affects)
@@ -727,19 +781,6 @@ class Survey:
     def _plain(self, error: Exception) -> str:
         """What an error says, without the path that all of them begin with."""
         return str(error).removeprefix(f"{self.path}: ")
-
-    def close(self) -> None:
-        """Close the files."""
-        self._cache.clear()
-        self._store.close()
-
-    def __enter__(self) -> Survey:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _runs(mask: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:

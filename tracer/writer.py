@@ -25,7 +25,8 @@ from tracer import layout
 from tracer.errors import TraceError, TraceExistsError
 from tracer.layout import Column, Encoding
 from tracer.messages import Message
-from tracer.stores import WriteStore, create_store, open_store, store_module
+from tracer.parts import Head, heads, refuse_living
+from tracer.stores import WriteStore, create_store, remove_part, store_module
 
 _ROW: Final = struct.Struct(f"<{layout.COLUMNS}q")
 PACKED_BYTES: Final = 32768
@@ -36,6 +37,8 @@ _BATCH_BYTES: Final = 8 << 20
 _BATCH_ROWS: Final = 4096
 """Bytes and messages that wait to be copied together, at most."""
 _NO_CHECKSUM: Final = np.array([layout.NONE])
+SIGN_OF_LIFE: Final = 15.0
+"""Seconds after which a writer that has nothing to write shows that it still runs."""
 _FEW: Final = 8
 """So few messages are entered into the journal one by one; numpy pays for more."""
 _FIELDS: Final = 7
@@ -114,6 +117,9 @@ class TraceWriter:
         and ``process`` (``pid``, ``hostname``, ``start``: what tells later if the writer lives) are added if missing.
     overwrite : bool
         Whether a trace that is already at `path` is removed. Anything else than a trace never is.
+    part : str, optional
+        Write only this part of a trace (see `tracer.layout.part_name`) that other processes write other parts of;
+        `tracer.parts.claim` tells which. `overwrite` does not go with it.
     chunk_bytes : int
         Bytes of the chunks that small messages, the journal and the declarations are stored in.
     own_pool_bytes : int
@@ -156,6 +162,7 @@ class TraceWriter:
         *,
         header: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        part: str | None = None,
         chunk_bytes: int = 65536,
         own_pool_bytes: int = 65536,
         commit_bytes: int = 64 << 20,
@@ -178,7 +185,10 @@ class TraceWriter:
         full_header = _complete(header or {})
         first_line = layout.declaration("header", full_header)
         if overwrite:
-            _check_ours(self.path)
+            for one in _check_ours(self.path):
+                if one.name != layout.part_name(0):
+                    remove_part(self.path, one.name)
+        self._part = layout.part_name(0) if part is None else part
         self.messages = 0
         """Messages written so far, with those not yet committed."""
         self.bytes = 0
@@ -211,11 +221,13 @@ class TraceWriter:
         self._committed_at = time.monotonic()
         self._failed: BaseException | None = None
         self._finished = False
-        self._store: WriteStore = create_store(self.path, overwrite=overwrite, durable=durable)
+        self._store: WriteStore = create_store(self.path, part=part, overwrite=overwrite, durable=durable)
+        self._journal_name = layout.journal_name(self._part)
+        self._declarations = layout.declarations_name(self._part)
         self._checksum = not self._store.checksums_chunks
         with self._guard():
-            self._store.create(layout.DECLARATIONS, dtype="uint8", shape=(), chunk_bytes=chunk_bytes)
-            self._store.create(layout.JOURNAL, dtype="int64", shape=(layout.COLUMNS,), chunk_bytes=chunk_bytes)
+            self._store.create(self._declarations, dtype="uint8", shape=(), chunk_bytes=chunk_bytes)
+            self._store.create(self._journal_name, dtype="int64", shape=(layout.COLUMNS,), chunk_bytes=chunk_bytes)
             self._store.set_attrs(
                 "",
                 {
@@ -223,7 +235,6 @@ class TraceWriter:
                     "format_version": layout.VERSION,
                     "run_id": full_header["run_id"],
                     "created": full_header["created"],
-                    "ranks": [0],
                 },
             )
             self._publish()
@@ -292,7 +303,10 @@ class TraceWriter:
             for message, sampling in itertools.islice(batch, most):
                 data = message.data
                 # the two classes of messages differ in the key alone
-                name = (message.key, message.kind, message.tag, message.leaf, None if data is None else data.dtype)
+                name = (
+                    message.key, message.kind, message.tag, message.leaf, message.rank,
+                    None if data is None else data.dtype,
+                )  # fmt: skip
                 stream = streams.get(name)
                 if stream is None or (stream.sampling is not sampling and stream.sampling != sampling):
                     encoding = None if data is None else layout.encoding_of(data)
@@ -461,10 +475,17 @@ class TraceWriter:
     def commit_if_due(self) -> None:
         """Commit if something was written and `commit_seconds` have passed since the last commit.
 
-        For a writer that waits: `write` does this by itself.
+        For a writer that waits: `write` does this by itself. If there was nothing to commit for a while, a sign of life
+        tells readers on other machines, who cannot look for this process, that it still runs.
         """
-        if (self._rows or self._declared) and time.monotonic() - self._committed_at >= self._commit_seconds:
-            self.commit()
+        passed = time.monotonic() - self._committed_at
+        if self._rows or self._declared:
+            if passed >= self._commit_seconds:
+                self.commit()
+        elif passed >= SIGN_OF_LIFE and self._failed is None and not self._finished:
+            with self._guard():
+                self._store.touch()
+            self._committed_at = time.monotonic()
 
     def finish(self, status: str = "finished", *, ended: str | None = None) -> None:
         """Commit, write down how the run ended, and close. Finishing again does nothing.
@@ -493,7 +514,7 @@ class TraceWriter:
             self._declared.append(layout.declaration("status", ending))
             self._publish()
             if self._store.can_create:
-                self._store.set_attrs("", {"status": status})
+                self._store.set_attrs(self._part, {"status": status})
             self._store.close()
         self._finished = True
 
@@ -529,13 +550,13 @@ class TraceWriter:
         self._store.commit()
         if self._declared:
             lines, self._sealed = layout.sealed(self._declared, self._sealed)
-            self._store.append(layout.DECLARATIONS, np.frombuffer(lines, np.uint8))
+            self._store.append(self._declarations, np.frombuffer(lines, np.uint8))
             self._store.commit()
             self._declared.clear()
         if self._rows:
             rows = np.frombuffer(self._journal, "<i8", self._rows * layout.COLUMNS).reshape(-1, layout.COLUMNS)
             rows[:, Column.CHECK] = layout.row_checksums(rows, self.messages - self._rows)
-            self._store.append(layout.JOURNAL, rows)
+            self._store.append(self._journal_name, rows)
             self._store.commit()
             self._rows = 0
         self._steps = None
@@ -564,6 +585,7 @@ class TraceWriter:
                 "leaf": message.leaf,
                 "dtype": None if encoding is None else encoding.name,
                 "sampling": sampling,
+                "rank": message.rank,
             },
         )
         self._declared.append(line)
@@ -584,7 +606,7 @@ class TraceWriter:
 
     def _own_pool(self, stream: _Stream, message: Message, row: tuple[int, ...]) -> _Pool:
         assert stream.encoding is not None
-        name = layout.own_pool(message.kind, message.key, message.tag, message.leaf)
+        name = layout.own_pool(self._part, message.kind, message.key, message.tag, message.leaf)
         # taken by an earlier id of this stream, or on a file system that ignores case by another stream
         if name.casefold() in self._taken:
             name = f"{name}%~{stream.id}"
@@ -595,19 +617,19 @@ class TraceWriter:
     def _shared_pool(self, stream: _Stream, message: Message) -> _Pool:
         assert stream.encoding is not None
         storage = stream.encoding.storage
-        name = layout.shared_pool(message.kind, storage)
+        name = layout.shared_pool(self._part, message.kind, storage)
         pool = self._pools.get(name)
         if pool is not None:
             return pool
         if self._store.can_create:
             return self._declare_pool(name, storage, (), self._chunk_bytes)
-        return self._pools[layout.late_pool(storage)]
+        return self._pools[layout.late_pool(self._part, storage)]
 
     def _make_late_pools(self) -> None:
         if not self._store.seals:
             return
         for storage in layout.STORAGE_DTYPES:
-            self._declare_pool(layout.late_pool(storage), storage, (), self._chunk_bytes)
+            self._declare_pool(layout.late_pool(self._part, storage), storage, (), self._chunk_bytes)
 
 
 class _Guard:
@@ -641,24 +663,22 @@ def _complete(header: Mapping[str, Any]) -> dict[str, Any]:
     return added | dict(header)
 
 
-def _check_ours(path: Path) -> None:
-    """Raise `TraceExistsError` if something other than a trace is at `path`."""
-    if not path.exists():
-        return
+def _check_ours(path: Path) -> list[Head]:
+    """The parts of the trace at `path`, if there is one.
+
+    Raises
+    ------
+    TraceExistsError
+        If something else is there, or if another process is recording it.
+    """
     try:
-        store = open_store(path)
-        try:
-            layout.check_version(store.attrs())
-            said = layout.declarations(store.read(layout.DECLARATIONS, 0, store.length(layout.DECLARATIONS)).tobytes())
-        finally:
-            store.close()
+        found = heads(path)
     except TraceError as error:
         raise TraceExistsError(
             f"{path} already exists, and is not overwritten because it is not a trace of this format: {error}"
         ) from error
-    process = dict(said).get("header", {}).get("process")
-    if "status" not in dict(said) and layout.process_lives(process) and process["pid"] != os.getpid():
-        raise TraceExistsError(f"{path} is being recorded by process {process['pid']}, so it is not overwritten")
+    refuse_living(path, found)
+    return found
 
 
 def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> None:

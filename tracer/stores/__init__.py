@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -31,7 +32,10 @@ STORES: Mapping[str, str] = {
 """Which module stores traces of which suffix; a module is imported when a store of its suffix is first opened."""
 
 
-Part = tuple[int, int, int]
+PART = re.compile(r"rank(?P<rank>0|[1-9][0-9]{0,8})(\.attempt(?P<attempt>[1-9][0-9]{0,8}))?")
+"""Names of the groups that one process each writes. A directory holds all of a trace, a file one: see `open_parts`."""
+
+Piece = tuple[int, int, int]
 
 
 class WriteStore(Protocol):
@@ -91,6 +95,9 @@ class WriteStore(Protocol):
         There is no order within one commit; what must not be seen before something else goes into a later one.
         """
 
+    def touch(self) -> None:
+        """Let the store look as if it had just been written: a sign of life for readers on other machines."""
+
     def close(self) -> None:
         """Commit and close. Closing again does nothing."""
 
@@ -117,6 +124,12 @@ class ReadStore(Protocol):
     @property
     def modified(self) -> float:
         """When the store was last written, in seconds since 1970."""
+
+    def parts(self) -> list[str]:
+        """Names of the groups that one process each wrote (see `PART`), in any order."""
+
+    def refresh(self) -> None:
+        """Look again at a store that is being written: arrays may be there that were not."""
 
     def names(self, prefix: str = "") -> list[str]:
         """Sorted names of the arrays that begin with `prefix`."""
@@ -179,12 +192,18 @@ def store_module(path: Path) -> ModuleType:
     return importlib.import_module(name)
 
 
-def create_store(path: str | os.PathLike[str], *, overwrite: bool = False, durable: bool = False) -> WriteStore:
+def create_store(
+    path: str | os.PathLike[str], *, part: str | None = None, overwrite: bool = False, durable: bool = False
+) -> WriteStore:
     """Make a store at `path`, in the format that its suffix names. Parent directories are made.
 
     Parameters
     ----------
     path : path
+    part : str, optional
+        Make only this part of a store that other processes write other parts of (see `PART`). A directory may be there
+        then, without this part; a file format keeps it in a file of its own beside `path`. The attributes of the root
+        are those that were set first.
     overwrite : bool
         Whether a store of this format that is already there is removed first.
     durable : bool
@@ -201,7 +220,25 @@ def create_store(path: str | os.PathLike[str], *, overwrite: bool = False, durab
         If nothing can be written there.
     """
     path = Path(path)
-    return cast(WriteStore, store_module(path).create(path, overwrite=overwrite, durable=durable))
+    return cast(WriteStore, store_module(path).create(path, part=part, overwrite=overwrite, durable=durable))
+
+
+def store_files(path: str | os.PathLike[str]) -> list[Path]:
+    """The directory, or the files, that the parts of the store at `path` are in; `path` itself if there are none."""
+    path = Path(path)
+    return cast("list[Path]", store_module(path).files(path))
+
+
+def remove_part(path: str | os.PathLike[str], part: str) -> None:
+    """Remove one part of the store at `path`, if it is there.
+
+    Raises
+    ------
+    TraceError
+        If it cannot be removed.
+    """
+    path = Path(path)
+    store_module(path).remove_part(path, part)
 
 
 def open_store(path: str | os.PathLike[str], *, damaged: bool = False) -> ReadStore:
@@ -224,6 +261,56 @@ def open_store(path: str | os.PathLike[str], *, damaged: bool = False) -> ReadSt
     """
     path = Path(path)
     return cast(ReadStore, store_module(path).open(path, damaged=damaged))
+
+
+def open_parts(
+    path: str | os.PathLike[str], *, damaged: bool = False
+) -> tuple[list[tuple[str, ReadStore]], dict[str, TraceError]]:
+    """Open all parts of the store at `path`, which may be one directory, or a file and others beside it.
+
+    Parameters
+    ----------
+    path : path
+    damaged : bool
+        As in `open_store`.
+
+    Returns
+    -------
+    parts : list of (str, ReadStore)
+        Name of each part, and the store that it is in; several may be in one.
+    broken : dict of str to TraceError
+        Why the others could not be opened.
+
+    Raises
+    ------
+    TraceError
+        As `open_store`, if no part could be opened.
+    """
+    path = Path(path)
+    module = store_module(path)
+    files = store_files(path)
+    parts: list[tuple[str, ReadStore]] = []
+    broken: dict[str, TraceError] = {}
+    for file in files:
+        try:
+            store = cast(ReadStore, module.open(file, damaged=damaged))
+        except TraceError as error:
+            if len(files) == 1:
+                raise
+            broken[file.name] = error
+            continue
+        # of a damaged store the names of groups may be lost, too
+        found = store.parts() or (["rank0"] if damaged else [])
+        twice = {name for name, _ in parts}.intersection(found)
+        if not found or twice:
+            store.close()
+            why = f"it has {', '.join(twice)}, as another file of the trace" if twice else "it has no group of a part"
+            broken[file.name] = TraceFormatError(f"{file} is not a part of a trace: {why}")
+            continue
+        parts += [(name, store) for name in found]
+    if not parts:
+        raise next(iter(broken.values()))
+    return parts, broken
 
 
 def sync_folder(folder: Path) -> None:
@@ -280,7 +367,7 @@ def chunk_shape(itemsize: int, shape: tuple[int, ...], chunk_bytes: int) -> tupl
     raise AssertionError("an item is smaller than the limit")
 
 
-def walk(shape: tuple[int, ...], chunk: tuple[int, ...], item: int, start: int, stop: int) -> Iterator[Part]:
+def walk(shape: tuple[int, ...], chunk: tuple[int, ...], item: int, start: int, stop: int) -> Iterator[Piece]:
     """Where the bytes of rows ``start`` to ``stop`` of an array are in its chunks.
 
     Every chunk (as `chunk_shape` makes them) is contiguous in its row or rows, so its bytes are one range of the rows'

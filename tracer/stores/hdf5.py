@@ -24,16 +24,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
-from tracer.stores import RowChunks, check_name, contiguous, rows_in, sync_folder, walk
+from tracer.stores import PART, RowChunks, check_name, contiguous, rows_in, sync_folder, walk
 
 CHUNK_LIMIT = 1 << 30
 """Bytes of the largest chunk that is read."""
+FIRST_PART = "rank0"
+"""The part that the file at a trace's path holds."""
 _JSON = "json:"
 """Begins an attribute that holds JSON text, because HDF5 has no such value."""
 
 
-def create(path: Path, *, overwrite: bool = False, durable: bool = False) -> Hdf5WriteStore:
-    """Make an HDF5 file at `path`; see `tracer.stores.create_store`."""
+def create(path: Path, *, part: str | None = None, overwrite: bool = False, durable: bool = False) -> Hdf5WriteStore:
+    """Make an HDF5 file at `path`, or beside it; see `tracer.stores.create_store`."""
+    if part is not None:
+        path = _file_of(path, part)
     if path.exists() or path.is_symlink():
         if not overwrite:
             raise TraceExistsError(f"{path} already exists")
@@ -42,6 +46,34 @@ def create(path: Path, *, overwrite: bool = False, durable: bool = False) -> Hdf
     with _written(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         return Hdf5WriteStore(path, durable=durable)
+
+
+def _file_of(path: Path, part: str) -> Path:
+    """The file of a part: that of the first one is the trace's own, ``run.h5``; others are ``run.rank1.h5``."""
+    return path if part == FIRST_PART else path.with_name(f"{path.stem}.{part}{path.suffix}")
+
+
+def files(path: Path) -> list[Path]:
+    """The files of a trace: one at `path`, if there is one, and those of other parts beside it."""
+    try:
+        names = os.listdir(path.parent)
+    except OSError:
+        names = []
+    beside = []
+    for name in names:
+        if name.startswith(f"{path.stem}.") and name.endswith(path.suffix):
+            part = PART.fullmatch(name[len(path.stem) + 1 : len(name) - len(path.suffix)])
+            if part is not None and part[0] != FIRST_PART:
+                beside.append((int(part["rank"]), int(part["attempt"] or 0), path.with_name(name)))
+    found = [file for _, _, file in sorted(beside)]
+    return [path, *found] if path.exists() or not found else found
+
+
+def remove_part(path: Path, part: str) -> None:
+    """Remove the file of a part; see `tracer.stores.remove_part`."""
+    file = _file_of(path, part)
+    with _written(file):
+        file.unlink(missing_ok=True)
 
 
 def open(path: Path, *, damaged: bool = False) -> Hdf5ReadStore:
@@ -217,6 +249,11 @@ class Hdf5WriteStore:
                 for name, array in self._arrays.items():
                     array.dataset = self._file[name].id
 
+    def touch(self) -> None:
+        if self._sealed:
+            with _written(self.path):
+                os.utime(self.path)
+
     def close(self) -> None:
         if self._file is None:
             return
@@ -372,6 +409,24 @@ class Hdf5ReadStore:
     def modified(self) -> float:
         """When the file was last written."""
         return self.path.stat().st_mtime
+
+    def parts(self) -> list[str]:
+        groups = {name.partition("/")[0] for name in self._datasets}
+        return sorted(name for name in groups if PART.fullmatch(name))
+
+    def refresh(self) -> None:
+        """Open the file anew if another one lies at the path now, as after the first commit with messages."""
+        with _read(self.path, "the file"):
+            found, opened = os.stat(self.path), os.fstat(self._plain)
+            if (found.st_dev, found.st_ino) == (opened.st_dev, opened.st_ino):
+                return
+            self.close()
+            self._looked_up.clear()
+            self._size = found.st_size
+            _check_heaps(self.path)
+            self._file = _open(self.path)
+            self._check("", self._file, set())
+            self._plain = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
 
     def names(self, prefix: str = "") -> list[str]:
         return sorted(name for name in self._datasets if name.startswith(prefix))

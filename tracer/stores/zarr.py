@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
-from tracer.stores import RowChunks, check_name, contiguous, rows_in, sync_folder, walk
+from tracer.stores import PART, RowChunks, check_name, contiguous, rows_in, sync_folder, walk
 
 CHUNKS_PER_SHARD = 128
 PIECE = 65536
@@ -53,18 +53,38 @@ _CRC32C = {"name": "crc32c"}
 _SAFE_CODECS = frozenset({"bytes", "crc32c", "gzip", "zstd", "blosc", "sharding_indexed", "transpose"})
 
 
-def create(path: Path, *, overwrite: bool = False, durable: bool = False) -> ZarrWriteStore:
-    """Make a Zarr group at `path`; see `tracer.stores.create_store`."""
-    if path.exists() or path.is_symlink():
+def create(path: Path, *, part: str | None = None, overwrite: bool = False, durable: bool = False) -> ZarrWriteStore:
+    """Make a Zarr group at `path`, or a group in it; see `tracer.stores.create_store`."""
+    mine = path if part is None else path / part
+    if mine.exists() or mine.is_symlink():
         if not overwrite:
-            raise TraceExistsError(f"{path} already exists")
-        if path.is_symlink() or not path.is_dir() or _document(path).get("node_type") != "group":
-            raise TraceExistsError(f"{path} already exists, and is not a Zarr group that could be overwritten")
+            raise TraceExistsError(f"{mine} already exists")
+        if mine.is_symlink() or not mine.is_dir() or _document(mine).get("node_type") != "group":
+            raise TraceExistsError(f"{mine} already exists, and is not a Zarr group that could be overwritten")
     with _written(path):
-        if path.exists():
-            shutil.rmtree(path)
-        path.mkdir(parents=True)
-    return ZarrWriteStore(path, durable=durable)
+        if mine.exists():
+            shutil.rmtree(mine)
+        if part is not None:
+            # another process may make the directory at the same time, but nobody else this part
+            path.mkdir(parents=True, exist_ok=True)
+        try:
+            mine.mkdir(parents=True)
+        except FileExistsError:
+            raise TraceExistsError(f"{mine} already exists") from None
+    return ZarrWriteStore(path, part=part, durable=durable)
+
+
+def files(path: Path) -> list[Path]:
+    """Where the parts of a trace are: in one directory."""
+    return [path]
+
+
+def remove_part(path: Path, part: str) -> None:
+    """Remove the group of a part; see `tracer.stores.remove_part`."""
+    folder = path / part
+    if folder.is_dir() and not folder.is_symlink():
+        with _written(path):
+            shutil.rmtree(folder)
 
 
 def open(path: Path, *, damaged: bool = False) -> ZarrReadStore:
@@ -198,10 +218,11 @@ def _array_document(dtype: np.dtype[Any], chunk: tuple[int, ...], shard: tuple[i
 class ZarrWriteStore:
     """A Zarr group being written; see `tracer.stores.WriteStore`."""
 
-    def __init__(self, path: Path, *, durable: bool = False) -> None:
+    def __init__(self, path: Path, *, part: str | None = None, durable: bool = False) -> None:
         self.path = path
         self.checksums_chunks = True
         self.seals = False
+        self._touched = path / "zarr.json" if part is None else path / part / "zarr.json"
         self._durable = durable
         # shards and folders that changed since the last commit; filled only where the disk has to be waited for
         self._unsynced: dict[Path, None] = {}
@@ -210,8 +231,24 @@ class ZarrWriteStore:
         self._changed: dict[str, None] = {}
         self._files: OrderedDict[Path, int] = OrderedDict()
         self._closed = False
+        # whether the root has attributes that another process set
+        self._joined = False
         with _written(path):
+            if part is None:
+                self._publish_group("")
+            else:
+                self._join(part)
+
+    def _join(self, part: str) -> None:
+        """Make the group of a part, and that of the root unless another process has."""
+        document = _document(self.path)
+        if document.get("node_type") == "group" and isinstance(document.get("attributes"), dict):
+            self._groups[""] = document["attributes"]
+        self._joined = bool(self._groups[""])
+        if not self._joined:
             self._publish_group("")
+        self._groups[part] = {}
+        self._publish_group(part)
 
     @property
     def can_create(self) -> bool:
@@ -247,6 +284,8 @@ class ZarrWriteStore:
         return self._array(name).rows.rows
 
     def set_attrs(self, name: str, values: Mapping[str, Any]) -> None:
+        if name == "" and self._joined:
+            return
         if name in self._groups:
             self._groups[name].update(values)
         else:
@@ -297,6 +336,10 @@ class ZarrWriteStore:
                 if opened is None:
                     os.close(file)
         self._unsynced.clear()
+
+    def touch(self) -> None:
+        with _written(self.path):
+            os.utime(self._touched)
 
     def close(self) -> None:
         if not self._closed:
@@ -621,6 +664,12 @@ class ZarrReadStore:
                 finally:
                     os.close(file)
         return np.empty((0, 2), "<u8")
+
+    def parts(self) -> list[str]:
+        return [name for name in _listed(self.path) if PART.fullmatch(name) and (self.path / name).is_dir()]
+
+    def refresh(self) -> None:
+        """Do nothing: every look at an array's length reads its metadata anew."""
 
     def names(self, prefix: str = "") -> list[str]:
         found = []

@@ -1,0 +1,544 @@
+"""The parts of a trace: what one process wrote of it, and how the parts become one again.
+
+Each rank of a distributed run, and each attempt after a restart, writes a part of its own, which no other process
+touches. A part has a journal and declarations; `Part` reads them, again and again while they grow. `merged` puts the
+journals together: attempts follow each other, and the steps that a later one trained again are those of the later one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tracer import layout
+from tracer.errors import TraceCorruptError, TraceError, TraceExistsError
+from tracer.layout import Column
+from tracer.stores import ReadStore, open_parts, remove_part, store_files
+
+BEGINNING_SECONDS = 10.0
+"""How long a rank waits for others to begin their parts of a new trace."""
+SILENT_SECONDS = 60.0
+"""A trace from another machine that was not written for so long counts as interrupted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """What a trace declares of a stream; see `tracer.reader.StreamInfo`."""
+
+    kind: str
+    network: bool
+    module: str | None
+    tag: str
+    leaf: str
+    dtype: str | None
+    sampling: dict[str, Any] | None
+    rank: int
+
+
+@final
+class Part:
+    """What one process wrote of a trace, as far as it was committed at the last `refresh`.
+
+    Parameters
+    ----------
+    path : path
+        Of the trace, for messages.
+    name : str
+        As `tracer.layout.part_name` makes it.
+    store : ReadStore
+
+    Raises
+    ------
+    TraceFormatError
+        If it is of a version that this release does not read.
+    TraceCorruptError
+        If its journal or its declarations are damaged.
+
+    Attributes
+    ----------
+    rank, attempt : int
+    header : dict
+    notes : list of dict
+    ending : dict
+        What the declaration ``status`` says; empty while there is none.
+    streams : list of Stream
+    shapes : list of tuple of int
+    pools : list of (str, str)
+        Name and storage dtype of each.
+    """
+
+    def __init__(self, path: Path | os.PathLike[str], name: str, store: ReadStore) -> None:
+        self.path = path
+        self.name = name
+        self.store = store
+        where = layout.part_of(name)
+        assert where is not None
+        self.rank, self.attempt = where
+        self.attributes = store.attrs()
+        try:
+            layout.check_version(self.attributes)
+        except TraceError as error:
+            raise type(error)(f"{path} cannot be read: {error}") from None
+        self.header: dict[str, Any] = {}
+        self.notes: list[dict[str, Any]] = []
+        self.ending: dict[str, Any] = {}
+        self.streams: list[Stream] = []
+        self.shapes: list[tuple[int, ...]] = []
+        self.pools: list[tuple[str, str]] = []
+        # the journal in memory that grows by doubling, and how many rows of it there are
+        self._rows = np.empty((0, layout.COLUMNS), np.int64)
+        self._length = 0
+        # bytes of the declarations that were read, and the checksum of the last line
+        self._declared = 0
+        self._checksum = 0
+        self.refresh()
+
+    @property
+    def journal(self) -> NDArray[np.int64]:
+        """The committed journal, (messages, columns)."""
+        return self._rows[: self._length]
+
+    def refresh(self) -> bool:
+        """Read what was committed since the last time; whether there was anything.
+
+        Raises
+        ------
+        TraceCorruptError
+            If it is damaged.
+        """
+        if self.ending:
+            return False
+        self.store.refresh()
+        # the journal first: what it refers to was committed before it
+        rows = self._new_rows()
+        lines = self._new_lines()
+        if any(what == "status" for what, _ in lines):
+            # the run may have ended between the two
+            rows = self._new_rows()
+        try:
+            for what, value in lines:
+                self._declare(what, value)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, TraceError):
+                raise
+            raise TraceCorruptError(f"{self.path}: a declaration is damaged: {error!r}") from error
+        if self.store.checksums_chunks is False:
+            rows = _without_torn_rows(rows)
+        self._check(rows)
+        self._extend(rows)
+        ended_with = self.ending.get("messages", self._length)
+        if ended_with != self._length:
+            raise TraceCorruptError(
+                f"{self.path}: the run ended with {ended_with} messages, and the journal has {self._length} rows"
+            )
+        return bool(len(rows) or lines)
+
+    def _new_rows(self) -> NDArray[np.int64]:
+        name = layout.journal_name(self.name)
+        length = self.store.length(name)
+        if self.store.row_shape(name) != (layout.COLUMNS,) or self.store.dtype(name) != "int64":
+            raise TraceCorruptError(f"{self.path}: the journal is not {layout.COLUMNS} columns of int64")
+        if length < self._length:
+            raise TraceCorruptError(f"{self.path}: the journal had {self._length} rows, and has {length} now")
+        return self.store.read(name, self._length, length)
+
+    def _new_lines(self) -> list[tuple[str, Any]]:
+        name = layout.declarations_name(self.name)
+        length = self.store.length(name)
+        data = self.store.read(name, self._declared, max(length, self._declared)).tobytes()
+        try:
+            lines, nbytes, self._checksum = layout.declarations(data, self._checksum)
+        except TraceCorruptError as error:
+            raise TraceCorruptError(f"{self.path}: {error}") from None
+        self._declared += nbytes
+        return lines
+
+    def _extend(self, rows: NDArray[np.int64]) -> None:
+        length = self._length + len(rows)
+        if length > len(self._rows):
+            if not self._length:
+                self._rows = rows
+            else:
+                grown = np.empty((max(length, 2 * len(self._rows)), layout.COLUMNS), np.int64)
+                grown[: self._length] = self.journal
+                self._rows = grown
+        if self._rows is not rows:
+            self._rows[self._length : length] = rows
+        self._length = length
+
+    def _declare(self, what: str, value: Any) -> None:
+        if what == "header":
+            self.header = dict(value)
+        elif what == "note":
+            self.notes.append(dict(value))
+        elif what == "status":
+            self.ending = dict(value)
+        elif what == "stream":
+            self._expect(value["id"], self.streams, what)
+            self.streams.append(self._stream(value))
+        elif what == "shape":
+            self._expect(value["id"], self.shapes, what)
+            shape = tuple(value["shape"])
+            if not layout.is_shape(shape):
+                raise ValueError(f"shape {shape}")
+            self.shapes.append(shape)
+        elif what == "pool":
+            self._expect(value["id"], self.pools, what)
+            if not isinstance(value["name"], str) or value["dtype"] not in layout.STORAGE_DTYPES:
+                raise ValueError(f"pool {value}")
+            self.pools.append((value["name"], value["dtype"]))
+        # a later minor release may declare more; what this one does not know does not change what it does
+
+    def _stream(self, value: Mapping[str, Any]) -> Stream:
+        dtype, module, rank = value["dtype"], value["module"], value["rank"]
+        if dtype is not None and dtype not in layout.ENCODINGS:
+            raise TraceError(f"{self.path}: stream {value['id']} has the dtype {dtype}, which this torch lacks")
+        if value["network"] is not (module is None) or not value["kind"] or (dtype is None and module is not None):
+            raise ValueError(f"stream {value['id']} contradicts itself")
+        if not all(isinstance(value[field], str) for field in ("kind", "tag", "leaf")):
+            raise TypeError(f"stream {value['id']} has a name that is no text")
+        if type(rank) is not int or rank < 0:
+            raise ValueError(f"stream {value['id']} has the rank {rank!r}")
+        return Stream(
+            value["kind"],
+            value["network"],
+            module,
+            value["tag"],
+            value["leaf"],
+            dtype,
+            value.get("sampling"),
+            rank,
+        )
+
+    def _expect(self, number: Any, table: Sequence[Any], what: str) -> None:
+        if type(number) is not int or number != len(table):
+            raise ValueError(f"{what} {number!r} is declared where {len(table)} should be")
+
+    def _check(self, journal: NDArray[np.int64]) -> None:
+        """Check what can be checked of new rows without reading data.
+
+        Raises
+        ------
+        TraceCorruptError
+            If a row contradicts its checksum, the declarations or itself.
+        """
+        self._refuse(layout.row_checksums(journal, self._length) != journal[:, Column.CHECK], "fails its checksum")
+        stream, pool, shape = (journal[:, c] for c in (Column.STREAM, Column.POOL, Column.SHAPE))
+        offset, count, flags = (journal[:, c] for c in (Column.OFFSET, Column.COUNT, Column.FLAGS))
+        carries = (flags & layout.HAS_DATA) != 0
+        events = np.array([s.dtype is None for s in self.streams] or [True])
+        sizes = np.array([math.prod(one) for one in self.shapes] or [0], np.int64)
+        known = (stream >= 0) & (stream < len(self.streams))
+        self._refuse(~known, "is of a stream that was not declared")
+        self._refuse(events[stream] == carries, "says of its data what its stream does not")
+        low, pools, shapes = np.where(carries, 0, layout.NONE), len(self.pools), len(self.shapes)
+        self._refuse((pool < low) | (pool >= np.where(carries, pools, 0)), "is in a pool that was not declared")
+        self._refuse((shape < low) | (shape >= np.where(carries, shapes, 0)), "has a shape that was not declared")
+        expected = np.where(carries, sizes[np.where(carries, shape, 0)], 0)
+        self._refuse(count != expected, "has another number of elements than its shape")
+        self._refuse((offset < 0) | (offset > 2**62), "begins before its pool")
+        counters = journal[:, [Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]]
+        self._refuse((counters < 0).any(axis=1), "has a negative counter")
+
+    def _refuse(self, wrong: Any, why: str) -> None:
+        if wrong.any():
+            number = self._length + int(wrong.argmax())
+            where = "" if (self.rank, self.attempt) == (0, 0) else f" of {self.name}"
+            raise TraceCorruptError(f"{self.path}: row {number} of the journal{where} {why}")
+
+    @property
+    def first_step(self) -> int:
+        """The global step that this attempt began with: earlier attempts count up to it only."""
+        return first_step(self.header, self.attempt)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that were to be recorded, as the header says; its own if that says nothing."""
+        return expected_ranks(self.header) or [self.rank]
+
+    @property
+    def status(self) -> str:
+        """As `tracer.TraceReader.status`, of this part."""
+        if self.ending:
+            return str(self.ending.get("status", "finished"))
+        return "recording" if self.writer_lives else "interrupted"
+
+    @property
+    def writer_lives(self) -> bool:
+        """Whether its process still runs; if it is another machine's, whether it wrote in the last minute."""
+        return lives(self.header.get("process"), self.store)
+
+
+def first_step(header: Mapping[str, Any], attempt: int) -> int:
+    """The global step that an attempt began with, as its header says; the first one began with 0."""
+    step = header.get("first_step", 0)
+    return step if type(step) is int and attempt else 0
+
+
+def expected_ranks(header: Mapping[str, Any]) -> list[int]:
+    """The ranks that were to be recorded, as a header says; none if it does not say."""
+    ranks = header.get("ranks")
+    if not isinstance(ranks, list) or not all(type(one) is int and one >= 0 for one in ranks):
+        return []
+    return sorted({*ranks})
+
+
+def missing(path: Path, names: Collection[str], headers: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A sentence if ranks were recorded whose parts are not there."""
+    expected = {rank for header in headers for rank in expected_ranks(header)}
+    there = {where[0] for name in names if (where := layout.part_of(name)) is not None}
+    # of a file of one part that was opened by its own name, the others are elsewhere
+    if not expected - there or any(path.stem.endswith(f".{name}") for name in names):
+        return []
+    listed = ", ".join(map(str, sorted(expected - there)))
+    return [f"{path} has nothing of rank {listed}, of the {len(expected)} ranks that were recorded"]
+
+
+def worst(statuses: Sequence[str]) -> str:
+    """The status of a run whose ranks have these."""
+    for status in ("recording", "interrupted", "unknown"):
+        if status in statuses:
+            return status
+    return next((status for status in statuses if status != "finished"), statuses[0])
+
+
+def lives(process: object, store: ReadStore) -> bool:
+    """Whether the process that writes a part still runs; of another machine's, whether it wrote in the last minute."""
+    found = layout.process_lives(process)
+    return time.time() - store.modified < SILENT_SECONDS if found is None else found
+
+
+def _without_torn_rows(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    # The length of an HDF5 journal may have reached the disk before its last rows; those are zeros, which no row is:
+    # without data its pool is -1, and with data its flags are not 0.
+    torn: NDArray[np.bool_] = np.logical_not(rows.any(axis=1))
+    length = len(rows)
+    while length and torn[length - 1]:
+        length -= 1
+    return rows[:length]
+
+
+class Written(Protocol):
+    """What the order of messages depends on: of a `Part`, or of one that is surveyed for damage."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def attempt(self) -> int: ...
+    @property
+    def first_step(self) -> int: ...
+    @property
+    def journal(self) -> NDArray[np.int64]: ...
+
+
+def limits(parts: Sequence[Written]) -> list[int | None]:
+    """Up to which global step each part counts, exclusive; None: as far as it goes.
+
+    A later attempt takes the place of all steps from its first on, once it has a message.
+    """
+    firsts = [(one.attempt, one.first_step) for one in parts if len(one.journal)]
+    return [min((step for attempt, step in firsts if attempt > one.attempt), default=None) for one in parts]
+
+
+def merged(parts: Sequence[Written]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The rows of all parts that count, in one order: their parts, and their rows in the journals of those.
+
+    Parts are ordered by the step, then by the rank; each keeps its own order.
+
+    Returns
+    -------
+    part : numpy.ndarray of int64, (messages,)
+    row : numpy.ndarray of int64, (messages,)
+    """
+    numbers, rows, clocks, ranks = ([np.zeros(0, np.int64)] for _ in range(4))
+    for number, (part, limit) in enumerate(zip(parts, limits(parts), strict=True)):
+        steps = part.journal[:, Column.GLOBAL_STEP]
+        mine = np.arange(len(steps)) if limit is None else np.flatnonzero(steps < limit)
+        numbers.append(np.full(len(mine), number))
+        rows.append(mine)
+        # an evaluation may look back at an earlier step, and still comes where it came
+        clocks.append(np.maximum.accumulate(steps[mine]))
+        ranks.append(np.full(len(mine), part.rank))
+    order = np.lexsort((np.concatenate(ranks), np.concatenate(clocks)))
+    return np.concatenate(numbers)[order], np.concatenate(rows)[order]
+
+
+# -- which part a process writes --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """The place of a process in a distributed run.
+
+    Attributes
+    ----------
+    rank, size : int
+        0 and 1 where the run is not distributed.
+    launch : str or None
+        What tells this launch from others, as far as its environment says; the same in all its processes.
+    """
+
+    rank: int
+    size: int
+    launch: str | None
+
+
+_LAUNCH = (
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+)
+
+
+def this_process(environment: Mapping[str, str] = os.environ) -> Process:
+    """The rank of this process: as torch.distributed says if it is in use, else torchrun's variables, else SLURM's.
+
+    Examples
+    --------
+    >>> this_process({"RANK": "1", "WORLD_SIZE": "4"})
+    Process(rank=1, size=4, launch='')
+    >>> this_process({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"})  # not started by srun
+    Process(rank=0, size=1, launch=None)
+    """
+    rank, size = 0, 1
+    distributed = torch.distributed
+    if environment is os.environ and distributed.is_available() and distributed.is_initialized():
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+    else:
+        for of_rank, of_size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
+            found = environment.get(of_rank, ""), environment.get(of_size, "")
+            if found[0].isdecimal() and found[1].isdecimal() and int(found[0]) < int(found[1]):
+                rank, size = int(found[0]), int(found[1])
+                break
+    if size == 1:
+        return Process(0, 1, None)
+    return Process(rank, size, "/".join(f"{name}={environment[name]}" for name in _LAUNCH if name in environment))
+
+
+def claim(path: Path, process: Process, ranks: Sequence[int], *, overwrite: bool = False, resume: bool = False) -> int:
+    """Make sure that this process may write its part of the trace at `path`, and tell which attempt that is.
+
+    Parameters
+    ----------
+    path : path
+    process : Process
+    ranks : sequence of int
+        The ranks that are recorded.
+    overwrite : bool
+        Whether to remove what this rank recorded before.
+    resume : bool
+        Whether to go on where an earlier attempt ended.
+
+    Raises
+    ------
+    TraceExistsError
+        If a trace is there that may not be overwritten, that is still being recorded, or that is of another run.
+    TraceError
+        If what is there is not a trace.
+    """
+    parts = _there(path, process)
+    mine = [one for one in parts if one.rank == process.rank]
+    of_this_launch = [one for one in parts if process.launch is not None and one.launch == process.launch]
+    refuse_living(path, [one for one in parts if one in mine or one not in of_this_launch])
+    if resume:
+        before = [one.attempt for one in parts if one in mine or one not in of_this_launch]
+        return 1 + max(before, default=-1)
+    if overwrite:
+        for one in parts:
+            if one.rank == process.rank or (process.rank == min(ranks) and one.rank not in ranks):
+                remove_part(path, one.name)
+    elif mine or any(one.ended or one not in of_this_launch for one in parts):
+        raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What the first and the last line of a part's declarations say of it.
+
+    Attributes
+    ----------
+    name : str
+    rank, attempt : int
+    pid : object
+        Of the process that wrote it.
+    launch : str or None
+        As `Process.launch`.
+    ended, lives : bool
+        Whether it says how the run ended; if not, whether its process still runs.
+    """
+
+    name: str
+    rank: int
+    attempt: int
+    pid: object
+    launch: str | None
+    ended: bool
+    lives: bool
+
+
+def heads(path: Path) -> list[Head]:
+    """The parts of the trace at `path`, without its messages; none if there is nothing.
+
+    Raises
+    ------
+    TraceError
+        If what is there is not a trace, or not one that can be read.
+    """
+    if not os.path.lexists(path) and not any(one != path for one in store_files(path)):
+        return []
+    opened, broken = open_parts(path)
+    try:
+        if broken:
+            raise next(iter(broken.values()))
+        found = []
+        for name, store in opened:
+            layout.check_version(store.attrs())
+            array = layout.declarations_name(name)
+            said = dict(layout.declarations(store.read(array, 0, store.length(array)).tobytes())[0])
+            header = said.get("header", {})
+            process, launch = header.get("process"), header.get("launch")
+            where = layout.part_of(name)
+            assert where is not None
+            ended = "status" in said
+            found.append(
+                Head(
+                    name,
+                    *where,
+                    process.get("pid") if isinstance(process, Mapping) else None,
+                    launch if isinstance(launch, str) else None,
+                    ended,
+                    not ended and lives(process, store),
+                )
+            )
+    finally:
+        for _, store in opened:
+            store.close()
+    return found
+
+
+def refuse_living(path: Path, parts: Sequence[Head]) -> None:
+    """Raise `TraceExistsError` if another process is still recording one of these parts."""
+    for one in parts:
+        if one.lives and one.pid != os.getpid():
+            raise TraceExistsError(f"{path} is being recorded by process {one.pid}, so it is not overwritten")
+
+
+def _there(path: Path, process: Process) -> list[Head]:
+    """`heads`; of a trace that other ranks are just beginning, as soon as they have written theirs."""
+    deadline = time.monotonic() + BEGINNING_SECONDS
+    while True:
+        try:
+            return heads(path)
+        except TraceError:
+            if process.size == 1 or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
