@@ -17,7 +17,7 @@ NOT_NAMES = {"utils", "helpers", "common", "base", "core", "misc", "manager", "f
 
 # What a module may import of this project, itself and `tracer.errors` apart. Lower never imports upper.
 FOUNDATION = {"tracer.messages", "tracer.bus", "tracer.subscription", "tracer.subscriber", "tracer.capture"}
-STORAGE = {"tracer.writer", "tracer.reader", "tracer.layout", "tracer.stores"}
+STORAGE = {"tracer.writer", "tracer.reader", "tracer.parts", "tracer.layout", "tracer.stores"}
 RUNNING = {"tracer.exporter", "tracer.recorder", "tracer.replay", "tracer.launch"}
 MAY_IMPORT: dict[str, set[str]] = {
     "tracer.errors": set(),
@@ -29,8 +29,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.stores": set(),
     "tracer.stores.*": {"tracer.stores"},
     "tracer.layout": {"tracer.messages", "tracer.stores"},
-    "tracer.writer": {"tracer.messages", "tracer.layout", "tracer.stores"},
-    "tracer.reader": {"tracer.messages", "tracer.layout", "tracer.stores"},
+    "tracer.parts": {"tracer.layout", "tracer.stores"},
+    "tracer.writer": {"tracer.messages", "tracer.parts", "tracer.layout", "tracer.stores"},
+    "tracer.reader": {"tracer.messages", "tracer.parts", "tracer.layout", "tracer.stores"},
     "tracer.verify": {"tracer.messages"} | STORAGE,
     "tracer.convert": {"tracer", "tracer.messages", "tracer.subscription"} | STORAGE,
     "tracer.recover": {"tracer.messages", "tracer.verify", "tracer.convert"} | STORAGE,

@@ -129,10 +129,12 @@ def test_declarations_come_back() -> None:
     lines = [layout.declaration(what, value) for what, value in LINES]
     first, checksum = layout.sealed(lines[:1])
     second, _ = layout.sealed(lines[1:], checksum)
-    assert layout.declarations(first + second) == LINES
-    assert layout.declarations(first + second + bytes(9)) == LINES
-    assert layout.declarations(first) == LINES[:1]
-    assert layout.declarations(b"") == []
+    assert layout.declarations(first + second)[0] == LINES
+    assert layout.declarations(first + second + bytes(9))[:2] == (LINES, len(first + second))
+    assert layout.declarations(first) == (LINES[:1], len(first), checksum)
+    # what was added since is read without the lines before it
+    assert layout.declarations(second, checksum)[0] == LINES[1:]
+    assert layout.declarations(b"") == ([], 0, 0)
     with pytest.raises(TraceError, match="header"):
         layout.declaration("header", {"a": object()})
 
@@ -163,7 +165,7 @@ def test_any_change_of_a_journal_row_changes_its_checksum() -> None:
             changed = rows.copy()
             changed.view(np.uint64)[1, column] ^= np.uint64(1 << bit)
             assert (layout.row_checksums(changed, 7) != checksums).tolist() == [False, True, False]
-    many = np.zeros((layout.journal_name("rank0")_BLOCK + 5, layout.COLUMNS), np.int64)
+    many = np.zeros((layout.JOURNAL_BLOCK + 5, layout.COLUMNS), np.int64)
     assert layout.row_checksums(many, 0)[-3:].tolist() == layout.row_checksums(many[:3], len(many) - 3).tolist()
 
 

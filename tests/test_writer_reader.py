@@ -34,6 +34,7 @@ from tracer.errors import (
 )
 from tracer.layout import Column
 from tracer.messages import Message, ModuleMessage, NetworkMessage
+from tracer.parts import Part
 from tracer.reader import TraceReader
 from tracer.writer import TraceWriter
 
@@ -209,7 +210,7 @@ def test_own_pools_are_plain_arrays(tmp_path: Path, suffix: str) -> None:
     if suffix == ".zarr":
         root = zarr.open_group(path, mode="r")
         assert root.attrs["format"] == "tracereel"
-        assert root.attrs["status"] == "finished"
+        assert root["rank0"].attrs["status"] == "finished"
         found = [np.asarray(root[name][...]) for name in names]
         # the whole hierarchy, without a warning
         assert set(names) <= {name for name, _ in root.members(max_depth=None)}
@@ -666,16 +667,16 @@ def test_journals_that_contradict(
     """A journal row that refers to nothing, or beyond a pool, is refused and never shows other numbers."""
     path = tmp_path / f"run{suffix}"
     write(path, [network("batch_started", 0), network("loss", 0, [1.0, 2.0]), network("labels", 0, [1, 2])])
-    read = TraceReader._read_journal
+    read = Part._new_rows
 
-    def changed(self: TraceReader) -> Any:
+    def changed(self: Part) -> Any:
         journal = read(self)
         for column, value in changes.items():
             journal[1, column] = value
         journal[:, Column.CHECK] = layout.row_checksums(journal, 0)
         return journal
 
-    monkeypatch.setattr(TraceReader, "_read_journal", changed)
+    monkeypatch.setattr(Part, "_new_rows", changed)
     with pytest.raises(TraceCorruptError, match=word):
         list(TraceReader(path).messages())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -19,6 +20,10 @@ from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message
 from tracer.reader import Steps, StreamInfo, TraceReader
 from tracer.subscriber import unmet
 from tracer.subscription import matches_tag
+
+POLL_SECONDS = 0.1
+LONGEST_POLL_SECONDS = 2.0
+"""How often a replay that follows a run looks whether more was committed, at first and at last."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,13 +81,14 @@ def plan(
     modules: str | Iterable[str] | None = None,
     steps: Steps | None = None,
     tags: str | Iterable[str] | None = None,
+    rank: int | None = None,
 ) -> Plan:
     """Work out which streams the receivers need, what that costs to read, and what is missing; reads no data.
 
     Parameters and errors are those of `replay`, except that what is missing is told, not raised.
     """
-    with _opened(trace) as reader:
-        return _plan(reader, tuple(receivers), kinds, modules, steps, tags)
+    with _opened(trace, rank) as reader:
+        return _plan(reader, tuple(receivers), kinds, modules, steps, tags, _rank_of(reader, rank))
 
 
 def replay(
@@ -92,6 +98,8 @@ def replay(
     modules: str | Iterable[str] | None = None,
     steps: Steps | None = None,
     tags: str | Iterable[str] | None = None,
+    rank: int | None = None,
+    follow: bool = False,
 ) -> None:
     """Publish a trace's messages, in the order in which they were recorded, to receivers; read only what they want.
 
@@ -109,12 +117,19 @@ def replay(
         Only these global steps, `start` inclusive and `stop` exclusive; None for an open end.
     tags : str or iterable of str, optional
         Only tags that match one of these globs (``"!eval"``: all but that).
+    rank : int, optional
+        The rank of a distributed run whose messages are published. It must be said of a trace with several: subscribers
+        remember what they heard of a module, and each rank has its own.
+    follow : bool
+        Whether to go on with what a run that is still being recorded commits, until it ends or its process is found
+        dead. What receivers need may then be recorded later; it is an error if it was not when the run ends.
 
     Raises
     ------
     CaptureError
-        Before any data is read: if there is nobody to receive, if a receiver needs a stream that the trace (under these
-        filters) lacks, if the steps are no range, or if receivers need each other in a circle.
+        Before any data is read: if the trace has several ranks and none is chosen, if there is nobody to receive, if a
+        receiver needs a stream that the trace (under these filters) lacks, if the steps are no range, or if receivers
+        need each other in a circle.
     UnknownNameError
         If one of `kinds` or a plain name in `tags` is neither in the trace nor known.
     TraceCorruptError
@@ -137,26 +152,78 @@ def replay(
     """
     if not receivers:
         raise CaptureError("a replay needs somebody to listen: give it at least one subscriber or Collect()")
-    with _opened(trace) as reader:
+    with _opened(trace, rank) as reader:
         ordered = in_order(tuple(receivers))
-        todo = _plan(reader, tuple(ordered), kinds, modules, steps, tags)
-        if todo.missing:
-            raise CaptureError("; ".join(todo.missing))
+        chosen = _rank_of(reader, rank)
         bus = MessageBus(f"replay of {reader.path}")
-        for stream in reader.streams:
-            if stream.kind not in bus.topics:
-                bus.register_topic(stream.kind)  # one of the user's, or an answer that a results trace holds
+
+        def planned(since: int) -> Plan:
+            return _plan(reader, tuple(ordered), kinds, modules, steps, tags, chosen, since, growing=following)
+
+        following = follow and reader.status == "recording"
+        todo = planned(0)
+        if todo.missing and not following:
+            raise CaptureError("; ".join(todo.missing))
+        _register_topics(bus, reader)
         for receiver in ordered:
             bus.register(receiver)
         try:
-            for message in _messages(reader, todo):
-                bus.publish(message)
+            done = 0
+            while following:
+                limit = _settled(reader, todo)
+                _publish(bus, reader, todo, limit)
+                done = limit
+                following = _wait(reader)
+                _register_topics(bus, reader)
+                todo = planned(done)
+            if todo.missing:
+                raise CaptureError("; ".join(todo.missing))
+            _publish(bus, reader, todo, len(reader))
             bus.finish()
         except BaseException:
             with contextlib.suppress(Exception):  # what went wrong first is what is told
                 bus.close()
             raise
         bus.close()
+
+
+def _register_topics(bus: MessageBus, reader: TraceReader) -> None:
+    for stream in reader.streams:
+        if stream.kind not in bus.topics:
+            bus.register_topic(stream.kind)  # one of the user's, or an answer that a results trace holds
+
+
+def _publish(bus: MessageBus, reader: TraceReader, todo: Plan, limit: int) -> None:
+    """Publish what is planned of the rows before `limit`."""
+    where, pairs = todo.where, todo.pairs
+    if limit < len(where):
+        where = where.copy()
+        where[limit:] = False
+        pairs = pairs[pairs[:, 0] < limit]
+    for message in _messages(reader, where, pairs):
+        bus.publish(message)
+
+
+def _settled(reader: TraceReader, todo: Plan) -> int:
+    """Up to which row, exclusive, all is there that is to be published: an update waits for the next weight."""
+    streams = reader.journal[:, Column.STREAM]
+    last = [np.flatnonzero(streams == stream.id)[-1:] for stream in todo.derived]
+    return int(np.concatenate([*last, [len(streams)]]).min())
+
+
+def _wait(reader: TraceReader) -> bool:
+    """Wait until more was committed, or the run has ended; whether it still goes on."""
+    pause = POLL_SECONDS
+    while True:
+        # asked before: what is committed after this is read by the refresh
+        going_on = reader.status == "recording"
+        began = time.monotonic()
+        changed = reader.refresh()
+        if changed or not going_on:
+            return going_on and reader.status == "recording"
+        # where looking is slow, as in a store far away, look less often
+        pause = min(max(pause * 1.2, 5 * (time.monotonic() - began)), LONGEST_POLL_SECONDS)
+        time.sleep(pause)
 
 
 def _plan(
@@ -166,9 +233,13 @@ def _plan(
     modules: str | Iterable[str] | None,
     steps: Steps | None,
     tags: str | Iterable[str] | None,
+    rank: int,
+    since: int = 0,
+    growing: bool = False,
 ) -> Plan:
+    """The plan of what stands in the journal from row `since` on, of one rank; `growing`: and of what may yet come."""
     kinds, modules, tags = _tuple(kinds), _tuple(modules), _tuple(tags)
-    streams = reader.streams
+    streams = [stream for stream in reader.streams if stream.rank == rank]
     present = {stream.kind for stream in streams}
     for kind in kinds or ():
         if kind not in present and kind not in KINDS:
@@ -197,14 +268,15 @@ def _plan(
     asking = tuple(one for one in receivers if not getattr(one, "passive", False)) or receivers
     # a collector that is alone hears what was recorded, not all that could be made of it
     active = tuple(one for one in asking if not getattr(one, "passive", False))
-    derivable = _derivable(reader, kinds, modules, tags) if active else []
+    derivable = _derivable(reader, streams, kinds, modules, tags, growing) if active else []
     missing = unmet(
         asking, [(one.kind, one.module, one.tag) for one in [*offered, *derivable]], f"{reader.path}{narrowed}"
     )
     journal = reader.journal
     where = np.zeros(len(journal), dtype=np.bool_)
+    recent = np.arange(len(journal)) >= since if since else None
     bases = [one.id for one in derivable]
-    in_range = _by_stream(journal, reader.select(streams=[one.id for one in offered], steps=steps))
+    in_range = _by_stream(journal, reader.select(streams=[one.id for one in offered], steps=steps, where=recent))
     wanted: list[StreamInfo] = []
     for stream in offered:
         rows = _due(stream, in_range.get(stream.id, _NO_ROWS), journal, asking)
@@ -212,7 +284,7 @@ def _plan(
             wanted.append(stream)
             where[rows] = True
     everything = _by_stream(journal, reader.select(streams=bases))
-    in_range = _by_stream(journal, reader.select(streams=bases, steps=steps))
+    in_range = _by_stream(journal, reader.select(streams=bases, steps=steps, where=recent))
     derived: list[StreamInfo] = []
     pairs = [np.zeros((0, 2), np.int64)]
     for stream in derivable:
@@ -282,17 +354,19 @@ _GRADIENTS = {"weight_updates": "weight_gradients", "bias_updates": "bias_gradie
 
 def _derivable(
     reader: TraceReader,
+    streams: list[StreamInfo],
     kinds: tuple[str, ...] | None,
     modules: tuple[str, ...] | None,
     tags: tuple[str, ...] | None,
+    growing: bool,
 ) -> list[StreamInfo]:
     """The updates that the trace lacks, but that its weights in consecutive steps tell; with the ids of the weights.
 
     Not from weights that were cast or reduced: a difference of rounded numbers is not the rounded difference.
     """
-    present = {stream.kind for stream in reader.streams}
+    present = {stream.kind for stream in streams}
     found = []
-    for stream in reader.streams:
+    for stream in streams:
         kind = _UPDATES.get(stream.kind)
         if (
             kind is None
@@ -305,7 +379,7 @@ def _derivable(
             continue
         rows = np.flatnonzero(reader.journal[:, Column.STREAM] == stream.id)
         pairs = _pairs(reader.journal, rows, rows)
-        if len(pairs):
+        if len(pairs) or growing:
             steps = reader.journal[pairs[:, 0], Column.GLOBAL_STEP]
             found.append(
                 replace(
@@ -313,7 +387,7 @@ def _derivable(
                     kind=kind,
                     count=len(pairs),
                     bytes=_nbytes(reader, pairs[:, 0]),
-                    steps=(int(steps[0]), int(steps[-1])),
+                    steps=(int(steps[0]), int(steps[-1])) if len(pairs) else None,
                 )
             )
     return found
@@ -330,16 +404,16 @@ def _pairs(journal: NDArray[np.int64], rows: NDArray[np.int64], everything: NDAr
     return np.stack([rows[follows], follower[follows]], axis=1)
 
 
-def _messages(reader: TraceReader, todo: Plan) -> Iterator[Message]:
+def _messages(reader: TraceReader, where: NDArray[np.bool_], pairs: NDArray[np.int64]) -> Iterator[Message]:
     """The planned messages in their recorded order, each derived update where an observed one would stand."""
-    if not len(todo.pairs):
-        yield from reader.messages(where=todo.where)
+    if not len(pairs):
+        yield from reader.messages(where=where)
         return
-    mask = todo.where.copy()
-    mask[todo.pairs[:, 0]] = True
+    mask = where.copy()
+    mask[pairs[:, 0]] = True
     followers = np.zeros_like(mask)
-    followers[todo.pairs[:, 1]] = True
-    follower_of = dict(todo.pairs.tolist())
+    followers[pairs[:, 1]] = True
+    follower_of = dict(pairs.tolist())
     # read a second time, a step ahead: parameters come in one order in every step, so this holds few at once
     ahead = zip(np.flatnonzero(followers).tolist(), reader.messages(where=followers), strict=True)
     met: dict[int, Message] = {}
@@ -348,7 +422,7 @@ def _messages(reader: TraceReader, todo: Plan) -> Iterator[Message]:
         if held is not None and not (message.kind == _GRADIENTS[held.kind] and message.key == held.key):
             yield held
             held = None
-        if todo.where[row]:
+        if where[row]:
             yield message
         if row in follower_of:
             while follower_of[row] not in met:
@@ -367,13 +441,25 @@ def _as_json(stream: StreamInfo) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _opened(trace: str | os.PathLike[str] | TraceReader) -> Iterator[TraceReader]:
+def _opened(trace: str | os.PathLike[str] | TraceReader, rank: int | None) -> Iterator[TraceReader]:
     """A reader of the trace, which is closed afterwards if it was opened here."""
     if isinstance(trace, TraceReader):
         yield trace
         return
-    with TraceReader(trace) as reader:
+    with TraceReader(trace, ranks=None if rank is None else [rank]) as reader:
         yield reader
+
+
+def _rank_of(reader: TraceReader, rank: int | None) -> int:
+    """The rank whose messages are meant."""
+    ranks = reader.ranks
+    if rank is None and len(ranks) > 1:
+        raise CaptureError(
+            f"{reader.path} has the ranks {', '.join(map(str, ranks))}: say which one with rank=, one replay for each"
+        )
+    if rank is not None and rank not in ranks:
+        raise CaptureError(f"{reader.path} has nothing of rank {rank}; it has {', '.join(map(str, ranks))}")
+    return ranks[0] if rank is None else rank
 
 
 def _tuple(value: str | Iterable[str] | None) -> tuple[str, ...] | None:

@@ -304,8 +304,8 @@ def open_parts(
         twice = {name for name, _ in parts}.intersection(found)
         if not found or twice:
             store.close()
-            why = f"it has {', '.join(twice)}, as another file of the trace" if twice else "it has no group of a part"
-            broken[file.name] = TraceFormatError(f"{file} is not a part of a trace: {why}")
+            why = f"{', '.join(twice)} is in another file, too" if twice else "it has no group rank0"
+            broken[file.name] = TraceFormatError(f"{file} is not a trace: {why}")
             continue
         parts += [(name, store) for name in found]
     if not parts:
