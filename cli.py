@@ -202,7 +202,11 @@ _modules = click.option(
 )
 _steps = click.option("--steps", type=Steps(), help="Only these global steps: start inclusive, stop exclusive, stride.")
 _tags = click.option("--tag", "tags", metavar="TAG", multiple=True, help="Only this tag (a glob); may be repeated.")
-_filters = _options(_kinds, _modules, _steps, _tags)
+_ranks = click.option(
+    "--rank", "ranks", type=click.IntRange(min=0), metavar="N", multiple=True,
+    help="Only this rank of a distributed run; may be repeated.",
+)  # fmt: skip
+_filters = _options(_kinds, _modules, _steps, _tags, _ranks)
 
 
 # -- printing ----------------------------------------------------------------------------------------------------
@@ -390,12 +394,19 @@ class RecordCommand(Command):
 @click.option("--config", metavar="FILE", help="Settings of tracer.Capture as TOML or JSON; options here win.")
 @click.option("--module", "module", metavar="NAME", help="Run a module, as python -m does; its arguments follow.")
 @_overwrite
+@click.option("--resume", is_flag=True, help="Go on with the trace, if there is one, after a restart.")
+@click.option(
+    "--first-step", type=click.IntRange(min=0), metavar="N",
+    help="With --resume: the step that the checkpoint goes on with.  [default: as the optimizer counted]",
+)  # fmt: skip
 @click.argument("program", metavar="SCRIPT.py [ARGS]...", nargs=-1, type=click.UNPROCESSED)
 def record(
     out: str | None,
     config: str | None,
     module: str | None,
     overwrite: bool,
+    resume: bool,
+    first_step: int | None,
     program: tuple[str, ...],
     **settings: Any,
 ) -> None:
@@ -409,7 +420,12 @@ def record(
     name = module.rpartition(".")[2] if module is not None else Path(program[0]).stem
     if module is None and not Path(program[0]).is_file():
         raise Failure(f"{program[0]} is not a file, so there is no script to run")
-    target = _check_new(out or f"{name}.zarr", TRACE_SUFFIXES, overwrite)
+    if first_step is not None and not resume:
+        raise click.UsageError("--first-step says where to resume: give --resume with it")
+    from tracer.parts import this_process
+
+    # other ranks of a distributed run may have begun their parts
+    target = _check_new(out or f"{name}.zarr", TRACE_SUFFIXES, overwrite or resume or this_process().size > 1)
     files = _read_config(config) if config is not None else [{}]
     given = {key: value for key, value in settings.items() if value not in (None, ())}
     with _wrong_usage():
@@ -426,6 +442,8 @@ def record(
         capture=captures if len(captures) > 1 else captures[0],
         module=module is not None,
         overwrite=overwrite,
+        resume=resume,
+        first_step=first_step,
     )
     _say_what_was_recorded(target)
     click.get_current_context().exit(code)
@@ -489,6 +507,19 @@ def _info_rows(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "run", f"{info['run_id']}, started {info['created']}" + (f", ended {info['ended']}" if info["ended"] else "")
     if header.get("argv"):
         yield "command", " ".join(map(str, header["argv"]))
+    if len(info["ranks"]) > 1:
+        yield "ranks", ", ".join(map(str, info["ranks"]))
+    if len(info["attempts"]) > 1:
+        for number, one in enumerate(info["attempts"]):
+            counts = f"{one['messages']:,} messages" + (
+                f", {one['superseded']:,} superseded" if one["superseded"] else ""
+            )
+            told = (
+                f"{one['attempt']} from step {one['first_step']}, started {one['created']}: {one['status']}; {counts}"
+            )
+            yield "attempts" if number == 0 else "", told
+    for problem in info["problems"]:
+        yield "PROBLEM", problem
     yield "steps", _span(info["steps"])
     yield "epochs", _span(info["epochs"])
     yield "holds", f"{info['messages']:,} messages in {info['streams']:,} streams, {_size(info['bytes'])}"
@@ -520,7 +551,10 @@ def _info_rows(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield what, _in_short(about)
 
 
-_SHOWN_OTHERWISE = ("argv", "process", "run_id", "created", "model", "capture", "kinds")
+_SHOWN_OTHERWISE = (
+    *("argv", "process", "run_id", "created", "model", "capture", "kinds"),
+    *("ranks", "launch", "attempt", "first_step"),
+)
 
 
 def _capture(settings: Mapping[str, Any]) -> str:
@@ -564,6 +598,9 @@ def _chosen_streams(reader: TraceReader, filters: Mapping[str, Any]) -> list[Str
         for pattern in filters["modules"]:
             if not any(fnmatchcase(module, pattern) for module in modules):
                 raise UnknownNameError.of("recorded module", pattern, (module or "''" for module in modules))
+        for rank in filters["ranks"]:
+            if rank not in reader.ranks:
+                raise UnknownNameError.of("recorded rank", str(rank), map(str, reader.ranks))
     steps = filters["steps"]
     return [
         stream
@@ -574,6 +611,7 @@ def _chosen_streams(reader: TraceReader, filters: Mapping[str, Any]) -> list[Str
             not filters["modules"]
             or (stream.module is not None and any(fnmatchcase(stream.module, glob) for glob in filters["modules"]))
         )
+        and (not filters["ranks"] or stream.rank in filters["ranks"])
         and (steps is None or _reaches(stream.steps, steps))
     ]
 
@@ -604,7 +642,7 @@ def _span(span: Sequence[int] | None) -> str:
 
 
 def _stream_facts(stream: StreamInfo) -> dict[str, Any]:
-    names = ("kind", "module", "tag", "leaf", "calls", "dtype", "shapes", "count", "bytes", "steps", "sampling")
+    names = ("kind", "module", "tag", "leaf", "calls", "dtype", "shapes", "count", "bytes", "steps", "sampling", "rank")
     return {name: getattr(stream, name) for name in names}
 
 
@@ -618,6 +656,7 @@ def _message_facts(message: Message, values: int) -> dict[str, Any]:
         "epoch": message.epoch,
         "call": message.call,
         "leaf": message.leaf,
+        "rank": message.rank,
     }
     data = message.data
     if data is None:
@@ -643,7 +682,7 @@ def _message_line(told: Mapping[str, Any]) -> str:
     words = [f"step {told['global_step']}", told["kind"]]
     if module is not None:
         words.append(_printable(module) or "(root)")
-    words += [f"{name} {told[name]}" for name in ("leaf", "call") if told[name]]
+    words += [f"{name} {told[name]}" for name in ("leaf", "call", "rank") if told[name]]
     if told["tag"] != "default":
         words.append(f"tag {told['tag']}")
     if "shape" in told:
@@ -670,12 +709,13 @@ def list_streams(trace: str, as_json: bool, **filters: Any) -> None:
     if as_json:
         _print_json([_stream_facts(stream) for stream in streams])
         return
-    columns = ("kind", "module", "tag", "calls", "dtype", "shape", "messages", "steps", "bytes")
+    columns = ("kind", "module", "tag", "rank", "calls", "dtype", "shape", "messages", "steps", "bytes")
     rows = [
         (
             stream.kind,
             _where(stream),
             stream.tag,
+            stream.rank,
             stream.calls,
             stream.dtype,
             ", ".join(map(_shape, stream.shapes[:3])) + (", …" if len(stream.shapes) > 3 else ""),
@@ -685,7 +725,7 @@ def list_streams(trace: str, as_json: bool, **filters: Any) -> None:
         )
         for stream in streams
     ]
-    _show(_table(None, columns, rows, right=("calls", "messages", "bytes")))
+    _show(_table(None, columns, rows, right=("rank", "calls", "messages", "bytes")))
 
 
 @main.command(cls=Command)
@@ -803,7 +843,14 @@ def convert(src: str, dst: str, chunk_bytes: int, as_json: bool, **filters: Any)
     with tracer.open(src) as reader:
         _chosen_streams(reader, filters)
     with _progress("copying", None) as advance:
-        told = copy(src, dst, chunk_bytes=chunk_bytes, progress=lambda done, total: advance(done), **_reading(filters))
+        told = copy(
+            src,
+            dst,
+            ranks=filters["ranks"] or None,
+            chunk_bytes=chunk_bytes,
+            progress=lambda done, total: advance(done),
+            **_reading(filters),
+        )
     if as_json:
         _print_json(told)
         return
@@ -864,6 +911,7 @@ def _without_formulas(summary: str) -> str:
 @click.option("--out", metavar="FILE", help="Write the answers: .parquet, .csv, .jsonl, or as a trace: .zarr, .h5.")
 @click.option("--tensorboard", metavar="DIR", help="Write the answers for TensorBoard too.")
 @_overwrite
+@click.option("--follow", is_flag=True, help="Go on with a run that is being recorded until it ends.")
 @click.option("--plan", "only_plan", is_flag=True, help="Only say what would be read, and what is missing.")
 @_as_json
 def replay(
@@ -873,6 +921,7 @@ def replay(
     tensorboard: str | None,
     overwrite: bool,
     only_plan: bool,
+    follow: bool,
     as_json: bool,
     **filters: Any,
 ) -> None:
@@ -888,20 +937,41 @@ def replay(
         _check_installed("tensorboard", "tensorboard", "writing for TensorBoard")
         if Path(tensorboard).exists() and not Path(tensorboard).is_dir():
             raise TraceExistsError(f"{tensorboard} is already there and is not a directory")
-    with tracer.open(trace) as reader, _plain_warnings():
+    if follow and only_plan:
+        raise click.UsageError("--plan tells what there is to read, and --follow waits for more: give one of them")
+    with tracer.open(trace, ranks=filters["ranks"] or None) as reader, _plain_warnings():
         from analyze import registry
+        from analyze.results import Results
 
-        _chosen_streams(reader, filters)
-        with _wrong_usage():
-            asked = [registry.parse(spec) for spec in specs]
-        _note_status(reader)
-        plan = tracer.plan(reader, *asked, **_reading(filters))
+        if not follow:
+            _chosen_streams(reader, filters)
+        results, damage = Results(), None
+        ranks = reader.ranks
+        if follow and len(ranks) > 1:
+            raise click.UsageError(f"{trace} has the ranks {', '.join(map(str, ranks))}: follow one, with --rank")
+        if not follow:
+            _note_status(reader)
+        asked: list[tuple[int, list[Subscriber], Plan]] = []
+        for rank in ranks:
+            with _wrong_usage():
+                # each rank has its own, because they remember what they heard
+                subscribers = [registry.parse(spec) for spec in specs]
+            asked.append((rank, subscribers, tracer.plan(reader, *subscribers, rank=rank, **_reading(filters))))
+        # a rank may have been recorded in part, such as without the weights, which are the same in all
+        able = [(rank, subscribers, plan) for rank, subscribers, plan in asked if not plan.missing] or asked
         if only_plan:
-            _print_plan(plan, as_json)
-            if plan.missing:
+            for _, _, plan in able:
+                _print_plan(plan, as_json)
+            if able[0][2].missing:
                 click.get_current_context().exit(WRONG_USAGE)
             return
-        results, damage = _asked(reader, asked, plan, filters)
+        for rank, subscribers, plan in able:
+            if damage is None and follow:
+                damage = _followed(results, reader, rank, subscribers, filters, as_json)
+            elif damage is None:
+                damage = _asked(results, reader, rank, subscribers, plan, filters)
+        if follow:
+            _note_status(reader)
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
         results.write(target, overwrite=overwrite)
@@ -912,9 +982,9 @@ def replay(
     if as_json:
         from analyze.results import as_json as row_as_json
 
-        for row in results:
+        for row in results if not follow else ():
             _print_json(row_as_json(row), indent=None)
-    elif target is None and tensorboard is None:
+    elif target is None and tensorboard is None and not follow:
         if len(results):
             _show(results.to_table())
         else:
@@ -924,12 +994,14 @@ def replay(
 
 
 def _asked(
-    reader: TraceReader, asked: Sequence[Subscriber], plan: Plan, filters: Mapping[str, Any]
-) -> tuple[Results, TraceCorruptError | None]:
-    """The answers, and what damage ended them early."""
-    from analyze.results import Results
-
-    results = Results()
+    results: Results,
+    reader: TraceReader,
+    rank: int,
+    asked: Sequence[Subscriber],
+    plan: Plan,
+    filters: Mapping[str, Any],
+) -> TraceCorruptError | None:
+    """Gather the answers; what damage ended them early."""
     with _progress("replaying", plan.messages) as advance:
         counter = _Counter({stream.kind for stream in (*plan.streams, *plan.derived)}, advance)
         listeners: list[Receiver] = [
@@ -938,10 +1010,61 @@ def _asked(
             *([counter] if sys.stderr.isatty() else []),
         ]
         try:
-            tracer.replay(reader, *listeners, **_reading(filters))
+            tracer.replay(reader, *listeners, rank=rank, **_reading(filters))
         except TraceCorruptError as error:
-            return results, error
-    return results, None
+            return error
+    return None
+
+
+def _followed(
+    results: Results,
+    reader: TraceReader,
+    rank: int,
+    asked: Sequence[Subscriber],
+    filters: Mapping[str, Any],
+    as_json: bool,
+) -> TraceCorruptError | None:
+    """Gather the answers and print each when it comes, until the run ends or the user has seen enough."""
+    printer = _Printer({kind for one in asked for kind in one.produces}, as_json)
+    try:
+        tracer.replay(
+            reader, *asked, results.sink(asked, str(reader.path)), printer, rank=rank, follow=True, **_reading(filters)
+        )
+    except TraceCorruptError as error:
+        return error
+    except KeyboardInterrupt:
+        click.echo("stopped by you; the run goes on", err=True)
+    return None
+
+
+class _Printer:
+    """A receiver that prints answers when they come."""
+
+    passive = True
+
+    def __init__(self, kinds: set[str], as_json: bool) -> None:
+        self.kinds, self.as_json = kinds, as_json
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """Whether it is an answer."""
+        return kind in self.kinds
+
+    def receive(self, message: Message) -> Iterable[Message]:
+        """Print an answer on a line."""
+        told = _message_facts(message, 8)
+        if self.as_json:
+            _print_json(told, indent=None)
+        else:
+            click.echo(_message_line(told))
+        sys.stdout.flush()
+        return ()
+
+    def finish(self) -> Iterable[Message]:
+        """Nothing to add."""
+        return ()
+
+    def close(self) -> None:
+        """Nothing to let go of."""
 
 
 class _Counter:
@@ -974,6 +1097,8 @@ class _Counter:
 
 
 def _note_status(reader: TraceReader) -> None:
+    for problem in reader.problems:
+        click.echo(problem, err=True)
     if reader.status != "finished":
         click.echo(f"{reader.path} is of a run that is {reader.status}: this is what it holds so far", err=True)
 

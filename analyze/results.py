@@ -40,6 +40,7 @@ class Row(NamedTuple):
     kind: str
     module: str
     tag: str
+    rank: int
     epoch: int
     train_step: int
     global_step: int
@@ -61,6 +62,7 @@ class _Stream(NamedTuple):
     module: str | None
     tag: str
     leaf: str
+    rank: int
     dtype: str | None
 
     @property
@@ -76,6 +78,7 @@ class Series(NamedTuple):
     kind: str
     module: str
     tag: str
+    rank: int
     n: int
     first: float
     last: float
@@ -94,6 +97,7 @@ class Results:
     kind            the kind of the answer, such as ``weights_spectral_norm``
     module          dotted path; empty for the network; ``lstm#1.0`` for the leaf ``1.0`` of a structured output
     tag             ``default`` for training passes
+    rank            of the process that recorded what was asked; 0 where the run was not distributed
     epoch           from 0
     train_step      from 0, in the epoch
     global_step     from 0
@@ -153,6 +157,7 @@ class Results:
             message.key,
             message.tag,
             message.leaf,
+            message.rank,
             None if data is None else str(data.dtype).removeprefix("torch."),
         )
         number = self._ids.get(stream)
@@ -192,7 +197,7 @@ class Results:
     def __iter__(self) -> Iterator[Row]:
         for position, shape in enumerate(self._shapes):
             stream = self._streams[self._stream[position]]
-            front = (stream.trace, stream.subscriber, stream.kind, stream.place, stream.tag)
+            front = (stream.trace, stream.subscriber, stream.kind, stream.place, stream.tag, stream.rank)
             counters = (
                 self._epoch[position],
                 self._train_step[position],
@@ -228,6 +233,7 @@ class Results:
                 "tag": stream.tag,
                 "call": self._call[position],
                 "leaf": stream.leaf,
+                "rank": stream.rank,
                 "data": data,
             }
             if stream.module is None:
@@ -245,6 +251,8 @@ class Results:
         for position, name in enumerate(COLUMNS[:5]):
             of_stream = [word[position] for word in words]
             columns[name] = [of_stream[number] for number in stream]
+        ranks = np.array([one.rank for one in self._streams], dtype=np.int64)
+        columns["rank"] = ranks[stream]
         for name in ("epoch", "train_step", "global_step", "call"):
             columns[name] = np.repeat(np.array(getattr(self, f"_{name}"), dtype=np.int64), sizes)
         columns["index"] = [index for shape in self._shapes for index in _positions(shape)]
@@ -256,13 +264,15 @@ class Results:
 
         Of answers that are arrays the course is that of their means over the finite values.
         """
-        positions: dict[tuple[str, str, str, str], list[int]] = {}
+        positions: dict[tuple[str, str, str, str, int], list[int]] = {}
         for position, number in enumerate(self._stream):
             stream = self._streams[number]
-            positions.setdefault((stream.trace, stream.kind, stream.place, stream.tag), []).append(position)
+            positions.setdefault((stream.trace, stream.kind, stream.place, stream.tag, stream.rank), []).append(
+                position
+            )
         values = np.array(self._values, dtype=np.float64)
         series = []
-        for (trace, kind, module, tag), these in positions.items():
+        for (trace, kind, module, tag, rank), these in positions.items():
             course = np.array([_middle(values[self._starts[at] : self._starts[at + 1]]) for at in these])
             inside = np.concatenate([values[self._starts[at] : self._starts[at + 1]] for at in these])
             finite = inside[np.isfinite(inside)]
@@ -272,6 +282,7 @@ class Results:
                     kind,
                     module,
                     tag,
+                    rank,
                     len(these),
                     float(course[0]),
                     float(course[-1]),
@@ -298,7 +309,7 @@ class Results:
             shown = self.summary()
             names = [*Series._fields]
         # a column that says the same in every line, and says the usual, says nothing
-        for name, usual in (("tag", "default"), ("call", 0), ("index", "")):
+        for name, usual in (("tag", "default"), ("rank", 0), ("call", 0), ("index", "")):
             if name in names and all(getattr(one, name) == usual for one in shown):
                 names.remove(name)
         if len(self.traces) < 2:

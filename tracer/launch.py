@@ -34,7 +34,8 @@ from tracer.errors import CaptureError, TraceError
 from tracer.exporter import LOSS_FUNCTIONS, Exporter
 from tracer.hooks import unwrap
 from tracer.messages import DEFAULT_TAG, EVAL_TAG
-from tracer.recorder import Run, end, start
+from tracer.parts import this_process
+from tracer.recorder import Resume, Run, end, start
 from tracer.writer import check_target
 
 _OUTCOMES = ("network_output", "input_labels", "loss")
@@ -49,6 +50,8 @@ def run(
     module: bool = False,
     overwrite: bool = False,
     strict: bool = False,
+    resume: bool = False,
+    first_step: int | None = None,
 ) -> int:
     """Run a training script, or a module as ``python -m`` does, and record it.
 
@@ -70,6 +73,10 @@ def run(
         Whether to replace a trace that is at `out`.
     strict : bool
         Whether an exception while observing ends the script.
+    resume : bool
+        Whether to go on with the trace at `out`, if there is one; see `tracer.record`.
+    first_step : int, optional
+        The global step that the script's checkpoint goes on with; by default as its optimizer counted.
 
     Returns
     -------
@@ -87,11 +94,14 @@ def run(
     TraceExistsError
         If something is at `out`.
     """
-    check_target(out, overwrite=overwrite)
+    # a trace that is resumed, or that other ranks have begun, is looked at when the first step begins
+    if not resume and this_process().size == 1:
+        check_target(out, overwrite=overwrite)
     code, main = _load_module(script) if module else _load_script(script)
     if capture is None or isinstance(capture, Capture):
         capture = lighter_on_evaluation(capture if capture is not None else Capture())
-    session = _Session(Path(out), tuple(capture), overwrite=overwrite, strict=strict)
+    going_on = Resume(first_step) if resume else None
+    session = _Session(Path(out), tuple(capture), overwrite=overwrite, strict=strict, resume=going_on)
     argv = [str(main.__file__) if module else script, *arguments]
     first_path = os.getcwd() if module else os.path.dirname(os.path.abspath(script))
     error: BaseException | None = None
@@ -130,12 +140,15 @@ def lighter_on_evaluation(capture: Capture) -> tuple[Capture, ...]:
 class _Session:
     """Notices what a script makes and does, and tells the exporter."""
 
-    def __init__(self, out: Path, captures: tuple[Capture, ...], *, overwrite: bool, strict: bool) -> None:
+    def __init__(
+        self, out: Path, captures: tuple[Capture, ...], *, overwrite: bool, strict: bool, resume: Resume | None
+    ) -> None:
         bus = MessageBus(f"recording to {out}", on_error="raise" if strict else "disable")
         self.exporter = Exporter(message_bus=bus, capture=captures, strict=strict)
         self.exporter.set_optimizer(())
         self.exporter.set_loss(LOSS_FUNCTIONS)
-        self.run: Run = start(out, self.exporter, overwrite=overwrite, lazily=True)
+        self.run: Run = start(out, self.exporter, overwrite=overwrite, resume=resume, lazily=True)
+        self.exporter.starting = self._begin(self.exporter.starting)
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._began: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -145,7 +158,21 @@ class _Session:
         self._losses = 0
         self._unscaled: tuple[weakref.ref[Tensor], Tensor] | None = None
         self._pid = os.getpid()
-        self.refusal: CaptureError | None = None
+        self.refusal: CaptureError | TraceError | None = None
+
+    def _begin(self, starting: Callable[[], None] | None) -> Callable[[], None] | None:
+        """Let the script end where it is not known at which step it goes on, before it trains."""
+        if starting is None:
+            return None
+
+        def begin() -> None:
+            try:
+                starting()
+            except (CaptureError, TraceError) as error:
+                self.refusal = error
+                self.exporter.train(False)
+
+        return begin
 
     @property
     def recorded(self) -> bool:

@@ -423,8 +423,10 @@ def this_process(environment: Mapping[str, str] = os.environ) -> Process:
     return Process(rank, size, "/".join(f"{name}={environment[name]}" for name in _LAUNCH if name in environment))
 
 
-def claim(path: Path, process: Process, ranks: Sequence[int], *, overwrite: bool = False, resume: bool = False) -> int:
-    """Make sure that this process may write its part of the trace at `path`, and tell which attempt that is.
+def claim(
+    path: Path, process: Process, ranks: Sequence[int], *, overwrite: bool = False, resume: bool = False
+) -> tuple[int, str | None]:
+    """Make sure that this process may write its part of the trace at `path`.
 
     Parameters
     ----------
@@ -436,6 +438,12 @@ def claim(path: Path, process: Process, ranks: Sequence[int], *, overwrite: bool
         Whether to remove what this rank recorded before.
     resume : bool
         Whether to go on where an earlier attempt ended.
+
+    Returns
+    -------
+    attempt : int
+    run_id : str or None
+        Of the run that goes on; None if it is a new one.
 
     Raises
     ------
@@ -450,14 +458,14 @@ def claim(path: Path, process: Process, ranks: Sequence[int], *, overwrite: bool
     refuse_living(path, [one for one in parts if one in mine or one not in of_this_launch])
     if resume:
         before = [one.attempt for one in parts if one in mine or one not in of_this_launch]
-        return 1 + max(before, default=-1)
+        return 1 + max(before, default=-1), next((one.run_id for one in parts), None)
     if overwrite:
         for one in parts:
             if one.rank == process.rank or (process.rank == min(ranks) and one.rank not in ranks):
                 remove_part(path, one.name)
     elif mine or any(one.ended or one not in of_this_launch for one in parts):
         raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
-    return 0
+    return 0, next((one.run_id for one in of_this_launch if one not in mine), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,19 +476,22 @@ class Head:
     ----------
     name : str
     rank, attempt : int
+    run_id : str or None
     pid : object
         Of the process that wrote it.
     launch : str or None
         As `Process.launch`.
-    ended, lives : bool
-        Whether it says how the run ended; if not, whether its process still runs.
+    began, ended, lives : bool
+        Whether it has a header; whether it says how the run ended; if not, whether its process still runs.
     """
 
     name: str
     rank: int
     attempt: int
+    run_id: str | None
     pid: object
     launch: str | None
+    began: bool
     ended: bool
     lives: bool
 
@@ -505,7 +516,7 @@ def heads(path: Path) -> list[Head]:
             array = layout.declarations_name(name)
             said = dict(layout.declarations(store.read(array, 0, store.length(array)).tobytes())[0])
             header = said.get("header", {})
-            process, launch = header.get("process"), header.get("launch")
+            process, launch, run_id = header.get("process"), header.get("launch"), header.get("run_id")
             where = layout.part_of(name)
             assert where is not None
             ended = "status" in said
@@ -513,10 +524,12 @@ def heads(path: Path) -> list[Head]:
                 Head(
                     name,
                     *where,
+                    run_id if isinstance(run_id, str) else None,
                     process.get("pid") if isinstance(process, Mapping) else None,
                     launch if isinstance(launch, str) else None,
+                    bool(header),
                     ended,
-                    not ended and lives(process, store),
+                    bool(header) and not ended and lives(process, store),
                 )
             )
     finally:
@@ -536,9 +549,13 @@ def _there(path: Path, process: Process) -> list[Head]:
     """`heads`; of a trace that other ranks are just beginning, as soon as they have written theirs."""
     deadline = time.monotonic() + BEGINNING_SECONDS
     while True:
+        waiting = process.size > 1 and time.monotonic() < deadline
         try:
-            return heads(path)
+            found = heads(path)
         except TraceError:
-            if process.size == 1 or time.monotonic() > deadline:
+            if not waiting:
                 raise
-            time.sleep(0.05)
+        else:
+            if not waiting or all(one.began for one in found):
+                return found
+        time.sleep(0.05)

@@ -614,10 +614,17 @@ def start(
 
     def make() -> TraceWriter:
         alone = recorded == [0]
-        attempt = 0
+        attempt, run_id = 0, None
         if resume is not None or not alone:
-            attempt = claim(path, process, recorded, overwrite=overwrite, resume=resume is not None)
-        part = {"ranks": recorded, "launch": process.launch, "attempt": attempt, "first_step": exporter.global_step}
+            attempt, run_id = claim(path, process, recorded, overwrite=overwrite, resume=resume is not None)
+        part: dict[str, Any] = {
+            "ranks": recorded,
+            "launch": process.launch,
+            "attempt": attempt,
+            "first_step": exporter.global_step,
+        }
+        if run_id is not None:
+            part["run_id"] = run_id
         return TraceWriter(
             path,
             header=header(exporter, seeds) | part,
