@@ -476,7 +476,7 @@ def declarations(data: bytes, checksum: int = 0) -> tuple[list[tuple[str, Any]],
 
 
 def process_start(pid: int) -> str | None:
-    """When a process of this machine started, in a form that can only be compared; None where that cannot be told.
+    """When a process of this machine started, in a form that can only be compared; None if it ended, or cannot be told.
 
     With the process id it tells whether the writer of a trace still lives, because ids are used again.
     """
@@ -486,7 +486,8 @@ def process_start(pid: int) -> str | None:
         return None
     # the name of the program stands in parentheses and may hold anything; the start is the 20th field after it
     fields = stat.rpartition(")")[2].split()
-    return fields[19] if len(fields) > 19 else None
+    # one that has ended stays in the list until its parent has asked how
+    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else None
 
 
 def process_lives(process: object) -> bool | None:

@@ -100,7 +100,7 @@ class Part:
         # bytes of the declarations that were read, and the checksum of the last line
         self._declared = 0
         self._checksum = 0
-        self.refresh()
+        self._read()
 
     @property
     def journal(self) -> NDArray[np.int64]:
@@ -118,6 +118,9 @@ class Part:
         if self.ending:
             return False
         self.store.refresh()
+        return self._read()
+
+    def _read(self) -> bool:
         # the journal first: what it refers to was committed before it
         rows = self._new_rows()
         lines = self._new_lines()

@@ -548,8 +548,8 @@ def _go_on(path: Path, rank: int, where: Resume, exporter: Exporter) -> None:
     step = where.first_step if where.first_step is not None else _steps_counted(exporter.optimizers)
     if step is None:
         raise CaptureError(
-            f"{path} cannot be resumed, because the optimizer does not count its steps; say with first_step= which "
-            "global step the checkpoint continues with"
+            f"{path} cannot be resumed, because the optimizer does not count its steps; say with first_step= "
+            "(--first-step) which global step the checkpoint goes on with"
         )
     train_step, epoch = 0, 0
     with TraceReader(path) as trace:

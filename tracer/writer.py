@@ -26,7 +26,7 @@ from tracer.errors import TraceError, TraceExistsError
 from tracer.layout import Column, Encoding
 from tracer.messages import Message
 from tracer.parts import Head, heads, refuse_living
-from tracer.stores import WriteStore, create_store, remove_part, store_module
+from tracer.stores import WriteStore, create_store, remove_part, store_files, store_module
 
 _ROW: Final = struct.Struct(f"<{layout.COLUMNS}q")
 PACKED_BYTES: Final = 32768
@@ -692,6 +692,6 @@ def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> No
         If the suffix is not one of a store.
     """
     store_module(Path(path))
-    if not overwrite and Path(path).exists():
+    if not overwrite and any(file.exists() for file in store_files(path)):
         raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
     _check_ours(Path(path))

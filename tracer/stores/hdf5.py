@@ -38,6 +38,10 @@ def create(path: Path, *, part: str | None = None, overwrite: bool = False, dura
     """Make an HDF5 file at `path`, or beside it; see `tracer.stores.create_store`."""
     if part is not None:
         path = _file_of(path, part)
+    else:
+        beside = [file for file in files(path) if file != path]
+        if beside and not overwrite:
+            raise TraceExistsError(f"{path} has a part beside it already, {beside[0].name}")
     if path.exists() or path.is_symlink():
         if not overwrite:
             raise TraceExistsError(f"{path} already exists")
@@ -415,10 +419,11 @@ class Hdf5ReadStore:
         return sorted(name for name in groups if PART.fullmatch(name))
 
     def refresh(self) -> None:
-        """Open the file anew if another one lies at the path now, as after the first commit with messages."""
+        """Look anew at every array, and open the file anew if another one is at the path, as after the first commit."""
         with _read(self.path, "the file"):
             found, opened = os.stat(self.path), os.fstat(self._plain)
             if (found.st_dev, found.st_ino) == (opened.st_dev, opened.st_ino):
+                self._looked_up.update(dataset.name for dataset in self._datasets.values())
                 return
             self.close()
             self._looked_up.clear()
@@ -530,7 +535,7 @@ class Hdf5ReadStore:
         # A file that is opened plainly does not grow, and an array that was just opened is as it is. No more often than
         # it must be, because HDF5 loses its way in arrays that a process opened twice.
         if self._file.swmr_mode and dataset.name in self._looked_up:
-            dataset.id.refresh()
+            dataset.refresh()
         self._looked_up.add(dataset.name)
 
     def _check_size(self, name: str, dataset: Any, rows: int) -> None:

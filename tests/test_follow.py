@@ -1,0 +1,308 @@
+"""Following a run that is being recorded by another process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tracer
+from tracer import Collect, Message, ModuleMessage, NetworkMessage, TraceReader, TraceWriter
+from tracer.errors import CaptureError, TraceCorruptError
+
+FORMATS = (".zarr", ".h5")
+every_format = pytest.mark.parametrize("suffix", FORMATS)
+ROOT = Path(__file__).parent.parent
+
+# Steps are written when a line comes on its stdin, which says how many; "end" ends the run.
+WRITER = """
+import sys, torch
+from tracer import ModuleMessage, NetworkMessage, TraceWriter
+step = 0
+with TraceWriter(sys.argv[1], commit_rows=7) as writer:
+    print("ready", flush=True)
+    for line in sys.stdin:
+        if line.strip() == "end":
+            break
+        for _ in range(int(line)):
+            where = {"global_step": step, "train_step": step, "epoch": 0}
+            for name, size in (("a", 3), ("b", 20_000)):
+                data = torch.full((size,), float(step))
+                writer.write(ModuleMessage(kind="weights", module=name, data=data, **where))
+                writer.write(ModuleMessage(kind="weight_gradients", module=name, data=data, **where))
+            if step >= 6:
+                writer.write(NetworkMessage(kind="late", data=torch.tensor([step]), **where))
+            step += 1
+        writer.commit()
+        print(step, flush=True)
+"""
+
+
+class Other:
+    """A process that writes a trace when it is told."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def write(self, steps: int) -> None:
+        """Write so many steps, and wait until they are committed."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{steps}\n")
+        self.process.stdin.flush()
+        self._hear()
+
+    def end(self) -> None:
+        """End the run in order."""
+        self.process.communicate("end\n")
+
+    def _hear(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[Other]:
+    """Another process that writes a trace."""
+    command = [sys.executable, "-c", WRITER, str(path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        other = Other(process)
+        assert other._hear() == "ready\n"
+        try:
+            yield other
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+class Counting(Collect):
+    """Collects, and says when so many messages were heard."""
+
+    def __init__(self, *kinds: str) -> None:
+        super().__init__(*kinds)
+        self.changed = threading.Condition()
+
+    def receive(self, message: Message) -> Any:
+        with self.changed:
+            answers = super().receive(message)
+            self.changed.notify_all()
+        return answers
+
+    def wait_for(self, ready: Callable[[list[Message]], bool]) -> None:
+        """Wait until what was heard fulfils a condition."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: ready(list(self)), timeout=30)
+
+
+def following(path: Path, *receivers: Any, **options: Any) -> tuple[threading.Thread, list[Exception]]:
+    """A replay that follows, in a thread, and what it raised."""
+    raised: list[Exception] = []
+
+    def work() -> None:
+        try:
+            tracer.replay(path, *receivers, follow=True, **options)
+        except Exception as error:  # noqa: BLE001 - it is looked at in the other thread
+            raised.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread, raised
+
+
+def places(messages: Any) -> list[tuple[str, str | None, int, float]]:
+    """Kind, module, step and value of each message."""
+    return [(one.kind, one.key, one.global_step, float(one.data.reshape(-1)[0])) for one in messages]
+
+
+@every_format
+@pytest.mark.parametrize("killed", [False, True])
+def test_each_commit_is_seen_until_the_run_ends(tmp_path: Path, suffix: str, killed: bool) -> None:
+    """A follower gets what is committed while the run goes on, and stops when it ends or is found dead."""
+    path = tmp_path / f"run{suffix}"
+    with writing(path) as other:
+        heard = Counting("weights", "weight_gradients", "late")
+        thread, raised = following(path, heard)
+        for steps in (2, 1, 5, 3):
+            before = len(heard)
+            other.write(steps)
+            heard.wait_for(lambda found, before=before: len(found) > before)  # type: ignore[misc] # a default
+        heard.wait_for(lambda found: len(found) == 11 * 4 + 5)
+        assert thread.is_alive()
+        if killed:
+            other.process.send_signal(signal.SIGKILL)
+        else:
+            other.end()
+        thread.join(30)
+        assert not thread.is_alive()
+        assert raised == []
+    with TraceReader(path) as reader:
+        assert reader.status == ("interrupted" if killed else "finished")
+        assert places(heard) == places(reader)
+
+
+@every_format
+def test_updates_are_derived_as_afterwards(tmp_path: Path, suffix: str) -> None:
+    """What a follower is told of weights in consecutive steps is what a replay tells when the run is over, in order."""
+    from analyze.registry import parse
+
+    path = tmp_path / f"run{suffix}"
+    kinds = ("weight_updates", "weight_updates_norm2", "weight_updates_weights_ratio", "weights")
+    with writing(path) as other:
+        live = Counting(*kinds)
+        thread, raised = following(path, live, parse("norm:kind=weight_updates"), parse("ratio"))
+        for steps in (1, 1, 2, 4):
+            other.write(steps)
+        live.wait_for(lambda found: any(one.kind == "weight_updates" and one.global_step == 6 for one in found))
+        other.end()
+        thread.join(30)
+        assert raised == []
+    after = Collect(*kinds)
+    tracer.replay(path, after, parse("norm:kind=weight_updates"), parse("ratio"))
+    assert places(live) == places(after)
+    assert [one.global_step for one in after if one.kind == "weight_updates" and one.key == "b"] == [*range(7)]
+
+
+@every_format
+def test_what_is_needed_may_come_later(tmp_path: Path, suffix: str) -> None:
+    """A stream that begins later is waited for; one that never came is an error when the run has ended."""
+    path = tmp_path / f"run{suffix}"
+    with writing(path) as other:
+        late = Counting("late")
+        thread, raised = following(path, late)
+        never, why = following(path, tracer.CallbackSubscriber("loss", print))
+        other.write(5)
+        other.write(5)
+        late.wait_for(lambda found: len(found) == 4)
+        assert never.is_alive()
+        other.end()
+        thread.join(30)
+        never.join(30)
+    assert raised == []
+    assert [one.global_step for one in late] == [6, 7, 8, 9]
+    assert isinstance(why[0], CaptureError)
+    assert "loss" in str(why[0])
+
+
+def test_filters_hold_while_following(tmp_path: Path) -> None:
+    """Modules, steps and kinds are chosen of what is yet to come, too."""
+    path = tmp_path / "run.zarr"
+    with writing(path) as other:
+        heard = Counting("weights")
+        thread, raised = following(path, heard, modules="b", steps=(1, 8, 3))
+        other.write(4)
+        other.write(6)
+        other.end()
+        thread.join(30)
+    assert raised == []
+    assert places(heard) == [("weights", "b", step, float(step)) for step in (1, 4, 7)]
+
+
+@every_format
+def test_the_command_line_prints_as_it_comes(tmp_path: Path, suffix: str) -> None:
+    """`trace replay --follow` prints each answer when it is there, and all of them are written at the end."""
+    path, out = tmp_path / f"run{suffix}", tmp_path / "answers.jsonl"
+    with writing(path) as other:
+        other.write(2)
+        command = [sys.executable, "-m", "cli", "replay", str(path), "-s", "norm:kind=weights", "--follow", "--json"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(
+            [*command, "--out", str(out)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        ) as ran:
+            assert ran.stdout is not None
+            first = [json.loads(ran.stdout.readline()) for _ in range(4)]
+            assert not out.exists()
+            other.write(1)
+            first += [json.loads(ran.stdout.readline()) for _ in range(2)]
+            other.end()
+            rest, errors = ran.communicate(timeout=30)
+            assert (ran.returncode, rest) == (0, ""), errors
+    told = [(one["module"], one["global_step"], one["mean"]) for one in first]
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(one["module"], one["global_step"], one["value"]) for one in written] == told
+    assert [step for _, step, _ in told] == [0, 0, 1, 1, 2, 2]
+
+
+@every_format
+def test_a_finished_trace_is_followed_to_its_end(tmp_path: Path, suffix: str) -> None:
+    """Following what has ended is replaying it."""
+    path = tmp_path / f"run{suffix}"
+    with TraceWriter(path) as writer:
+        for step in range(3):
+            where = {"global_step": step, "train_step": step, "epoch": 0}
+            writer.write(NetworkMessage(kind="loss", data=torch.tensor(float(step)), **where))
+    heard = Collect("loss")
+    tracer.replay(path, heard, follow=True)
+    assert len(heard) == 3
+
+
+@every_format
+def test_readers_never_see_a_torn_or_wrong_message(tmp_path: Path, suffix: str) -> None:
+    """Many readers of a trace that is written as fast as that goes: every message is right, and none is lost."""
+    path = tmp_path / f"run{suffix}"
+    with writing(path) as other:
+        assert other.process.stdin is not None
+        other.process.stdin.write("".join("3\n" for _ in range(150)) + "end\n")
+        other.process.stdin.flush()
+        with TraceReader(path) as reader:
+            seen = 0
+            while True:
+                ended = reader.status != "recording"
+                reader.refresh()
+                rows = torch.arange(len(reader)).numpy() >= seen
+                for message in reader.messages(where=rows):
+                    assert message.data is not None
+                    assert (message.data == message.global_step).all()
+                    seen += 1
+                if ended:
+                    break
+        assert seen == 450 * 4 + 444
+    with TraceReader(path) as reader:
+        assert (reader.status, len(reader)) == ("finished", seen)
+
+
+def test_a_trace_from_another_machine_lives_while_it_is_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the process cannot be looked for, a sign of life counts: the writer gives it when it has nothing to do."""
+    path = tmp_path / "run.zarr"
+    writer = TraceWriter(path, header={"process": {"pid": 1, "hostname": "elsewhere", "start": "1"}})
+    where = {"global_step": 0, "train_step": 0, "epoch": 0}
+    writer.write(ModuleMessage(kind="weights", module="fc", data=torch.ones(3), **where))
+    writer.commit()
+    long_ago = time.time() - 3600
+    for file in path.rglob("*"):
+        os.utime(file, (long_ago, long_ago))
+    assert TraceReader(path).status == "interrupted"
+    now = time.monotonic()
+    monkeypatch.setattr("tracer.writer.time.monotonic", lambda: now + 3600)
+    writer.commit_if_due()
+    assert TraceReader(path).status == "recording"
+    monkeypatch.undo()
+    writer.finish()
+
+
+def test_damage_ends_a_follower(tmp_path: Path) -> None:
+    """A journal that shrinks or contradicts itself is damage, not the end of the run."""
+    path = tmp_path / "run.zarr"
+    with writing(path) as other:
+        other.write(2)
+        with TraceReader(path) as reader:
+            document = path / "rank0" / "journal" / "zarr.json"
+            fields = json.loads(document.read_text())
+            fields["shape"][0] -= 1
+            document.write_text(json.dumps(fields))
+            with pytest.raises(TraceCorruptError, match="journal had"):
+                reader.refresh()

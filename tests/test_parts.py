@@ -1,0 +1,520 @@
+"""Ranks and attempts: each process writes a part of its own, and a reader makes one trace of them again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import tracer
+from cli import main
+from tracer import Collect, ModuleMessage, NetworkMessage, TraceReader, TraceWriter
+from tracer.errors import CaptureError, TraceError, TraceExistsError
+from tracer.layout import Column, part_name
+from tracer.parts import Process, claim, this_process
+
+FORMATS = (".zarr", ".h5")
+every_format = pytest.mark.parametrize("suffix", FORMATS)
+
+
+def loss(step: int, value: float, rank: int = 0, epoch: int = 0) -> NetworkMessage:
+    """A loss whose value tells where it is from."""
+    where = {"global_step": step, "train_step": step, "epoch": epoch, "rank": rank}
+    return NetworkMessage(kind="loss", data=torch.tensor(value), **where)
+
+
+def weights(step: int, value: float, rank: int = 0, size: int = 20_000) -> ModuleMessage:
+    """Weights that are large enough for an array of their own."""
+    where = {"global_step": step, "train_step": step, "epoch": 0, "rank": rank}
+    return ModuleMessage(kind="weights", module="fc", data=torch.full((size,), value), **where)
+
+
+def write_part(
+    path: Path, steps: range, *, rank: int = 0, attempt: int = 0, ranks: tuple[int, ...] = (0, 1), **header: Any
+) -> None:
+    """A part of a trace: losses and weights whose values tell step, rank and attempt."""
+    header = {"ranks": list(ranks), "attempt": attempt, "first_step": steps.start} | header
+    with TraceWriter(path, header=header, part=part_name(rank, attempt)) as writer:
+        for step in steps:
+            value = step + 1000 * rank + 100_000 * attempt
+            writer.write(loss(step, value, rank))
+            writer.write(weights(step, value, rank))
+
+
+def told(path: Path, **filters: Any) -> list[tuple[str, int, int, float]]:
+    """Kind, step, rank and value of each message."""
+    with TraceReader(path) as reader:
+        return [
+            (one.kind, one.global_step, one.rank, float(one.data.reshape(-1)[0]))
+            for one in reader.messages(**filters)
+            if one.data is not None
+        ]
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+@every_format
+def test_ranks_are_merged_by_step(tmp_path: Path, suffix: str) -> None:
+    """Messages of all ranks come by step, then by rank; each says its own, and any of them can be had alone."""
+    path = tmp_path / f"run{suffix}"
+    write_part(path, range(5), rank=1)
+    write_part(path, range(4), rank=0)
+    expected = [
+        (kind, step, rank, float(step + 1000 * rank))
+        for step in range(5)
+        for rank in (0, 1)
+        for kind in ("loss", "weights")
+        if step < 4 or rank == 1
+    ]
+    assert told(path) == expected
+    assert told(path, ranks=1, kinds="weights") == [one for one in expected if one[0] == "weights" and one[2] == 1]
+    with TraceReader(path) as reader:
+        assert (reader.ranks, reader.problems, reader.status) == ([0, 1], [], "finished")
+        assert reader.rank.tolist() == [rank for _, _, rank, _ in expected]
+        assert [(one.kind, one.rank, one.count) for one in reader.streams] == [
+            *(("loss", 0, 4), ("weights", 0, 4)),
+            *(("loss", 1, 5), ("weights", 1, 5)),
+        ]
+        batches = {
+            int(row): float(data.reshape(-1)[0])
+            for b in reader.arrays()
+            for row, data in zip(b.rows, b.data, strict=True)
+        }
+        assert [batches[row] for row in range(len(reader))] == [value for *_, value in expected]
+    with TraceReader(path, ranks=[1]) as reader:
+        assert (reader.ranks, len(reader), reader.array("loss")[1].tolist()) == (
+            [1],
+            10,
+            [1000.0 + s for s in range(5)],
+        )
+    with pytest.raises(CaptureError, match="rank 7"):
+        TraceReader(path, ranks=[7])
+
+
+@every_format
+def test_a_replay_is_of_one_rank(tmp_path: Path, suffix: str) -> None:
+    """Subscribers remember what they heard, so ranks are replayed one by one; the command line does that by itself."""
+    path = tmp_path / f"run{suffix}"
+    for rank in (0, 1):
+        write_part(path, range(3), rank=rank)
+    with pytest.raises(CaptureError, match=r"ranks 0, 1.*rank="):
+        tracer.replay(path, Collect("loss"))
+    with pytest.raises(CaptureError, match="nothing of rank 2"):
+        tracer.replay(TraceReader(path), Collect("loss"), rank=2)
+    heard = Collect("loss")
+    tracer.replay(path, heard, rank=1)
+    assert [(one.rank, float(one.data)) for one in heard if one.data is not None] == [(1, 1000.0 + s) for s in range(3)]
+    ran = CliRunner().invoke(main, ["replay", str(path), "-s", "norm:kind=weights", "--json"])
+    rows = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [(row["rank"], row["global_step"]) for row in rows] == [(rank, s) for rank in (0, 1) for s in range(3)]
+    for row in rows:
+        assert row["value"] == pytest.approx((row["global_step"] + 1000 * row["rank"]) * np.sqrt(20_000), rel=1e-6)
+    ran = CliRunner().invoke(main, ["replay", str(path), "-s", "norm:kind=weights", "--json", "--rank", "1"])
+    assert {json.loads(line)["rank"] for line in ran.stdout.splitlines()} == {1}
+    ran = CliRunner().invoke(main, ["cat", str(path), "--rank", "3"])
+    assert ran.exit_code == 2
+    assert "no recorded rank '3'" in ran.stderr
+
+
+@every_format
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_missing_or_torn_rank_is_reported_and_the_others_are_read(tmp_path: Path, suffix: str, torn: bool) -> None:
+    """What is left of a run of two ranks is read, by every command, and each says what is missing."""
+    path = tmp_path / f"run{suffix}"
+    for rank in (0, 1):
+        write_part(path, range(3), rank=rank)
+    part = path / "rank1" / "journal" if suffix == ".zarr" else tmp_path / "run.rank1.h5"
+    if not torn:
+        shutil.rmtree(part.parent) if suffix == ".zarr" else part.unlink()
+    elif suffix == ".zarr":
+        next(file for file in (part / "c").rglob("*") if file.is_file()).write_bytes(b"torn")
+    else:
+        part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
+    with TraceReader(path) as reader:
+        assert len(reader.problems) >= 1
+        assert "rank 1" in reader.problems[-1]
+    assert [one[1] for one in told(path, kinds="loss")] == [0, 1, 2]
+    ran = CliRunner().invoke(main, ["info", str(path)])
+    assert ran.exit_code == 0
+    assert "PROBLEM" in ran.stdout
+    ran = CliRunner().invoke(main, ["replay", str(path), "-s", "norm:kind=weights", "--json"])
+    assert ran.exit_code == 0
+    assert "rank 1" in ran.stderr
+    assert len(ran.stdout.splitlines()) == 3
+    ran = CliRunner().invoke(main, ["verify", str(path)])
+    assert ran.exit_code == 3
+    loss = tracer.recover(path, tmp_path / f"saved{suffix}")
+    assert not loss.lossless
+    assert [one for one in told(tmp_path / f"saved{suffix}") if one[2] == 0] == told(path)
+
+
+def test_without_the_first_rank(tmp_path: Path) -> None:
+    """Of an HDF5 trace whose own file is lost, the files beside it are read; each also by its own name."""
+    path = tmp_path / "run.h5"
+    for rank in (0, 1):
+        write_part(path, range(3), rank=rank)
+    with TraceReader(tmp_path / "run.rank1.h5") as reader:
+        assert (len(reader), reader.ranks, reader.problems) == (6, [1], [])
+    path.unlink()
+    with TraceReader(path) as reader:
+        assert (len(reader), reader.ranks) == (6, [1])
+        assert "nothing of rank 0" in reader.problems[0]
+    with pytest.raises(TraceExistsError):
+        TraceWriter(path)
+
+
+@every_format
+@pytest.mark.parametrize("target", FORMATS)
+def test_convert_merges_ranks(tmp_path: Path, suffix: str, target: str) -> None:
+    """A copy has one part with the messages of all ranks, in the same order, each with its rank; or of one."""
+    path, copy, one = tmp_path / f"run{suffix}", tmp_path / f"copy{target}", tmp_path / f"one{target}"
+    for rank in (0, 1):
+        write_part(path, range(4), rank=rank)
+    tracer.convert(path, copy)
+    assert told(copy) == told(path)
+    assert sorted(file.name for file in tmp_path.glob(f"copy*{target}")) == [copy.name]
+    with TraceReader(copy) as reader:
+        assert (reader.ranks, reader.problems) == ([0, 1], [])
+    with TraceReader(copy, ranks=[1]) as reader:
+        assert reader.array("loss")[1].tolist() == [1000.0 + step for step in range(4)]
+    heard = Collect("loss")
+    tracer.replay(copy, heard, rank=1)
+    assert len(heard) == 4
+    assert tracer.convert(path, one, ranks=1)["left_out"] == 8
+    assert told(one) == told(path, ranks=1)
+    assert tracer.verify(copy).complete
+
+
+def in_rank(monkeypatch: pytest.MonkeyPatch, rank: int, size: int = 2, port: int = 29500) -> None:
+    """Let this process look like one of a distributed run."""
+    for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("MASTER_PORT", port)):
+        monkeypatch.setenv(name, str(value))
+
+
+def train(run: tracer.Run, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """A few steps."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+
+
+def adam(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and an optimizer that counts its steps."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 2))
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+@every_format
+def test_ranks_record_into_one_trace(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`record` finds its rank in the environment; a second run is refused on every rank, or replaces all parts."""
+    path = tmp_path / f"run{suffix}"
+    for size, overwrite in ((3, False), (2, True)):
+        runs = []
+        for rank in range(size):
+            in_rank(monkeypatch, rank, size, port=29500 + size)
+            model, optimizer = adam(rank)
+            recording = tracer.record(path, model, optimizer, overwrite=overwrite)
+            runs.append((recording, recording.__enter__(), model, optimizer))
+        for recording, run, model, optimizer in runs:
+            train(run, model, optimizer, 3)
+            recording.__exit__(None, None, None)
+        with TraceReader(path) as reader:
+            assert (reader.ranks, reader.problems) == ([*range(size)], [])
+            assert reader.header["ranks"] == [*range(size)]
+            assert len({part.header["run_id"] for part in reader._parts}) == 1
+        in_rank(monkeypatch, 1, size, port=29999)
+        with pytest.raises(TraceExistsError, match="already exists"):
+            tracer.record(path, *adam()).__enter__()
+
+
+def test_only_chosen_ranks_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the others `record` does nothing, and nobody misses them."""
+    path = tmp_path / "run.zarr"
+    for rank in (1, 0):
+        in_rank(monkeypatch, rank)
+        model, optimizer = adam()
+        with tracer.record(path, model, optimizer, ranks=[0]) as run:
+            run.log("mine", 1.0)
+            train(run, model, optimizer, 2)
+        assert path.exists() is (rank == 0)
+    with TraceReader(path) as reader:
+        assert (reader.ranks, reader.problems) == ([0], [])
+
+
+def test_which_process_this_is() -> None:
+    """The variables of torchrun, then srun's; what does not make sense is no distributed run."""
+    assert this_process({}) == Process(0, 1, None)
+    srun = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"}
+    assert this_process(srun) == Process(2, 4, "SLURM_JOB_ID=17/SLURM_STEP_ID=0")
+    assert this_process(srun | {"RANK": "1", "WORLD_SIZE": "2"}).rank == 1
+    assert this_process({"RANK": "5", "WORLD_SIZE": "2"}) == Process(0, 1, None)
+    assert this_process({"RANK": "x", "WORLD_SIZE": "2"}) == Process(0, 1, None)
+
+
+DDP = """
+import sys, torch, tracer
+import torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(3, 2))
+ddp = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+with tracer.record(sys.argv[1], ddp, optimizer):
+    for step in range(3):
+        optimizer.zero_grad()
+        ddp(torch.full((2, 3), float(dist.get_rank() + 1))).sum().backward()
+        optimizer.step()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this build of torch has no torch.distributed")
+@every_format
+def test_under_torchrun(tmp_path: Path, suffix: str) -> None:
+    """Two real processes write one trace; activations are each rank's own."""
+    script, path = tmp_path / "train.py", tmp_path / f"run{suffix}"
+    script.write_text(DDP)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run([*command, str(script), str(path)], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert tracer.verify(path).complete
+    with TraceReader(path) as reader:
+        assert (reader.ranks, reader.problems) == ([0, 1], [])
+        for rank in (0, 1):
+            inputs = [message.data for message in reader.messages("input_data", ranks=rank)]
+            assert len(inputs) == 3
+            assert all(data is not None and (data == rank + 1).all() for data in inputs)
+
+
+# -- attempts ---------------------------------------------------------------------------------------------------------
+
+
+@every_format
+def test_a_later_attempt_supersedes_steps(tmp_path: Path, suffix: str) -> None:
+    """Steps that were trained again are there once, from the last attempt; those before it stay."""
+    path = tmp_path / f"run{suffix}"
+    write_part(path, range(10), ranks=(0,))
+    write_part(path, range(6, 9), attempt=1, ranks=(0,))
+    write_part(path, range(7, 12), attempt=2, ranks=(0,))
+    with TraceReader(path) as reader:
+        steps, values = reader.array("loss")
+        assert steps.tolist() == [*range(12)]
+        assert isinstance(values, np.ndarray)
+        assert values.tolist() == [*range(6), 100_006, *(200_000 + step for step in range(7, 12))]
+        assert len(reader.streams) == 2
+        assert [one["first_step"] for one in reader.attempts] == [0, 6, 7]
+        assert [one["superseded"] for one in reader.attempts] == [8, 4, 0]
+        assert np.isin(reader.journal[:, Column.GLOBAL_STEP], range(12)).all()
+    heard = Collect("weight_updates")
+    # across the restart, too, an update is the difference of consecutive weights
+    tracer.replay(path, heard, CountUpdates())
+    assert [one.global_step for one in heard] == [*range(11)]
+    copy = tmp_path / f"copy{suffix}"
+    tracer.convert(path, copy)
+    assert told(copy) == told(path)
+    assert tracer.recover(path, tmp_path / f"saved{suffix}").saved == 24
+    ran = CliRunner().invoke(main, ["info", str(path)])
+    assert "from step 7" in ran.stdout
+    assert "8 superseded" in ran.stdout
+
+
+class CountUpdates(tracer.Subscriber):
+    """Asks for updates, which are then made of weights."""
+
+    name = "count_updates"
+    kinds = ("weight_updates",)
+
+    def __init__(self) -> None:
+        super().__init__(tracer.Subscription("weight_updates"))
+
+    def compute(self, message: Any) -> Any:
+        return ()
+
+
+def test_an_attempt_without_a_message_supersedes_nothing(tmp_path: Path) -> None:
+    """A restart that died before its first step took nothing away."""
+    path = tmp_path / "run.zarr"
+    write_part(path, range(5), ranks=(0,))
+    TraceWriter(path, header={"first_step": 2}, part=part_name(0, 1)).commit()
+    assert [one[1] for one in told(path, kinds="loss")] == [*range(5)]
+
+
+@every_format
+def test_resume_goes_on_where_the_checkpoint_was(tmp_path: Path, suffix: str) -> None:
+    """The optimizer says the step; the result is the trace of a run that was never interrupted, bit for bit."""
+    whole, path = tmp_path / f"whole{suffix}", tmp_path / f"run{suffix}"
+    model, optimizer = adam()
+    with tracer.record(whole, model, optimizer) as run:
+        train(run, model, optimizer, 5)
+        run.epoch_finished()
+        train(run, model, optimizer, 5)
+    model, optimizer = adam()
+    with pytest.raises(KeyboardInterrupt), tracer.record(path, model, optimizer, resume=True) as run:
+        train(run, model, optimizer, 5)
+        run.epoch_finished()
+        train(run, model, optimizer, 1)
+        assert run.global_step == 6
+        state = {key: value.clone() for key, value in model.state_dict().items()}, optimizer.state_dict()
+        state = torch.load(save(tmp_path / "checkpoint", state), weights_only=False)
+        train(run, model, optimizer, 3)
+        raise KeyboardInterrupt
+    model, optimizer = adam(seed=1)
+    model.load_state_dict(state[0])
+    optimizer.load_state_dict(state[1])
+    with tracer.record(path, model, optimizer, resume=True) as run:
+        assert (run.global_step, run.exporter.train_step, run.exporter.epoch) == (6, 1, 1)
+        train(run, model, optimizer, 4)
+    with TraceReader(whole) as one, TraceReader(path) as other:
+        assert other.status == "finished"
+        assert [a["status"] for a in other.attempts] == ["failed: KeyboardInterrupt", "finished"]
+        assert other.info["run_id"] == other.header["run_id"]
+        for expected, found in zip(one, other, strict=True):
+            for field in ("kind", "key", "global_step", "train_step", "epoch", "tag", "call", "leaf"):
+                assert getattr(expected, field) == getattr(found, field)
+            if expected.data is not None:
+                assert found.data is not None
+                assert torch.equal(expected.data, found.data)
+
+
+def save(path: Path, state: Any) -> Path:
+    """A checkpoint."""
+    torch.save(state, path)
+    return path
+
+
+def test_where_to_resume_has_to_be_known(tmp_path: Path) -> None:
+    """SGD counts no steps, so the step must be said; epochs are as the trace says, unless they are said, too."""
+    path = tmp_path / "run.zarr"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tracer.record(path, model, optimizer) as run:
+        for _ in range(2):
+            train(run, model, optimizer, 4)
+            run.epoch_finished()
+    with pytest.raises(CaptureError, match="first_step="):
+        tracer.record(path, model, optimizer, resume=True).__enter__()
+    assert [*model.modules()][-1]._forward_hooks == {}
+    for first_step, first_epoch, expected in (
+        (6, None, (6, 2, 1)),
+        (8, None, (8, 0, 2)),
+        (9, None, (9, 1, 2)),
+        (6, 3, (6, 0, 3)),
+    ):
+        options = {"first_step": first_step, "first_epoch": first_epoch}
+        with tracer.record(path, model, optimizer, resume=True, **options) as run:
+            exporter = run.exporter
+            assert (exporter.global_step, exporter.train_step, exporter.epoch) == expected
+    for wrong in (-1, 1.5, True):
+        with pytest.raises(CaptureError, match="first_step"):
+            tracer.record(path, model, optimizer, resume=True, first_step=wrong)
+    with pytest.raises(CaptureError, match="resume=True"):
+        tracer.record(path, model, optimizer, first_step=3)
+
+
+def test_an_optimizer_that_never_stepped_begins_at_zero(tmp_path: Path) -> None:
+    """A run that died before its first checkpoint begins anew, and all of it is superseded."""
+    path = tmp_path / "run.zarr"
+    for _ in range(2):
+        model, optimizer = adam()
+        with tracer.record(path, model, optimizer, resume=True) as run:
+            train(run, model, optimizer, 3)
+    with TraceReader(path) as reader:
+        assert reader.array("weights", "0")[0].tolist() == [0, 1, 2]
+        assert reader.attempts[0]["superseded"] == reader.attempts[0]["messages"]
+
+
+SCRIPT = """
+import os, sys, torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(3, 2))
+optimizer = torch.optim.Adam(model.parameters())
+if os.path.exists("checkpoint"):
+    state = torch.load("checkpoint")
+    model.load_state_dict(state[0])
+    optimizer.load_state_dict(state[1])
+first = int(next(iter(optimizer.state.values()))["step"]) if optimizer.state else 0
+for step in range(first, 6):
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(torch.ones(4, 3)), torch.zeros(4, 2)).backward()
+    optimizer.step()
+    if step == 2 and not first:
+        torch.save([model.state_dict(), optimizer.state_dict()], "checkpoint")
+    if step == 4 and not first:
+        sys.exit(7)
+"""
+
+
+@every_format
+def test_a_script_that_restarts_is_resumed(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`trace record --resume` finds the step in the optimizer that the script has loaded."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    command = ["record", "--out", f"run{suffix}", "--resume", "train.py"]
+    assert CliRunner().invoke(main, command).exit_code == 7
+    ran = CliRunner().invoke(main, command)
+    assert ran.exit_code == 0, ran.output
+    with TraceReader(f"run{suffix}") as reader:
+        assert [one["first_step"] for one in reader.attempts] == [0, 3]
+        assert reader.array("loss")[0].tolist() == [*range(6)]
+    # without its state, the optimizer of this script would count from 0; an SGD could not be resumed at all
+    sgd = SCRIPT.replace("Adam(model.parameters())", "SGD(model.parameters(), lr=0.1)").replace("checkpoint", "other")
+    Path("train.py").write_text(sgd)
+    ran = CliRunner().invoke(main, command)
+    assert ran.exit_code == 2
+    assert "--first-step" in ran.stderr
+    assert CliRunner().invoke(main, [*command[:-1], "--first-step", "5", "train.py"]).exit_code == 7
+    with TraceReader(f"run{suffix}") as reader:
+        assert [one["first_step"] for one in reader.attempts] == [0, 3, 5]
+        assert reader.array("loss")[0].tolist() == [*range(10)]
+
+
+def test_a_living_trace_is_not_resumed(tmp_path: Path) -> None:
+    """Two writers on one trace: the second is refused while the first lives, and resumes when it is dead."""
+    path = tmp_path / "run.zarr"
+    code = (
+        "import sys, time, torch; from tracer import TraceWriter, NetworkMessage\n"
+        "writer = TraceWriter(sys.argv[1])\n"
+        "writer.write(NetworkMessage(kind='loss', global_step=0, train_step=0, epoch=0, data=torch.ones(())))\n"
+        "writer.commit(); print('ready', flush=True); time.sleep(60)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, env=environment) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"ready\n"
+        model, optimizer = adam()
+        for options in ({"resume": True}, {"overwrite": True}, {}):
+            with pytest.raises(TraceExistsError):
+                tracer.record(path, model, optimizer, **options).__enter__()
+        other.send_signal(signal.SIGKILL)
+        # it stays in the list of processes until it is waited for, and is dead all the same
+        while TraceReader(path).status == "recording":
+            pass
+        assert claim(path, Process(0, 1, None), [0], resume=True)[0] == 1
+        other.wait()
+
+
+def test_claims_of_what_is_no_trace(tmp_path: Path) -> None:
+    """Something else at the path is an error, also for a rank and for one that resumes."""
+    path = tmp_path / "run.zarr"
+    path.mkdir()
+    with pytest.raises(TraceError):
+        claim(path, Process(0, 1, None), [0], resume=True)
