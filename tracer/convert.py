@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tracer
+from tracer.compression import Compression
 from tracer.errors import TraceError, TraceExistsError, UnknownNameError
 from tracer.layout import Column
 from tracer.reader import Steps, TraceReader
@@ -29,6 +30,7 @@ def convert(
     tags: str | Iterable[str] | None = None,
     chunk_bytes: int = 65536,
     own_pool_bytes: int = 65536,
+    compression: str | Mapping[str, str] = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Copy a trace, or a part of it, into a new one; its suffix says in which format.
@@ -47,6 +49,8 @@ def convert(
         Bytes of the chunks that small messages are stored in: larger ones read faster in order, smaller ones singly.
     own_pool_bytes : int
         A stream whose first message has at least so many bytes gets an array of its own, one row a message.
+    compression : str or mapping
+        How the copy is compressed, however `src` is; as in `tracer.record`.
     progress : callable, optional
         Called now and then with the numbers of messages done and to do.
 
@@ -66,7 +70,7 @@ def convert(
     CaptureError
         If the steps are no range.
     UnknownNameError
-        If the trace has no such kind, or no such tag.
+        If the trace has no such kind, or no such tag, or if there is no such compression.
 
     Examples
     --------
@@ -84,16 +88,28 @@ def convert(
     """
     src, dst = Path(src), Path(dst)
     kinds, modules, tags = _names(kinds), _names(modules), _names(tags)
-    filters = {"kinds": kinds, "modules": modules, "steps": steps, "tags": tags, "chunk_bytes": chunk_bytes}
+    codecs = Compression(compression)
+    filters = {
+        "kinds": kinds,
+        "modules": modules,
+        "steps": steps,
+        "tags": tags,
+        "chunk_bytes": chunk_bytes,
+        "compression": codecs.describe(),
+    }
     check_paths(src, dst)
     with TraceReader(src) as reader:
         streams = reader.streams
         chosen = _streams(reader, kinds, modules, tags)
+        for kind in codecs.kinds:
+            if all(kind != stream.kind for stream in streams):
+                raise UnknownNameError.of("recorded kind", kind, {stream.kind for stream in streams})
         rows = reader.select(streams=chosen, steps=steps)
         status, ended = reader.status, reader.info["ended"]
         if status == "recording":
             status = "interrupted"
-        with new_trace(src, dst, reader.header, chunk_bytes=chunk_bytes, own_pool_bytes=own_pool_bytes) as writer:
+        options = {"chunk_bytes": chunk_bytes, "own_pool_bytes": own_pool_bytes, "compression": codecs.choice}
+        with new_trace(src, dst, reader.header, **options) as writer:
             for note in reader.notes:
                 writer.note(note)
             for done, (stream, message) in enumerate(
@@ -121,7 +137,7 @@ def convert(
 def _provenance(src: Path, filters: Mapping[str, Any]) -> dict[str, Any]:
     """What a copy says of where it is from; filters that let everything pass are not mentioned."""
     told = {
-        name: value if isinstance(value, str | int) else list(value)
+        name: value if isinstance(value, str | int | dict) else list(value)
         for name, value in filters.items()
         if value is not None
     }

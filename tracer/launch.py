@@ -16,7 +16,7 @@ import signal
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -30,6 +30,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from tracer.bus import MessageBus
 from tracer.capture import Capture
+from tracer.compression import Compression
 from tracer.errors import CaptureError, TraceError
 from tracer.exporter import LOSS_FUNCTIONS, Exporter
 from tracer.hooks import unwrap
@@ -49,6 +50,7 @@ def run(
     module: bool = False,
     overwrite: bool = False,
     strict: bool = False,
+    compression: str | Mapping[str, str] = "auto",
 ) -> int:
     """Run a training script, or a module as ``python -m`` does, and record it.
 
@@ -70,6 +72,8 @@ def run(
         Whether to replace a trace that is at `out`.
     strict : bool
         Whether an exception while observing ends the script.
+    compression : str or mapping
+        How the data is compressed; as in `tracer.record`.
 
     Returns
     -------
@@ -82,16 +86,19 @@ def run(
         If there is no such script or module; or, out of the script's first ``backward``, if the capture matches no
         module
         of its model.
+    UnknownNameError
+        If there is no such compression.
     TraceError
         If the script ended without error but no training was seen.
     TraceExistsError
         If something is at `out`.
     """
     check_target(out, overwrite=overwrite)
+    codecs = Compression(compression)
     code, main = _load_module(script) if module else _load_script(script)
     if capture is None or isinstance(capture, Capture):
         capture = lighter_on_evaluation(capture if capture is not None else Capture())
-    session = _Session(Path(out), tuple(capture), overwrite=overwrite, strict=strict)
+    session = _Session(Path(out), tuple(capture), overwrite=overwrite, strict=strict, compression=codecs.choice)
     argv = [str(main.__file__) if module else script, *arguments]
     first_path = os.getcwd() if module else os.path.dirname(os.path.abspath(script))
     error: BaseException | None = None
@@ -130,12 +137,20 @@ def lighter_on_evaluation(capture: Capture) -> tuple[Capture, ...]:
 class _Session:
     """Notices what a script makes and does, and tells the exporter."""
 
-    def __init__(self, out: Path, captures: tuple[Capture, ...], *, overwrite: bool, strict: bool) -> None:
+    def __init__(
+        self,
+        out: Path,
+        captures: tuple[Capture, ...],
+        *,
+        overwrite: bool,
+        strict: bool,
+        compression: str | Mapping[str, str],
+    ) -> None:
         bus = MessageBus(f"recording to {out}", on_error="raise" if strict else "disable")
         self.exporter = Exporter(message_bus=bus, capture=captures, strict=strict)
         self.exporter.set_optimizer(())
         self.exporter.set_loss(LOSS_FUNCTIONS)
-        self.run: Run = start(out, self.exporter, overwrite=overwrite, lazily=True)
+        self.run: Run = start(out, self.exporter, overwrite=overwrite, compression=compression, lazily=True)
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._began: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

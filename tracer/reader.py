@@ -416,6 +416,7 @@ class TraceReader:
             "bytes": int((journal[:, Column.COUNT] * self._itemsizes[journal[:, Column.STREAM]]).sum())
             if len(journal)
             else 0,
+            "stored_bytes": self._store.nbytes,
             "steps": span(Column.GLOBAL_STEP),
             "epochs": span(Column.EPOCH),
             "streams": len(self._streams),

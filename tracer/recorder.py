@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from tracer.bus import MessageBus, Receiver, in_order, version_of
 from tracer.capture import Capture, choice
+from tracer.compression import Compression
 from tracer.errors import CaptureError, TraceError
 from tracer.exporter import Exporter
 from tracer.messages import KINDS, Message
@@ -368,6 +369,9 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         whichever comes first; also after 64 MiB or 65,536 messages.
     durable : bool
         Whether it is then safe against a power failure, too (``fsync``).
+    compression : str or mapping
+        How the data is compressed, on the writer thread: ``"auto"`` (integers are, floats are not; in HDF5 nothing),
+        ``"none"``, ``"lz4"`` or ``"zstd"``, or one of them for each kind, such as ``{"activations": "zstd"}``.
 
     Raises
     ------
@@ -375,6 +379,8 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         If something is at `path`.
     CaptureError
         If the capture matches nothing, or a receiver needs a stream that the capture does not observe.
+    UnknownNameError
+        If there is no such compression.
 
     Examples
     --------
@@ -411,6 +417,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         commit_steps: int | None = None,
         commit_seconds: float = COMMIT_SECONDS,
         durable: bool = False,
+        compression: str | Mapping[str, str] = "auto",
     ) -> None:
         self._path = Path(path)
         self._model = model
@@ -433,6 +440,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
             "commit_seconds": commit_seconds,
             "durable": durable,
         }
+        self._compression = Compression(compression).choice
         self._run: Run | None = None
 
     def __enter__(self) -> Run:
@@ -454,6 +462,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
                 seeds=self._seeds,
                 queue_bytes=self._queue_bytes,
                 on_full=self._on_full,
+                compression=self._compression,
                 **self._commits,
             )
         except BaseException:
@@ -482,6 +491,7 @@ def start(
     commit_steps: int | None = None,
     commit_seconds: float = COMMIT_SECONDS,
     durable: bool = False,
+    compression: str | Mapping[str, str] = "auto",
     lazily: bool = False,
 ) -> Run:
     """Put a recorder and the receivers on an exporter's bus; `lazily`: create the trace at the first message."""
@@ -501,6 +511,7 @@ def start(
             commit_steps=commit_steps,
             commit_seconds=commit_seconds,
             durable=durable,
+            compression=compression,
         )
 
     recorder = Recorder(
