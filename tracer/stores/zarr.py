@@ -512,7 +512,7 @@ class _Opened:
         if self._is_ours(document, shard):
             self.per_shard = math.prod(shard) // math.prod(self.chunk)
         else:
-            self.array = _zarr_array(path, name)
+            self.array = _zarr_array(path, name, len(self.shape))
 
     @property
     def chunk_nbytes(self) -> int:
@@ -572,17 +572,19 @@ def _disk_bytes(folder: Path) -> int:
     return sum(os.lstat(os.path.join(parent, name)).st_size for parent, _, files in os.walk(folder) for name in files)
 
 
-def _check_links(path: Path, name: str) -> None:
-    """Refuse what is neither a file nor a directory, where zarr-python opens the shards, which follows links."""
+def _check_links(path: Path, name: str, axes: int) -> None:
+    """Refuse what is no file where zarr-python opens the shards: it follows links, and reads folders as zeros."""
     for parent, folders, files in os.walk(path / name):
+        # "c", and a folder for each axis but the last
+        deepest = len(Path(parent).relative_to(path / name).parts) == axes
         for entry in (*folders, *files):
             mode = os.lstat(os.path.join(parent, entry)).st_mode
-            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                raise TraceFormatError(f"{path}: {entry!r} in array {name!r} is a link or a pipe, not a file")
+            if not stat.S_ISREG(mode) and not (stat.S_ISDIR(mode) and not deepest):
+                raise TraceFormatError(f"{path}: {entry!r} in array {name!r} is a link, a pipe or a folder, not a file")
 
 
-def _zarr_array(path: Path, name: str) -> Any:
-    _check_links(path, name)
+def _zarr_array(path: Path, name: str, axes: int) -> Any:
+    _check_links(path, name, axes)
     # only here, because importing zarr-python takes half a second that most traces do not need
     import zarr
 
