@@ -815,14 +815,15 @@ def convert(src: str, dst: str, chunk_bytes: int, compression: tuple[str, ...], 
 
     with tracer.open(src) as reader:
         _chosen_streams(reader, filters)
-    with _wrong_usage():
-        codecs = Compression.parse(compression).choice
+        with _wrong_usage():
+            codecs = Compression.parse(compression)
+            codecs.check(stream.kind for stream in reader.streams)
     with _progress("copying", None) as advance:
         told = copy(
             src,
             dst,
             chunk_bytes=chunk_bytes,
-            compression=codecs,
+            compression=codecs.choice,
             progress=lambda done, total: advance(done),
             **_reading(filters),
         )

@@ -202,6 +202,30 @@ def test_appends_and_commits_in_any_order(
 
 @every_format
 @every_codec
+def test_a_reader_that_stays_open(tmp_path: Path, suffix: str, codec: str) -> None:
+    """A reader that was opened early sees what each later commit adds, through chunks that are full and those not."""
+    path = tmp_path / f"store{suffix}"
+    values = numbers("int32", (3000,))
+    store = create_store(path)
+    store.create("a", dtype="int32", shape=(), chunk_bytes=400, compression=codec)
+    store.seal()
+    store.commit()
+    reader = open_store(path)
+    done = 0
+    while done < 3000:
+        store.append("a", values[done : done + 70])
+        done = min(done + 70, 3000)
+        assert reader.length("a") <= done
+        store.commit()
+        assert reader.length("a") == done
+        assert np.array_equal(reader.read("a", 0, done), values[:done])
+        assert np.array_equal(reader.read("a", max(done - 90, 0), done), values[max(done - 90, 0) : done])
+    reader.close()
+    store.close()
+
+
+@every_format
+@every_codec
 def test_rows_larger_than_a_chunk(tmp_path: Path, suffix: str, codec: str) -> None:
     """Rows that are split into chunks, the last one padded, are compressed part by part, some not compressible."""
     path = tmp_path / f"store{suffix}"

@@ -100,6 +100,13 @@ class Compression:
         """The kinds that are named."""
         return [kind for kind in self.choice if kind != OTHERS]
 
+    def check(self, recorded: Iterable[str]) -> None:
+        """Make sure that every kind that is named was recorded; `UnknownNameError` if one was not."""
+        known = set(recorded)
+        for kind in self.kinds:
+            if kind not in known:
+                raise UnknownNameError.of("recorded kind", kind, known)
+
     def of(self, kind: str | None, dtype: str, *, plainly: bool = True) -> str | None:
         """The name of the codec of a new pool; None if it is not compressed.
 

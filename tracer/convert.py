@@ -101,9 +101,7 @@ def convert(
     with TraceReader(src) as reader:
         streams = reader.streams
         chosen = _streams(reader, kinds, modules, tags)
-        for kind in codecs.kinds:
-            if all(kind != stream.kind for stream in streams):
-                raise UnknownNameError.of("recorded kind", kind, {stream.kind for stream in streams})
+        codecs.check(stream.kind for stream in streams)
         rows = reader.select(streams=chosen, steps=steps)
         status, ended = reader.status, reader.info["ended"]
         if status == "recording":

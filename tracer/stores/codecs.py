@@ -82,7 +82,7 @@ def codec_of(name: str | None) -> Codec | None:
 
 @cache
 def _blosc() -> ModuleType:
-    # only where something is compressed: its import takes a sixth of a second
+    # only where something is compressed
     from numcodecs import blosc
 
     # As zarr-python sets it. By default, calls from the main thread share one pool of threads behind a lock; a training

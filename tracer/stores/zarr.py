@@ -569,7 +569,13 @@ def _listed(folder: Path) -> list[str]:
 
 def _disk_bytes(folder: Path) -> int:
     """Bytes of all files below a folder."""
-    return sum(os.lstat(os.path.join(parent, name)).st_size for parent, _, files in os.walk(folder) for name in files)
+    found = 0
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            # a writer may have renamed it in the meantime
+            with suppress(FileNotFoundError):
+                found += os.lstat(os.path.join(parent, name)).st_size
+    return found
 
 
 def _check_links(path: Path, name: str, axes: int) -> None:
