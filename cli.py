@@ -200,6 +200,10 @@ _modules = click.option(
     multiple=True,
     help="Only modules whose dotted names match; repeatable.",
 )
+_compression = click.option(
+    "--compression", "compression", metavar="[KIND=]NAME", multiple=True,
+    help="auto (integers; the default), none, lz4 or zstd, for everything or for a kind; repeatable.",
+)  # fmt: skip
 _steps = click.option("--steps", type=Steps(), help="Only these global steps: start inclusive, stop exclusive, stride.")
 _tags = click.option("--tag", "tags", metavar="TAG", multiple=True, help="Only this tag (a glob); may be repeated.")
 _ranks = click.option(
@@ -393,6 +397,7 @@ class RecordCommand(Command):
 @click.option("--dtype", metavar="T", help="Cast to float16, bfloat16, float32 or float64.")
 @click.option("--config", metavar="FILE", help="Settings of tracer.Capture as TOML or JSON; options here win.")
 @click.option("--module", "module", metavar="NAME", help="Run a module, as python -m does; its arguments follow.")
+@_compression
 @_overwrite
 @click.option("--resume", is_flag=True, help="Go on with the trace, if there is one, after a restart.")
 @click.option(
@@ -404,6 +409,7 @@ def record(
     out: str | None,
     config: str | None,
     module: str | None,
+    compression: tuple[str, ...],
     overwrite: bool,
     resume: bool,
     first_step: int | None,
@@ -430,8 +436,10 @@ def record(
     given = {key: value for key, value in settings.items() if value not in (None, ())}
     with _wrong_usage():
         from tracer.capture import Capture
+        from tracer.compression import Compression
 
         captures = tuple(Capture.from_mapping({**file, **given}) for file in files)
+        codecs = Compression.parse(compression).choice
     from tracer import launch
 
     code = launch.run(
@@ -444,6 +452,7 @@ def record(
         overwrite=overwrite,
         resume=resume,
         first_step=first_step,
+        compression=codecs,
     )
     _say_what_was_recorded(target)
     click.get_current_context().exit(code)
@@ -523,6 +532,8 @@ def _info_rows(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "steps", _span(info["steps"])
     yield "epochs", _span(info["epochs"])
     yield "holds", f"{info['messages']:,} messages in {info['streams']:,} streams, {_size(info['bytes'])}"
+    ratio = info["bytes"] / max(1, info["stored_bytes"])
+    yield "on disk", f"{_size(info['stored_bytes'])}, with everything; {ratio:.2f} bytes of data for each"
     kinds = [f"{kind} {count:,}" for kind, count in info["kinds"].items()]
     if kinds:
         yield "kinds", ", ".join(kinds)
@@ -832,22 +843,28 @@ def recover(src: str, dst: str, as_json: bool) -> None:
     "--chunk-bytes", type=click.IntRange(min=1), metavar="N", default=65536, show_default=True,
     help="Bytes of the chunks of small messages.",
 )  # fmt: skip
+@_compression
 @_as_json
-def convert(src: str, dst: str, chunk_bytes: int, as_json: bool, **filters: Any) -> None:
-    """Copy a trace, or a part of it, into another format or other chunks; the suffix of DST chooses the format.
+def convert(src: str, dst: str, chunk_bytes: int, compression: tuple[str, ...], as_json: bool, **filters: Any) -> None:
+    """Copy a trace, or a part of it, into another format, chunks or compression; the suffix of DST chooses the format.
 
     DST is never overwritten, and is there only when it is complete.
     """
+    from tracer.compression import Compression
     from tracer.convert import convert as copy
 
     with tracer.open(src) as reader:
         _chosen_streams(reader, filters)
+        with _wrong_usage():
+            codecs = Compression.parse(compression)
+            codecs.check(stream.kind for stream in reader.streams)
     with _progress("copying", None) as advance:
         told = copy(
             src,
             dst,
             ranks=filters["ranks"] or None,
             chunk_bytes=chunk_bytes,
+            compression=codecs.choice,
             progress=lambda done, total: advance(done),
             **_reading(filters),
         )

@@ -17,7 +17,7 @@ NOT_NAMES = {"utils", "helpers", "common", "base", "core", "misc", "manager", "f
 
 # What a module may import of this project, itself and `tracer.errors` apart. Lower never imports upper.
 FOUNDATION = {"tracer.messages", "tracer.bus", "tracer.subscription", "tracer.subscriber", "tracer.capture"}
-STORAGE = {"tracer.writer", "tracer.reader", "tracer.parts", "tracer.layout", "tracer.stores"}
+STORAGE = {*("tracer.writer", "tracer.reader", "tracer.parts", "tracer.layout", "tracer.stores", "tracer.compression")}
 RUNNING = {"tracer.exporter", "tracer.recorder", "tracer.replay", "tracer.launch"}
 MAY_IMPORT: dict[str, set[str]] = {
     "tracer.errors": set(),
@@ -27,10 +27,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.subscriber": {"tracer.messages", "tracer.subscription", "tracer.bus"},
     "tracer.capture": {"tracer.messages", "tracer.subscription"},
     "tracer.stores": set(),
-    "tracer.stores.*": {"tracer.stores"},
+    "tracer.stores.*": {"tracer.stores", "tracer.stores.codecs"},
+    "tracer.compression": {"tracer.stores.codecs"},
     "tracer.layout": {"tracer.messages", "tracer.stores"},
     "tracer.parts": {"tracer.layout", "tracer.stores"},
-    "tracer.writer": {"tracer.messages", "tracer.parts", "tracer.layout", "tracer.stores"},
+    "tracer.writer": {"tracer.messages", "tracer.parts", "tracer.layout", "tracer.stores", "tracer.compression"},
     "tracer.reader": {"tracer.messages", "tracer.parts", "tracer.layout", "tracer.stores"},
     "tracer.verify": {"tracer.messages"} | STORAGE,
     "tracer.convert": {"tracer", "tracer.messages", "tracer.subscription"} | STORAGE,

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import click
+import h5py
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -133,6 +134,9 @@ def test_info(trace: Path) -> None:
         assert fact in result.stdout
     told = json.loads(run("info", trace, "--json").stdout)
     assert (told["status"], told["messages"], told["kinds"]["weights"]) == ("finished", 66, 24)
+    files = [trace] if trace.is_file() else [file for file in trace.rglob("*") if file.is_file()]
+    assert told["stored_bytes"] == sum(file.stat().st_size for file in files)
+    assert f"{told['bytes'] / told['stored_bytes']:.2f} bytes of data for each" in result.stdout
 
 
 def test_ls(trace: Path) -> None:
@@ -286,6 +290,11 @@ WRONG = {
     "an option of nobody": (("record", "--evry", "3", "script.py"), 2, "--every"),
     "a configuration of nothing": (("record", "--config", "nowhere.toml", "script.py"), 1, "nowhere.toml"),
     "a configuration that is none": (("record", "--config", "text.json", "script.py"), 2, "JSON"),
+    "a compression that is none": (("record", "--compression", "gzip", "script.py"), 2, "auto, lz4, none, zstd"),
+    "a compression given twice": (("record", *["--compression", "loss=lz4"] * 2, "script.py"), 2, "twice"),
+    "a copy's compression": (("convert", "TRACE", "new.zarr", "--compression", "weights=lz"), 2, "did you mean 'lz4'?"),
+    "a copy's compression of nothing": (("convert", "TRACE", "new.zarr", "--compression", "wieghts=lz4"), 2, "weights"),
+    "a copy's compression, twice": (("convert", "TRACE", "new.h5", *["--compression", "lz4"] * 2), 2, "twice"),
     "a setting of nobody": (("record", "--config", "capture.toml", "script.py"), 2, "evry"),
 }
 
@@ -451,11 +460,15 @@ def test_record(tmp_path: Path) -> None:
     """A script runs as it is, gets its own arguments, keeps its exit code, and leaves a trace of what was chosen."""
     (tmp_path / "train.py").write_text(SCRIPT)
     done = record(
-        tmp_path, "-k", "weights", "-k", "loss", "-m", "0", "--every", 2, "train.py", "--out", "x", "--", "-k"
+        *(tmp_path, "-k", "weights", "-k", "loss", "-m", "0", "--every", 2, "--compression", "loss=zstd", "train.py"),
+        *("--out", "x", "--", "-k"),
     )
     assert (done.returncode, done.stdout) == (5, "['train.py', '--out', 'x', '--', '-k']\n"), done.stderr
     rows = json.loads(run("ls", tmp_path / "train.zarr", "--json").stdout)
     assert {(row["kind"], row["module"], row["count"]) for row in rows} == {("weights", "0", 3), ("loss", None, 3)}
+    pools = tmp_path / "train.zarr/rank0/pools"
+    assert '"zstd"' in (pools / "loss/float32/zarr.json").read_text()
+    assert "blosc" not in (pools / "weights/float32/zarr.json").read_text()
 
 
 def test_record_a_module_with_a_configuration(tmp_path: Path) -> None:
@@ -623,4 +636,12 @@ def test_convert(trace: Path, tmp_path: Path) -> None:
     assert run("convert", trace, tmp_path / "a.h5").exit_code == 1
     assert run("convert", trace, tmp_path / "c.h5", "-k", "wieghts").exit_code == 2
     assert run("convert", trace, tmp_path / "c.txt").exit_code == 1
+    result = run("convert", trace, tmp_path / "d.h5", "--compression", "zstd", "--compression", "loss=none")
+    assert result.exit_code == 0, result.output
+    with h5py.File(tmp_path / "d.h5") as file:
+        filters = {
+            kind: file[f"rank0/pools/{kind}/float32"].id.get_create_plist().get_nfilters()
+            for kind in ("weights", "loss")
+        }
+    assert filters == {"weights": 1, "loss": 0}
     assert not (tmp_path / "c.h5").exists()

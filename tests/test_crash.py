@@ -18,6 +18,7 @@ TRIALS = 6
 
 COMMON = """
 import os, random, struct, sys, time
+import numcodecs.blosc
 import torch
 from tracer.messages import ModuleMessage, NetworkMessage
 from tracer.writer import TraceWriter
@@ -42,7 +43,7 @@ KILLED = (
     COMMON
     + """
 torch.set_num_threads(1)
-folder, suffix, trials = sys.argv[1], sys.argv[2], int(sys.argv[3])
+folder, suffix, trials, compression = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 for trial in range(trials):
     rng = random.Random(trial)
     ready, started = os.pipe()
@@ -50,7 +51,8 @@ for trial in range(trials):
     if child == 0:
         acknowledged = os.open(f"{folder}/{trial}.acknowledged", os.O_WRONLY | os.O_CREAT)
         writer = TraceWriter(
-            f"{folder}/{trial}{suffix}", chunk_bytes=4096, commit_rows=rng.choice([7, 60, 5000]), commit_seconds=0.05
+            f"{folder}/{trial}{suffix}", chunk_bytes=4096, commit_rows=rng.choice([7, 60, 5000]), commit_seconds=0.05,
+            compression=compression,
         )
         os.write(started, b".")
         number = 0
@@ -132,9 +134,10 @@ def check(path: Path) -> int:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the writers are forked")
 @pytest.mark.parametrize("suffix", FORMATS)
-def test_kill(tmp_path: Path, suffix: str) -> None:
+@pytest.mark.parametrize("compression", ["none", "lz4", "zstd"])
+def test_kill(tmp_path: Path, suffix: str, compression: str) -> None:
     """A trace whose writer is killed opens without repair, has all that was acknowledged, and nothing wrong."""
-    run(KILLED, str(tmp_path), suffix, str(TRIALS))
+    run(KILLED, str(tmp_path), suffix, str(TRIALS), compression)
     lengths = []
     for trial in range(TRIALS):
         data = (tmp_path / f"{trial}.acknowledged").read_bytes()

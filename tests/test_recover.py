@@ -27,9 +27,11 @@ def weight(step: int) -> torch.Tensor:
     return torch.full((30, 20), 3.25 + step)
 
 
-def write(path: Path) -> Path:
+def write(path: Path, compression: str = "auto") -> Path:
     """A run with a large stream, which has a pool of its own, a small one and events."""
-    with TraceWriter(path, own_pool_bytes=2000, chunk_bytes=176, header={"argv": ["x"]}) as writer:
+    with TraceWriter(
+        path, own_pool_bytes=2000, chunk_bytes=176, header={"argv": ["x"]}, compression=compression
+    ) as writer:
         writer.note({"silent": ["c"]})
         for step in range(STEPS):
             where = {"global_step": step, "train_step": step, "epoch": 0}
@@ -139,12 +141,17 @@ def test_missing_shards(tmp_path: Path, name: str, left: list[tuple[str, int]] |
 
 
 @pytest.mark.parametrize(
-    "name", ["", "rank0", "rank0/journal", "rank0/declarations", "rank0/pools", "rank0/weights/fc"]
+    "name",
+    [
+        *("", "rank0", "rank0/journal", "rank0/declarations", "rank0/pools"),
+        *("rank0/weights/fc", "rank0/pools/loss/float64"),
+    ],
 )
 @pytest.mark.parametrize("text", ["", "{", None])
-def test_damaged_zarr_json(tmp_path: Path, name: str, text: str | None) -> None:
+@pytest.mark.parametrize("compression", ["none", "lz4", "zstd"])
+def test_damaged_zarr_json(tmp_path: Path, name: str, text: str | None, compression: str) -> None:
     """An array whose zarr.json is damaged or gone is read as the writer makes such arrays, and loses nothing."""
-    path = write(tmp_path / "run.zarr")
+    path = write(tmp_path / "run.zarr", compression)
     if text is None:
         (path / name / "zarr.json").unlink()
     else:

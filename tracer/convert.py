@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tracer
+from tracer.compression import Compression
 from tracer.errors import TraceError, TraceExistsError, UnknownNameError
 from tracer.layout import Column
 from tracer.reader import Steps, TraceReader
@@ -30,6 +31,7 @@ def convert(
     ranks: int | Iterable[int] | None = None,
     chunk_bytes: int = 65536,
     own_pool_bytes: int = 65536,
+    compression: str | Mapping[str, str] = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Copy a trace, or a part of it, into a new one; its suffix says in which format.
@@ -51,6 +53,8 @@ def convert(
         Bytes of the chunks that small messages are stored in: larger ones read faster in order, smaller ones singly.
     own_pool_bytes : int
         A stream whose first message has at least so many bytes gets an array of its own, one row a message.
+    compression : str or mapping
+        How the copy is compressed, however `src` is; as in `tracer.record`.
     progress : callable, optional
         Called now and then with the numbers of messages done and to do.
 
@@ -70,7 +74,7 @@ def convert(
     CaptureError
         If the steps are no range.
     UnknownNameError
-        If the trace has no such kind, or no such tag.
+        If the trace has no such kind, or no such tag, or if there is no such compression.
 
     Examples
     --------
@@ -89,19 +93,29 @@ def convert(
     src, dst = Path(src), Path(dst)
     kinds, modules, tags = _names(kinds), _names(modules), _names(tags)
     ranks = None if ranks is None else [ranks] if isinstance(ranks, int) else sorted(set(ranks))
-    filters: dict[str, Any] = {"kinds": kinds, "modules": modules, "steps": steps, "tags": tags, "ranks": ranks}
-    filters["chunk_bytes"] = chunk_bytes
+    codecs = Compression(compression)
+    filters: dict[str, Any] = {
+        "kinds": kinds,
+        "modules": modules,
+        "steps": steps,
+        "tags": tags,
+        "ranks": ranks,
+        "chunk_bytes": chunk_bytes,
+        "compression": codecs.describe(),
+    }
     check_paths(src, dst)
     with TraceReader(src) as reader:
         streams = reader.streams
         chosen = _streams(reader, kinds, modules, tags)
+        codecs.check(stream.kind for stream in streams)
         rows = reader.select(streams=chosen, steps=steps, ranks=ranks)
-        status, ended = reader.status, reader.info["ended"]
+        info = reader.info
+        status, ended = reader.status, info["ended"]
         if status == "recording":
             status = "interrupted"
-        with new_trace(
-            src, dst, single(reader.header), chunk_bytes=chunk_bytes, own_pool_bytes=own_pool_bytes
-        ) as writer:
+        began = {name: info[name] for name in ("run_id", "created") if name in reader.header}
+        options = {"chunk_bytes": chunk_bytes, "own_pool_bytes": own_pool_bytes, "compression": codecs.choice}
+        with new_trace(src, dst, single(reader.header) | began, **options) as writer:
             for note in reader.notes:
                 writer.note(note)
             for done, (stream, message) in enumerate(
@@ -137,7 +151,7 @@ _ONE_PART: Mapping[str, Any] = {"ranks": [0], "attempt": 0, "first_step": 0}
 def _provenance(src: Path, filters: Mapping[str, Any]) -> dict[str, Any]:
     """What a copy says of where it is from; filters that let everything pass are not mentioned."""
     told = {
-        name: value if isinstance(value, str | int) else list(value)
+        name: value if isinstance(value, str | int | dict) else list(value)
         for name, value in filters.items()
         if value is not None
     }

@@ -1287,7 +1287,8 @@ class Exporter:
         except Exception as error:
             if self.strict:
                 raise
-            self._problem(what, f"{type(error).__name__}: {error}")
+            if self._enabled:  # else nothing is observed any more, and somebody has been told why
+                self._problem(what, f"{type(error).__name__}: {error}")
 
     def _give_up(self, kind: str, path: str | None, error: Exception) -> None:
         """Disable a stream that failed; the others, and the clock, go on."""

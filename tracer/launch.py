@@ -16,7 +16,7 @@ import signal
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -30,6 +30,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from tracer.bus import MessageBus
 from tracer.capture import Capture
+from tracer.compression import Compression
 from tracer.errors import CaptureError, TraceError
 from tracer.exporter import LOSS_FUNCTIONS, Exporter
 from tracer.hooks import unwrap
@@ -52,6 +53,7 @@ def run(
     strict: bool = False,
     resume: bool = False,
     first_step: int | None = None,
+    compression: str | Mapping[str, str] = "auto",
 ) -> int:
     """Run a training script, or a module as ``python -m`` does, and record it.
 
@@ -77,6 +79,8 @@ def run(
         Whether to go on with the trace at `out`, if there is one; see `tracer.record`.
     first_step : int, optional
         The global step that the script's checkpoint goes on with; by default as its optimizer counted.
+    compression : str or mapping
+        How the data is compressed; as in `tracer.record`.
 
     Returns
     -------
@@ -89,6 +93,8 @@ def run(
         If there is no such script or module; or, out of the script's first ``backward``, if the capture matches no
         module
         of its model.
+    UnknownNameError
+        If there is no such compression.
     TraceError
         If the script ended without error but no training was seen.
     TraceExistsError
@@ -97,11 +103,18 @@ def run(
     # a trace that is resumed, or that other ranks have begun, is looked at when the first step begins
     if not resume and this_process().size == 1:
         check_target(out, overwrite=overwrite)
+    codecs = Compression(compression)
     code, main = _load_module(script) if module else _load_script(script)
     if capture is None or isinstance(capture, Capture):
         capture = lighter_on_evaluation(capture if capture is not None else Capture())
-    going_on = Resume(first_step) if resume else None
-    session = _Session(Path(out), tuple(capture), overwrite=overwrite, strict=strict, resume=going_on)
+    session = _Session(
+        Path(out),
+        tuple(capture),
+        overwrite=overwrite,
+        strict=strict,
+        resume=Resume(first_step) if resume else None,
+        compression=codecs.choice,
+    )
     argv = [str(main.__file__) if module else script, *arguments]
     first_path = os.getcwd() if module else os.path.dirname(os.path.abspath(script))
     error: BaseException | None = None
@@ -141,13 +154,21 @@ class _Session:
     """Notices what a script makes and does, and tells the exporter."""
 
     def __init__(
-        self, out: Path, captures: tuple[Capture, ...], *, overwrite: bool, strict: bool, resume: Resume | None
+        self,
+        out: Path,
+        captures: tuple[Capture, ...],
+        *,
+        overwrite: bool,
+        strict: bool,
+        resume: Resume | None,
+        compression: str | Mapping[str, str],
     ) -> None:
         bus = MessageBus(f"recording to {out}", on_error="raise" if strict else "disable")
         self.exporter = Exporter(message_bus=bus, capture=captures, strict=strict)
         self.exporter.set_optimizer(())
         self.exporter.set_loss(LOSS_FUNCTIONS)
-        self.run: Run = start(out, self.exporter, overwrite=overwrite, resume=resume, lazily=True)
+        options: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "compression": compression}
+        self.run: Run = start(out, self.exporter, **options, lazily=True)
         self.exporter.starting = self._begin(self.exporter.starting)
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._began: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -171,6 +192,7 @@ class _Session:
             except (CaptureError, TraceError) as error:
                 self.refusal = error
                 self.exporter.train(False)
+                raise  # so that this step is not recorded
 
         return begin
 

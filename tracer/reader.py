@@ -409,6 +409,7 @@ class TraceReader:
             "bytes": int((journal[:, Column.COUNT] * self._itemsizes[journal[:, Column.STREAM]]).sum())
             if len(journal)
             else 0,
+            "stored_bytes": sum(store.nbytes for store in self._stores),
             "steps": span(Column.GLOBAL_STEP),
             "epochs": span(Column.EPOCH),
             "streams": len(self._streams),

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from tracer.bus import MessageBus, Receiver, in_order, version_of
 from tracer.capture import Capture, choice
+from tracer.compression import Compression
 from tracer.errors import CaptureError, TraceError
 from tracer.exporter import Exporter
 from tracer.layout import Column, part_name
@@ -388,6 +389,9 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
     ranks : iterable of int, optional
         The ranks of a distributed run that are recorded, each into a part of its own; by default all. On the others
         this does nothing.
+    compression : str or mapping
+        How the data is compressed, on the writer thread: ``"auto"`` (integers are, floats are not; in HDF5 nothing),
+        ``"none"``, ``"lz4"`` or ``"zstd"``, or one of them for each kind, such as ``{"activations": "zstd"}``.
 
     Raises
     ------
@@ -396,6 +400,8 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
     CaptureError
         If the capture matches nothing, a receiver needs a stream that the capture does not observe, or `resume` cannot
         tell the step.
+    UnknownNameError
+        If there is no such compression.
 
     Examples
     --------
@@ -436,6 +442,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         first_step: int | None = None,
         first_epoch: int | None = None,
         ranks: Iterable[int] | None = None,
+        compression: str | Mapping[str, str] = "auto",
     ) -> None:
         self._path = Path(path)
         self._model = model
@@ -462,6 +469,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         if not resume and (first_step is not None or first_epoch is not None):
             raise CaptureError("first_step and first_epoch say where to resume; give resume=True with them")
         self._ranks = ranks
+        self._compression = Compression(compression).choice
         self._run: Run | None = None
 
     def __enter__(self) -> Run:
@@ -485,6 +493,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
                 on_full=self._on_full,
                 resume=self._resume,
                 ranks=self._ranks,
+                compression=self._compression,
                 **self._commits,
             )
         except BaseException:
@@ -589,6 +598,7 @@ def start(
     durable: bool = False,
     resume: Resume | None = None,
     ranks: Iterable[int] | None = None,
+    compression: str | Mapping[str, str] = "auto",
     lazily: bool = False,
 ) -> Run:
     """Put a recorder and the receivers on an exporter's bus.
@@ -633,6 +643,7 @@ def start(
             commit_steps=commit_steps,
             commit_seconds=commit_seconds,
             durable=durable,
+            compression=compression,
         )
 
     if lazily:

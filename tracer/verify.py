@@ -277,6 +277,7 @@ class Survey:
         self.streams: dict[int, Stream] = {}
         self.shapes: dict[int, tuple[int, ...]] = {}
         self.pools: dict[int, tuple[str, str]] = {}
+        self._codecs: dict[int, str] = {}
         self.declarations = 0
         self.attributes: dict[str, Any] = {}
         self._arrays: dict[str, _Array | None] = {}
@@ -421,6 +422,8 @@ class Survey:
             if not isinstance(value["name"], str) or value["dtype"] not in layout.STORAGE_DTYPES:
                 raise ValueError(f"pool {value}")
             self._enter(self.pools, value["id"], (value["name"], value["dtype"]), what)
+            if value.get("compression") is not None:
+                self._codecs[value["id"]] = str(value["compression"])
 
     def _enter(self, table: dict[int, Any], number: Any, value: Any, what: str) -> None:
         if type(number) is not int or number < 0 or number in table:
@@ -468,10 +471,17 @@ class Survey:
 
     # -- arrays -------------------------------------------------------------------------------------------------------
 
-    def _array(self, name: str, dtype: str, row: tuple[int, ...] | None, chunk_bytes: int = 65536) -> _Array | None:
+    def _array(
+        self,
+        name: str,
+        dtype: str,
+        row: tuple[int, ...] | None,
+        chunk_bytes: int = 65536,
+        compression: str | None = None,
+    ) -> _Array | None:
         """An array, or None, and a problem, where it cannot be opened.
 
-        Where its description is damaged, it is taken for one of this dtype and shape of rows.
+        Where its description is damaged, it is taken for one of this dtype, shape of rows and compression.
         """
         if name in self._arrays:
             return self._arrays[name]
@@ -484,7 +494,7 @@ class Survey:
             assumed = None
             if isinstance(error, TraceCorruptError | TraceFormatError) and row is not None and 0 not in row:
                 with contextlib.suppress(TracerError):
-                    assumed = store.assume(name, dtype, row, chunk_bytes)
+                    assumed = store.assume(name, dtype, row, chunk_bytes, compression)
             if assumed is None:
                 return None
             length = stored = assumed
@@ -518,7 +528,7 @@ class Survey:
             shapes = np.unique(self.journal[self.sound & (self.journal[:, Column.POOL] == number), Column.SHAPE])
             if len(shapes) == 1:
                 row, chunk_bytes = self.shapes[int(shapes[0])], 1
-        array = self._array(name, dtype, row, chunk_bytes)
+        array = self._array(name, dtype, row, chunk_bytes, self._codecs.get(number))
         if array is not None and (array.dtype != dtype or array.size < 1):
             self._add("array", f"array {name!r} is of {array.dtype}, and {dtype} was declared", name)
             array = self._arrays[name] = None

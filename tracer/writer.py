@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tracer import layout
+from tracer.compression import Compression
 from tracer.errors import TraceError, TraceExistsError
 from tracer.layout import Column, Encoding
 from tracer.messages import Message
@@ -131,6 +132,9 @@ class TraceWriter:
     durable : bool
         Whether a commit waits until the disk has it (``fsync``): what it acknowledged then survives a power failure,
         too. Otherwise that takes the operating system some seconds.
+    compression : str or mapping
+        How the data is compressed: ``"auto"``, ``"none"``, ``"lz4"`` or ``"zstd"``, or one of them for each kind; see
+        `tracer.compression.Compression`. The journal and the declarations never are.
 
     Raises
     ------
@@ -138,6 +142,8 @@ class TraceWriter:
         If something is at `path`, unless it is a trace and `overwrite` is true.
     TraceFormatError
         If the suffix of `path` is unknown.
+    UnknownNameError, CaptureError
+        If the compression is none.
     TraceError
         If it cannot be written, or if the header is no JSON.
 
@@ -170,6 +176,7 @@ class TraceWriter:
         commit_seconds: float = 2.0,
         commit_steps: int | None = None,
         durable: bool = False,
+        compression: str | Mapping[str, str] = "auto",
     ) -> None:
         for name, value in (
             ("chunk_bytes", chunk_bytes),
@@ -182,6 +189,7 @@ class TraceWriter:
                 raise ValueError(f"{name} must be at least 1, and is {value}")
         self.path = Path(path)
         """Where the trace is."""
+        self._compression = Compression(compression)
         full_header = _complete(header or {})
         first_line = layout.declaration("header", full_header)
         if overwrite:
@@ -598,11 +606,17 @@ class TraceWriter:
         self._declared.append(layout.declaration("shape", {"id": number, "shape": list(shape)}))
         return number
 
-    def _declare_pool(self, name: str, dtype: str, row: tuple[int, ...], chunk_bytes: int) -> _Pool:
-        self._store.create(name, dtype=dtype, shape=row, chunk_bytes=chunk_bytes)
+    def _declare_pool(
+        self, name: str, dtype: str, row: tuple[int, ...], chunk_bytes: int, compression: str | None
+    ) -> _Pool:
+        self._store.create(name, dtype=dtype, shape=row, chunk_bytes=chunk_bytes, compression=compression)
         pool = self._pools[name] = _Pool(len(self._pools), name, row)
-        self._declared.append(layout.declaration("pool", {"id": pool.id, "name": name, "dtype": dtype}))
+        told = {} if compression is None else {"compression": compression}
+        self._declared.append(layout.declaration("pool", {"id": pool.id, "name": name, "dtype": dtype, **told}))
         return pool
+
+    def _codec(self, kind: str | None, dtype: str) -> str | None:
+        return self._compression.of(kind, dtype, plainly=self._store.plainly_compressed)
 
     def _own_pool(self, stream: _Stream, message: Message, row: tuple[int, ...]) -> _Pool:
         assert stream.encoding is not None
@@ -612,7 +626,8 @@ class TraceWriter:
             name = f"{name}%~{stream.id}"
         self._taken.add(name.casefold())
         # one row a chunk: rows are at least as large as the chunks of shared pools should be
-        return self._declare_pool(name, stream.encoding.storage, row, 1)
+        codec = self._codec(message.kind, stream.encoding.name)
+        return self._declare_pool(name, stream.encoding.storage, row, 1, codec)
 
     def _shared_pool(self, stream: _Stream, message: Message) -> _Pool:
         assert stream.encoding is not None
@@ -622,14 +637,17 @@ class TraceWriter:
         if pool is not None:
             return pool
         if self._store.can_create:
-            return self._declare_pool(name, storage, (), self._chunk_bytes)
+            # the dtypes that share a pool differ in what auto says; the first one decides
+            codec = self._codec(message.kind, stream.encoding.name)
+            return self._declare_pool(name, storage, (), self._chunk_bytes, codec)
         return self._pools[layout.late_pool(self._part, storage)]
 
     def _make_late_pools(self) -> None:
         if not self._store.seals:
             return
         for storage in layout.STORAGE_DTYPES:
-            self._declare_pool(layout.late_pool(self._part, storage), storage, (), self._chunk_bytes)
+            codec = self._codec(None, storage)
+            self._declare_pool(layout.late_pool(self._part, storage), storage, (), self._chunk_bytes, codec)
 
 
 class _Guard:

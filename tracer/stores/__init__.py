@@ -46,12 +46,16 @@ class WriteStore(Protocol):
     """Whether damaged numbers are noticed by the store itself."""
     seals: bool
     """Whether `seal` ends what `can_create` tells."""
+    plainly_compressed: bool
+    """Whether the libraries of the format read compressed arrays as they are, without a plugin."""
 
     @property
     def can_create(self) -> bool:
         """Whether `create` and `set_attrs` still work."""
 
-    def create(self, name: str, *, dtype: str, shape: tuple[int, ...], chunk_bytes: int) -> None:
+    def create(
+        self, name: str, *, dtype: str, shape: tuple[int, ...], chunk_bytes: int, compression: str | None = None
+    ) -> None:
         """Make an empty array.
 
         Parameters
@@ -64,11 +68,15 @@ class WriteStore(Protocol):
             Shape of one row, each at least 1; ``()`` for a one-dimensional array.
         chunk_bytes : int
             Bytes of a chunk, at most; a chunk holds at least one row, or part of one row over `CHUNK_LIMIT`.
+        compression : str, optional
+            Name of a codec of `tracer.stores.codecs.CODECS`; None to store the numbers as they are.
 
         Raises
         ------
         TraceError
             If the name is taken or cannot be used, or if this store can make no more arrays.
+        UnknownNameError
+            If there is no such codec.
         """
 
     def append(self, name: str, rows: NDArray[Any]) -> None:
@@ -131,6 +139,10 @@ class ReadStore(Protocol):
     def refresh(self) -> None:
         """Look again at a store that is being written: arrays may be there that were not."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its files."""
+
     def names(self, prefix: str = "") -> list[str]:
         """Sorted names of the arrays that begin with `prefix`."""
 
@@ -168,7 +180,9 @@ class ReadStore(Protocol):
     def stored_rows(self, name: str) -> int:
         """A bound on the rows of an array that can be on disk, however many it says it has."""
 
-    def assume(self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int) -> int | None:
+    def assume(
+        self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int, compression: str | None = None
+    ) -> int | None:
         """Take an array whose description is damaged for one that `WriteStore.create` made in this way.
 
         Returns its rows, at most; None where that is not possible. Its chunks still have to pass their checksums.
@@ -351,8 +365,7 @@ def chunk_shape(itemsize: int, shape: tuple[int, ...], chunk_bytes: int) -> tupl
     (1, 1, 250, 1000)
     """
     row = itemsize * math.prod(shape)
-    # more than 256 chunks in a row would not leave the index of a shard within one page of 4096 bytes
-    limit = max(CHUNK_LIMIT, -(-row // 64))
+    limit = largest_chunk(row)
     if row <= limit:
         return (max(1, min(chunk_bytes, limit) // row), *shape)
     chunk = [1]
@@ -365,6 +378,12 @@ def chunk_shape(itemsize: int, shape: tuple[int, ...], chunk_bytes: int) -> tupl
         chunk.append(1)
         rest = below
     raise AssertionError("an item is smaller than the limit")
+
+
+def largest_chunk(row_nbytes: int) -> int:
+    """Bytes of the largest chunk that `chunk_shape` makes of rows of so many bytes."""
+    # more than 256 chunks in a row would not leave the index of a shard within one page of 4096 bytes
+    return max(CHUNK_LIMIT, -(-row_nbytes // 64))
 
 
 def walk(shape: tuple[int, ...], chunk: tuple[int, ...], item: int, start: int, stop: int) -> Iterator[Piece]:

@@ -3,6 +3,10 @@
 Chunks go into the file without passing through HDF5's chunk cache. From the first commit on the file is in SWMR mode,
 in which it can be read while it is written and after ``kill -9``, and in which no datasets can be made; until then
 it lies beside its final path, so that what is at the path can always be opened.
+
+Compressed chunks go the same way, and are decoded here: HDF5 is told which filter they passed, and never runs one. A
+chunk that a commit published before it was full stays uncompressed, because HDF5 would give it another place each time
+that its size changes, and in SWMR mode it never uses the old one again.
 """
 
 from __future__ import annotations
@@ -24,10 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
-from tracer.stores import PART, RowChunks, check_name, contiguous, rows_in, sync_folder, walk
+from tracer.stores import PART, RowChunks, check_name, contiguous, largest_chunk, rows_in, sync_folder, walk
+from tracer.stores.codecs import CODECS, HDF5_FILTER, OVERHEAD, Codec, codec_of, decode, encode, hdf5_options
 
 CHUNK_LIMIT = 1 << 30
 """Bytes of the largest chunk that is read."""
+_NOT_FILTERED = 1
+"""Filter mask of a chunk that its only filter was not applied to."""
 FIRST_PART = "rank0"
 """The part that the file at a trace's path holds."""
 _JSON = "json:"
@@ -157,12 +164,15 @@ def _bound_retries(access: Any) -> None:
 class _Array:
     """A dataset that is being written."""
 
-    __slots__ = ("dataset", "length", "rows")
+    __slots__ = ("codec", "dataset", "length", "plain", "rows")
 
-    def __init__(self, dataset: Any, rows: RowChunks) -> None:
+    def __init__(self, dataset: Any, rows: RowChunks, codec: Codec | None) -> None:
         self.dataset = dataset
         self.rows = rows
+        self.codec = codec
         self.length = 0
+        # the last chunk that was published before it was full
+        self.plain = -1
 
 
 class Hdf5WriteStore:
@@ -172,6 +182,7 @@ class Hdf5WriteStore:
         self.path = path
         self.checksums_chunks = False
         self.seals = True
+        self.plainly_compressed = False
         self._durable = durable
         self._arrays: dict[str, _Array] = {}
         self._changed: dict[str, None] = {}
@@ -184,24 +195,32 @@ class Hdf5WriteStore:
         """Whether the file is not yet in SWMR mode."""
         return not self._sealed
 
-    def create(self, name: str, *, dtype: str, shape: tuple[int, ...], chunk_bytes: int) -> None:
+    def create(
+        self, name: str, *, dtype: str, shape: tuple[int, ...], chunk_bytes: int, compression: str | None = None
+    ) -> None:
         check_name(name)
         if self._sealed:
             raise TraceError(f"{self.path} is sealed: {name!r} should have been made before the first commit")
-        rows = RowChunks(name, dtype, shape, chunk_bytes)
+        rows, codec = RowChunks(name, dtype, shape, chunk_bytes), codec_of(compression)
+        filters: dict[str, Any] = {}
+        if codec is not None:
+            # unknown to HDF5 unless a plugin brings it, which takes no part in writing whole chunks
+            options = hdf5_options(codec, rows.dtype.itemsize, rows.chunk_nbytes)
+            filters = {"compression": HDF5_FILTER, "compression_opts": options, "allow_unknown_filter": True}
         self._opened()
         if name in self._file:
             raise TraceError(f"{self.path} already has an array or group {name!r}")
         with _written(self.path):
             dataset = self._file.create_dataset(
-                name, shape=(0, *shape), maxshape=(None, *shape), chunks=rows.chunk, dtype=rows.dtype
+                name, shape=(0, *shape), maxshape=(None, *shape), chunks=rows.chunk, dtype=rows.dtype, **filters
             )
-        self._arrays[name] = _Array(dataset.id, rows)
+        self._arrays[name] = _Array(dataset.id, rows, codec)
 
     def append(self, name: str, rows: NDArray[Any]) -> None:
         array = self._array(name)
+        write = self._write_chunk if array.codec is None else self._write_compressed
         with _written(self.path):
-            array.rows.append(rows, lambda number, data: self._write_chunk(array, number, data))
+            array.rows.append(rows, lambda number, data: write(array, number, data))
         self._changed[name] = None
 
     def length(self, name: str) -> int:
@@ -236,8 +255,10 @@ class Hdf5WriteStore:
             for name in self._changed:
                 array = self._arrays[name]
                 tail = array.rows.take_tail()
-                if tail is not None:
+                if tail is not None and array.codec is None:
                     self._write_chunk(array, *tail)
+                elif tail is not None:
+                    self._write_compressed(array, *tail, last=True)
                 self._resize(array, array.rows.rows)
             self._changed.clear()
             file.flush()
@@ -294,7 +315,18 @@ class Hdf5WriteStore:
             array.dataset.set_extent((length, *array.rows.shape))
             array.length = length
 
-    def _write_chunk(self, array: _Array, number: int, data: memoryview) -> None:
+    def _write_compressed(self, array: _Array, number: int, data: memoryview, last: bool = False) -> None:
+        """Write a chunk compressed; or as it is, where it is the last one, which is not full yet, or once was."""
+        assert array.codec is not None
+        if last:
+            array.plain = number
+        if array.plain == number:
+            self._write_chunk(array, number, data, _NOT_FILTERED)
+        else:
+            encoded = encode(array.codec, data, array.rows.dtype.itemsize)
+            self._write_chunk(array, number, memoryview(encoded))
+
+    def _write_chunk(self, array: _Array, number: int, data: memoryview, filter_mask: int = 0) -> None:
         rows = array.rows
         height, place = divmod(number, rows.per_row)
         start = [height * rows.chunk[0]]
@@ -304,7 +336,7 @@ class Hdf5WriteStore:
             start += [int(i) * size for i, size in zip(np.unravel_index(place, rows.grid), rows.chunk[1:], strict=True)]
         # a chunk cannot be written beyond the length; its rows mean nothing before the journal refers to them
         self._resize(array, start[0] + 1)
-        array.dataset.write_direct_chunk(tuple(start), data)
+        array.dataset.write_direct_chunk(tuple(start), data, filter_mask)
 
 
 def _encode(value: Any) -> Any:
@@ -334,7 +366,9 @@ class Hdf5ReadStore:
         self.checksums_chunks = False
         self.problems: list[str] = []
         self._datasets: dict[str, Any] = {}
+        self._codecs: dict[str, Codec] = {}
         self._places: dict[str, tuple[int, dict[int, int]]] = {}
+        self._stored: dict[str, tuple[int, dict[int, tuple[int, int, int]]]] = {}
         self._plain = -1
         self._looked_up: set[str] = set()
         self._size = path.stat().st_size
@@ -399,15 +433,34 @@ class Hdf5ReadStore:
                 properties = item.id.get_create_plist()
                 if properties.get_layout() != h5py.h5d.CHUNKED or properties.get_external_count():
                     raise TraceFormatError(f"{self.path}: the numbers of {name!r} are not in chunks of this file")
-                if properties.get_nfilters():
-                    raise TraceFormatError(f"{self.path}: {name!r} has a filter, which a trace never has")
                 if item.dtype.kind not in "biufc" or not item.shape:
                     raise TraceFormatError(f"{self.path}: {name!r} is not an array of numbers")
                 if math.prod(item.chunks) * item.dtype.itemsize > CHUNK_LIMIT:
                     raise TraceFormatError(f"{self.path}: the chunks of {name!r} are too large: {item.chunks}")
+                if properties.get_nfilters():
+                    self._codecs[name] = self._codec_of(name, item, properties)
                 self._datasets[name] = item
             else:
                 raise TraceFormatError(f"{self.path}: {name!r} is neither a group nor an array")
+
+    def _codec_of(self, name: str, dataset: Any, properties: Any) -> Codec:
+        """The codec of an array with filters; refuses all filters but one of those that are written here."""
+        item, chunk = dataset.dtype.itemsize, dataset.chunks
+        chunk_nbytes = item * math.prod(chunk)
+        if properties.get_nfilters() == 1:
+            number, _, options, _ = properties.get_filter(0)
+            for codec in CODECS.values():
+                if number == HDF5_FILTER and tuple(options) == hdf5_options(codec, item, chunk_nbytes):
+                    # chunks of other shapes would be read by HDF5, which would load the filter
+                    small = chunk_nbytes <= largest_chunk(item * math.prod(dataset.shape[1:]))
+                    if small and contiguous(chunk, dataset.shape):
+                        return codec
+        raise TraceFormatError(f"{self.path}: {name!r} has a filter that is not one of a trace")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return self.path.stat().st_size
 
     @property
     def modified(self) -> float:
@@ -453,9 +506,18 @@ class Hdf5ReadStore:
 
     def stored_rows(self, name: str) -> int:
         dataset = self._dataset(name)
+        if name in self._codecs:
+            with _read(self.path, f"array {name!r}"):
+                stored = self._stored_of(name, dataset, dataset.shape[0])
+            grid = math.prod(-(-size // part) for size, part in zip(dataset.shape[1:], dataset.chunks[1:], strict=True))
+            # a chunk's number may say anything; some may be missing
+            chunks = min(max(stored, default=-1) + 1, 1000 * (len(stored) + 1))
+            return int(-(-chunks // grid) * dataset.chunks[0])
         return int(self._size // max(1, dataset.dtype.itemsize * math.prod(dataset.shape[1:])) + 1)
 
-    def assume(self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int) -> int | None:
+    def assume(
+        self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int, compression: str | None = None
+    ) -> int | None:
         # where the chunks are stands in what is damaged
         return None
 
@@ -476,10 +538,16 @@ class Hdf5ReadStore:
                 raise TraceCorruptError(
                     f"{self.path}: array {name!r} has {shape[0]} rows, and not those from {start} to {stop}"
                 )
-            self._check_size(name, dataset, stop - start)
+            codec = self._codecs.get(name)
+            if codec is None:
+                self._check_size(name, dataset, stop - start)
+            else:
+                self._check_compressed_size(name, dataset, start, stop)
             found = rows_in(out, (stop - start, *shape[1:]), dataset.dtype)
             if found.size:
-                if contiguous(dataset.chunks, shape):
+                if codec is not None:
+                    self._read_compressed(name, dataset, codec, start, stop, found.reshape(-1).view(np.uint8))
+                elif contiguous(dataset.chunks, shape):
                     self._read_chunks(name, dataset, start, stop, found.reshape(-1).view(np.uint8))
                 else:
                     dataset.read_direct(found, np.s_[start:stop])
@@ -521,9 +589,75 @@ class Hdf5ReadStore:
             self._places[name] = (shape[0], places)
         return places
 
+    def _read_compressed(
+        self, name: str, dataset: Any, codec: Codec, start: int, stop: int, out: NDArray[np.uint8]
+    ) -> None:
+        """As `_read_chunks`, for an array with compressed chunks; HDF5 decodes none of them."""
+        shape, chunk, item = dataset.shape, dataset.chunks, dataset.dtype.itemsize
+        places = self._stored_of(name, dataset, stop)
+        row_nbytes, chunk_nbytes = item * math.prod(shape[1:]), item * math.prod(chunk)
+        first, end = start * row_nbytes, stop * row_nbytes
+        buffer = np.empty(chunk_nbytes + OVERHEAD, np.uint8)
+        for number, begin, length in walk(shape, chunk, item, start, stop):
+            if number not in places:
+                raise TraceCorruptError(f"{self.path}: array {name!r} lacks its chunk {number}")
+            place, nbytes, mask = places[number]
+            low, high = max(begin, first), min(begin + length, end)
+            part = out[low - first : high - first]
+            plain = mask == _NOT_FILTERED
+            if plain and nbytes == chunk_nbytes:
+                stored, place = part, place + low - begin
+            elif not plain and nbytes <= len(buffer):
+                stored = buffer[:nbytes]
+            else:
+                raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} is not of the size of one")
+            if os.preadv(self._plain, [stored.data], place) != len(stored):
+                raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} lies beyond the file's end")
+            if plain:
+                continue
+            target = part if len(part) == chunk_nbytes else np.empty(chunk_nbytes, np.uint8)
+            if not decode(codec, stored, target, item):
+                raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} cannot be decoded")
+            if target is not part:
+                part[:] = target[low - begin : high - begin]
+
+    def _stored_of(self, name: str, dataset: Any, stop: int) -> dict[int, tuple[int, int, int]]:
+        """Where each chunk of an array with a filter begins, its bytes and its filter mask; as `_places_of`."""
+        known, places = self._stored.get(name, (0, {}))
+        if stop > known:
+            chunk, shape = dataset.chunks, dataset.shape
+            grid = [-(-size // part) for size, part in zip(shape, chunk, strict=True)]
+            steps = [math.prod(grid[axis + 1 :]) for axis in range(len(grid))]
+            found: dict[int, tuple[int, int, int]] = {}
+
+            def note(stored: Any) -> None:
+                offsets = zip(stored.chunk_offset, chunk, steps, strict=True)
+                number = sum(offset // part * step for offset, part, step in offsets)
+                found[number] = (stored.byte_offset, stored.size, stored.filter_mask)
+
+            dataset.id.chunk_iter(note)
+            places = found
+            self._stored[name] = (shape[0], places)
+        return places
+
+    def _check_compressed_size(self, name: str, dataset: Any, start: int, stop: int) -> None:
+        """As `_check_size`: compressed, an array may be larger than the file, but not than its chunks become."""
+        shape, chunk, item = dataset.shape, dataset.chunks, dataset.dtype.itemsize
+        nbytes = (stop - start) * item * math.prod(shape[1:])
+        if nbytes <= self._size:
+            return
+        places = self._stored_of(name, dataset, stop)
+        per_height = math.prod(-(-size // part) for size, part in zip(shape[1:], chunk[1:], strict=True))
+        first, end = start // chunk[0] * per_height, -(-stop // chunk[0]) * per_height
+        sizes = [size for number, (_, size, _) in places.items() if first <= number < end]
+        # chunks that share their bytes are not there so often
+        if sum(sizes) > self.path.stat().st_size or nbytes > len(sizes) * item * math.prod(chunk):
+            raise TraceCorruptError(f"{self.path}: array {name!r} is larger than what is there of it in the file")
+
     def close(self) -> None:
         self._datasets.clear()
         self._places.clear()
+        self._stored.clear()
         self._file.close()
         if self._plain >= 0:
             os.close(self._plain)

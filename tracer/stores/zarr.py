@@ -2,11 +2,12 @@
 
 Arrays are sharded and checksummed: a shard is a file with a fixed-size index at its start, then chunks of one size.
 Shards are written here with ``pwrite``, because a library call for each chunk costs more than the chunk. Reading does
-the same for the codecs written here, and leaves arrays with other codecs (a trace that was copied with compression)
-to zarr-python.
+the same for the codecs written here, and leaves arrays with other codecs (a trace that another tool copied) to
+zarr-python.
 
 What a commit published is never written over: the last chunk of an array, which is not full yet, alternates between
-slots, and the index, which fits into one page, is replaced as a whole.
+slots, and the index, which fits into one page, is replaced as a whole. Compressed chunks follow each other as they
+come, each as long as it is; only the last one has slots, which are large enough for whatever it becomes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
-from tracer.stores import PART, RowChunks, check_name, contiguous, rows_in, sync_folder, walk
+from tracer.stores import PART, RowChunks, check_name, contiguous, largest_chunk, rows_in, sync_folder, walk
+from tracer.stores.codecs import CODECS, OVERHEAD, Codec, codec_of, decode, decoded_size, encode, zarr_codec
 
 CHUNKS_PER_SHARD = 128
 PIECE = 65536
@@ -156,7 +158,7 @@ def _crc32c(data: bytes | memoryview) -> bytes:
 class _Shard:
     """The shard file of an array that is being written: its index, and which slots of the file are in use."""
 
-    __slots__ = ("changed", "chunks", "free", "nbytes", "number", "path", "places", "retired", "slots")
+    __slots__ = ("changed", "chunks", "end", "free", "nbytes", "number", "path", "places", "retired", "sizes", "slots")
 
     def __init__(self, number: int, path: Path, chunks: int) -> None:
         self.number = number
@@ -169,16 +171,20 @@ class _Shard:
         # offsets that the index on disk still refers to, and the index in memory no longer does
         self.retired: list[int] = []
         self.changed = False
+        # of compressed chunks: the bytes of each, and where the next one begins (0: behind the index)
+        self.sizes: dict[int, int] = {}
+        self.end = 0
 
 
 class _Array:
     """An array that is being written."""
 
-    __slots__ = ("attrs", "first", "folder", "per_shard", "published", "rows", "shard", "stride", "template")
+    __slots__ = ("attrs", "codec", "first", "folder", "per_shard", "published", "rows", "shard", "stride", "template")
 
-    def __init__(self, folder: Path, name: str, rows: RowChunks) -> None:
+    def __init__(self, folder: Path, name: str, rows: RowChunks, codec: Codec | None = None) -> None:
         self.folder = folder
         self.rows = rows
+        self.codec = codec
         heights = max(1, CHUNKS_PER_SHARD // rows.per_row)
         self.per_shard = heights * rows.per_row
         # places of the chunks in a shard: behind its index, and large ones at the pages of the file, which is faster
@@ -189,10 +195,13 @@ class _Array:
         self.published = -1
         self.attrs: dict[str, Any] = {}
         trailing = [count * size for count, size in zip(rows.grid, rows.chunk[1:], strict=True)]
-        self.template = _array_document(rows.dtype, rows.chunk, (heights * rows.chunk[0], *trailing))
+        self.template = _array_document(rows.dtype, rows.chunk, (heights * rows.chunk[0], *trailing), codec)
 
 
-def _array_document(dtype: np.dtype[Any], chunk: tuple[int, ...], shard: tuple[int, ...]) -> dict[str, Any]:
+def _array_document(
+    dtype: np.dtype[Any], chunk: tuple[int, ...], shard: tuple[int, ...], codec: Codec | None
+) -> dict[str, Any]:
+    inner = [] if codec is None else [zarr_codec(codec, dtype.itemsize, dtype.itemsize * math.prod(chunk))]
     fill: Any = {"b": False, "i": 0, "u": 0, "f": 0.0, "c": [0.0, 0.0]}[dtype.kind]
     return {
         "zarr_format": 3,
@@ -206,7 +215,7 @@ def _array_document(dtype: np.dtype[Any], chunk: tuple[int, ...], shard: tuple[i
                 "name": "sharding_indexed",
                 "configuration": {
                     "chunk_shape": list(chunk),
-                    "codecs": [_BYTES, _CRC32C],
+                    "codecs": [_BYTES, *inner, _CRC32C],
                     "index_codecs": [_BYTES, _CRC32C],
                     "index_location": "start",
                 },
@@ -223,6 +232,7 @@ class ZarrWriteStore:
         self.checksums_chunks = True
         self.seals = False
         self._touched = path / "zarr.json" if part is None else path / part / "zarr.json"
+        self.plainly_compressed = True
         self._durable = durable
         # shards and folders that changed since the last commit; filled only where the disk has to be waited for
         self._unsynced: dict[Path, None] = {}
@@ -255,7 +265,9 @@ class ZarrWriteStore:
         """Always true: arrays can be made at any time."""
         return True
 
-    def create(self, name: str, *, dtype: str, shape: tuple[int, ...], chunk_bytes: int) -> None:
+    def create(
+        self, name: str, *, dtype: str, shape: tuple[int, ...], chunk_bytes: int, compression: str | None = None
+    ) -> None:
         check_name(name)
         if name in self._arrays or name in self._groups:
             raise TraceError(f"{self.path} already has an array or group {name!r}")
@@ -263,7 +275,7 @@ class ZarrWriteStore:
         parents = ["/".join(parts[:depth]) for depth in range(1, len(parts))]
         if any(parent in self._arrays for parent in parents):
             raise TraceError(f"{self.path}: {name!r} lies within an array")
-        array = _Array(self.path / name, name, RowChunks(name, dtype, shape, chunk_bytes))
+        array = _Array(self.path / name, name, RowChunks(name, dtype, shape, chunk_bytes), codec_of(compression))
         with _written(self.path):
             for parent in parents:
                 if parent not in self._groups:
@@ -276,8 +288,9 @@ class ZarrWriteStore:
 
     def append(self, name: str, rows: NDArray[Any]) -> None:
         array = self._array(name)
+        write = self._write_chunk if array.codec is None else self._write_compressed
         with _written(self.path):
-            array.rows.append(rows, lambda number, data: self._write_chunk(array, number, data))
+            array.rows.append(rows, lambda number, data: write(array, number, data))
         self._changed[name] = None
 
     def length(self, name: str) -> int:
@@ -304,8 +317,10 @@ class ZarrWriteStore:
                 if array is None:
                     continue
                 tail = array.rows.take_tail()
-                if tail is not None:
+                if tail is not None and array.codec is None:
                     self._write_chunk(array, *tail)
+                elif tail is not None:
+                    self._write_compressed(array, *tail, last=True)
                 if array.shard is not None and array.shard.changed:
                     self._write_index(array.shard)
             if self._durable:
@@ -358,8 +373,8 @@ class ZarrWriteStore:
             raise TraceError(f"{self.path} has no array {name!r}")
         return self._arrays[name]
 
-    def _write_chunk(self, array: _Array, number: int, data: memoryview) -> None:
-        shard_number, place = divmod(number, array.per_shard)
+    def _shard_of(self, array: _Array, shard_number: int) -> _Shard:
+        """The shard that is being written, or a new one; chunks come in order."""
         shard = array.shard
         if shard is None or shard.number != shard_number:
             if shard is not None and shard.changed:
@@ -370,6 +385,11 @@ class ZarrWriteStore:
             folder.parent.mkdir(parents=True, exist_ok=True)
             self._made(folder.parent)
             shard = array.shard = _Shard(shard_number, folder, array.per_shard)
+        return shard
+
+    def _write_chunk(self, array: _Array, number: int, data: memoryview) -> None:
+        shard_number, place = divmod(number, array.per_shard)
+        shard = self._shard_of(array, shard_number)
         nbytes = len(data)
         if shard.free:
             offset = shard.free.pop()
@@ -395,11 +415,40 @@ class ZarrWriteStore:
         shard.nbytes = nbytes + 4
         shard.changed = True
 
+    def _write_compressed(self, array: _Array, number: int, data: memoryview, last: bool = False) -> None:
+        """Compress and write a chunk; `last`: the last one of the array, which is not full yet and comes again."""
+        assert array.codec is not None
+        shard_number, place = divmod(number, array.per_shard)
+        shard = self._shard_of(array, shard_number)
+        shard.end = shard.end or array.first
+        encoded = encode(array.codec, data, array.rows.dtype.itemsize)
+        nbytes = len(encoded)
+        if last and shard.free:
+            offset = shard.free.pop()
+        else:
+            offset = shard.end
+            shard.end += len(data) + OVERHEAD + 4 if last else nbytes + 4
+        file = self._file(shard.path)
+        if self._durable:
+            self._unsynced[shard.path] = None
+        view = memoryview(encoded)
+        end = nbytes - 1 - (nbytes - 1) % PIECE
+        for start in range(0, end, PIECE):
+            _pwrite(file, [view[start : start + PIECE]], PIECE, offset + start)
+        _pwrite(file, [view[end:], _crc32c(encoded)], nbytes - end + 4, offset + end)
+        # only the last chunk is written again, so what becomes free is always a slot
+        before = shard.places.get(place)
+        if before is not None:
+            shard.retired.append(before)
+        shard.places[place] = offset
+        shard.sizes[place] = nbytes + 4
+        shard.changed = True
+
     def _write_index(self, shard: _Shard) -> None:
         index = np.full((shard.chunks, 2), MISSING, "<u8")
         places = np.fromiter(shard.places, np.int64, len(shard.places))
         index[places, 0] = np.fromiter(shard.places.values(), np.uint64, len(shard.places))
-        index[places, 1] = shard.nbytes
+        index[places, 1] = [shard.sizes[place] for place in shard.places] if shard.sizes else shard.nbytes
         data = index.tobytes()
         # one write within one page: a killed process leaves the old index or the new one
         _pwrite(self._file(shard.path), [data + _crc32c(data)], len(data) + 4, 0)
@@ -466,7 +515,7 @@ def _replace(folder: Path, document: Mapping[str, Any], durable: bool) -> None:
 class _Opened:
     """The metadata of an array that is being read."""
 
-    __slots__ = ("array", "chunk", "dtype", "folder", "per_shard", "shape", "shard_rows", "shards")
+    __slots__ = ("array", "chunk", "codec", "dtype", "folder", "per_shard", "shape", "shard_rows", "shards")
 
     def __init__(self, path: Path, name: str, document: Mapping[str, Any] | None = None) -> None:
         self.folder = path / name
@@ -502,10 +551,11 @@ class _Opened:
         # zarr-python's array, for codecs other than ours
         self.array: Any = None
         self.per_shard = 0
+        self.codec: Codec | None = None
         if self._is_ours(document, shard):
             self.per_shard = math.prod(shard) // math.prod(self.chunk)
         else:
-            self.array = _zarr_array(path, name)
+            self.array = _zarr_array(path, name, len(self.shape))
 
     @property
     def chunk_nbytes(self) -> int:
@@ -516,14 +566,24 @@ class _Opened:
 
     def _is_ours(self, document: Mapping[str, Any], shard: tuple[int, ...]) -> bool:
         """Whether the array is laid out as `ZarrWriteStore` does it."""
-        template = _array_document(self.dtype, self.chunk, shard)
         return (
-            all(document.get(key) == value for key, value in template.items())
+            self._is_described(document, shard)
             and all(outer % inner == 0 for outer, inner in zip(shard, self.chunk, strict=True))
             # a row lies in one shard, and its parts are contiguous
             and all(outer >= size for outer, size in zip(shard[1:], self.shape[1:], strict=True))
             and contiguous(self.chunk, self.shape)
         )
+
+    def _is_described(self, document: Mapping[str, Any], shard: tuple[int, ...]) -> bool:
+        """Whether the metadata are those of an array of `ZarrWriteStore`; sets the codec."""
+        for codec in (None, *CODECS.values()):
+            template = _array_document(self.dtype, self.chunk, shard, codec)
+            if all(document.get(key) == value for key, value in template.items()):
+                self.codec = codec
+                # a larger one would take memory for what may be a few bytes
+                row_nbytes = self.dtype.itemsize * math.prod(self.shape[1:])
+                return codec is None or self.chunk_nbytes <= largest_chunk(row_nbytes)
+        return False
 
 
 def _check_codecs(codecs: Any) -> None:
@@ -552,20 +612,28 @@ def _listed(folder: Path) -> list[str]:
 
 def _disk_bytes(folder: Path) -> int:
     """Bytes of all files below a folder."""
-    return sum(os.lstat(os.path.join(parent, name)).st_size for parent, _, files in os.walk(folder) for name in files)
+    found = 0
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            # a writer may have renamed it in the meantime
+            with suppress(FileNotFoundError):
+                found += os.lstat(os.path.join(parent, name)).st_size
+    return found
 
 
-def _check_links(path: Path, name: str) -> None:
-    """Refuse what is neither a file nor a directory, where zarr-python opens the shards, which follows links."""
+def _check_links(path: Path, name: str, axes: int) -> None:
+    """Refuse what is no file where zarr-python opens the shards: it follows links, and reads folders as zeros."""
     for parent, folders, files in os.walk(path / name):
+        # "c", and a folder for each axis but the last
+        deepest = len(Path(parent).relative_to(path / name).parts) == axes
         for entry in (*folders, *files):
             mode = os.lstat(os.path.join(parent, entry)).st_mode
-            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                raise TraceFormatError(f"{path}: {entry!r} in array {name!r} is a link or a pipe, not a file")
+            if not stat.S_ISREG(mode) and not (stat.S_ISDIR(mode) and not deepest):
+                raise TraceFormatError(f"{path}: {entry!r} in array {name!r} is a link, a pipe or a folder, not a file")
 
 
-def _zarr_array(path: Path, name: str) -> Any:
-    _check_links(path, name)
+def _zarr_array(path: Path, name: str, axes: int) -> Any:
+    _check_links(path, name, axes)
     # only here, because importing zarr-python takes half a second that most traces do not need
     import zarr
 
@@ -605,6 +673,11 @@ class ZarrReadStore:
         self._assumed: dict[str, int] = {}
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all files of the directory."""
+        return _disk_bytes(self.path)
+
+    @property
     def modified(self) -> float:
         """When a ``zarr.json`` was last replaced; every commit replaces some."""
         newest = 0.0
@@ -626,20 +699,25 @@ class ZarrReadStore:
         # a shard's number is its name, which may say anything; some may be missing
         return min(max(numbers, default=-1) + 1, 1000 * (len(numbers) + 1)) * array.shard_rows
 
-    def assume(self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int) -> int | None:
+    def assume(
+        self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int, compression: str | None = None
+    ) -> int | None:
         check_name(name)
         self._inside(self.path / name / "c")
-        array = self._arrays[name] = self._made_as(name, dtype, shape, chunk_bytes)
+        codec = codec_of(compression)
+        array = self._arrays[name] = self._made_as(name, dtype, shape, chunk_bytes, codec)
         rows = self.stored_rows(name)
         last = rows // array.shard_rows - 1
         index = self._index_of(name, array, last)
         stored = index[index[:, 0] != MISSING]
         nbytes = int(stored[0, 1]) - 4 if len(stored) else array.chunk_nbytes
+        if codec is not None and len(stored):
+            nbytes = self._decoded_size(name, array, last, int(stored[0, 0]))
         if not 0 < nbytes <= CHUNK_LIMIT:
             return None
         if nbytes != array.chunk_nbytes:
             # it was made with chunks of another size, which the index tells
-            array = self._arrays[name] = self._made_as(name, dtype, shape, nbytes)
+            array = self._arrays[name] = self._made_as(name, dtype, shape, nbytes, codec)
             rows = (last + 1) * array.shard_rows
         if len(stored):
             # the last shard is full up to its last chunk only
@@ -650,9 +728,19 @@ class ZarrReadStore:
         self._assumed[name] = rows
         return rows
 
-    def _made_as(self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int) -> _Opened:
-        template = _Array(self.path / name, name, RowChunks(name, dtype, shape, chunk_bytes)).template
+    def _made_as(self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int, codec: Codec | None) -> _Opened:
+        template = _Array(self.path / name, name, RowChunks(name, dtype, shape, chunk_bytes), codec).template
         return _Opened(self.path, name, template | {"shape": [0, *shape]})
+
+    def _decoded_size(self, name: str, array: _Opened, shard: int, offset: int) -> int:
+        """How large a compressed chunk says that it is; 0 where that cannot be read."""
+        with suppress(TraceCorruptError, OSError, OverflowError):
+            file = self._open_shard(name, array, shard)
+            try:
+                return decoded_size(os.pread(file, OVERHEAD, offset))
+            finally:
+                os.close(file)
+        return 0
 
     def _index_of(self, name: str, array: _Opened, shard: int) -> NDArray[np.uint64]:
         """The index of a shard; empty where it cannot be read."""
@@ -714,7 +802,8 @@ class ZarrReadStore:
         except (MemoryError, ValueError) as error:
             raise TraceCorruptError(f"{self.path}: array {name!r} does not fit into memory: {error}") from error
         if found.size:
-            self._read(name, array, start, stop, found.reshape(-1).view(np.uint8))
+            read = self._read if array.codec is None else self._read_compressed
+            read(name, array, start, stop, found.reshape(-1).view(np.uint8))
         return found
 
     def _open(self, name: str, anew: bool = False) -> _Opened:
@@ -736,12 +825,35 @@ class ZarrReadStore:
         else:
             first, last = start // array.shard_rows, (stop - 1) // array.shard_rows
             missing = last - first >= len(_listed(array.folder / "c"))
-            if not missing:
+            if not missing and array.codec is not None:
+                missing = nbytes > self._stored_bytes(name, array, start, stop)
+            elif not missing:
                 shards = [array.shard_path(number) for number in range(first, last + 1)]
                 # one chunk may be there in part only, and stick out of the shape
                 missing = nbytes > sum(path.stat().st_size for path in shards if path.is_file()) + array.chunk_nbytes
         if missing:
             raise TraceCorruptError(f"{self.path}: array {name!r} is larger than what is there of it on disk")
+
+    def _stored_bytes(self, name: str, array: _Opened, start: int, stop: int) -> int:
+        """How many bytes the compressed chunks of these rows can become."""
+        height = int(array.chunk[0])
+        per_height = array.per_shard * height // array.shard_rows
+        first, end = start // height * per_height, -(-stop // height) * per_height
+        found = 0
+        for shard in range(first // array.per_shard, -(-end // array.per_shard)):
+            file = self._open_shard(name, array, shard)
+            try:
+                index = self._read_index(name, array, file)
+                size = os.fstat(file).st_size
+            finally:
+                os.close(file)
+            begin = shard * array.per_shard
+            sizes = index[max(first - begin, 0) : end - begin, 1]
+            sizes = sizes[(sizes > 4) & (sizes <= array.chunk_nbytes + OVERHEAD + 4)]
+            # chunks that share their bytes are not there so often
+            if int(sizes.sum()) <= size:
+                found += len(sizes) * array.chunk_nbytes
+        return found
 
     def _inside(self, path: Path) -> None:
         # a link out of the directory would make a trace show what lies elsewhere
@@ -780,6 +892,49 @@ class ZarrReadStore:
                     out[low - first : high - first] = target[low - begin : high - begin]
                 if not right:
                     raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} fails its checksum")
+        except (OSError, OverflowError) as error:
+            if isinstance(error, TraceError):
+                raise
+            raise TraceCorruptError(f"{self.path}: array {name!r} cannot be read: {error}") from error
+        finally:
+            if file >= 0:
+                os.close(file)
+
+    def _read_compressed(self, name: str, array: _Opened, start: int, stop: int, out: NDArray[np.uint8]) -> None:
+        """As `_read`, for compressed chunks."""
+        assert array.codec is not None
+        item = array.dtype.itemsize
+        row_nbytes = item * math.prod(array.shape[1:])
+        chunk_nbytes = array.chunk_nbytes
+        first, end = start * row_nbytes, stop * row_nbytes
+        per_shard = array.per_shard
+        shard_number, file = -1, -1
+        places: list[list[int]] = []
+        most = chunk_nbytes + OVERHEAD + 4
+        buffer = np.empty(most, np.uint8)
+        try:
+            for number, begin, length in walk(array.shape, array.chunk, item, start, stop):
+                if number // per_shard != shard_number:
+                    if file >= 0:
+                        os.close(file)
+                        file = -1
+                    shard_number = number // per_shard
+                    file = self._open_shard(name, array, shard_number)
+                    places = self._read_index(name, array, file).tolist()
+                offset, nbytes = places[number % per_shard]
+                if not 4 < nbytes <= most:
+                    raise TraceCorruptError(f"{self.path}: array {name!r} lacks its chunk {number}")
+                stored = buffer[: nbytes - 4]
+                read = os.preadv(file, [buffer[:nbytes].data], offset)
+                if read != nbytes or _crc32c(stored.data) != buffer[nbytes - 4 : nbytes].tobytes():
+                    raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} fails its checksum")
+                whole = length == chunk_nbytes and begin >= first and begin + length <= end
+                target = out[begin - first : begin - first + length] if whole else np.empty(chunk_nbytes, np.uint8)
+                if not decode(array.codec, stored, target, item):
+                    raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} cannot be decoded")
+                if not whole:
+                    low, high = max(begin, first), min(begin + length, end)
+                    out[low - first : high - first] = target[low - begin : high - begin]
         except (OSError, OverflowError) as error:
             if isinstance(error, TraceError):
                 raise
