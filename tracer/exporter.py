@@ -1287,8 +1287,7 @@ class Exporter:
         except Exception as error:
             if self.strict:
                 raise
-            if self._enabled:  # else nothing is observed any more, and somebody has been told why
-                self._problem(what, f"{type(error).__name__}: {error}")
+            self._problem(what, f"{type(error).__name__}: {error}")
 
     def _give_up(self, kind: str, path: str | None, error: Exception) -> None:
         """Disable a stream that failed; the others, and the clock, go on."""
@@ -1298,6 +1297,8 @@ class Exporter:
 
     def _problem(self, what: str, why: str) -> None:
         """Note a problem; the first of each sort is also a warning."""
+        if not self._enabled:  # nothing is observed any more, and somebody has been told why
+            return
         for known in self.problems:
             if known["what"] == what and known["why"] == why:
                 known["count"] += 1
