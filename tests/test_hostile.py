@@ -430,7 +430,7 @@ def test_damaged_heaps_of_hdf5(tmp_path: Path, far: bool, what: str) -> None:
     data[place + 16 : place + 32] = bytes(16)
     path.write_bytes(data)
     for opens in (TraceReader, lambda path: recover(path, tmp_path / "out.zarr")):
-        with bounded(), pytest.raises(TraceFormatError, match="not one of a trace|virtual dataset"):
+        with bounded(), pytest.raises(TraceFormatError, match=r"not one of a trace|virtual dataset"):
             opens(path)
     with bounded(), suppress(TraceFormatError):
         assert not verify(path).intact

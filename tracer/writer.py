@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import itertools
 import math
@@ -35,6 +36,8 @@ _PACK_BYTES: Final = 1 << 20
 _BATCH_BYTES: Final = 8 << 20
 _BATCH_ROWS: Final = 4096
 """Bytes and messages that wait to be copied together, at most."""
+_FIRST_BYTES: Final = 1 << 20
+"""The first commit comes after so many bytes, so that a disk that is nearly full has a trace of the run's beginning."""
 _NO_CHECKSUM: Final = np.array([layout.NONE])
 _FEW: Final = 8
 """So few messages are entered into the journal one by one; numpy pays for more."""
@@ -210,6 +213,8 @@ class TraceWriter:
         self._sealed = 0
         self._committed_at = time.monotonic()
         self._failed: BaseException | None = None
+        # whether the declarations are as the last commit left them
+        self._tables_rest = False
         self._finished = False
         self._store: WriteStore = create_store(self.path, overwrite=overwrite, durable=durable)
         self._checksum = not self._store.checksums_chunks
@@ -270,6 +275,7 @@ class TraceWriter:
                 self._rows >= self._commit_rows
                 or self._pending_bytes >= self._commit_bytes
                 or self._many_steps()
+                or self._first_is_due()
                 or time.monotonic() - self._committed_at >= self._commit_seconds
             ):
                 self.commit()
@@ -279,9 +285,22 @@ class TraceWriter:
             self._steps is not None and abs(self._steps[1] - self._steps[0]) >= self._commit_steps
         )
 
+    def _first_is_due(self) -> bool:
+        """Whether nothing is safe yet, though enough is there.
+
+        A store that seals waits for the first step to be over, because most streams are seen in it for the first time.
+        """
+        return (
+            self._rows == self.messages
+            and self._pending_bytes >= _FIRST_BYTES
+            and (not self._store.seals or (self._steps is not None and self._steps[0] != self._steps[1]))
+        )
+
     def _write_some(self, batch: Iterator[tuple[Message, Mapping[str, Any] | None]]) -> bool:
         """Write messages until so many wait that they should be committed or copied; whether there are more."""
-        limit = min(_BATCH_BYTES, self._commit_bytes - self._pending_bytes)
+        limit = min(
+            _FIRST_BYTES if self._rows == self.messages else _BATCH_BYTES, self._commit_bytes - self._pending_bytes
+        )
         most = min(_BATCH_ROWS, self._commit_rows - self._rows)
         streams, entries, opened = self._streams, self._entries, self._places_open
         strided = torch.strided
@@ -492,6 +511,8 @@ class TraceWriter:
             ending = {"status": status, "ended": ended, "messages": self.messages}
             self._declared.append(layout.declaration("status", ending))
             self._publish()
+            # nothing may follow the status
+            self._tables_rest = False
             if self._store.can_create:
                 self._store.set_attrs("", {"status": status})
             self._store.close()
@@ -521,12 +542,26 @@ class TraceWriter:
             raise TraceError(f"{self.path} takes no more, because writing failed before: {self._failed}")
 
     def _fail(self, error: BaseException) -> None:
+        if self._failed is not None:
+            return
         self._failed = error
+        if self._tables_rest:
+            # best effort: without it, the trace reads as one that is still being recorded, until this process ends
+            with contextlib.suppress(Exception):
+                self._say_why(error)
         self._store.abandon()
+
+    def _say_why(self, error: BaseException) -> None:
+        """Write the status of a run that can no longer be recorded; the messages are those of the last commit."""
+        reason = " ".join(str(error).split()) or type(error).__name__
+        ending = {"status": f"failed: {reason}", "ended": _now(), "messages": self.messages - self._rows}
+        lines, _ = layout.sealed([layout.declaration("status", ending)], self._sealed)
+        self._store.last_words(layout.DECLARATIONS, np.frombuffer(lines, np.uint8))
 
     def _publish(self) -> None:
         """Commit what there is: numbers, then declarations, then the journal, which makes the messages exist."""
         self._store.commit()
+        self._tables_rest = False
         if self._declared:
             lines, self._sealed = layout.sealed(self._declared, self._sealed)
             self._store.append(layout.DECLARATIONS, np.frombuffer(lines, np.uint8))
@@ -538,6 +573,7 @@ class TraceWriter:
             self._store.append(layout.JOURNAL, rows)
             self._store.commit()
             self._rows = 0
+        self._tables_rest = True
         self._steps = None
         self._pending_bytes = 0
         self._committed_at = time.monotonic()

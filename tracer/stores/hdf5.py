@@ -57,9 +57,8 @@ def open(path: Path, *, damaged: bool = False) -> Hdf5ReadStore:
             signed = file.read(len(_SIGNATURE)) == _SIGNATURE
     except OSError as error:
         raise TraceError(f"cannot read {path}: {_reason(error)}") from error
-    if not signed:
-        if not (damaged and _looks_like_ours(path)):
-            raise TraceFormatError(f"{path} is not an HDF5 file")
+    if not signed and not (damaged and _looks_like_ours(path)):
+        raise TraceFormatError(f"{path} is not an HDF5 file")
     return Hdf5ReadStore(path, damaged=damaged)
 
 
@@ -84,11 +83,11 @@ def _read(path: Path, what: str) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """Why something failed, on one line: HDF5 tells the system's reason between the addresses of its buffers.
+    r"""Why something failed, on one line: HDF5 tells the system's reason between the addresses of its buffers.
 
     Examples
     --------
-    >>> _reason(RuntimeError("Can't write data (file write failed: time = Mon\\n, errno = 28, buf = 0x7f00)"))
+    >>> _reason(RuntimeError("Can't write data (file write failed: time = Mon\n, errno = 28, buf = 0x7f00)"))
     'No space left on device'
     """
     number = error.errno if isinstance(error, OSError) else None
@@ -243,6 +242,25 @@ class Hdf5WriteStore:
         with _written(self.path):
             self._file.close()
         self._file = None
+
+    def last_words(self, name: str, rows: NDArray[Any]) -> None:
+        if self._sealed:
+            self._changed.clear()
+            self.append(name, rows)
+            self.commit()
+            return
+        # the space of the file that is given up may be all there is
+        self.abandon()
+        with _written(self.path):
+            try:
+                shutil.copyfile(self.path, self._copy)
+                with h5py.File(self._copy, "r+", libver="latest", locking=False) as file:
+                    length = len(file[name])
+                    file[name].resize(length + len(rows), axis=0)
+                    file[name][length:] = rows
+                os.replace(self._copy, self.path)
+            finally:
+                self._copy.unlink(missing_ok=True)
 
     def abandon(self) -> None:
         if self._file is None:
