@@ -11,6 +11,7 @@ import platform
 import struct
 import time
 import uuid
+import weakref
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -182,6 +183,8 @@ class TraceWriter:
         first_line = layout.declaration("header", full_header)
         if overwrite:
             _check_ours(self.path)
+            if any(one.path.absolute() == self.path.absolute() and one._writes for one in _living):
+                raise TraceExistsError(f"{self.path} is being recorded by this process, so it is not overwritten")
         self.messages = 0
         """Messages written so far, with those not yet committed."""
         self.bytes = 0
@@ -217,6 +220,7 @@ class TraceWriter:
         self._tables_rest = False
         self._finished = False
         self._store: WriteStore = create_store(self.path, overwrite=overwrite, durable=durable)
+        _living.add(self)
         self._checksum = not self._store.checksums_chunks
         with self._guard():
             self._store.create(layout.DECLARATIONS, dtype="uint8", shape=(), chunk_bytes=chunk_bytes)
@@ -532,6 +536,10 @@ class TraceWriter:
             except TraceError as second:
                 error.add_note(f"and the trace could not be finished: {second}")
 
+    @property
+    def _writes(self) -> bool:
+        return not self._finished and self._failed is None
+
     def _guard(self) -> _Guard:
         return _Guard(self)
 
@@ -660,6 +668,10 @@ class _Guard:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             self._writer._fail(error)
+
+
+_living: weakref.WeakSet[TraceWriter] = weakref.WeakSet()
+"""The writers of this process."""
 
 
 def _now() -> str:

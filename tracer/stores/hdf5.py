@@ -133,12 +133,13 @@ def _bound_retries(access: Any) -> None:
 class _Array:
     """A dataset that is being written."""
 
-    __slots__ = ("dataset", "length", "rows")
+    __slots__ = ("committed", "dataset", "length", "rows")
 
     def __init__(self, dataset: Any, rows: RowChunks) -> None:
         self.dataset = dataset
         self.rows = rows
         self.length = 0
+        self.committed = 0
 
 
 class Hdf5WriteStore:
@@ -154,7 +155,11 @@ class Hdf5WriteStore:
         self._unsealed = path.with_name(f".{path.name}.part")
         self._copy = path.with_name(f".{path.name}.copy")
         self._sealed = False
-        self._file: Any = h5py.File(self._unsealed, "w", libver="latest", locking=False)
+        try:
+            self._file: Any = h5py.File(self._unsealed, "w", libver="latest", locking=False)
+        except OSError:
+            self._unsealed.unlink(missing_ok=True)
+            raise
 
     @property
     def can_create(self) -> bool:
@@ -177,9 +182,9 @@ class Hdf5WriteStore:
 
     def append(self, name: str, rows: NDArray[Any]) -> None:
         array = self._array(name)
+        self._changed[name] = None
         with _written(self.path):
             array.rows.append(rows, lambda number, data: self._write_chunk(array, number, data))
-        self._changed[name] = None
 
     def length(self, name: str) -> int:
         return self._array(name).rows.rows
@@ -221,8 +226,10 @@ class Hdf5WriteStore:
                 if tail is not None:
                     self._write_chunk(array, *tail)
                 self._resize(array, array.rows.rows)
-            self._changed.clear()
             file.flush()
+            for name in self._changed:
+                self._arrays[name].committed = self._arrays[name].length
+            self._changed.clear()
             if self._durable:
                 os.fsync(file.id.get_vfd_handle())
             if not self._sealed:
@@ -245,7 +252,7 @@ class Hdf5WriteStore:
 
     def last_words(self, name: str, rows: NDArray[Any]) -> None:
         if self._sealed:
-            self._changed.clear()
+            self._shorten()
             self.append(name, rows)
             self.commit()
             return
@@ -265,6 +272,8 @@ class Hdf5WriteStore:
     def abandon(self) -> None:
         if self._file is None:
             return
+        if self._sealed:
+            self._shorten()
         file, self._file = self._file, None
         # the error that led here is the one to report
         with contextlib.suppress(Exception):
@@ -276,6 +285,14 @@ class Hdf5WriteStore:
                 # nothing in it was committed that is not in the copy at the path
                 self._unsealed.unlink(missing_ok=True)
                 self._copy.unlink(missing_ok=True)
+
+    def _shorten(self) -> None:
+        """Let arrays be as long as the last commit left them: closing the file writes how long they are."""
+        for name in self._changed:
+            array = self._arrays[name]
+            with contextlib.suppress(Exception):
+                array.dataset.set_extent((array.committed, *array.rows.shape))
+        self._changed.clear()
 
     def _opened(self) -> Any:
         if self._file is None:

@@ -239,9 +239,9 @@ class ZarrWriteStore:
 
     def append(self, name: str, rows: NDArray[Any]) -> None:
         array = self._array(name)
+        self._changed[name] = None
         with _written(self.path):
             array.rows.append(rows, lambda number, data: self._write_chunk(array, number, data))
-        self._changed[name] = None
 
     def length(self, name: str) -> int:
         return self._array(name).rows.rows
