@@ -99,7 +99,7 @@ def read_only_disk(tmp_path: Path) -> Iterator[Path]:
 
 @every_format
 def test_a_small_disk(small_disk: Path, suffix: str) -> None:
-    """Of a run that fills its disk the beginning is there, the error is one sentence, and the trace says why it ends."""
+    """Of a run that fills its disk the beginning is there, the error is one sentence, and the trace says why."""
     path = small_disk / f"run{suffix}"
     writer = TraceWriter(path, commit_seconds=3600)
     with pytest.raises(TraceError, match="No space left on device") as caught:
@@ -254,7 +254,7 @@ def test_a_limit_on_every_size(tmp_path: Path, suffix: str) -> None:
 
 @pytest.mark.parametrize("half", [False, True])
 def test_every_system_call_of_zarr(tmp_path: Path, half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same, for each write of a Zarr trace that fails because the disk is full; also when half of it was written."""
+    """The same, for each write of a Zarr trace that fails on a full disk; also when half of it was written."""
     calls = 0
     fails = 0
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -34,7 +34,7 @@ from tracer.errors import CaptureError, TraceError
 from tracer.exporter import LOSS_FUNCTIONS, Exporter
 from tracer.hooks import unwrap
 from tracer.messages import DEFAULT_TAG, EVAL_TAG
-from tracer.recorder import Run, end, start
+from tracer.recorder import COMMIT_SECONDS, QUEUE_BYTES, Run, end, start
 from tracer.writer import check_target
 
 _OUTCOMES = ("network_output", "input_labels", "loss")
@@ -49,6 +49,11 @@ def run(
     module: bool = False,
     overwrite: bool = False,
     strict: bool = False,
+    queue_bytes: int = QUEUE_BYTES,
+    on_full: Literal["wait", "drop"] = "wait",
+    commit_steps: int | None = None,
+    commit_seconds: float = COMMIT_SECONDS,
+    durable: bool = False,
 ) -> int:
     """Run a training script, or a module as ``python -m`` does, and record it.
 
@@ -70,6 +75,8 @@ def run(
         Whether to replace a trace that is at `out`.
     strict : bool
         Whether an exception while observing ends the script.
+    queue_bytes, on_full, commit_steps, commit_seconds, durable
+        As in `tracer.record`.
 
     Returns
     -------
@@ -91,7 +98,17 @@ def run(
     code, main = _load_module(script) if module else _load_script(script)
     if capture is None or isinstance(capture, Capture):
         capture = lighter_on_evaluation(capture if capture is not None else Capture())
-    session = _Session(Path(out), tuple(capture), overwrite=overwrite, strict=strict)
+    session = _Session(
+        Path(out),
+        tuple(capture),
+        strict=strict,
+        overwrite=overwrite,
+        queue_bytes=queue_bytes,
+        on_full=on_full,
+        commit_steps=commit_steps,
+        commit_seconds=commit_seconds,
+        durable=durable,
+    )
     argv = [str(main.__file__) if module else script, *arguments]
     first_path = os.getcwd() if module else os.path.dirname(os.path.abspath(script))
     error: BaseException | None = None
@@ -130,12 +147,12 @@ def lighter_on_evaluation(capture: Capture) -> tuple[Capture, ...]:
 class _Session:
     """Notices what a script makes and does, and tells the exporter."""
 
-    def __init__(self, out: Path, captures: tuple[Capture, ...], *, overwrite: bool, strict: bool) -> None:
+    def __init__(self, out: Path, captures: tuple[Capture, ...], *, strict: bool, **recording: Any) -> None:
         bus = MessageBus(f"recording to {out}", on_error="raise" if strict else "disable")
         self.exporter = Exporter(message_bus=bus, capture=captures, strict=strict)
         self.exporter.set_optimizer(())
         self.exporter.set_loss(LOSS_FUNCTIONS)
-        self.run: Run = start(out, self.exporter, overwrite=overwrite, lazily=True)
+        self.run: Run = start(out, self.exporter, lazily=True, **recording)
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._began: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

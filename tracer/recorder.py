@@ -496,7 +496,16 @@ def start(
     def make() -> TraceWriter:
         return TraceWriter(
             path,
-            header=header(exporter, seeds),
+            header=header(exporter, seeds)
+            | {
+                "recording": {
+                    "queue_bytes": queue_bytes,
+                    "on_full": on_full,
+                    "commit_steps": commit_steps,
+                    "commit_seconds": commit_seconds,
+                    "durable": durable,
+                }
+            },
             overwrite=overwrite,
             commit_steps=commit_steps,
             commit_seconds=commit_seconds,
