@@ -109,8 +109,7 @@ def test_a_small_disk(small_disk: Path, suffix: str) -> None:
     # by bytes, a commit would only be due after 64 MiB
     assert check(path) > 100
     with TraceReader(path) as reader:
-        told = reader.status
-    assert told == f"failed: cannot write {path}: No space left on device" if suffix == ".zarr" else told
+        assert reader.status == f"failed: cannot write {path}: No space left on device"
     assert not [file.name for file in small_disk.rglob(".*")]
     with pytest.raises(TraceError, match="writing failed before"):
         writer.finish()
@@ -137,7 +136,7 @@ def test_a_training_on_a_small_disk(small_disk: Path, suffix: str) -> None:
             assert not torch.equal(before, model.weight)
     with tracer.open(path) as trace:
         assert len(trace) > 5
-        assert trace.status.startswith(("failed: ", "recording"))
+        assert trace.status == f"failed: cannot write {path}: No space left on device"
         list(trace)
 
 
@@ -220,7 +219,7 @@ def test_a_store_that_fails(
         assert not list(tmp_path.glob(".*"))
     assert error is None
     assert fails > 40
-    assert statuses <= {"recording", "finished", f"failed: {'cannot write: No space left on device'}"}
+    assert statuses <= {"recording", "finished", "failed: cannot write: No space left on device"}
     assert len(statuses) > 1
 
 
