@@ -6,10 +6,10 @@ INSTALLED := $(VENV)/installed
 # the tests' models are tiny: more threads than processes only wait for each other
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test test-slow lint bench clean
 
 help: ## say what there is to make
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 demo: $(INSTALLED) ## train a small network on real images, record it, replay it, show what it says
 	$(BIN)/trace demo --overwrite
@@ -17,15 +17,20 @@ demo: $(INSTALLED) ## train a small network on real images, record it, replay it
 test: lint ## everything that must hold: lint, types, tests, doctests
 	$(BIN)/python -m pytest -n 2
 
+test-slow: $(INSTALLED) ## what takes minutes: a hundred kills of each format, and more damaged traces
+	$(BIN)/python -m pytest -n 2 -m slow
+	TRACEREEL_FUZZ_CASES=1000 $(BIN)/python -m pytest -n 2 tests/test_hostile.py -k random
+
 lint: $(INSTALLED) ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED) ## what recording and storing cost, as ratios measured in one run
+bench: $(INSTALLED) ## what recording and storing cost, measured in one run
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/storage.py
 	$(BIN)/python benchmarks/compression.py
+	$(BIN)/python benchmarks/memory.py
 
 clean: ## forget the environment and the caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info

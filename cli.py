@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
@@ -88,12 +88,33 @@ class Command(click.Command):
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(INTERRUPTED)
-        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
+            if isinstance(error, BrokenPipeError) and _nobody_reads():
+                ctx.exit(0)
             if ctx.meta.get("debug"):
                 raise
             raise Failure.of(error) from error
+
+
+def _nobody_reads() -> bool:
+    """Whether whoever read stdout has closed it, as ``head`` does; what is printed from now on goes nowhere."""
+    import select
+
+    try:
+        stdout = sys.stdout.fileno()
+    except (OSError, ValueError):
+        return False
+    waiting = select.poll()
+    waiting.register(stdout, 0)
+    gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in waiting.poll(0))
+    if gone:
+        # the interpreter flushes once more at its end
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stdout)
+        os.close(nowhere)
+    return gone
 
 
 _DEBUG_HELP = "Show the traceback of an error."
@@ -188,6 +209,28 @@ class Steps(click.ParamType[Any]):
         return (start, stop, stride)
 
 
+class Size(click.ParamType[Any]):
+    """``100000``, ``256MB`` or ``256MiB``: a number of bytes."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number of bytes."""
+        if not isinstance(value, str):
+            return value
+        digits = value.rstrip("kKmMgGiIbB")
+        unit = value[len(digits) :].lower().removesuffix("b")
+        try:
+            count = int(float(digits) * _UNITS[unit])
+        except (KeyError, ValueError, OverflowError):
+            count = 0
+        if count < 1:
+            self.fail(f"{value!r} is not a size such as 500000, 256MB or 1.5GiB", param, ctx)
+        return count
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
 _trace_argument = click.argument("trace", metavar="TRACE", type=click.Path(path_type=str))
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace what is already at the output's path.")
@@ -218,7 +261,10 @@ _filters = _options(_kinds, _modules, _steps, _tags, _ranks)
 
 def _table(
     title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any]], right: Iterable[str] = ()
-) -> Table:
+) -> Table | str:
+    rows = list(rows)
+    if len(rows) > _LONG:
+        return _columns(columns, rows, frozenset(right))
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -241,14 +287,27 @@ def _table(
     return made
 
 
+_LONG = 300
+"""Rows of the longest table that rich lays out; it takes seconds for thousands."""
+
+
+def _columns(columns: Sequence[str], rows: Sequence[Sequence[Any]], right: frozenset[str]) -> str:
+    """A long table as plain text."""
+    cells = [tuple(columns), *(tuple(_printable(_cell(value)) for value in row) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    form = " ".join(f"{{:{'>' if name in right else '<'}{width}}}" for name, width in zip(columns, widths, strict=True))
+    return "\n".join(form.format(*row).rstrip() for row in cells)
+
+
 def _show(*parts: Any) -> None:
     """Print tables and lines: as wide as the terminal, or as wide as they are where stdout is not one."""
-    from rich.console import Console
-
     for part in parts:
         if isinstance(part, str):
             click.echo(part)
-        elif sys.stdout.isatty():
+            continue
+        from rich.console import Console
+
+        if sys.stdout.isatty():
             Console(file=sys.stdout, highlight=False).print(part)
         else:
             console = Console(file=sys.stdout, width=100_000, highlight=False, color_system=None)
@@ -396,6 +455,35 @@ class RecordCommand(Command):
 @click.option("--elements", type=click.IntRange(min=1), metavar="N", help="Keep N elements of each tensor.")
 @click.option("--dtype", metavar="T", help="Cast to float16, bfloat16, float32 or float64.")
 @click.option("--config", metavar="FILE", help="Settings of tracer.Capture as TOML or JSON; options here win.")
+@click.option(
+    "--queue-bytes",
+    type=Size(),
+    default="256MiB",
+    show_default=True,
+    help="How much data may wait for the thread that writes.",
+)
+@click.option(
+    "--on-full",
+    type=click.Choice(["wait", "drop"]),
+    default="wait",
+    show_default=True,
+    help="When so much waits: let the training wait, or drop messages and count them.",
+)
+@click.option(
+    "--commit-steps",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Make what was recorded safe against kill -9 every N steps.  [default: by time and size only]",
+)
+@click.option(
+    "--commit-seconds",
+    type=click.FloatRange(min=0),
+    metavar="S",
+    default=2.0,
+    show_default=True,
+    help="And after S seconds at the latest.",
+)
+@click.option("--durable", is_flag=True, help="Safe against a power failure too (fsync).  [default: no]")
 @click.option("--module", "module", metavar="NAME", help="Run a module, as python -m does; its arguments follow.")
 @_compression
 @_overwrite
@@ -413,6 +501,11 @@ def record(
     overwrite: bool,
     resume: bool,
     first_step: int | None,
+    queue_bytes: int,
+    on_full: Literal["wait", "drop"],
+    commit_steps: int | None,
+    commit_seconds: float,
+    durable: bool,
     program: tuple[str, ...],
     **settings: Any,
 ) -> None:
@@ -453,6 +546,11 @@ def record(
         resume=resume,
         first_step=first_step,
         compression=codecs,
+        queue_bytes=queue_bytes,
+        on_full=on_full,
+        commit_steps=commit_steps,
+        commit_seconds=commit_seconds,
+        durable=durable,
     )
     _say_what_was_recorded(target)
     click.get_current_context().exit(code)
@@ -551,6 +649,9 @@ def _info_rows(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, value in header.items():
         if name not in _SHOWN_OTHERWISE and value not in (None, "", [], {}):
             yield name, _in_short(value)
+    if info["dropped"]:
+        counts = ", ".join(f"{kind} {count:,}" for kind, count in info["dropped"].items())
+        yield "dropped", f"{counts}: observed, and not recorded because too much waited for the disk"
     for note in info["notes"]:
         for what, about in note.items():
             # the indices of fixed random choices are for programs
@@ -558,7 +659,7 @@ def _info_rows(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield "silent", f"never called, so nothing was seen of them: {', '.join(map(str, about))}"
             elif what == "problem":
                 yield "problem", f"{about.get('what')}: {about.get('why')} ({about.get('count', 1)} times)"
-            elif what != "indices":
+            elif what not in ("indices", "dropped"):
                 yield what, _in_short(about)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -19,7 +20,8 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from cli import main
+import tracer
+from cli import Size, main
 from tracer.messages import Message, ModuleMessage, NetworkMessage
 from tracer.writer import TraceWriter
 
@@ -118,8 +120,6 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_version() -> None:
     """``--version`` says which release it is."""
-    import tracer
-
     assert tracer.__version__ in run("--version").output
 
 
@@ -287,6 +287,8 @@ WRONG = {
     "a dtype that is none": (("record", "--dtype", "float17", "script.py"), 2, "did you mean 'float16'?"),
     "a recording over another": (("record", "--out", "TRACE", "script.py"), 1, "--overwrite"),
     "a recording of no format": (("record", "--out", "x.pt", "script.py"), 2, ".zarr, .h5"),
+    "a size that is none": (("record", "--queue-bytes", "many", "script.py"), 2, "256MB"),
+    "a queue of nothing": (("record", "--queue-bytes", "0.2", "script.py"), 2, "256MB"),
     "an option of nobody": (("record", "--evry", "3", "script.py"), 2, "--every"),
     "a configuration of nothing": (("record", "--config", "nowhere.toml", "script.py"), 1, "nowhere.toml"),
     "a configuration that is none": (("record", "--config", "text.json", "script.py"), 2, "JSON"),
@@ -400,6 +402,46 @@ def test_a_closed_pipe_is_silent(trace: Path) -> None:
     command = shlex.join(spawn("cat", trace, "--values", 12))
     done = subprocess.run(f"{command} | head -1", shell=True, capture_output=True, text=True, check=False)
     assert (len(done.stdout.splitlines()), done.stderr) == (1, "")
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} | true"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_pipe_that_a_subscriber_breaks_is_an_error(trace: Path, tmp_path: Path) -> None:
+    """Only where nobody reads stdout is it no error."""
+    file = tmp_path / "pipe.py"
+    file.write_text(
+        "from tracer import Subscriber, Subscription\n"
+        "class Broken(Subscriber):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(Subscription('loss'), produces='broken')\n"
+        "    def compute(self, message):\n"
+        "        raise BrokenPipeError('of its own')\n"
+    )
+    done = subprocess.run(spawn("replay", trace, "-s", f"{file}:Broken"), capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "of its own" in done.stderr
+
+
+def test_long_tables_are_plain(tmp_path: Path) -> None:
+    """A table of many rows has the same cells as a short one, in aligned columns, and is not left to rich."""
+    path = tmp_path / "run.zarr"
+    with TraceWriter(path) as writer:
+        for number in range(400):
+            data = torch.ones(number % 7 + 1)
+            writer.write(
+                ModuleMessage(
+                    kind="biases", module=f"b{number}\n", data=data, global_step=number, train_step=0, epoch=0
+                )
+            )
+    long, short = run("ls", path).stdout.splitlines(), run("ls", path, "--steps", "0:5").stdout.splitlines()
+    assert (len(long), len(short)) == (401, 6)
+    assert [line.split() for line in long[:6]] == [line.split() for line in short]
+    assert {line.index("float32") for line in long[1:]} == {long[0].index("dtype")}
+    code = "from cli import main; main(['ls', sys.argv[1]], standalone_mode=False); print('rich' in sys.modules)"
+    done = subprocess.run(spawn(path, code=code), capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
 
 
 def test_interrupting_gives_130(trace: Path, tmp_path: Path) -> None:
@@ -469,6 +511,56 @@ def test_record(tmp_path: Path) -> None:
     pools = tmp_path / "train.zarr/rank0/pools"
     assert '"zstd"' in (pools / "loss/float32/zarr.json").read_text()
     assert "blosc" not in (pools / "weights/float32/zarr.json").read_text()
+
+
+def test_record_options(tmp_path: Path) -> None:
+    """How the recorder writes is an option, is handed on to it, and stands in the trace and in ``info``."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    given = ("--queue-bytes", "1.5MB", "--on-full", "drop", "--commit-steps", 3, "--commit-seconds", 0.5, "--durable")
+    for arguments, expected in (
+        (
+            given,
+            {"queue_bytes": 1_500_000, "on_full": "drop", "commit_steps": 3, "commit_seconds": 0.5, "durable": True},
+        ),
+        ((), None),
+    ):
+        done = record(tmp_path, *arguments, "--overwrite", "train.py")
+        assert done.returncode == 5, done.stderr
+        told = json.loads(run("info", tmp_path / "train.zarr", "--json").stdout)
+        if expected is None:
+            parameters = inspect.signature(tracer.record).parameters
+            expected = {name: parameters[name].default for name in told["header"]["recording"]}
+        assert told["header"]["recording"] == expected
+        assert f"on_full {expected['on_full']}" in run("info", tmp_path / "train.zarr").stdout
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ("1", 1),
+        ("5000", 5000),
+        ("64kB", 64000),
+        ("64KiB", 65536),
+        ("2m", 2_000_000),
+        ("1.5GiB", 3 << 29),
+        ("1g", 10**9),
+    ],
+)
+def test_sizes(size: str, expected: int) -> None:
+    """Sizes are written as people write them."""
+    assert Size().convert(size, None, None) == expected
+
+
+def test_info_counts_what_was_dropped(tmp_path: Path) -> None:
+    """Messages that the trace lacks are counted for each kind, over all notes."""
+    path = tmp_path / "run.zarr"
+    with TraceWriter(path) as writer:
+        for count in (3, 1500):
+            writer.note({"dropped": {"weights": count, "loss": 1}})
+    assert json.loads(run("info", path, "--json").stdout)["dropped"] == {"weights": 1503, "loss": 2}
+    lines = [line for line in run("info", path).stdout.splitlines() if line.startswith("dropped")]
+    assert len(lines) == 1
+    assert "weights 1,503, loss 2" in lines[0]
 
 
 def test_record_a_module_with_a_configuration(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import random
 import shutil
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -403,6 +403,37 @@ def test_long_waits_of_hdf5(tmp_path: Path) -> None:
         with bounded(seconds=20), pytest.raises(TraceCorruptError):
             TraceReader(path)
         data[place] ^= 5
+
+
+@pytest.mark.parametrize("what", ["attributes", "a virtual dataset", "a virtual dataset of an old library"])
+@pytest.mark.parametrize("far", [False, True])
+def test_damaged_heaps_of_hdf5(tmp_path: Path, far: bool, what: str) -> None:
+    """What lies in a global heap is refused unread: of a damaged one HDF5 never returns, wherever in the file it is."""
+    path = write(tmp_path / "run.h5")
+    before = path.stat().st_size
+    with h5py.File(path, "r+", libver="earliest" if "old" in what else "latest") as file:
+        if far:
+            file["rank0/journal"].resize(20_000, axis=0)
+            file["rank0/journal"][-2000:] = 1
+        if what == "attributes":
+            file.attrs["format"] = "tracereel"
+        else:
+            layout = h5py.VirtualLayout((8,), "f4")
+            layout[:] = h5py.VirtualSource("other.h5", "x", (8,))
+            group = file.require_group("rank0/pools/more")
+            # so that the header of the dataset goes on elsewhere
+            group.create_virtual_dataset("v", layout).attrs["about"] = "x" * 5000
+    data = bytearray(path.read_bytes())
+    place = data.find(b"GCOL", before)
+    assert place >= (before + 65536 if far else before)
+    # an object that is free space of no size
+    data[place + 16 : place + 32] = bytes(16)
+    path.write_bytes(data)
+    for opens in (TraceReader, lambda path: recover(path, tmp_path / "out.zarr")):
+        with bounded(), pytest.raises(TraceFormatError, match=r"not one of a trace|virtual dataset"):
+            opens(path)
+    with bounded(), suppress(TraceFormatError):
+        assert not verify(path).intact
 
 
 @pytest.mark.parametrize("part", [0.5, 0.9, 0.999])

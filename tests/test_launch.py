@@ -111,8 +111,12 @@ def test_the_exit_code_is_the_scripts_own(tmp_path: Path, ending: str, code: int
         assert len(trace) > 50
 
 
-def test_sigterm_leaves_a_closed_trace(tmp_path: Path) -> None:
-    """A script that is terminated, as a batch system does it, leaves a trace that is closed and says so."""
+@pytest.mark.parametrize(
+    ("number", "code", "status"),
+    [(signal.SIGTERM, 143, "failed: SystemExit: 143"), (signal.SIGINT, 130, "failed: KeyboardInterrupt")],
+)
+def test_a_signal_leaves_a_closed_trace(tmp_path: Path, number: int, code: int, status: str) -> None:
+    """A script that is terminated, as a batch system or Ctrl-C does it, leaves a trace that is closed and says so."""
     body = PLAIN.replace("range(2)", "range(10**6)") + "\n"
     path = script(tmp_path, body.replace("for a, b in loader:", "print('.', flush=True)\n    for a, b in loader:"))
     command = [sys.executable, "-m", "cli", "record", "--out", "run.h5", str(path)]
@@ -120,11 +124,11 @@ def test_sigterm_leaves_a_closed_trace(tmp_path: Path) -> None:
         assert process.stdout is not None
         for _ in range(5):
             assert process.stdout.readline() == ".\n"
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         process.stdout.read()
-        assert process.wait(timeout=60) == 143
+        assert process.wait(timeout=60) == code
     with tracer.open(tmp_path / "run.h5") as trace:
-        assert trace.status == "failed: SystemExit: 143"
+        assert trace.status == status
         assert len(trace) > 50
 
 

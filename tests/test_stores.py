@@ -346,13 +346,39 @@ def test_hdf5_is_sealed(tmp_path: Path) -> None:
     store.close()
 
 
-def test_hdf5_attributes_of_other_types(tmp_path: Path) -> None:
-    """An attribute that no JSON value is stored as is refused, not interpreted."""
+@pytest.mark.parametrize("what", ["reference", "text of variable length", "list", "bytes"])
+def test_hdf5_attributes_of_other_types(tmp_path: Path, what: str) -> None:
+    """An attribute that no JSON value is stored as is refused, not interpreted; what would be in a heap is not read."""
     path = tmp_path / "store.h5"
     with h5py.File(path, "w") as file:
-        file.attrs["reference"] = file.ref
-    with pytest.raises(TraceFormatError, match="not one of a trace"):
-        open_store(path).attrs()
+        value = {"reference": file.ref, "list": [1, 2], "bytes": np.void(b"x")}.get(what, "text")
+        file.attrs["odd"] = value
+    store = open_store(path)
+    with pytest.raises(TraceFormatError, match=r"'odd' of 'the root' is not one of a trace"):
+        store.attrs()
+    store.close()
+
+
+def test_hdf5_attributes_need_no_heap(tmp_path: Path) -> None:
+    """Texts are of fixed length: a trace has no global heap, of which a damaged one would make HDF5 hang."""
+    path = tmp_path / "run.h5"
+    values = {
+        "text": "gr\u00fc\u00df",
+        "empty": "",
+        "nested": {"a": ["b"]},
+        "zero": "a\0b",
+        "long": "x" * 100_000,
+        "none": None,
+    }
+    store = create_store(path)
+    store.set_attrs("", values)
+    store.close()
+    assert b"GCOL" not in path.read_bytes()
+    with h5py.File(path) as file:
+        assert file.attrs["text"].decode() == values["text"]
+    read = open_store(path)
+    assert read.attrs() == values
+    read.close()
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ def test_own_pools_are_plain_arrays(tmp_path: Path, suffix: str) -> None:
         assert set(names) <= {name for name, _ in root.members(max_depth=None)}
     else:
         with h5py.File(path) as file:
-            assert file.attrs["format"] == "tracereel"
+            assert file.attrs["format"] == b"tracereel"
             found = [file[name][...] for name in names]
     assert all(np.array_equal(array, expected) for array in found)
 

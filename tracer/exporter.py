@@ -1059,7 +1059,8 @@ class Exporter:
     def _is_training_pass(self, module: nn.Module) -> bool:
         return module.training and torch.is_grad_enabled() and self._user_tag is None
 
-    def _after_root(self, _: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after_root(self, _: str, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
+        # without an output: this hook was taken off by the one before it, which found that nobody listens any more
         if recomputing():
             return
         self._depth = max(0, self._depth - 1)

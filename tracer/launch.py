@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -36,7 +36,7 @@ from tracer.exporter import LOSS_FUNCTIONS, Exporter
 from tracer.hooks import unwrap
 from tracer.messages import DEFAULT_TAG, EVAL_TAG
 from tracer.parts import this_process
-from tracer.recorder import Resume, Run, end, start
+from tracer.recorder import COMMIT_SECONDS, QUEUE_BYTES, Resume, Run, end, start
 from tracer.writer import check_target
 
 _OUTCOMES = ("network_output", "input_labels", "loss")
@@ -54,6 +54,11 @@ def run(
     resume: bool = False,
     first_step: int | None = None,
     compression: str | Mapping[str, str] = "auto",
+    queue_bytes: int = QUEUE_BYTES,
+    on_full: Literal["wait", "drop"] = "wait",
+    commit_steps: int | None = None,
+    commit_seconds: float = COMMIT_SECONDS,
+    durable: bool = False,
 ) -> int:
     """Run a training script, or a module as ``python -m`` does, and record it.
 
@@ -81,6 +86,8 @@ def run(
         The global step that the script's checkpoint goes on with; by default as its optimizer counted.
     compression : str or mapping
         How the data is compressed; as in `tracer.record`.
+    queue_bytes, on_full, commit_steps, commit_seconds, durable
+        As in `tracer.record`.
 
     Returns
     -------
@@ -110,10 +117,15 @@ def run(
     session = _Session(
         Path(out),
         tuple(capture),
-        overwrite=overwrite,
         strict=strict,
         resume=Resume(first_step) if resume else None,
         compression=codecs.choice,
+        overwrite=overwrite,
+        queue_bytes=queue_bytes,
+        on_full=on_full,
+        commit_steps=commit_steps,
+        commit_seconds=commit_seconds,
+        durable=durable,
     )
     argv = [str(main.__file__) if module else script, *arguments]
     first_path = os.getcwd() if module else os.path.dirname(os.path.abspath(script))
@@ -153,22 +165,12 @@ def lighter_on_evaluation(capture: Capture) -> tuple[Capture, ...]:
 class _Session:
     """Notices what a script makes and does, and tells the exporter."""
 
-    def __init__(
-        self,
-        out: Path,
-        captures: tuple[Capture, ...],
-        *,
-        overwrite: bool,
-        strict: bool,
-        resume: Resume | None,
-        compression: str | Mapping[str, str],
-    ) -> None:
+    def __init__(self, out: Path, captures: tuple[Capture, ...], *, strict: bool, **recording: Any) -> None:
         bus = MessageBus(f"recording to {out}", on_error="raise" if strict else "disable")
         self.exporter = Exporter(message_bus=bus, capture=captures, strict=strict)
         self.exporter.set_optimizer(())
         self.exporter.set_loss(LOSS_FUNCTIONS)
-        options: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "compression": compression}
-        self.run: Run = start(out, self.exporter, **options, lazily=True)
+        self.run: Run = start(out, self.exporter, lazily=True, **recording)
         self.exporter.starting = self._begin(self.exporter.starting)
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._began: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

@@ -637,7 +637,17 @@ def start(
             part["run_id"] = run_id
         return TraceWriter(
             path,
-            header=header(exporter, seeds) | part,
+            header=header(exporter, seeds)
+            | part
+            | {
+                "recording": {
+                    "queue_bytes": queue_bytes,
+                    "on_full": on_full,
+                    "commit_steps": commit_steps,
+                    "commit_seconds": commit_seconds,
+                    "durable": durable,
+                }
+            },
             overwrite=overwrite and alone and not attempt,
             part=None if alone and not attempt else part_name(process.rank, attempt),
             commit_steps=commit_steps,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import itertools
 import math
@@ -10,6 +11,7 @@ import platform
 import struct
 import time
 import uuid
+import weakref
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -37,6 +39,8 @@ _PACK_BYTES: Final = 1 << 20
 _BATCH_BYTES: Final = 8 << 20
 _BATCH_ROWS: Final = 4096
 """Bytes and messages that wait to be copied together, at most."""
+_FIRST_BYTES: Final = 1 << 20
+"""The first commit comes after so many bytes, so that a disk that is nearly full has a trace of the run's beginning."""
 _NO_CHECKSUM: Final = np.array([layout.NONE])
 SIGN_OF_LIFE: Final = 15.0
 """Seconds after which a writer that has nothing to write shows that it still runs."""
@@ -193,7 +197,10 @@ class TraceWriter:
         full_header = _complete(header or {})
         first_line = layout.declaration("header", full_header)
         if overwrite:
-            for one in _check_ours(self.path):
+            parts = _check_ours(self.path)
+            if any(one.path.absolute() == self.path.absolute() and one._writes for one in _living):
+                raise TraceExistsError(f"{self.path} is being recorded by this process, so it is not overwritten")
+            for one in parts:
                 if one.name != layout.part_name(0):
                     remove_part(self.path, one.name)
         self._part = layout.part_name(0) if part is None else part
@@ -228,10 +235,13 @@ class TraceWriter:
         self._sealed = 0
         self._committed_at = time.monotonic()
         self._failed: BaseException | None = None
+        # whether the declarations are as the last commit left them
+        self._tables_rest = False
         self._finished = False
         self._store: WriteStore = create_store(self.path, part=part, overwrite=overwrite, durable=durable)
         self._journal_name = layout.journal_name(self._part)
         self._declarations = layout.declarations_name(self._part)
+        _living.add(self)
         self._checksum = not self._store.checksums_chunks
         with self._guard():
             self._store.create(self._declarations, dtype="uint8", shape=(), chunk_bytes=chunk_bytes)
@@ -289,6 +299,7 @@ class TraceWriter:
                 self._rows >= self._commit_rows
                 or self._pending_bytes >= self._commit_bytes
                 or self._many_steps()
+                or self._first_is_due()
                 or time.monotonic() - self._committed_at >= self._commit_seconds
             ):
                 self.commit()
@@ -298,9 +309,22 @@ class TraceWriter:
             self._steps is not None and abs(self._steps[1] - self._steps[0]) >= self._commit_steps
         )
 
+    def _first_is_due(self) -> bool:
+        """Whether nothing is safe yet, though enough is there.
+
+        A store that seals waits for the first step to be over, because most streams are seen in it for the first time.
+        """
+        return (
+            self._rows == self.messages
+            and self._pending_bytes >= _FIRST_BYTES
+            and (not self._store.seals or (self._steps is not None and self._steps[0] != self._steps[1]))
+        )
+
     def _write_some(self, batch: Iterator[tuple[Message, Mapping[str, Any] | None]]) -> bool:
         """Write messages until so many wait that they should be committed or copied; whether there are more."""
-        limit = min(_BATCH_BYTES, self._commit_bytes - self._pending_bytes)
+        limit = min(
+            _FIRST_BYTES if self._rows == self.messages else _BATCH_BYTES, self._commit_bytes - self._pending_bytes
+        )
         most = min(_BATCH_ROWS, self._commit_rows - self._rows)
         streams, entries, opened = self._streams, self._entries, self._places_open
         strided = torch.strided
@@ -521,6 +545,8 @@ class TraceWriter:
             ending = {"status": status, "ended": ended, "messages": self.messages}
             self._declared.append(layout.declaration("status", ending))
             self._publish()
+            # nothing may follow the status
+            self._tables_rest = False
             if self._store.can_create:
                 self._store.set_attrs(self._part, {"status": status})
             self._store.close()
@@ -540,6 +566,10 @@ class TraceWriter:
             except TraceError as second:
                 error.add_note(f"and the trace could not be finished: {second}")
 
+    @property
+    def _writes(self) -> bool:
+        return not self._finished and self._failed is None
+
     def _guard(self) -> _Guard:
         return _Guard(self)
 
@@ -550,12 +580,26 @@ class TraceWriter:
             raise TraceError(f"{self.path} takes no more, because writing failed before: {self._failed}")
 
     def _fail(self, error: BaseException) -> None:
+        if self._failed is not None:
+            return
         self._failed = error
+        if self._tables_rest:
+            # best effort: without it, the trace reads as one that is still being recorded, until this process ends
+            with contextlib.suppress(Exception):
+                self._say_why(error)
         self._store.abandon()
+
+    def _say_why(self, error: BaseException) -> None:
+        """Write the status of a run that can no longer be recorded; the messages are those of the last commit."""
+        reason = " ".join(str(error).split()) or type(error).__name__
+        ending = {"status": f"failed: {reason}", "ended": _now(), "messages": self.messages - self._rows}
+        lines, _ = layout.sealed([layout.declaration("status", ending)], self._sealed)
+        self._store.last_words(self._declarations, np.frombuffer(lines, np.uint8))
 
     def _publish(self) -> None:
         """Commit what there is: numbers, then declarations, then the journal, which makes the messages exist."""
         self._store.commit()
+        self._tables_rest = False
         if self._declared:
             lines, self._sealed = layout.sealed(self._declared, self._sealed)
             self._store.append(self._declarations, np.frombuffer(lines, np.uint8))
@@ -567,6 +611,7 @@ class TraceWriter:
             self._store.append(self._journal_name, rows)
             self._store.commit()
             self._rows = 0
+        self._tables_rest = True
         self._steps = None
         self._pending_bytes = 0
         self._committed_at = time.monotonic()
@@ -664,6 +709,10 @@ class _Guard:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             self._writer._fail(error)
+
+
+_living: weakref.WeakSet[TraceWriter] = weakref.WeakSet()
+"""The writers of this process."""
 
 
 def _now() -> str:

@@ -109,6 +109,18 @@ class WriteStore(Protocol):
     def close(self) -> None:
         """Commit and close. Closing again does nothing."""
 
+    def last_words(self, name: str, rows: NDArray[Any]) -> None:
+        """Append rows to one array and commit them, after an error and without what was appended to the others.
+
+        As much of the space as can be had of what was not committed is freed for them. Nothing was appended to this
+        array since the last commit, and nothing follows but `abandon`.
+
+        Raises
+        ------
+        TraceError
+            If that fails too; what was committed is as it was.
+        """
+
     def abandon(self) -> None:
         """Close the files and write nothing more; for use after an error. Does nothing on a closed store."""
 

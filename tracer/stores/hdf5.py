@@ -17,6 +17,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import struct
 from collections.abc import Iterator, Mapping
@@ -94,16 +95,13 @@ def open(path: Path, *, damaged: bool = False) -> Hdf5ReadStore:
     if not path.is_file():
         raise TraceFormatError(f"{path} is not a file; an HDF5 trace is one")
     try:
-        signed = h5py.is_hdf5(path)
-    except Exception as error:
-        raise TraceFormatError(f"{path} cannot be read as an HDF5 file: {error}") from error
-    if not signed:
-        try:
-            path.open("rb").close()
-        except OSError as error:
-            raise TraceError(f"cannot read {path}: {error.strerror or error}") from error
-        if not (damaged and _looks_like_ours(path)):
-            raise TraceFormatError(f"{path} is not an HDF5 file")
+        # the library would also look for its signature farther on, behind bytes of others
+        with path.open("rb") as file:
+            signed = file.read(len(_SIGNATURE)) == _SIGNATURE
+    except OSError as error:
+        raise TraceError(f"cannot read {path}: {_reason(error)}") from error
+    if not signed and not (damaged and _looks_like_ours(path)):
+        raise TraceFormatError(f"{path} is not an HDF5 file")
     return Hdf5ReadStore(path, damaged=damaged)
 
 
@@ -114,8 +112,7 @@ def _written(path: Path) -> Iterator[None]:
     except TraceError:
         raise
     except (OSError, RuntimeError, ValueError, KeyError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise TraceError(f"cannot write {path}: {reason}") from error
+        raise TraceError(f"cannot write {path}: {_reason(error)}") from error
 
 
 @contextlib.contextmanager
@@ -125,7 +122,22 @@ def _read(path: Path, what: str) -> Iterator[None]:
     except TraceError:
         raise
     except Exception as error:  # h5py lets out nearly everything on damaged metadata
-        raise TraceCorruptError(f"{path}: {what} cannot be read: {error}") from error
+        raise TraceCorruptError(f"{path}: {what} cannot be read: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    r"""Why something failed, on one line: HDF5 tells the system's reason between the addresses of its buffers.
+
+    Examples
+    --------
+    >>> _reason(RuntimeError("Can't write data (file write failed: time = Mon\n, errno = 28, buf = 0x7f00)"))
+    'No space left on device'
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    found = re.search(r"\berrno = (\d+)", str(error))
+    if number is None and found is not None:
+        number = int(found[1])
+    return os.strerror(number) if number else " ".join(str(error).split()) or type(error).__name__
 
 
 def _open(path: Path) -> Any:
@@ -164,7 +176,7 @@ def _bound_retries(access: Any) -> None:
 class _Array:
     """A dataset that is being written."""
 
-    __slots__ = ("codec", "dataset", "length", "plain", "rows")
+    __slots__ = ("codec", "committed", "dataset", "length", "plain", "rows")
 
     def __init__(self, dataset: Any, rows: RowChunks, codec: Codec | None) -> None:
         self.dataset = dataset
@@ -173,6 +185,7 @@ class _Array:
         self.length = 0
         # the last chunk that was published before it was full
         self.plain = -1
+        self.committed = 0
 
 
 class Hdf5WriteStore:
@@ -187,8 +200,13 @@ class Hdf5WriteStore:
         self._arrays: dict[str, _Array] = {}
         self._changed: dict[str, None] = {}
         self._unsealed = path.with_name(f".{path.name}.part")
+        self._copy = path.with_name(f".{path.name}.copy")
         self._sealed = False
-        self._file: Any = h5py.File(self._unsealed, "w", libver="latest", locking=False)
+        try:
+            self._file: Any = h5py.File(self._unsealed, "w", libver="latest", locking=False)
+        except OSError:
+            self._unsealed.unlink(missing_ok=True)
+            raise
 
     @property
     def can_create(self) -> bool:
@@ -219,9 +237,9 @@ class Hdf5WriteStore:
     def append(self, name: str, rows: NDArray[Any]) -> None:
         array = self._array(name)
         write = self._write_chunk if array.codec is None else self._write_compressed
+        self._changed[name] = None
         with _written(self.path):
             array.rows.append(rows, lambda number, data: write(array, number, data))
-        self._changed[name] = None
 
     def length(self, name: str) -> int:
         return self._array(name).rows.rows
@@ -232,7 +250,12 @@ class Hdf5WriteStore:
         with _written(self.path):
             attrs = self._opened()[name or "/"].attrs
             for key, value in values.items():
-                attrs[key] = _encode(value)
+                encoded = _encode(value)
+                if isinstance(encoded, bytes):
+                    # of fixed length: what is of variable length lies in global heaps, which have no checksums
+                    attrs.create(key, encoded, dtype=h5py.string_dtype("utf-8", len(encoded)))
+                else:
+                    attrs[key] = encoded
 
     def seal(self) -> None:
         """Switch to SWMR mode, and put the file at its path."""
@@ -260,16 +283,17 @@ class Hdf5WriteStore:
                 elif tail is not None:
                     self._write_compressed(array, *tail, last=True)
                 self._resize(array, array.rows.rows)
-            self._changed.clear()
             file.flush()
+            for name in self._changed:
+                self._arrays[name].committed = self._arrays[name].length
+            self._changed.clear()
             if self._durable:
                 os.fsync(file.id.get_vfd_handle())
             if not self._sealed:
                 # a file that is not in SWMR mode cannot be opened after a kill, but a copy of a closed one can
                 file.close()
-                copy = self._unsealed.with_suffix(".copy")
-                shutil.copyfile(self._unsealed, copy)
-                os.replace(copy, self.path)
+                shutil.copyfile(self._unsealed, self._copy)
+                os.replace(self._copy, self.path)
                 self._file = h5py.File(self._unsealed, "r+", libver="latest", locking=False)
                 for name, array in self._arrays.items():
                     array.dataset = self._file[name].id
@@ -288,16 +312,49 @@ class Hdf5WriteStore:
             self._file.close()
         self._file = None
 
+    def last_words(self, name: str, rows: NDArray[Any]) -> None:
+        if self._sealed:
+            self._shorten()
+            self.append(name, rows)
+            self.commit()
+            return
+        # the space of the file that is given up may be all there is
+        self.abandon()
+        with _written(self.path):
+            try:
+                shutil.copyfile(self.path, self._copy)
+                with h5py.File(self._copy, "r+", libver="latest", locking=False) as file:
+                    length = len(file[name])
+                    file[name].resize(length + len(rows), axis=0)
+                    file[name][length:] = rows
+                os.replace(self._copy, self.path)
+            finally:
+                self._copy.unlink(missing_ok=True)
+
     def abandon(self) -> None:
         if self._file is None:
             return
+        if self._sealed:
+            self._shorten()
         file, self._file = self._file, None
         # the error that led here is the one to report
         with contextlib.suppress(Exception):
             file.close()
-        if self._sealed:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if self._sealed:
                 _mark_unfinished(self.path)
+            else:
+                # nothing in it was committed that is not in the copy at the path
+                self._unsealed.unlink(missing_ok=True)
+                self._copy.unlink(missing_ok=True)
+
+    def _shorten(self) -> None:
+        """Let arrays be as long as the last commit left them: closing the file writes how long they are."""
+        for name in self._changed:
+            array = self._arrays[name]
+            with contextlib.suppress(Exception):
+                array.dataset.set_extent((array.committed, *array.rows.shape))
+        self._changed.clear()
 
     def _opened(self) -> Any:
         if self._file is None:
@@ -342,17 +399,19 @@ class Hdf5WriteStore:
 def _encode(value: Any) -> Any:
     if isinstance(value, (bool, float)) or (isinstance(value, int) and -(2**63) <= value < 2**63):
         return value
-    if isinstance(value, str) and not value.startswith(_JSON) and "\0" not in value:
-        return value
+    # HDF5 has no text of length 0, and ends what it pads with zeros at the first of them
+    if isinstance(value, str) and value and not value.startswith(_JSON) and "\0" not in value:
+        return value.encode()
     try:
-        return _JSON + json.dumps(value)
+        return (_JSON + json.dumps(value)).encode()
     except (TypeError, ValueError) as error:
         raise TraceError(f"an attribute cannot be written as JSON: {error}") from error
 
 
 def _decode(value: Any) -> Any:
-    if isinstance(value, str):
-        return json.loads(value.removeprefix(_JSON)) if value.startswith(_JSON) else value
+    if isinstance(value, bytes):
+        text = value.decode()
+        return json.loads(text.removeprefix(_JSON)) if text.startswith(_JSON) else text
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         return value.item()
     raise TraceFormatError(f"an attribute of the type {type(value).__name__} is not one of a trace")
@@ -376,26 +435,19 @@ class Hdf5ReadStore:
         self._mended: _Mended | None = None
         if damaged:
             self.problems += _cut_off(path)
-        self._heaps: TraceCorruptError | None = None
-        try:
-            _check_heaps(path)
-        except TraceCorruptError as error:
-            if not damaged:
-                raise
-            self._heaps = error
         with _read(path, "the file"):
             try:
                 self._file = _open(path)
             except Exception as error:
                 if not damaged:
                     raise
-                self.problems.append(f"the file cannot be opened as it is: {error}")
+                self.problems.append(f"the file cannot be opened as it is: {_reason(error)}")
                 self._mended = _Mended(path)
                 self._file = h5py.File(self._mended, "r")
         try:
             with _read(path, "the file"):
-                self._check("", self._file, set())
                 self._plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._check("", self._file, set())
         except BaseException:
             self.close()
             raise
@@ -407,7 +459,7 @@ class Hdf5ReadStore:
         except Exception as error:
             if not self._damaged:
                 raise
-            self.problems.append(f"what is in {prefix or 'the root'!r} cannot be read: {error}")
+            self.problems.append(f"what is in {prefix or 'the root'!r} cannot be read: {_reason(error)}")
             return
         for part in parts:
             name = f"{prefix}{part}"
@@ -415,6 +467,8 @@ class Hdf5ReadStore:
                 link = group.get(part, getlink=True)
                 if not isinstance(link, h5py.HardLink):
                     raise TraceFormatError(f"{self.path}: {name!r} is a {type(link).__name__}, which a trace never has")
+                if _is_virtual(self._plain, group.id.links.get_info(group._e(part)).u):
+                    raise TraceFormatError(f"{self.path}: {name!r} is a virtual dataset, which a trace never has")
                 item = group[part]
                 address = h5py.h5o.get_info(item.id).addr
             except TraceError:
@@ -422,7 +476,7 @@ class Hdf5ReadStore:
             except Exception as error:
                 if not self._damaged:
                     raise
-                self.problems.append(f"{name!r} cannot be opened: {error}")
+                self.problems.append(f"{name!r} cannot be opened: {_reason(error)}")
                 continue
             if address in seen:
                 raise TraceFormatError(f"{self.path}: {name!r} is there under two names, which a trace never has")
@@ -481,10 +535,9 @@ class Hdf5ReadStore:
             self.close()
             self._looked_up.clear()
             self._size = found.st_size
-            _check_heaps(self.path)
             self._file = _open(self.path)
-            self._check("", self._file, set())
             self._plain = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            self._check("", self._file, set())
 
     def names(self, prefix: str = "") -> list[str]:
         return sorted(name for name in self._datasets if name.startswith(prefix))
@@ -522,10 +575,17 @@ class Hdf5ReadStore:
         return None
 
     def attrs(self, name: str = "") -> dict[str, Any]:
-        if self._heaps is not None:
-            raise self._heaps
         with _read(self.path, f"the attributes of {name or 'the root'!r}"):
-            return {key: _decode(value) for key, value in self._file[name or "/"].attrs.items()}
+            attrs = self._file[name or "/"].attrs
+            for key in attrs:
+                kind, shape = attrs.get_id(key).get_type(), attrs.get_id(key).shape
+                text = isinstance(kind, h5py.h5t.TypeStringID)
+                if shape != () or not isinstance(kind, _ATTRIBUTES) or (text and kind.is_variable_str()):
+                    raise TraceFormatError(
+                        f"{self.path}: the attribute {key!r} of {name or 'the root'!r} is not one of a trace: "
+                        "those are single numbers, bools and texts of a fixed length"
+                    )
+            return {key: _decode(value) for key, value in attrs.items()}
 
     def read(self, name: str, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
         dataset = self._dataset(name)
@@ -690,6 +750,11 @@ class Hdf5ReadStore:
 _SUPERBLOCK = struct.Struct("<8sBBBBQQQQ")
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _UNDEFINED = 2**64 - 1
+_LAYOUT, _CONTINUED = 0x08, 0x10
+"""What messages in the header of an object are about: how its data is laid out, and where the header goes on."""
+_HEADER_LIMIT = 1 << 20
+_HEADER_PARTS = 100
+_ATTRIBUTES = (h5py.h5t.TypeIntegerID, h5py.h5t.TypeFloatID, h5py.h5t.TypeEnumID, h5py.h5t.TypeStringID)
 
 
 def _looks_like_ours(path: Path) -> bool:
@@ -698,25 +763,45 @@ def _looks_like_ours(path: Path) -> bool:
         return file.read(52)[_SUPERBLOCK.size + 4 :] == b"OHDR"
 
 
-def _check_heaps(path: Path) -> None:
-    """Refuse damaged global heaps, where texts of attributes are: they have no checksum, and HDF5 never returns.
+def _is_virtual(file: int, address: int) -> bool:
+    """Whether the object header at an address is that of a virtual dataset.
 
-    Attributes are written first, so their heap is at the beginning.
+    HDF5 reads the global heap of one as soon as it is opened, or asked what it is. Global heaps have no checksum, and
+    of a damaged one the library never returns; nothing else that is read of a trace lies in one.
     """
-    with path.open("rb") as file:
-        data = file.read(65536)
-    start = data.find(b"GCOL\x01\0\0\0")
-    while start >= 0:
-        end = start + int.from_bytes(data[start + 8 : start + 16], "little")
-        place = start + 16
-        while place + 16 <= min(end, len(data)):
-            size = int.from_bytes(data[place + 8 : place + 16], "little")
-            # object 0 is the free space, with its header
-            step = size if data[place : place + 2] == b"\0\0" else 16 - (-size // 8) * 8
-            if step < 16 or place + step > end:
-                raise TraceCorruptError(f"{path}: the texts of its attributes are damaged")
-            place += step
-        start = data.find(b"GCOL\x01\0\0\0", start + 16)
+    start = os.pread(file, 64, address)
+    if start[:4] == b"OHDR":
+        flags = start[5]
+        # times, then the numbers of attributes that are kept in one way or another
+        place = 6 + (16 if flags & 0x20 else 0) + (4 if flags & 0x10 else 0)
+        width = 1 << (flags & 3)
+        size = int.from_bytes(start[place : place + width], "little")
+        first, head = address + place + width, 6 if flags & 4 else 4
+    else:
+        # as older libraries write them
+        size = int.from_bytes(start[8:12], "little")
+        first, head = address + 16, 8
+    blocks, known = [(first, size)], 1
+    while blocks:
+        begin, size = blocks.pop()
+        if size > _HEADER_LIMIT or known > _HEADER_PARTS:
+            raise TraceFormatError("the header of an object is larger than any of a trace")
+        data = os.pread(file, size, begin)
+        place = 0
+        while place + head <= len(data):
+            new = head != 8
+            kind = data[place] if new else int.from_bytes(data[place : place + 2], "little")
+            length = int.from_bytes(data[place + 1 : place + 3] if new else data[place + 2 : place + 4], "little")
+            body = data[place + head : place + head + length]
+            if kind == _LAYOUT and body[1:2] == b"\x03" and body[0] > 2:
+                return True
+            if kind == _CONTINUED and len(body) >= 16:
+                known += 1
+                offset, size = struct.unpack_from("<QQ", body)
+                # a signature before it and a checksum behind it
+                blocks.append((offset + 4, size - 8) if new else (offset, size))
+            place += head + length
+    return False
 
 
 def _cut_off(path: Path) -> list[str]:

@@ -289,9 +289,9 @@ class ZarrWriteStore:
     def append(self, name: str, rows: NDArray[Any]) -> None:
         array = self._array(name)
         write = self._write_chunk if array.codec is None else self._write_compressed
+        self._changed[name] = None
         with _written(self.path):
             array.rows.append(rows, lambda number, data: write(array, number, data))
-        self._changed[name] = None
 
     def length(self, name: str) -> int:
         return self._array(name).rows.rows
@@ -360,6 +360,16 @@ class ZarrWriteStore:
         if not self._closed:
             self.commit()
             self.abandon()
+
+    def last_words(self, name: str, rows: NDArray[Any]) -> None:
+        with _written(self.path):
+            for other in self._changed:
+                array = self._arrays.get(other)
+                if array is not None and array.shard is not None:
+                    _cut(self._file(array.shard.path), array.shard)
+        self._changed.clear()
+        self.append(name, rows)
+        self.commit()
 
     def abandon(self) -> None:
         self._closed = True
@@ -480,6 +490,18 @@ class ZarrWriteStore:
         _replace(folder, document, self._durable)
 
 
+def _cut(file: int, shard: _Shard) -> None:
+    """Free the space behind the last chunk that the index on disk refers to."""
+    data = os.pread(file, shard.chunks * 16, 0)
+    end = 0
+    if len(data) == shard.chunks * 16:
+        index = np.frombuffer(data, "<u8").reshape(-1, 2)
+        index = index[index[:, 0] != MISSING]
+        end = int(index.sum(axis=1).max(initial=len(data) + 4))
+    if end < os.fstat(file).st_size:
+        os.ftruncate(file, end)
+
+
 def _pwrite(file: int, parts: list[Any], size: int, offset: int) -> None:
     written = os.pwritev(file, parts, offset)
     if written != size:
@@ -505,6 +527,10 @@ def _replace(folder: Path, document: Mapping[str, Any], durable: bool) -> None:
             data = data[os.write(file, data) :]
         if durable:
             os.fsync(file)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
     finally:
         os.close(file)
     os.replace(temporary, folder / "zarr.json")
