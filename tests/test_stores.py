@@ -573,10 +573,11 @@ store.append("a", np.arange(100))
 store.seal()
 store.append("a", np.arange(1000))
 if os.fork() == 0:
+    assert not os.path.samestat(os.fstat(store._file.id.get_vfd_handle()), os.stat(sys.argv[1]))
     sys.exit()
 store.append("a", np.arange(50_000))
 store.commit()
-os.wait()
+assert os.wait()[1] == 0
 store.append("a", np.arange(9))
 store.close()
 read = open_store(sys.argv[1])
