@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -556,3 +558,39 @@ def test_hdf5_opened_twice_in_a_process(tmp_path: Path) -> None:
         if stop == 20:
             store.append("a", values[20:])
             store.close()
+
+
+def test_a_forked_child_writes_nothing_to_hdf5(tmp_path: Path) -> None:
+    """What HDF5 keeps in memory is not written a second time by a child that ends in order."""
+    path = tmp_path / "run.h5"
+    code = """
+import os, sys
+import numpy as np
+from tracer.stores import create_store, open_store
+store = create_store(sys.argv[1])
+store.create("a", dtype="int64", shape=(), chunk_bytes=64)
+store.append("a", np.arange(100))
+store.seal()
+store.append("a", np.arange(1000))
+if os.fork() == 0:
+    assert not os.path.samestat(os.fstat(store._file.id.get_vfd_handle()), os.stat(sys.argv[1]))
+    sys.exit()
+store.append("a", np.arange(50_000))
+store.commit()
+assert os.wait()[1] == 0
+store.append("a", np.arange(9))
+store.close()
+read = open_store(sys.argv[1])
+assert read.length("a") == 51_109
+assert read.read("a", 1100, 51_100).tolist() == list(range(50_000))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, str(path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr

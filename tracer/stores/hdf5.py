@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 import struct
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,8 @@ class Hdf5WriteStore:
         except OSError:
             self._unsealed.unlink(missing_ok=True)
             raise
+        self._descriptor = int(self._file.id.get_vfd_handle())
+        _writing.add(self)
 
     @property
     def can_create(self) -> bool:
@@ -291,10 +294,12 @@ class Hdf5WriteStore:
                 os.fsync(file.id.get_vfd_handle())
             if not self._sealed:
                 # a file that is not in SWMR mode cannot be opened after a kill, but a copy of a closed one can
+                self._descriptor = -1
                 file.close()
                 shutil.copyfile(self._unsealed, self._copy)
                 os.replace(self._copy, self.path)
                 self._file = h5py.File(self._unsealed, "r+", libver="latest", locking=False)
+                self._descriptor = int(self._file.id.get_vfd_handle())
                 for name, array in self._arrays.items():
                     array.dataset = self._file[name].id
 
@@ -308,6 +313,7 @@ class Hdf5WriteStore:
             return
         self.seal()
         self.commit()
+        self._descriptor = -1
         with _written(self.path):
             self._file.close()
         self._file = None
@@ -337,6 +343,7 @@ class Hdf5WriteStore:
         if self._sealed:
             self._shorten()
         file, self._file = self._file, None
+        self._descriptor = -1
         # the error that led here is the one to report
         with contextlib.suppress(Exception):
             file.close()
@@ -394,6 +401,21 @@ class Hdf5WriteStore:
         # a chunk cannot be written beyond the length; its rows mean nothing before the journal refers to them
         self._resize(array, start[0] + 1)
         array.dataset.write_direct_chunk(tuple(start), data, filter_mask)
+
+
+_writing: weakref.WeakSet[Hdf5WriteStore] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """Let a forked child write nowhere: when it ends, HDF5 writes what was in its memory when it was forked."""
+    for store in _writing:
+        if store._descriptor >= 0:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nowhere, store._descriptor)
+            os.close(nowhere)
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def _encode(value: Any) -> Any:
