@@ -720,7 +720,7 @@ def test_kept_messages_stay_as_they_were(
     tmp_path: Path, suffix: str, slow: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory is used again only when nobody has it: what is kept, or kept in part, never changes."""
-    # read by a thread from the second block on, or by none
+    # after a few blocks read by a thread, or by none
     monkeypatch.setattr("tracer.reader.SLOW_SECONDS", slow)
     monkeypatch.setattr("tracer.reader.BLOCK_BYTES", 1 << 19)
     path = tmp_path / f"run{suffix}"

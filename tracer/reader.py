@@ -28,19 +28,20 @@ from tracer.messages import DEFAULT_TAG, Message, checked
 from tracer.stores import ReadStore, open_store
 
 BLOCK_BYTES: Final = 8 << 20
-"""Bytes of data that `TraceReader.messages` reads ahead."""
+"""Bytes of data that `TraceReader.messages` reads at a time."""
 LARGE_BLOCK_BYTES: Final = 2 << 20
 """The same where messages are large: the blocks in use should stay in the processor's cache."""
 LARGE_ROWS: Final = 64
 """Messages are large where no more than so many are in `BLOCK_BYTES`."""
 BLOCK_ROWS: Final = 16384
-"""Messages that it reads ahead, at most."""
+"""Messages that it reads at a time, at most."""
 GAP_BYTES: Final = 65536
 """Parts of a pool that are closer than this are read at once, with what lies between: a chunk is read as a whole."""
 AHEAD: Final = 3
-"""Blocks that a thread reads ahead, from the first block on that had to be waited for."""
+"""Blocks that a thread reads ahead where the store is slow."""
 SLOW_SECONDS: Final = 0.002
-"""Waiting for a block that takes longer than this is for a disk or a network, not for this process's turn."""
+SLOW_BLOCKS: Final = 3
+"""It is slow if so many blocks in a row had to be waited for so long; one may be because others had the processor."""
 SMALLEST_REUSED: Final = 1 << 17
 MOST_REUSED: Final = 64 << 20
 """Memory that is used again, in bytes: for parts of at least the one, and of at most the other in all."""
@@ -585,7 +586,10 @@ class TraceReader:
             tensors.clear()
 
     def _blocks(self, selected: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], list[_Group]]]:
-        """Rows of the journal, cut into blocks, with their data; a thread reads ahead."""
+        """Rows of the journal, cut into blocks, with their data; a thread reads ahead where the store is slow.
+
+        The list of groups is emptied when the next block is asked for.
+        """
         nbytes = self.journal[selected, Column.COUNT] * self._itemsizes[self.journal[selected, Column.STREAM]]
         ends = np.cumsum(nbytes)
         blocks = []
@@ -600,6 +604,7 @@ class TraceReader:
             first = last
         memory = _Memory()
         left = iter(blocks)
+        slow = 0
         # Without a thread as long as the data is there at once: two threads would only get into each other's way, and
         # one block of memory, used again and again, stays in the processor's cache.
         for rows in left:
@@ -608,7 +613,8 @@ class TraceReader:
             waited = (time.perf_counter() - began) - (time.thread_time() - worked)
             yield rows, groups
             groups.clear()  # before the next block is read, so that it can have the memory
-            if waited > SLOW_SECONDS:
+            slow = slow + 1 if waited > SLOW_SECONDS else 0
+            if slow == SLOW_BLOCKS:
                 break
         with ThreadPoolExecutor(1, "trace-reader") as thread:
             waiting: deque[tuple[NDArray[np.int64], Future[list[_Group]]]] = deque()
