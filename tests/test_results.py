@@ -83,7 +83,7 @@ def same(one: Any, other: Any) -> bool:
 
 def test_columns() -> None:
     """The columns are those that scripts rely on, in this order."""
-    expected = "trace subscriber kind module tag epoch train_step global_step call index value"
+    expected = "trace subscriber kind module tag rank epoch train_step global_step call index value"
     assert " ".join(COLUMNS) == expected
 
 
@@ -91,7 +91,7 @@ def test_rows(results: analyze.Results) -> None:
     """One row a number; positions in arrays as JSON; the network has no module, a leaf stands behind its module."""
     rows = list(results)
     assert len(rows) == len(results) == 8 + 6 + 3
-    assert rows[0] == Row("run.zarr", "norm", "weights_norm2", "fc", "default", 0, 0, 0, 0, "", 0.1)
+    assert rows[0] == Row("run.zarr", "norm", "weights_norm2", "fc", "default", 0, 0, 0, 0, 0, "", 0.1)
     assert [row.index for row in rows[8:14]] == ["[0, 0]", "[0, 1]", "[0, 2]", "[1, 0]", "[1, 1]", "[1, 2]"]
     assert [json.loads(row.index) for row in rows[8:10]] == [[0, 0], [0, 1]]
     assert rows[13].value == 2.0**53
@@ -243,7 +243,7 @@ def read_csv(path: Path) -> list[tuple[Any, ...]]:
     with path.open(encoding="utf-8", newline="") as file:
         header, *rows = csv.reader(file)
     assert tuple(header) == COLUMNS
-    return [(*row[:5], *map(int, row[5:9]), row[9], float(row[10])) for row in rows]
+    return [(*row[:5], *map(int, row[5:10]), row[10], float(row[11])) for row in rows]
 
 
 def read_jsonl(path: Path) -> list[tuple[Any, ...]]:
@@ -262,7 +262,7 @@ def read_parquet(path: Path) -> list[tuple[Any, ...]]:
     """The rows of a Parquet file, by Arrow."""
     table = pyarrow.parquet.read_table(path)
     assert tuple(table.column_names) == COLUMNS
-    assert [str(field.type) for field in table.schema] == ["string"] * 5 + ["int64"] * 4 + ["string", "double"]
+    assert [str(field.type) for field in table.schema] == ["string"] * 5 + ["int64"] * 5 + ["string", "double"]
     return [tuple(row.values()) for row in table.to_pylist()]
 
 

@@ -406,8 +406,10 @@ def test_data_is_free_to_use(trace: TraceReader) -> None:
     assert all(map(same, trace.messages(), run()))
 
 
-def test_blocks_do_not_change_what_is_read(trace: TraceReader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small the blocks and gaps, the messages are the same."""
+@pytest.mark.parametrize("slow", [-1, 1e9])
+def test_blocks_do_not_change_what_is_read(trace: TraceReader, slow: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small the blocks and gaps, the messages are the same, whether a thread reads ahead or not."""
+    monkeypatch.setattr("tracer.reader.SLOW_SECONDS", slow)
     for block, rows, gap in ((1, 16384, 0), (40000, 7, 0), (40000, 16384, 1 << 30)):
         monkeypatch.setattr("tracer.reader.BLOCK_BYTES", block)
         monkeypatch.setattr("tracer.reader.BLOCK_ROWS", rows)
@@ -714,8 +716,13 @@ def test_arrays(trace: TraceReader, filters: dict[str, Any], monkeypatch: pytest
 
 
 @every_format
-def test_kept_messages_stay_as_they_were(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slow", [-1, 1e9])
+def test_kept_messages_stay_as_they_were(
+    tmp_path: Path, suffix: str, slow: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory is used again only when nobody has it: what is kept, or kept in part, never changes."""
+    # after a few blocks read by a thread, or by none
+    monkeypatch.setattr("tracer.reader.SLOW_SECONDS", slow)
     monkeypatch.setattr("tracer.reader.BLOCK_BYTES", 1 << 19)
     path = tmp_path / f"run{suffix}"
     write(path, [module("weights", "fc", step, torch.full((130, 500), float(step))) for step in range(60)])
@@ -734,7 +741,8 @@ def test_kept_messages_stay_as_they_were(tmp_path: Path, suffix: str, monkeypatc
         # a reading that is given up leaves no thread behind
         threads = threading.active_count()
         given_up = iter(reader)
-        next(given_up)
+        for _ in range(10):
+            next(given_up)
         del given_up
         assert threading.active_count() <= threads
 

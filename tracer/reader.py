@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,13 +29,20 @@ from tracer.parts import Part, Stream, limits, merged, missing, worst
 from tracer.stores import ReadStore, open_parts
 
 BLOCK_BYTES: Final = 8 << 20
-"""Bytes of data that `TraceReader.messages` reads ahead."""
+"""Bytes of data that `TraceReader.messages` reads at a time."""
+LARGE_BLOCK_BYTES: Final = 2 << 20
+"""The same where messages are large: the blocks in use should stay in the processor's cache."""
+LARGE_ROWS: Final = 64
+"""Messages are large where no more than so many are in `BLOCK_BYTES`."""
 BLOCK_ROWS: Final = 16384
-"""Messages that it reads ahead, at most."""
+"""Messages that it reads at a time, at most."""
 GAP_BYTES: Final = 65536
 """Parts of a pool that are closer than this are read at once, with what lies between: a chunk is read as a whole."""
 AHEAD: Final = 3
-"""Blocks that a thread reads ahead."""
+"""Blocks that a thread reads ahead where the store is slow."""
+SLOW_SECONDS: Final = 0.002
+SLOW_BLOCKS: Final = 3
+"""It is slow if so many blocks in a row had to be waited for so long; one may be because others had the processor."""
 SMALLEST_REUSED: Final = 1 << 17
 MOST_REUSED: Final = 64 << 20
 """Memory that is used again, in bytes: for parts of at least the one, and of at most the other in all."""
@@ -274,7 +282,8 @@ class TraceReader:
         names = {name: number for number, name in enumerate(layout.ENCODINGS)}
         self._dtype_ids = np.array([names.get(stream.dtype or "", 0) for stream in self._streams], np.int64)
         self._storages = np.array([layout.ENCODINGS[s.dtype].storage if s.dtype else "" for s in self._streams])
-        self._rows_of: dict[int, int] = {}
+        # of the pools that were read: elements in a row, and rows
+        self._sizes_of: dict[int, tuple[int, int]] = {}
         self._infos: list[StreamInfo] | None = None
 
     @property
@@ -569,12 +578,12 @@ class TraceReader:
     def _iterate(self, selected: NDArray[np.int64]) -> Iterator[Message]:
         streams = self._streams
         for rows, groups in self._blocks(selected):
-            found = _by_place(groups, len(rows))
+            owners, tensors = _in_order(groups, len(rows))
             groups.clear()  # so that the memory can be used for another block as soon as the messages are gone
             fields = self.journal[rows][:, _FIELDS].tolist()
-            for position, (number, global_step, train_step, epoch, call) in enumerate(fields):
+            for owner, (number, global_step, train_step, epoch, call) in zip(owners, fields, strict=True):
                 stream = streams[number]
-                data, found[position] = found[position], None
+                data = next(tensors[owner])
                 yield checked(
                     stream.kind,
                     stream.module,
@@ -587,9 +596,13 @@ class TraceReader:
                     stream.rank,
                     data,
                 )
+            tensors.clear()
 
     def _blocks(self, selected: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], list[_Group]]]:
-        """Rows of the journal, cut into blocks, with their data; a thread reads ahead."""
+        """Rows of the journal, cut into blocks, with their data; a thread reads ahead where the store is slow.
+
+        The list of groups is emptied when the next block is asked for.
+        """
         nbytes = self.journal[selected, Column.COUNT] * self._itemsizes[self.journal[selected, Column.STREAM]]
         ends = np.cumsum(nbytes)
         blocks = []
@@ -597,18 +610,29 @@ class TraceReader:
         while first < len(selected):
             before = int(ends[first - 1]) if first else 0
             last = int(np.searchsorted(ends, before + BLOCK_BYTES, side="right"))
+            if last - first <= LARGE_ROWS:
+                last = int(np.searchsorted(ends, before + min(BLOCK_BYTES, LARGE_BLOCK_BYTES), side="right"))
             last = min(max(last, first + 1), first + BLOCK_ROWS)
             blocks.append(selected[first:last])
             first = last
         memory = _Memory()
-        if len(blocks) < 2:
-            for rows in blocks:
-                yield rows, self._read_groups(rows, memory)
-            return
+        left = iter(blocks)
+        slow = 0
+        # Without a thread as long as the data is there at once: two threads would only get into each other's way, and
+        # one block of memory, used again and again, stays in the processor's cache.
+        for rows in left:
+            began, worked = time.perf_counter(), time.thread_time()
+            groups = self._read_groups(rows, memory)
+            waited = (time.perf_counter() - began) - (time.thread_time() - worked)
+            yield rows, groups
+            groups.clear()  # before the next block is read, so that it can have the memory
+            slow = slow + 1 if waited > SLOW_SECONDS else 0
+            if slow == SLOW_BLOCKS:
+                break
         with ThreadPoolExecutor(1, "trace-reader") as thread:
             waiting: deque[tuple[NDArray[np.int64], Future[list[_Group]]]] = deque()
             try:
-                for rows in blocks:
+                for rows in left:
                     waiting.append((rows, thread.submit(self._read_groups, rows, memory)))
                     if len(waiting) > AHEAD:
                         ready, future = waiting.popleft()
@@ -705,13 +729,13 @@ class TraceReader:
     ) -> int:
         """Elements in a row of a pool; raises `TraceCorruptError` if some messages lie beyond its end."""
         name, dtype = self._pools[pool]
-        store = self._store_of[pool]
-        size = math.prod(store.row_shape(name))
-        length = self._rows_of.get(pool)
-        if length is None:
-            length = self._rows_of[pool] = store.length(name)
+        size, length = self._sizes_of.get(pool, (0, 0))
+        if not size:
+            store = self._store_of[pool]
+            size, length = math.prod(store.row_shape(name)), store.length(name)
             if store.dtype(name) != dtype or size < 1:
                 raise TraceCorruptError(f"{self.path}: pool {name!r} is not of the dtype {dtype} that was declared")
+            self._sizes_of[pool] = size, length
         wrong: NDArray[np.bool_] = np.asarray(ends > length * size)
         streams = rows[places, Column.STREAM]
         wrong |= self._storages[streams] != dtype
@@ -812,13 +836,23 @@ class TraceReader:
         return f"TraceReader({str(self.path)!r}: {len(self)} messages, {self.status})"
 
 
-def _by_place(groups: list[_Group], count: int) -> list[Tensor | None]:
-    """The data of each message of a block; None for those without."""
-    found: list[Tensor | None] = [None] * count
-    for group in groups:
-        for place, tensor in zip(group.places.tolist(), _tensors(group), strict=True):
-            found[place] = tensor
-    return found
+def _in_order(groups: list[_Group], count: int) -> tuple[list[int], list[Iterator[Tensor | None]]]:
+    """To which group each message of a block belongs, and the data of each group, in the order of the messages.
+
+    Tensors are made one by one, as the messages are: thousands at once would leave the processor's cache before they
+    are used. The last of the iterators is for messages without data.
+    """
+    owners = np.full(count, len(groups), np.int64)
+    tensors: list[Iterator[Tensor | None]] = []
+    for number, group in enumerate(groups):
+        places = group.places
+        owners[places] = number
+        if (places[1:] < places[:-1]).any():
+            order = np.argsort(places)
+            group = _Group(places[order], group.data[order], group.dtype, group.whole_nbytes)
+        tensors.append(_tensors(group))
+    tensors.append(itertools.repeat(None))
+    return owners.tolist(), tensors
 
 
 def _tensors(group: _Group) -> Iterator[Tensor]:
@@ -829,13 +863,17 @@ def _tensors(group: _Group) -> Iterator[Tensor]:
             yield torch.empty(data.shape[1:], dtype=encoding.dtype)
         return
     few = group.whole_nbytes * len(data) <= _KEPT * data.nbytes
+    from_numpy = torch.from_numpy
     for begin in range(0, len(data), _KEPT):
         # a message that is kept should not keep a block that is many times its size
         part = data[begin : begin + _KEPT] if few else data[begin : begin + _KEPT].copy()
-        for number in range(len(part)):
-            # an index with an ellipsis gives arrays of scalars, too
-            tensor = torch.from_numpy(part[number, ...])
-            yield tensor if encoding.bits is None else tensor.view(encoding.dtype)
+        # an index with an ellipsis gives arrays of scalars, too
+        rows = part if part.ndim > 1 else [part[number, ...] for number in range(len(part))]
+        if encoding.bits is None:
+            yield from map(from_numpy, rows)
+        else:
+            for row in rows:
+                yield from_numpy(row).view(encoding.dtype)
 
 
 def _shorter(ranges: Iterable[tuple[int, int]], offsets: NDArray[np.int64], longest: int) -> Iterator[tuple[int, int]]:

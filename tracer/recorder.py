@@ -375,7 +375,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         What happens when so much waits: the training waits, or messages are dropped and counted.
     commit_steps, commit_seconds : int, float
         What was recorded is made safe against ``kill -9`` after so many steps (None: however many) or seconds,
-        whichever comes first; also after 64 MiB or 65,536 messages.
+        whichever comes first; also after 256 MiB or 65,536 messages.
     durable : bool
         Whether it is then safe against a power failure, too (``fsync``).
     resume : bool

@@ -175,7 +175,7 @@ class TraceWriter:
         part: str | None = None,
         chunk_bytes: int = 65536,
         own_pool_bytes: int = 65536,
-        commit_bytes: int = 64 << 20,
+        commit_bytes: int = 256 << 20,
         commit_rows: int = 65536,
         commit_seconds: float = 2.0,
         commit_steps: int | None = None,

@@ -33,8 +33,12 @@ from tracer.stores import PART, RowChunks, check_name, contiguous, largest_chunk
 from tracer.stores.codecs import CODECS, OVERHEAD, Codec, codec_of, decode, decoded_size, encode, zarr_codec
 
 CHUNKS_PER_SHARD = 128
-PIECE = 65536
-"""Bytes of one write: larger ones reach a third of the speed, because of how page caches allocate."""
+PIECE = 1 << 19
+"""Bytes of one write, which ends at a multiple of them in the file.
+
+Page caches take memory in blocks that lie at multiples of their size in the file, so writes that lie elsewhere are cut
+into many small ones. A piece should still be in the processor's cache when it is written, after its checksum.
+"""
 READ_PIECE = 1 << 18
 """Bytes of one read: they should be in the processor's cache when their checksum is computed."""
 PAGE = 4096
@@ -411,13 +415,15 @@ class ZarrWriteStore:
             self._unsynced[shard.path] = None
         # each piece is checksummed just before it is written, while that brings it into the processor's cache
         values = np.frombuffer(data, np.uint8)
-        last = nbytes - 1 - (nbytes - 1) % PIECE
-        checksum = 0
-        for start in range(0, last, PIECE):
-            checksum = google_crc32c.extend(checksum, values[start : start + PIECE])
-            _pwrite(file, [data[start : start + PIECE]], PIECE, offset + start)
-        checksum = google_crc32c.extend(checksum, values[last:])
-        _pwrite(file, [data[last:], checksum.to_bytes(4, "little")], nbytes - last + 4, offset + last)
+        start = checksum = 0
+        # where the first piece ends; the last one takes the checksum along
+        stop = PIECE - offset % PIECE
+        while stop < nbytes:
+            checksum = google_crc32c.extend(checksum, values[start:stop])
+            _pwrite(file, [data[start:stop]], stop - start, offset + start)
+            start, stop = stop, stop + PIECE
+        checksum = google_crc32c.extend(checksum, values[start:])
+        _pwrite(file, [data[start:], checksum.to_bytes(4, "little")], nbytes - start + 4, offset + start)
         before = shard.places.get(place)
         if before is not None:
             shard.retired.append(before)
