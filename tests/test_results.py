@@ -220,7 +220,7 @@ def test_live_equals_replay() -> None:
     bus.publish(message("weights", [3.0, 4.0]))
     bus.finish()
     bus.close()
-    assert [tuple(row) for row in live] == [("run", "norm", "weights_norm2", "fc", "default", 0, 0, 0, 0, "", 5.0)]
+    assert [tuple(row) for row in live] == [("run", "norm", "weights_norm2", "fc", "default", 0, 0, 0, 0, 0, "", 5.0)]
 
 
 def test_results_can_be_asked_again(trace: Path, tmp_path: Path) -> None:
