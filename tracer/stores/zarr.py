@@ -52,6 +52,8 @@ EXPANSION = 4096
 """How many times its size on disk the data of an array with other codecs than ours can be, at most."""
 OPEN_FILES = 64
 """Shards kept open; models have thousands of streams, and processes may open about a thousand files."""
+READS = 3
+"""How often chunks are read before they count as damaged: while the index was read, a writer may have moved the last."""
 MISSING = 2**64 - 1
 
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
@@ -835,7 +837,13 @@ class ZarrReadStore:
             raise TraceCorruptError(f"{self.path}: array {name!r} does not fit into memory: {error}") from error
         if found.size:
             read = self._read if array.codec is None else self._read_compressed
-            read(name, array, start, stop, found.reshape(-1).view(np.uint8))
+            for left in reversed(range(READS)):
+                try:
+                    read(name, array, start, stop, found.reshape(-1).view(np.uint8))
+                    break
+                except TraceCorruptError:
+                    if not left:
+                        raise
         return found
 
     def _open(self, name: str, anew: bool = False) -> _Opened:
