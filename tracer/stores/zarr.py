@@ -53,7 +53,7 @@ EXPANSION = 4096
 OPEN_FILES = 64
 """Shards kept open; models have thousands of streams, and processes may open about a thousand files."""
 READS = 3
-"""How often chunks are read before they count as damaged: while the index was read, a writer may have moved the last."""
+"""How often chunks are read before they count as damaged: a writer may have moved one after the index was read."""
 MISSING = 2**64 - 1
 
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
