@@ -5,14 +5,12 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import math
-import os
 import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, final
 
@@ -25,7 +23,7 @@ from tracer import layout
 from tracer.errors import CaptureError, TraceCorruptError, TraceError
 from tracer.layout import Column
 from tracer.messages import DEFAULT_TAG, Message, checked
-from tracer.stores import ReadStore, open_store
+from tracer.stores import STORES, Anywhere, ReadStore, location, open_store
 
 BLOCK_BYTES: Final = 8 << 20
 """Bytes of data that `TraceReader.messages` reads ahead."""
@@ -170,7 +168,7 @@ class TraceReader:
 
     Parameters
     ----------
-    path : path
+    path : path or URL
 
     Raises
     ------
@@ -180,10 +178,12 @@ class TraceReader:
         If it is not a trace, of a version that this release does not read, or has parts that are not safe to read.
     TraceCorruptError
         If it is damaged where every message needs it.
+    TraceUnreachableError
+        If an object store does not answer.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Anywhere) -> None:
+        self.path = location(path)
         """Where the trace is."""
         self._store: ReadStore = open_store(self.path)
         try:
@@ -407,7 +407,7 @@ class TraceReader:
             "path": str(self.path),
             "format": layout.FORMAT,
             "version": self._attributes["format_version"],
-            "store": type(self._store).__module__.rpartition(".")[2],
+            "store": STORES[self.path.suffix.lower()].rpartition(".")[2],
             "run_id": self._attributes.get("run_id"),
             "created": self._attributes.get("created"),
             "status": self.status,
@@ -614,6 +614,7 @@ class TraceReader:
         """The data of rows of the journal, verified, in groups of one pool, dtype and shape."""
         rows = self.journal[selected]
         groups: list[_Group] = []
+        to_read = []
         pools = rows[:, Column.POOL]
         for pool in np.unique(pools).tolist():
             places = np.flatnonzero(pools == pool)
@@ -629,14 +630,21 @@ class TraceReader:
             item = np.dtype(dtype).itemsize
             ranges: Iterable[tuple[int, int]] = ((0, 1),)
             if len(places) > 1:
-                cuts = np.flatnonzero(offsets[1:] > np.maximum.accumulate(ends)[:-1] + GAP_BYTES // item) + 1
+                before = np.maximum.accumulate(ends)[:-1]
+                # a chunk that none of them lies in need not be there
+                height = self._store.chunk_rows(name) * row_size
+                apart = offsets[1:] // height > (before - 1) // height + 1
+                cuts = np.flatnonzero(apart | (offsets[1:] > before + GAP_BYTES // item)) + 1
                 ranges = _shorter(itertools.pairwise([0, *cuts.tolist(), len(places)]), offsets, BLOCK_BYTES // item)
             for begin, end in ranges:
                 low = int(offsets[begin]) // row_size
                 high = -(-int(ends[begin:end].max()) // row_size)
-                whole = self._store.read(name, low, high, memory.take((high - low) * row_size * item)).reshape(-1)
                 part = slice(begin, end)
-                groups += self._group(rows, places[part], offsets[part] - low * row_size, counts[part], whole)
+                to_read.append((name, low, high, row_size, item, places[part], offsets[part], counts[part]))
+        self._store.will_read([(name, low, high) for name, low, high, *_ in to_read])
+        for name, low, high, row_size, item, places, offsets, counts in to_read:
+            whole = self._store.read(name, low, high, memory.take((high - low) * row_size * item)).reshape(-1)
+            groups += self._group(rows, places, offsets - low * row_size, counts, whole)
         return groups
 
     def _group(

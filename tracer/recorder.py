@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -26,6 +25,7 @@ from tracer.capture import Capture, choice
 from tracer.errors import CaptureError, TraceError
 from tracer.exporter import Exporter
 from tracer.messages import KINDS, Message
+from tracer.stores import Anywhere, Location, location
 from tracer.writer import TraceWriter
 
 QUEUE_BYTES = 256 << 20
@@ -296,7 +296,7 @@ class Recorder:
 class Run:
     """A recording in progress: what `record` gives inside its ``with`` block."""
 
-    def __init__(self, path: Path, exporter: Exporter, recorder: Recorder) -> None:
+    def __init__(self, path: Location, exporter: Exporter, recorder: Recorder) -> None:
         self.exporter = exporter
         self.recorder = recorder
         self.bus = exporter.message_bus
@@ -335,8 +335,8 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
 
     Parameters
     ----------
-    path : path
-        Of the trace: a new ``.zarr`` directory or ``.h5`` file.
+    path : path or URL
+        Of the trace: a new ``.zarr`` directory or ``.h5`` file, or a URL that ends in ``.zarr`` (``s3://bucket/run.zarr``).
     model : nn.Module
         The root of the network; wrappers (compiled, DistributedDataParallel) are looked through.
     optimizer : Optimizer or iterable of Optimizer, optional
@@ -395,7 +395,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: Anywhere,
         model: nn.Module,
         optimizer: Optimizer | Iterable[Optimizer] | None = None,
         *,
@@ -412,7 +412,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         commit_seconds: float = COMMIT_SECONDS,
         durable: bool = False,
     ) -> None:
-        self._path = Path(path)
+        self._path = location(path)
         self._model = model
         self._optimizer = optimizer
         self._loss = loss
@@ -471,7 +471,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
 
 
 def start(
-    path: Path,
+    path: Location,
     exporter: Exporter,
     receivers: Iterable[Receiver] = (),
     *,

@@ -12,7 +12,6 @@ import time
 import uuid
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, final
 
@@ -25,7 +24,7 @@ from tracer import layout
 from tracer.errors import TraceError, TraceExistsError
 from tracer.layout import Column, Encoding
 from tracer.messages import Message
-from tracer.stores import WriteStore, create_store, open_store, store_module
+from tracer.stores import Anywhere, Location, WriteStore, check_writable, create_store, exists, location, open_store
 
 _ROW: Final = struct.Struct(f"<{layout.COLUMNS}q")
 PACKED_BYTES: Final = 32768
@@ -52,14 +51,13 @@ _STACKED: Final = frozenset(
 class _Pool:
     """An array that messages go to."""
 
-    __slots__ = ("elements", "id", "name", "row")
+    __slots__ = ("id", "name", "row")
 
     def __init__(self, number: int, name: str, row: tuple[int, ...]) -> None:
         self.id = number
         self.name = name
         # shape of one row of an own pool, () for a shared one
         self.row = row
-        self.elements = 0
 
 
 class _Place:
@@ -107,8 +105,9 @@ class TraceWriter:
 
     Parameters
     ----------
-    path : path
-        Of a directory that ends in ``.zarr``, or of a file that ends in ``.h5`` or ``.hdf5``.
+    path : path or URL
+        Of a directory that ends in ``.zarr``, or of a file that ends in ``.h5`` or ``.hdf5``; or a URL that ends in
+        ``.zarr`` (``s3://bucket/run.zarr``).
     header : mapping
         What is known of the run before it starts (JSON values). ``run_id``, ``created`` (ISO 8601, UTC), ``versions``
         and ``process`` (``pid``, ``hostname``, ``start``: what tells later if the writer lives) are added if missing.
@@ -140,7 +139,7 @@ class TraceWriter:
     >>> import tempfile
     >>> from tracer.messages import ModuleMessage
     >>> from tracer.reader import TraceReader
-    >>> path = Path(tempfile.mkdtemp()) / "run.zarr"
+    >>> path = tempfile.mkdtemp() + "/run.zarr"
     >>> with TraceWriter(path, header={"argv": ["train.py"]}) as writer:
     ...     for step in range(3):
     ...         counters = {"global_step": step, "train_step": step, "epoch": 0}
@@ -152,7 +151,7 @@ class TraceWriter:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: Anywhere,
         *,
         header: Mapping[str, Any] | None = None,
         overwrite: bool = False,
@@ -173,7 +172,7 @@ class TraceWriter:
         ):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, and is {value}")
-        self.path = Path(path)
+        self.path = location(path)
         """Where the trace is."""
         full_header = _complete(header or {})
         first_line = layout.declaration("header", full_header)
@@ -214,8 +213,9 @@ class TraceWriter:
         self._store: WriteStore = create_store(self.path, overwrite=overwrite, durable=durable)
         self._checksum = not self._store.checksums_chunks
         with self._guard():
-            self._store.create(layout.DECLARATIONS, dtype="uint8", shape=(), chunk_bytes=chunk_bytes)
-            self._store.create(layout.JOURNAL, dtype="int64", shape=(layout.COLUMNS,), chunk_bytes=chunk_bytes)
+            self._store.create(layout.DECLARATIONS, dtype="uint8", shape=(), chunk_bytes=chunk_bytes, gapless=True)
+            row = (layout.COLUMNS,)
+            self._store.create(layout.JOURNAL, dtype="int64", shape=row, chunk_bytes=chunk_bytes, gapless=True)
             self._store.set_attrs(
                 "",
                 {
@@ -388,15 +388,14 @@ class TraceWriter:
 
     def _append(self, place: _Place, number: int, rows: NDArray[Any], count: int) -> None:
         pool = place.pool
-        self._offsets[number] = pool.elements
         if self._checksum:
             self._checksums[number] = layout.checksums(rows.reshape(count, place.count))
         try:
-            self._store.append(pool.name, rows if place.own else rows.reshape(-1))
+            first = self._store.append(pool.name, rows if place.own else rows.reshape(-1))
         except BaseException as error:
             self._fail(error)
             raise
-        pool.elements += count * place.count
+        self._offsets[number] = first * place.count if place.own else first
 
     def _enter(self, flat: list[int]) -> None:
         """Enter messages into the journal, from what was noted of them."""
@@ -641,9 +640,9 @@ def _complete(header: Mapping[str, Any]) -> dict[str, Any]:
     return added | dict(header)
 
 
-def _check_ours(path: Path) -> None:
+def _check_ours(path: Location) -> None:
     """Raise `TraceExistsError` if something other than a trace is at `path`."""
-    if not path.exists():
+    if not exists(path):
         return
     try:
         store = open_store(path)
@@ -661,7 +660,7 @@ def _check_ours(path: Path) -> None:
         raise TraceExistsError(f"{path} is being recorded by process {process['pid']}, so it is not overwritten")
 
 
-def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+def check_target(path: Anywhere, *, overwrite: bool = False) -> None:
     """Make sure, without creating anything, that a trace could be written at `path`.
 
     Raises
@@ -669,9 +668,10 @@ def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> No
     TraceExistsError
         If something is there and may not be overwritten, or is not a trace.
     TraceFormatError
-        If the suffix is not one of a store.
+        If the suffix is not one of a store that can be written there.
     """
-    store_module(Path(path))
-    if not overwrite and Path(path).exists():
+    path = location(path)
+    check_writable(path)
+    if not overwrite and exists(path):
         raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
-    _check_ours(Path(path))
+    _check_ours(path)

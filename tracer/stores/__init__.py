@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, cast
@@ -30,6 +32,46 @@ STORES: Mapping[str, str] = {
 }
 """Which module stores traces of which suffix; a module is imported when a store of its suffix is first opened."""
 
+SCHEMES = ("s3", "gs", "az", "http", "https")
+"""How the URLs begin that a trace can be at; see `tracer.stores.objects`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Url:
+    """Where a trace is that is not on a disk: ``scheme://bucket/key``.
+
+    It is no path, so that nothing takes it for one and makes a folder ``s3:``.
+    """
+
+    scheme: str
+    bucket: str
+    key: str
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.key.rpartition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        """As that of a `Path`."""
+        return Path(self.name).suffix
+
+    def __truediv__(self, name: str) -> Url:
+        return Url(self.scheme, self.bucket, f"{self.key}/{name}")
+
+    def joinpath(self, *names: str) -> Url:
+        """As that of a `Path`."""
+        return self / "/".join(names)
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.key}"
+
+
+Location = Path | Url
+"""Where a trace is."""
+Anywhere = str | os.PathLike[str] | Url
+"""What `location` takes."""
 
 Part = tuple[int, int, int]
 
@@ -37,7 +79,7 @@ Part = tuple[int, int, int]
 class WriteStore(Protocol):
     """A store being written, by one thread of one process."""
 
-    path: Path
+    path: Location
     checksums_chunks: bool
     """Whether damaged numbers are noticed by the store itself."""
     seals: bool
@@ -47,7 +89,7 @@ class WriteStore(Protocol):
     def can_create(self) -> bool:
         """Whether `create` and `set_attrs` still work."""
 
-    def create(self, name: str, *, dtype: str, shape: tuple[int, ...], chunk_bytes: int) -> None:
+    def create(self, name: str, *, dtype: str, shape: tuple[int, ...], chunk_bytes: int, gapless: bool = False) -> None:
         """Make an empty array.
 
         Parameters
@@ -60,6 +102,9 @@ class WriteStore(Protocol):
             Shape of one row, each at least 1; ``()`` for a one-dimensional array.
         chunk_bytes : int
             Bytes of a chunk, at most; a chunk holds at least one row, or part of one row over `CHUNK_LIMIT`.
+        gapless : bool
+            Whether the rows of all calls of `append` must follow each other. Otherwise a store may leave out rows at a
+            commit.
 
         Raises
         ------
@@ -67,8 +112,10 @@ class WriteStore(Protocol):
             If the name is taken or cannot be used, or if this store can make no more arrays.
         """
 
-    def append(self, name: str, rows: NDArray[Any]) -> None:
+    def append(self, name: str, rows: NDArray[Any]) -> int:
         """Append `rows`, an array (n, ...); they are there for readers after the next `commit`.
+
+        Returns the number of the first of them in the array. They follow each other.
 
         Raises
         ------
@@ -109,7 +156,7 @@ def rows_in(out: NDArray[Any] | None, shape: tuple[int, ...], dtype: np.dtype[An
 class ReadStore(Protocol):
     """A store being read."""
 
-    path: Path
+    path: Location
     checksums_chunks: bool
     problems: list[str]
     """What could not be opened of a store that was opened as a damaged one."""
@@ -120,6 +167,9 @@ class ReadStore(Protocol):
 
     def names(self, prefix: str = "") -> list[str]:
         """Sorted names of the arrays that begin with `prefix`."""
+
+    def will_read(self, ranges: Sequence[tuple[str, int, int]]) -> None:
+        """Say what `read` will be asked for next, name, start and stop: a store that is far away fetches it at once."""
 
     def length(self, name: str) -> int:
         """Committed rows of an array, looked up anew at each call."""
@@ -152,6 +202,9 @@ class ReadStore(Protocol):
     def chunk_rows(self, name: str) -> int:
         """Rows of an array that lie in the same chunks: damage to one of them may reach all of them."""
 
+    def has_chunk(self, name: str, row: int) -> bool:
+        """Whether the chunk of a row is there, right or damaged. Rows that a store left out need not be."""
+
     def stored_rows(self, name: str) -> int:
         """A bound on the rows of an array that can be on disk, however many it says it has."""
 
@@ -168,7 +221,64 @@ class ReadStore(Protocol):
         """Close the files. Closing again does nothing."""
 
 
-def store_module(path: Path) -> ModuleType:
+def location(path: Anywhere) -> Location:
+    """Where a path or a URL leads.
+
+    Raises
+    ------
+    TraceFormatError
+        If it is a URL that no trace can be at.
+
+    Examples
+    --------
+    >>> location("s3://bucket/runs/1.zarr"), location("runs/1.zarr")
+    (Url(scheme='s3', bucket='bucket', key='runs/1.zarr'), PosixPath('runs/1.zarr'))
+    """
+    if isinstance(path, Url):
+        return path
+    text = os.fspath(path)
+    found = re.fullmatch(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)(.*)", text, re.DOTALL)
+    if found is None or not (found[2] or found[1] in SCHEMES):
+        return Path(path)
+    if not found[2]:
+        raise TraceFormatError(f"{text} was a URL before it was made a Path, which joins slashes; give it as text")
+    if found[1] not in SCHEMES:
+        raise TraceFormatError(f"{text}: a trace can be at a path, or at a URL that begins with one of {SCHEMES}")
+    bucket, _, key = found[3].rstrip("/").partition("/")
+    if not bucket or not key or {"", ".", ".."} & set(key.split("/")):
+        raise TraceFormatError(f"{text} is no URL of a trace; those are such as {found[1]}://bucket/folder/run.zarr")
+    if found[1].startswith("http") and ("?" in key or "#" in key or "@" in bucket):
+        raise TraceFormatError(f"{text}: the URL of a trace has no query, no fragment and no password")
+    return Url(found[1], bucket, key)
+
+
+def exists(path: Location) -> bool:
+    """Whether anything is at a path, be it a broken link, or at or below a URL.
+
+    Raises
+    ------
+    TraceError
+        If an object store does not answer.
+    """
+    return bool(_objects().exists(path)) if isinstance(path, Url) else os.path.lexists(path)
+
+
+def remove(url: Url) -> None:
+    """Remove all objects of a trace that was just written there.
+
+    Raises
+    ------
+    TraceError
+        If they cannot be removed.
+    """
+    _objects().remove(url)
+
+
+def _objects() -> ModuleType:
+    return importlib.import_module("tracer.stores.objects")
+
+
+def store_module(path: Location) -> ModuleType:
     """The module that reads and writes stores with the suffix of `path`; `TraceFormatError` if there is none."""
     name = STORES.get(path.suffix.lower())
     if name is None:
@@ -176,15 +286,22 @@ def store_module(path: Path) -> ModuleType:
         raise TraceFormatError(
             f"{path}: the suffix says how a trace is stored; it is {path.suffix or 'missing'!r}, and can be {allowed}"
         )
-    return importlib.import_module(name)
+    return _objects() if isinstance(path, Url) else importlib.import_module(name)
 
 
-def create_store(path: str | os.PathLike[str], *, overwrite: bool = False, durable: bool = False) -> WriteStore:
+def check_writable(path: Location) -> None:
+    """Raise `TraceFormatError` where no trace can be written, because of the suffix or the kind of URL."""
+    module = store_module(path)
+    if isinstance(path, Url):
+        module.check_writable(path)
+
+
+def create_store(path: Anywhere, *, overwrite: bool = False, durable: bool = False) -> WriteStore:
     """Make a store at `path`, in the format that its suffix names. Parent directories are made.
 
     Parameters
     ----------
-    path : path
+    path : path or URL
     overwrite : bool
         Whether a store of this format that is already there is removed first.
     durable : bool
@@ -200,16 +317,16 @@ def create_store(path: str | os.PathLike[str], *, overwrite: bool = False, durab
     TraceError
         If nothing can be written there.
     """
-    path = Path(path)
+    path = location(path)
     return cast(WriteStore, store_module(path).create(path, overwrite=overwrite, durable=durable))
 
 
-def open_store(path: str | os.PathLike[str], *, damaged: bool = False) -> ReadStore:
+def open_store(path: Anywhere, *, damaged: bool = False) -> ReadStore:
     """Open the store at `path` for reading, in the format that its suffix names.
 
     Parameters
     ----------
-    path : path
+    path : path or URL
     damaged : bool
         Whether a damaged store is opened too, as far as that is possible. What is unsafe is refused all the same.
 
@@ -222,7 +339,7 @@ def open_store(path: str | os.PathLike[str], *, damaged: bool = False) -> ReadSt
     TraceCorruptError
         If it is one but damaged.
     """
-    path = Path(path)
+    path = location(path)
     return cast(ReadStore, store_module(path).open(path, damaged=damaged))
 
 
@@ -434,6 +551,12 @@ class RowChunks:
                     piece = memoryview(bytes(piece) + bytes(self.chunk_nbytes - len(piece)))
                 write(number, piece)
                 number += 1
+
+    def skip(self, row: int) -> None:
+        """Go on with this row, the first of a chunk, and leave out those before it."""
+        self.rows = row
+        self._tail = None
+        self._tail_changed = False
 
     def take_tail(self) -> tuple[int, memoryview] | None:
         """Number and bytes of the last chunk, padded with zeros, if it is not full and changed since the last call."""

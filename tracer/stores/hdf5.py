@@ -15,9 +15,9 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import h5py
 import numpy as np
@@ -26,8 +26,16 @@ from numpy.typing import NDArray
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
 from tracer.stores import RowChunks, check_name, contiguous, rows_in, sync_folder, walk
 
+if TYPE_CHECKING:
+    from tracer.stores.objects import ObjectFile
+
+    File: TypeAlias = Path | ObjectFile
+    """Where an HDF5 file is."""
+
 CHUNK_LIMIT = 1 << 30
 """Bytes of the largest chunk that is read."""
+FETCHED_CHUNKS = 16
+"""Chunks of a file on an object store that are fetched at once: chunks of tracereel have at most 1 MiB."""
 _JSON = "json:"
 """Begins an attribute that holds JSON text, because HDF5 has no such value."""
 
@@ -64,6 +72,17 @@ def open(path: Path, *, damaged: bool = False) -> Hdf5ReadStore:
     return Hdf5ReadStore(path, damaged=damaged)
 
 
+def open_file(file: ObjectFile, *, damaged: bool = False) -> Hdf5ReadStore:
+    """Open an HDF5 file on an object store; closes `file` when the store is closed."""
+    try:
+        if file.open().read(8) != _SIGNATURE and not (damaged and _looks_like_ours(file)):
+            raise TraceFormatError(f"{file} is not an HDF5 file")
+        return Hdf5ReadStore(file, damaged=damaged)
+    except BaseException:
+        file.close()
+        raise
+
+
 @contextlib.contextmanager
 def _written(path: Path) -> Iterator[None]:
     try:
@@ -76,7 +95,7 @@ def _written(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _read(path: Path, what: str) -> Iterator[None]:
+def _read(path: File, what: str) -> Iterator[None]:
     try:
         yield
     except TraceError:
@@ -85,7 +104,15 @@ def _read(path: Path, what: str) -> Iterator[None]:
         raise TraceCorruptError(f"{path}: {what} cannot be read: {error}") from error
 
 
-def _open(path: Path) -> Any:
+def _open(path: File) -> Any:
+    if not isinstance(path, Path):
+        # nobody writes it, and what was not closed opens as a damaged file does
+        if _cut_off(path):
+            raise TraceCorruptError(f"{path}: {_cut_off(path)[0]}")
+        try:
+            return h5py.File(path.open(), "r")
+        except OSError:
+            return h5py.File(_Mended(path), "r")
     # A process opens a file twice only in the same mode, and most others open it plainly. Plainly fails while it is
     # written or after its writer was killed (swmr), and on file systems without locks.
     for swmr, locking in ((False, True), (True, True), (True, False)):
@@ -148,7 +175,7 @@ class Hdf5WriteStore:
         """Whether the file is not yet in SWMR mode."""
         return not self._sealed
 
-    def create(self, name: str, *, dtype: str, shape: tuple[int, ...], chunk_bytes: int) -> None:
+    def create(self, name: str, *, dtype: str, shape: tuple[int, ...], chunk_bytes: int, gapless: bool = False) -> None:
         check_name(name)
         if self._sealed:
             raise TraceError(f"{self.path} is sealed: {name!r} should have been made before the first commit")
@@ -162,11 +189,13 @@ class Hdf5WriteStore:
             )
         self._arrays[name] = _Array(dataset.id, rows)
 
-    def append(self, name: str, rows: NDArray[Any]) -> None:
+    def append(self, name: str, rows: NDArray[Any]) -> int:
         array = self._array(name)
+        first = array.rows.rows
         with _written(self.path):
             array.rows.append(rows, lambda number, data: self._write_chunk(array, number, data))
         self._changed[name] = None
+        return first
 
     def length(self, name: str) -> int:
         return self._array(name).rows.rows
@@ -288,13 +317,13 @@ def _decode(value: Any) -> Any:
 class Hdf5ReadStore:
     """An HDF5 file being read; see `tracer.stores.ReadStore`."""
 
-    def __init__(self, path: Path, *, damaged: bool = False) -> None:
+    def __init__(self, path: File, *, damaged: bool = False) -> None:
         self.path = path
         self.checksums_chunks = False
         self.problems: list[str] = []
         self._datasets: dict[str, Any] = {}
         self._places: dict[str, tuple[int, dict[int, int]]] = {}
-        self._plain = -1
+        self._plain: int | ObjectFile = -1
         self._looked_up: set[str] = set()
         self._size = path.stat().st_size
         self._damaged = damaged
@@ -320,7 +349,7 @@ class Hdf5ReadStore:
         try:
             with _read(path, "the file"):
                 self._check("", self._file, set())
-                self._plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if isinstance(path, Path) else path
         except BaseException:
             self.close()
             raise
@@ -391,6 +420,13 @@ class Hdf5ReadStore:
     def chunk_rows(self, name: str) -> int:
         return int(self._dataset(name).chunks[0])
 
+    def has_chunk(self, name: str, row: int) -> bool:
+        """Always true: nothing is left out."""
+        return True
+
+    def will_read(self, ranges: Sequence[tuple[str, int, int]]) -> None:
+        """Do nothing: `read` fetches what it needs at once."""
+
     def stored_rows(self, name: str) -> int:
         dataset = self._dataset(name)
         return int(self._size // max(1, dataset.dtype.itemsize * math.prod(dataset.shape[1:])) + 1)
@@ -431,13 +467,18 @@ class Hdf5ReadStore:
         places = self._places_of(name, dataset, stop)
         row_nbytes = item * math.prod(shape[1:])
         first, end = start * row_nbytes, stop * row_nbytes
+        parts = []
         for number, begin, length in walk(shape, chunk, item, start, stop):
             place = places.get(number)
             if place is None:
                 raise TraceCorruptError(f"{self.path}: array {name!r} lacks its chunk {number}")
             low, high = max(begin, first), min(begin + length, end)
-            part = out[low - first : high - first].data
-            if os.preadv(self._plain, [part], place + low - begin) != len(part):
+            parts.append((number, place + low - begin, out[low - first : high - first].data))
+        for position, (number, place, part) in enumerate(parts):
+            if not isinstance(self._plain, int) and position % FETCHED_CHUNKS == 0:
+                following = parts[position : position + FETCHED_CHUNKS]
+                self._plain.fetch([(offset, len(target)) for _, offset, target in following])
+            if _preadv(self._plain, part, place) != len(part):
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} lies beyond the file's end")
 
     def _places_of(self, name: str, dataset: Any, stop: int) -> dict[int, int]:
@@ -465,7 +506,9 @@ class Hdf5ReadStore:
         self._datasets.clear()
         self._places.clear()
         self._file.close()
-        if self._plain >= 0:
+        if not isinstance(self._plain, int):
+            self._plain.close()
+        elif self._plain >= 0:
             os.close(self._plain)
             self._plain = -1
         if self._mended is not None:
@@ -493,18 +536,22 @@ class Hdf5ReadStore:
         return dataset
 
 
+def _preadv(file: int | ObjectFile, target: Any, offset: int) -> int:
+    return os.preadv(file, [target], offset) if isinstance(file, int) else file.readinto(target, offset)
+
+
 _SUPERBLOCK = struct.Struct("<8sBBBBQQQQ")
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _UNDEFINED = 2**64 - 1
 
 
-def _looks_like_ours(path: Path) -> bool:
+def _looks_like_ours(path: File) -> bool:
     """Whether a file without the signature of HDF5 begins otherwise as the files written here do."""
     with path.open("rb") as file:
         return file.read(52)[_SUPERBLOCK.size + 4 :] == b"OHDR"
 
 
-def _check_heaps(path: Path) -> None:
+def _check_heaps(path: File) -> None:
     """Refuse damaged global heaps, where texts of attributes are: they have no checksum, and HDF5 never returns.
 
     Attributes are written first, so their heap is at the beginning.
@@ -525,7 +572,7 @@ def _check_heaps(path: Path) -> None:
         start = data.find(b"GCOL\x01\0\0\0", start + 16)
 
 
-def _cut_off(path: Path) -> list[str]:
+def _cut_off(path: File) -> list[str]:
     """What is wrong with the length of a file that was closed in order; others may be shorter than they say."""
     with path.open("rb") as file:
         head = file.read(_SUPERBLOCK.size + 4)
@@ -562,7 +609,7 @@ class _Mended(io.RawIOBase):
     The file itself is not changed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: File) -> None:
         self._file = path.open("rb", buffering=0)
         self._size = path.stat().st_size
         self._place = 0
@@ -593,7 +640,8 @@ class _Mended(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         target = memoryview(buffer).cast("B")
-        data = os.pread(self._file.fileno(), len(target), self._place) if self._place < self._size else b""
+        self._file.seek(self._place)
+        data = self._file.read(len(target)) or b""
         target[: len(data)] = data
         target[len(data) :] = bytes(len(target) - len(data))
         if self._place < len(self._head):

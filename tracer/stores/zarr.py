@@ -18,7 +18,7 @@ import os
 import shutil
 import stat
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -218,7 +218,7 @@ class ZarrWriteStore:
         """Always true: arrays can be made at any time."""
         return True
 
-    def create(self, name: str, *, dtype: str, shape: tuple[int, ...], chunk_bytes: int) -> None:
+    def create(self, name: str, *, dtype: str, shape: tuple[int, ...], chunk_bytes: int, gapless: bool = False) -> None:
         check_name(name)
         if name in self._arrays or name in self._groups:
             raise TraceError(f"{self.path} already has an array or group {name!r}")
@@ -237,11 +237,13 @@ class ZarrWriteStore:
             self._arrays[name] = array
             self._publish_array(array)
 
-    def append(self, name: str, rows: NDArray[Any]) -> None:
+    def append(self, name: str, rows: NDArray[Any]) -> int:
         array = self._array(name)
+        first = array.rows.rows
         with _written(self.path):
             array.rows.append(rows, lambda number, data: self._write_chunk(array, number, data))
         self._changed[name] = None
+        return first
 
     def length(self, name: str) -> int:
         return self._array(name).rows.rows
@@ -425,7 +427,13 @@ class _Opened:
 
     __slots__ = ("array", "chunk", "dtype", "folder", "per_shard", "shape", "shard_rows", "shards")
 
-    def __init__(self, path: Path, name: str, document: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        document: Mapping[str, Any] | None = None,
+        with_other_codecs: Callable[[Path, str], Any] | None = None,
+    ) -> None:
         self.folder = path / name
         if document is None:
             document = _document(self.folder)
@@ -462,7 +470,7 @@ class _Opened:
         if self._is_ours(document, shard):
             self.per_shard = math.prod(shard) // math.prod(self.chunk)
         else:
-            self.array = _zarr_array(path, name)
+            self.array = (with_other_codecs or _zarr_array)(path, name)
 
     @property
     def chunk_nbytes(self) -> int:
@@ -557,7 +565,7 @@ class ZarrReadStore:
         self.path = path
         self.checksums_chunks = True
         self.problems: list[str] = []
-        self._root = os.path.realpath(path)
+        self._root = os.path.realpath(str(path))
         self._arrays: dict[str, _Opened] = {}
         self._assumed: dict[str, int] = {}
 
@@ -573,6 +581,20 @@ class ZarrReadStore:
 
     def chunk_rows(self, name: str) -> int:
         return int(self._open(name).chunk[0])
+
+    def has_chunk(self, name: str, row: int) -> bool:
+        array = self._open(name)
+        if array.array is not None:
+            # zarr-python reads what is missing as zeros
+            return True
+        shard, place = divmod(row, array.shard_rows)
+        index = self._index_of(name, array, shard) if array.shard_path(shard).is_file() else None
+        # the index itself may be damaged
+        entry = place // int(array.chunk[0]) * (array.per_shard * int(array.chunk[0]) // array.shard_rows)
+        return index is not None and (not len(index) or bool(index[entry, 0] != MISSING))
+
+    def will_read(self, ranges: Sequence[tuple[str, int, int]]) -> None:
+        """Do nothing: the operating system reads ahead."""
 
     def stored_rows(self, name: str) -> int:
         array = self._open(name)
