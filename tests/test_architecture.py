@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.capture": {"tracer.messages", "tracer.subscription"},
     "tracer.stores": set(),
     "tracer.stores.*": {"tracer.stores"},
+    "tracer.stores.objects": {"tracer.stores", "tracer.stores.zarr", "tracer.stores.hdf5"},
     "tracer.layout": {"tracer.messages", "tracer.stores"},
     "tracer.writer": {"tracer.messages", "tracer.layout", "tracer.stores"},
     "tracer.reader": {"tracer.messages", "tracer.layout", "tracer.stores"},

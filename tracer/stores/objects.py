@@ -78,8 +78,10 @@ GAP_BYTES = 65536
 AHEAD_BYTES = 4 << 20
 """Bytes that are fetched ahead where an array is read chunk by chunk."""
 AHEAD_ARRAYS = 4
-INDEXES = 4096
+INDEXES = 2048
 """Indexes of shards that are kept."""
+HEAD_BYTES = 16384
+"""Bytes that are fetched with an index: a small shard is there with one request."""
 BLOCK_BYTES = 1 << 18
 BLOCKS = 256
 """Blocks of a file that are kept, and their size."""
@@ -120,12 +122,11 @@ def open(url: Url, *, damaged: bool = False) -> Any:
         document = objects.document("")
         is_group = document.get("zarr_format") == 3 and document.get("node_type") == "group"
         if not is_group:
-            # an http server cannot say what else there is
-            if not document and (url.scheme.startswith("http") or not objects.any()):
+            if not document and not objects.any():
                 raise TraceNotFoundError(f"there is no trace at {url}")
             if not (damaged and any(one.name.startswith("rank") for one in objects.listed())):
                 raise TraceFormatError(f"{url} is not a Zarr group of format 3: it has no zarr.json that says so")
-        store = ObjectReadStore(objects)
+        store = ObjectReadStore(objects, document)
         if damaged:
             store.problems += store.damaged_groups()
         return store
@@ -281,6 +282,9 @@ class Objects:
 
     def any(self) -> bool:
         """Whether there is an object at the URL or below it."""
+        if self.url.scheme.startswith("http"):
+            # no lists there
+            return self.head("zarr.json") is not None or self.head() is not None
         try:
             for page in obstore.list(self._store, self._base, chunk_size=1):
                 if page:
@@ -636,19 +640,22 @@ class ObjectWriteStore:
 
 
 class _Index(NamedTuple):
-    """The index of a shard, and the bytes of the object."""
+    """The index of a shard, how large the object is, and what it begins with."""
 
     entries: NDArray[np.uint64]
     nbytes: int
+    head: memoryview
 
 
 class ObjectReadStore(ZarrReadStore):
     """A Zarr group on an object store being read; see `tracer.stores.ReadStore`."""
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: Objects, root: Mapping[str, Any]) -> None:
         # what reads directories only joins and prints their paths, and a URL can be joined and printed
         super().__init__(cast("Path", objects.url))
         self._objects = objects
+        # used once, because the attributes may change
+        self._root_document: Mapping[str, Any] | None = root
         self._indexes: dict[str, dict[int, _Index]] = {}
         self._ahead: OrderedDict[str, tuple[int, int, memoryview]] = OrderedDict()
         self._ends: dict[str, tuple[int, int]] = {}
@@ -702,7 +709,12 @@ class ObjectReadStore(ZarrReadStore):
     def attrs(self, name: str = "") -> dict[str, Any]:
         if name:
             check_name(name)
-        attributes = self._objects.document(name).get("attributes", {})
+        document = None if name else self._root_document
+        if document is None:
+            document = self._objects.document(name)
+        else:
+            self._root_document = None
+        attributes = document.get("attributes", {})
         return attributes if isinstance(attributes, dict) else {}
 
     def stored_rows(self, name: str) -> int:
@@ -800,13 +812,13 @@ class ObjectReadStore(ZarrReadStore):
         index = known.get(shard)
         if index is None:
             size = array.per_shard * 16
-            part = self._objects.get(self._key(name, array, shard), 0, size + 4)
+            part = self._objects.get(self._key(name, array, shard), 0, max(size + 4, HEAD_BYTES))
             if part is None:
                 raise TraceCorruptError(f"{self.path}: shard {shard} of array {name!r} is not there")
-            data = part.data
+            data = part.data[: size + 4]
             if len(data) != size + 4 or _crc32c(data[:size]) != data[size:]:
                 raise TraceCorruptError(f"{self.path}: the index of a shard of array {name!r} fails its checksum")
-            index = _Index(np.frombuffer(data[:size], "<u8").reshape(-1, 2), part.nbytes)
+            index = _Index(np.frombuffer(data[:size], "<u8").reshape(-1, 2), part.nbytes, part.data)
             if sum(map(len, self._indexes.copy().values())) >= INDEXES:
                 self._indexes.clear()
             known[shard] = index
@@ -882,6 +894,10 @@ class ObjectReadStore(ZarrReadStore):
     def _fetch(self, name: str, array: _Opened, wanted: _Range, alone: bool) -> memoryview:
         """The bytes of a range of a shard, and for the next time those behind it if the one before was just read."""
         shard, start, nbytes = wanted.shard, wanted.start, wanted.nbytes
+        head = self._index(name, array, shard).head
+        if start + nbytes <= len(head):
+            self._ends[name] = (shard, start + nbytes)
+            return head[start : start + nbytes]
         # threads that read the same array at the same time only make each other fetch again
         ahead = self._ahead.get(name)
         if ahead is not None and ahead[0] == shard and ahead[1] <= start:
