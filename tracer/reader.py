@@ -202,7 +202,9 @@ class TraceReader:
         # the journal first: what it refers to was committed before it
         journal = self._read_journal()
         lines = self._read_declarations()
-        if any(what == "status" for what, _ in lines):
+        if any(what == "status" for what, _ in lines) and (
+            not store.checksums_chunks or store.length(layout.JOURNAL) != len(journal)
+        ):
             # the run may have ended between the two
             journal = self._read_journal()
         self.header: dict[str, Any] = {}
@@ -588,12 +590,13 @@ class TraceReader:
             last = min(max(last, first + 1), first + BLOCK_ROWS)
             blocks.append(selected[first:last])
             first = last
-        memory = _Memory()
+        # which memory is free can be told by one thread only
+        memory = _Memory() if self._store.readers == 1 else None
         if len(blocks) < 2:
             for rows in blocks:
                 yield rows, self._read_groups(rows, memory)
             return
-        with ThreadPoolExecutor(1, "trace-reader") as thread:
+        with ThreadPoolExecutor(self._store.readers, "trace-reader") as thread:
             waiting: deque[tuple[NDArray[np.int64], Future[list[_Group]]]] = deque()
             try:
                 for rows in blocks:
@@ -610,13 +613,15 @@ class TraceReader:
                 for _, future in waiting:
                     future.cancel()
 
-    def _read_groups(self, selected: NDArray[np.int64], memory: _Memory) -> list[_Group]:
+    def _read_groups(self, selected: NDArray[np.int64], memory: _Memory | None) -> list[_Group]:
         """The data of rows of the journal, verified, in groups of one pool, dtype and shape."""
         rows = self.journal[selected]
         groups: list[_Group] = []
         to_read = []
         pools = rows[:, Column.POOL]
-        for pool in np.unique(pools).tolist():
+        used = np.unique(pools).tolist()
+        self._store.will_open([self._pools[pool][0] for pool in used if pool not in self._rows_of and pool >= 0])
+        for pool in used:
             places = np.flatnonzero(pools == pool)
             if pool == layout.NONE:
                 continue
@@ -643,7 +648,8 @@ class TraceReader:
                 to_read.append((name, low, high, row_size, item, places[part], offsets[part], counts[part]))
         self._store.will_read([(name, low, high) for name, low, high, *_ in to_read])
         for name, low, high, row_size, item, places, offsets, counts in to_read:
-            whole = self._store.read(name, low, high, memory.take((high - low) * row_size * item)).reshape(-1)
+            out = None if memory is None else memory.take((high - low) * row_size * item)
+            whole = self._store.read(name, low, high, out).reshape(-1)
             groups += self._group(rows, places, offsets - low * row_size, counts, whole)
         return groups
 
@@ -699,12 +705,12 @@ class TraceReader:
     ) -> int:
         """Elements in a row of a pool; raises `TraceCorruptError` if some messages lie beyond its end."""
         name, dtype = self._pools[pool]
-        size = math.prod(self._store.row_shape(name))
         length = self._rows_of.get(pool)
         if length is None:
             length = self._rows_of[pool] = self._store.length(name)
-            if self._store.dtype(name) != dtype or size < 1:
+            if self._store.dtype(name) != dtype or math.prod(self._store.row_shape(name)) < 1:
                 raise TraceCorruptError(f"{self.path}: pool {name!r} is not of the dtype {dtype} that was declared")
+        size = math.prod(self._store.row_shape(name))
         wrong: NDArray[np.bool_] = np.asarray(ends > length * size)
         streams = rows[places, Column.STREAM]
         wrong |= self._storages[streams] != dtype

@@ -158,6 +158,8 @@ class ReadStore(Protocol):
 
     path: Location
     checksums_chunks: bool
+    readers: int
+    """How many threads should read at once."""
     problems: list[str]
     """What could not be opened of a store that was opened as a damaged one."""
 
@@ -168,8 +170,14 @@ class ReadStore(Protocol):
     def names(self, prefix: str = "") -> list[str]:
         """Sorted names of the arrays that begin with `prefix`."""
 
+    def will_open(self, names: Sequence[str]) -> None:
+        """Say of which arrays something will be asked next, as `will_read`."""
+
     def will_read(self, ranges: Sequence[tuple[str, int, int]]) -> None:
-        """Say what `read` will be asked for next, name, start and stop: a store that is far away fetches it at once."""
+        """Say what `read` will be asked for next by this thread, name, start and stop.
+
+        A store that is far away fetches it at once.
+        """
 
     def length(self, name: str) -> int:
         """Committed rows of an array, looked up anew at each call."""

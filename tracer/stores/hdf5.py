@@ -320,6 +320,7 @@ class Hdf5ReadStore:
     def __init__(self, path: File, *, damaged: bool = False) -> None:
         self.path = path
         self.checksums_chunks = False
+        self.readers = 1
         self.problems: list[str] = []
         self._datasets: dict[str, Any] = {}
         self._places: dict[str, tuple[int, dict[int, int]]] = {}
@@ -423,6 +424,9 @@ class Hdf5ReadStore:
     def has_chunk(self, name: str, row: int) -> bool:
         """Always true: nothing is left out."""
         return True
+
+    def will_open(self, names: Sequence[str]) -> None:
+        """Do nothing: opening an array does not take long."""
 
     def will_read(self, ranges: Sequence[tuple[str, int, int]]) -> None:
         """Do nothing: `read` fetches what it needs at once."""

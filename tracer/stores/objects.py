@@ -78,6 +78,8 @@ GAP_BYTES = 65536
 AHEAD_BYTES = 4 << 20
 """Bytes that are fetched ahead where an array is read chunk by chunk."""
 AHEAD_ARRAYS = 4
+READERS = 4
+"""Blocks of messages that are read at once."""
 INDEXES = 2048
 """Indexes of shards that are kept."""
 HEAD_BYTES = 16384
@@ -659,8 +661,11 @@ class ObjectReadStore(ZarrReadStore):
         self._indexes: dict[str, dict[int, _Index]] = {}
         self._ahead: OrderedDict[str, tuple[int, int, memoryview]] = OrderedDict()
         self._ends: dict[str, tuple[int, int]] = {}
-        self._coming: dict[tuple[str, int, int], Future[NDArray[Any]]] = {}
-        self._readers: ThreadPoolExecutor | None = None
+        self.readers = READERS
+        # what was fetched for a thread before it asks for it: of others it could be too old
+        self._coming = threading.local()
+        # other threads than those of the requests, which they wait for
+        self._waiting = ThreadPoolExecutor(PARALLEL, "trace-objects-ahead")
 
     @property
     def modified(self) -> float:
@@ -747,28 +752,32 @@ class ObjectReadStore(ZarrReadStore):
         entry = place // int(array.chunk[0]) * (array.per_shard * int(array.chunk[0]) // array.shard_rows)
         return bool(index.entries[entry, 0] != MISSING)
 
+    def will_open(self, names: Sequence[str]) -> None:
+        for name in names:
+            check_name(name)
+        documents = self._objects.at_once(self._objects.document, ((name,) for name in names))
+        self._coming.documents = dict(zip(names, documents, strict=True))
+
     def will_read(self, ranges: Sequence[tuple[str, int, int]]) -> None:
-        self._coming.clear()
-        if len(ranges) < 2:
-            return
-        if self._readers is None:
-            # others than those of the requests, which they wait for
-            self._readers = ThreadPoolExecutor(PARALLEL, "trace-reader-ahead")
-        for one in ranges:
-            self._coming[one] = self._readers.submit(super().read, *one)
+        # one range is as well read when it is asked for
+        several = ranges if len(ranges) > 1 else ()
+        read = super().read
+
+        def hinted(name: str, start: int, stop: int) -> NDArray[Any]:
+            self._coming.hinted = True
+            return read(name, start, stop)
+
+        self._coming.found = {one: self._waiting.submit(hinted, *one) for one in several}
 
     def read(self, name: str, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        coming = self._coming.pop((name, start, stop), None)
+        coming = getattr(self._coming, "found", {}).pop((name, start, stop), None)
         return super().read(name, start, stop, out) if coming is None else coming.result()
 
     def close(self) -> None:
         super().close()
-        self._coming.clear()
         self._ahead.clear()
         self._indexes.clear()
-        if self._readers is not None:
-            self._readers.shutdown(wait=False, cancel_futures=True)
-            self._readers = None
+        self._waiting.shutdown(wait=False, cancel_futures=True)
         self._objects.close()
 
     def _open(self, name: str, anew: bool = False) -> _Opened:
@@ -778,7 +787,9 @@ class ObjectReadStore(ZarrReadStore):
             # the last shard may have been put again
             self._indexes.pop(name, None)
             self._ahead.pop(name, None)
-            array = self._arrays[name] = self._opened(name, self._objects.document(name))
+            document = getattr(self._coming, "documents", {}).pop(name, None)
+            array = self._opened(name, self._objects.document(name) if document is None else document)
+            self._arrays[name] = array
         return array
 
     def _opened(self, name: str, document: Mapping[str, Any]) -> _Opened:
@@ -907,6 +918,8 @@ class ObjectReadStore(ZarrReadStore):
                 return data
         last_shard, last = self._ends.get(name, (-1, -1))
         begins = start == array.per_shard * 16 + 4 and shard == last_shard + 1
+        # not where other arrays are read in between
+        alone = alone and not getattr(self._coming, "hinted", False)
         follows = alone and ((shard, start) == (last_shard, last) or (begins and last >= 0))
         self._ends[name] = (shard, start + nbytes)
         part = self._objects.get(self._key(name, array, shard), start, max(nbytes, AHEAD_BYTES) if follows else nbytes)

@@ -564,6 +564,7 @@ class ZarrReadStore:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checksums_chunks = True
+        self.readers = 1
         self.problems: list[str] = []
         self._root = os.path.realpath(str(path))
         self._arrays: dict[str, _Opened] = {}
@@ -592,6 +593,9 @@ class ZarrReadStore:
         # the index itself may be damaged
         entry = place // int(array.chunk[0]) * (array.per_shard * int(array.chunk[0]) // array.shard_rows)
         return index is not None and (not len(index) or bool(index[entry, 0] != MISSING))
+
+    def will_open(self, names: Sequence[str]) -> None:
+        """Do nothing: opening an array does not take long."""
 
     def will_read(self, ranges: Sequence[tuple[str, int, int]]) -> None:
         """Do nothing: the operating system reads ahead."""
