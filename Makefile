@@ -25,6 +25,7 @@ lint: $(INSTALLED) ## style and types
 bench: $(INSTALLED) ## what recording and storing cost, as ratios measured in one run
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/storage.py
+	$(BIN)/python benchmarks/objects.py
 
 clean: ## forget the environment and the caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info

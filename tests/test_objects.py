@@ -679,9 +679,10 @@ def test_unreachable_is_not_damaged(url: str, line: Line, monkeypatch: pytest.Mo
         line.cut()
         with pytest.raises(TraceUnreachableError, match="cannot be read"):
             list(reader)
-    for act in (verify, TraceReader, TraceWriter):
+    # the status of a range that is not there is no part of a name
+    for act, there in ((verify, url), (TraceReader, f"s3://{BUCKET}/416/run.zarr"), (TraceWriter, url)):
         with pytest.raises(TraceUnreachableError) as raised:
-            act(url)
+            act(there)
         assert "\n" not in str(raised.value)
 
 

@@ -106,13 +106,11 @@ def _read(path: File, what: str) -> Iterator[None]:
 
 def _open(path: File) -> Any:
     if not isinstance(path, Path):
-        # nobody writes it, and what was not closed opens as a damaged file does
-        if _cut_off(path):
-            raise TraceCorruptError(f"{path}: {_cut_off(path)[0]}")
-        try:
-            return h5py.File(path.open(), "r")
-        except OSError:
-            return h5py.File(_Mended(path), "r")
+        cut_off = _cut_off(path)
+        if cut_off:
+            raise TraceCorruptError(f"{path}: {cut_off[0]}")
+        # nobody writes it there; of one whose writer was killed HDF5 would say that somebody does
+        return h5py.File(_Mended(path) if _is_unfinished(path) else path.open(), "r")
     # A process opens a file twice only in the same mode, and most others open it plainly. Plainly fails while it is
     # written or after its writer was killed (swmr), and on file systems without locks.
     for swmr, locking in ((False, True), (True, True), (True, False)):
@@ -589,6 +587,14 @@ def _cut_off(path: File) -> list[str]:
         if not fields[4] and size < fields[7]
         else []
     )
+
+
+def _is_unfinished(path: File) -> bool:
+    """Whether a file says that it is being written."""
+    with path.open("rb") as file:
+        head = file.read(_SUPERBLOCK.size + 4)
+    body, checksum = head[: _SUPERBLOCK.size], head[_SUPERBLOCK.size :]
+    return _lookup3(body).to_bytes(4, "little") == checksum and bool(_SUPERBLOCK.unpack(body)[4])
 
 
 def _mark_unfinished(path: Path) -> None:

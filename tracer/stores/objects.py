@@ -80,8 +80,8 @@ AHEAD_BYTES = 4 << 20
 AHEAD_ARRAYS = 4
 READERS = 4
 """Blocks of messages that are read at once."""
-INDEXES = 2048
-"""Indexes of shards that are kept."""
+INDEX_BYTES = 64 << 20
+"""Bytes of indexes of shards that are kept."""
 HEAD_BYTES = 16384
 """Bytes that are fetched with an index: a small shard is there with one request."""
 BLOCK_BYTES = 1 << 18
@@ -215,7 +215,8 @@ class Objects:
             self._check_bucket(error)
             return None
         except (BaseError, OSError, ValueError) as error:
-            if re.search(r"\b416\b", str(error)):
+            # nothing is there from this offset on
+            if re.search(r"status code: 416|<Code>InvalidRange</Code>", str(error)):
                 return Part(memoryview(b""), 0)
             raise self._failed("read", error) from error
 
@@ -300,8 +301,8 @@ class Objects:
         """Remove objects, first the ``zarr.json`` of the root, which makes the others a trace."""
         paths = [self._path(name) for name in sorted(names, key=lambda name: name != "zarr.json")]
         try:
-            for begin in range(0, len(paths), 1000):
-                obstore.delete(self._store, paths[begin : begin + 1000])
+            for some in (paths[:1], *(paths[begin : begin + 1000] for begin in range(1, len(paths), 1000))):
+                obstore.delete(self._store, some)
         except (BaseError, OSError, ValueError) as error:
             raise self._failed("removed", error) from error
 
@@ -659,6 +660,7 @@ class ObjectReadStore(ZarrReadStore):
         # used once, because the attributes may change
         self._root_document: Mapping[str, Any] | None = root
         self._indexes: dict[str, dict[int, _Index]] = {}
+        self._kept = 0
         self._ahead: OrderedDict[str, tuple[int, int, memoryview]] = OrderedDict()
         self._ends: dict[str, tuple[int, int]] = {}
         self.readers = READERS
@@ -729,7 +731,7 @@ class ObjectReadStore(ZarrReadStore):
             return int(EXPANSION * nbytes // max(1, array.dtype.itemsize * math.prod(array.shape[1:])))
         numbers = self._numbers(name)
         # as on a disk: a shard's number is its name, which may say anything
-        return min(max(numbers, default=-1) + 1, 2**62) * array.shard_rows
+        return min(max(numbers, default=-1) + 1, 1000 * (len(numbers) + 1)) * array.shard_rows
 
     def _numbers(self, name: str) -> list[int]:
         """Numbers of the shards that are there."""
@@ -830,8 +832,10 @@ class ObjectReadStore(ZarrReadStore):
             if len(data) != size + 4 or _crc32c(data[:size]) != data[size:]:
                 raise TraceCorruptError(f"{self.path}: the index of a shard of array {name!r} fails its checksum")
             index = _Index(np.frombuffer(data[:size], "<u8").reshape(-1, 2), part.nbytes, part.data)
-            if sum(map(len, self._indexes.copy().values())) >= INDEXES:
+            self._kept += index.entries.nbytes + len(index.head)
+            if self._kept > INDEX_BYTES:
                 self._indexes.clear()
+                self._kept = 0
             known[shard] = index
         return index
 
