@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 CHUNK_LIMIT = 1 << 30
 """Bytes of the largest chunk that is read."""
-FETCHED_CHUNKS = 16
-"""Chunks of a file on an object store that are fetched at once: chunks of tracereel have at most 1 MiB."""
+FETCHED_BYTES = 16 << 20
+"""Bytes of the chunks of a file on an object store that are fetched at once."""
 _JSON = "json:"
 """Begins an attribute that holds JSON text, because HDF5 has no such value."""
 
@@ -476,10 +476,14 @@ class Hdf5ReadStore:
                 raise TraceCorruptError(f"{self.path}: array {name!r} lacks its chunk {number}")
             low, high = max(begin, first), min(begin + length, end)
             parts.append((number, place + low - begin, out[low - first : high - first].data))
+        fetched = 0
         for position, (number, place, part) in enumerate(parts):
-            if not isinstance(self._plain, int) and position % FETCHED_CHUNKS == 0:
-                following = parts[position : position + FETCHED_CHUNKS]
-                self._plain.fetch([(offset, len(target)) for _, offset, target in following])
+            if position == fetched and not isinstance(self._plain, int):
+                nbytes = 0
+                while fetched < len(parts) and nbytes < FETCHED_BYTES:
+                    nbytes += len(parts[fetched][2])
+                    fetched += 1
+                self._plain.fetch([(begin, min(len(to), FETCHED_BYTES)) for _, begin, to in parts[position:fetched]])
             if _preadv(self._plain, part, place) != len(part):
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} lies beyond the file's end")
 
