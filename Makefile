@@ -31,6 +31,7 @@ bench: $(INSTALLED) ## what recording and storing cost, measured in one run
 	$(BIN)/python benchmarks/storage.py
 	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/objects.py
 
 clean: ## forget the environment and the caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tracer.messages import Message
     from tracer.reader import StreamInfo, TraceReader
     from tracer.replay import Plan
+    from tracer.stores import Location
     from tracer.subscriber import Subscriber
 
 FAILED, WRONG_USAGE, DAMAGED, INTERRUPTED = 1, 2, 3, 130
@@ -149,17 +150,23 @@ def _plain_warnings() -> Iterator[None]:
         yield
 
 
-def _check_new(path: str, suffixes: Sequence[str], overwrite: bool) -> Path:
+def _check_new(path: str, suffixes: Sequence[str], overwrite: bool) -> Location:
     """The path of a file to be made, before any work is done for it."""
-    target = Path(path)
+    from tracer.stores import Url, check_writable, exists, location
+
+    target = location(path)
     if target.suffix not in suffixes:
         raise Failure(
             f"{path}: the suffix says what is written; it is {target.suffix or 'missing'!r}, "
             f"and can be {', '.join(suffixes)}",
             WRONG_USAGE,
         )
-    if target.exists() and not overwrite:
+    if isinstance(target, Url):
+        check_writable(target)
+    if exists(target) and not overwrite:
         raise TraceExistsError(f"{path} is already there; --overwrite replaces it")
+    if isinstance(target, Url):
+        return target
     parent = target.absolute().parent
     while not parent.exists():
         parent = parent.parent
@@ -556,8 +563,10 @@ def record(
     click.get_current_context().exit(code)
 
 
-def _say_what_was_recorded(path: Path) -> None:
-    if path.exists():
+def _say_what_was_recorded(path: Location) -> None:
+    from tracer.stores import exists
+
+    if exists(path):
         with tracer.open(path) as reader:
             told = reader.info
         lost = "" if told["status"].startswith(("finished", "failed")) else "; the trace is INCOMPLETE, see above"
@@ -1046,7 +1055,10 @@ def replay(
     """Feed a trace through subscribers, and print, write or plot what they answer."""
     target = None
     if out is not None:
-        target = _check_new(out, RESULT_SUFFIXES, overwrite)
+        if "://" in out:
+            raise Failure(f"{out}: answers are written to a path, and not to a URL", WRONG_USAGE)
+        target = Path(out)
+        _check_new(out, RESULT_SUFFIXES, overwrite)
         if target.exists() and target.resolve() == Path(trace).resolve():
             raise TraceExistsError(f"{out} is the trace that is to be read; write somewhere else")
         if target.suffix == ".parquet":

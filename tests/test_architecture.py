@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.capture": {"tracer.messages", "tracer.subscription"},
     "tracer.stores": set(),
     "tracer.stores.*": {"tracer.stores", "tracer.stores.codecs"},
+    "tracer.stores.objects": {"tracer.stores", "tracer.stores.codecs", "tracer.stores.zarr", "tracer.stores.hdf5"},
     "tracer.compression": {"tracer.stores.codecs"},
     "tracer.layout": {"tracer.messages", "tracer.stores"},
     "tracer.parts": {"tracer.layout", "tracer.stores"},

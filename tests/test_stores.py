@@ -594,3 +594,32 @@ assert read.read("a", 1100, 51_100).tolist() == list(range(50_000))
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
+
+
+@every_format
+def test_append_says_where(tmp_path: Path, suffix: str) -> None:
+    """Appending tells the row at which the rows begin, and nothing is left out on a disk."""
+    store = create_store(tmp_path / f"store{suffix}")
+    store.create("group/array", dtype="int32", shape=(2,), chunk_bytes=16)
+    begins = []
+    for count in (3, 0, 5):
+        begins.append(store.append("group/array", np.ones((count, 2), np.int32)))
+        store.commit()
+    store.close()
+    assert begins == [0, 3, 3]
+    reader = open_store(tmp_path / f"store{suffix}")
+    assert [reader.has_chunk("group/array", row) for row in range(8)] == [True] * 8
+
+
+def test_a_chunk_that_was_left_out(tmp_path: Path) -> None:
+    """Whether a chunk is there is told by its shard's index, also where the shard is not there."""
+    store = create_store(tmp_path / "store.zarr")
+    store.create("array", dtype="int64", shape=(), chunk_bytes=64)
+    store.append("array", np.arange(8))
+    store.close()
+    document = json.loads((tmp_path / "store.zarr/array/zarr.json").read_text())
+    (tmp_path / "store.zarr/array/zarr.json").write_text(json.dumps(document | {"shape": [5000]}))
+    reader = open_store(tmp_path / "store.zarr")
+    assert [reader.has_chunk("array", row) for row in (0, 7, 8, 1023, 1024, 4999)] == [True, True, *[False] * 4]
+    with pytest.raises(TraceCorruptError, match="lacks its chunk"):
+        reader.read("array", 0, 9)

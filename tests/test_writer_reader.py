@@ -671,8 +671,10 @@ def test_journals_that_contradict(
     write(path, [network("batch_started", 0), network("loss", 0, [1.0, 2.0]), network("labels", 0, [1, 2])])
     read = Part._new_rows
 
-    def changed(self: Part) -> Any:
-        journal = read(self)
+    def changed(self: Part, known: int = 0) -> Any:
+        journal = read(self, known)
+        if known:
+            return journal
         for column, value in changes.items():
             journal[1, column] = value
         journal[:, Column.CHECK] = layout.row_checksums(journal, 0)

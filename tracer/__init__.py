@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         TraceFormatError,
         TraceNotFoundError,
         TracerError,
+        TraceUnreachableError,
         UnknownNameError,
     )
     from tracer.exporter import Exporter
@@ -50,6 +51,7 @@ _HOMES = {
         "TraceExistsError",
         "TraceFormatError",
         "TraceNotFoundError",
+        "TraceUnreachableError",
         "TracerError",
         "UnknownNameError",
     ),
@@ -92,6 +94,7 @@ __all__ = [
     "TraceFormatError",
     "TraceNotFoundError",
     "TraceReader",
+    "TraceUnreachableError",
     "TraceWriter",
     "TracerError",
     "UnknownNameError",

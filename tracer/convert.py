@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -16,13 +17,14 @@ from tracer.compression import Compression
 from tracer.errors import TraceError, TraceExistsError, UnknownNameError
 from tracer.layout import Column
 from tracer.reader import Steps, TraceReader
+from tracer.stores import Anywhere, Location, Url, exists, location, remove
 from tracer.subscription import matches_tag
 from tracer.writer import TraceWriter, check_target
 
 
 def convert(
-    src: str | os.PathLike[str],
-    dst: str | os.PathLike[str],
+    src: Anywhere,
+    dst: Anywhere,
     *,
     kinds: str | Iterable[str] | None = None,
     modules: str | Iterable[str] | None = None,
@@ -39,11 +41,12 @@ def convert(
     What several ranks and attempts recorded is put together in one part, without the steps that were superseded.
     Messages keep their order, fields and bits; the header, the notes, the sampling of each stream and how the run
     ended stay what they are, and a note ``converted`` says what was done. A trace without a status is copied up to its
-    last commit, and the copy says that it was interrupted. What is at `dst` appears when it is complete.
+    last commit, and the copy says that it was interrupted. What is at `dst` appears when it is complete; at a URL the
+    copy is there before, and has no status until it is complete.
 
     Parameters
     ----------
-    src, dst : path
+    src, dst : path or URL
         Nothing may be at `dst`.
     kinds, modules, steps, tags : optional
         Only these messages, as in `tracer.replay`.
@@ -90,7 +93,7 @@ def convert(
     >>> [message.data.item() for message in TraceReader(f"{folder}/part.h5")]
     [2.0, 3.0]
     """
-    src, dst = Path(src), Path(dst)
+    src, dst = location(src), location(dst)
     kinds, modules, tags = _names(kinds), _names(modules), _names(tags)
     ranks = None if ranks is None else [ranks] if isinstance(ranks, int) else sorted(set(ranks))
     codecs = Compression(compression)
@@ -148,7 +151,7 @@ def single(header: Mapping[str, Any]) -> dict[str, Any]:
 _ONE_PART: Mapping[str, Any] = {"ranks": [0], "attempt": 0, "first_step": 0}
 
 
-def _provenance(src: Path, filters: Mapping[str, Any]) -> dict[str, Any]:
+def _provenance(src: Location, filters: Mapping[str, Any]) -> dict[str, Any]:
     """What a copy says of where it is from; filters that let everything pass are not mentioned."""
     told = {
         name: value if isinstance(value, str | int | dict) else list(value)
@@ -158,22 +161,37 @@ def _provenance(src: Path, filters: Mapping[str, Any]) -> dict[str, Any]:
     return {"from": str(src), "by": f"tracereel {tracer.__version__}", **told}
 
 
-def check_paths(src: Path, dst: Path) -> None:
+def check_paths(src: Location, dst: Location) -> None:
     """Make sure that `dst` can be made and is not a part of `src`; see `tracer.writer.check_target`."""
-    if os.path.lexists(dst):
+    if exists(dst):
         raise TraceExistsError(f"{dst} already exists; a copy is only made where nothing is")
     check_target(dst)
-    if src.resolve() in dst.resolve().parents:
+    if isinstance(src, Path) and isinstance(dst, Path):
+        within = src.resolve() in dst.resolve().parents
+    else:
+        within = str(dst).startswith(f"{src}/")
+    if within:
         raise TraceExistsError(f"{dst} lies within {src}, which is not changed; give a path outside of it")
 
 
 @contextmanager
-def new_trace(src: Path, dst: Path, header: Mapping[str, Any], **options: Any) -> Iterator[TraceWriter]:
+def new_trace(src: Location, dst: Location, header: Mapping[str, Any], **options: Any) -> Iterator[TraceWriter]:
     """Write a trace that is at `dst` when the block ends without an error, and nowhere before that or otherwise.
 
-    The block finishes the writer.
+    At a URL it is there while it is written, because nothing can be renamed there: it has no status until it is
+    complete, and is removed after an error. The block finishes the writer.
     """
     check_paths(src, dst)
+    if isinstance(dst, Url):
+        writer = TraceWriter(dst, header=header, **options)
+        try:
+            yield writer
+        except BaseException as error:
+            writer.__exit__(type(error), error, None)
+            with contextlib.suppress(TraceError):
+                remove(dst)
+            raise
+        return
     made: Path | None = None
     try:
         try:

@@ -9,7 +9,8 @@
     │  ├─ TraceNotFoundError (FileNotFoundError)
     │  ├─ TraceExistsError (FileExistsError)     a trace is never overwritten unasked
     │  ├─ TraceFormatError (ValueError)          not a trace; unknown version
-    │  └─ TraceCorruptError (ValueError)         committed data fails its checksum
+    │  ├─ TraceCorruptError (ValueError)         committed data fails its checksum
+    │  └─ TraceUnreachableError (ConnectionError)  an object store does not answer, or refuses
     └─ UnknownNameError (LookupError)        subscriber, store, sink: lists what is known and suggests
 
 Each also derives from the builtin exception that a caller would expect, so ``except FileNotFoundError`` works.
@@ -51,6 +52,10 @@ class TraceFormatError(TraceError, ValueError):
 
 class TraceCorruptError(TraceError, ValueError):
     """Committed data is damaged: it fails its checksum or contradicts the journal."""
+
+
+class TraceUnreachableError(TraceError, ConnectionError):
+    """An object store does not answer, or refuses: what is there is not known."""
 
 
 class UnknownNameError(TracerError, LookupError):

@@ -18,7 +18,6 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, Literal
 
@@ -37,6 +36,7 @@ from tracer.hooks import unwrap
 from tracer.messages import DEFAULT_TAG, EVAL_TAG
 from tracer.parts import this_process
 from tracer.recorder import COMMIT_SECONDS, QUEUE_BYTES, Resume, Run, end, start
+from tracer.stores import Anywhere, Location, location
 from tracer.writer import check_target
 
 _OUTCOMES = ("network_output", "input_labels", "loss")
@@ -46,7 +46,7 @@ def run(
     script: str,
     arguments: Sequence[str] = (),
     *,
-    out: str | os.PathLike[str],
+    out: Anywhere,
     capture: Capture | Iterable[Capture] | None = None,
     module: bool = False,
     overwrite: bool = False,
@@ -68,7 +68,7 @@ def run(
         Path of a Python file, or with `module` the dotted name of a module or package.
     arguments : sequence of str
         Its command line.
-    out : path
+    out : path or URL
         Of the trace; it is created at the first training step.
     capture : Capture or iterable of Capture, optional
         What to observe. A single one (and the default) keeps of evaluation passes only outputs, labels and losses, as
@@ -115,7 +115,7 @@ def run(
     if capture is None or isinstance(capture, Capture):
         capture = lighter_on_evaluation(capture if capture is not None else Capture())
     session = _Session(
-        Path(out),
+        location(out),
         tuple(capture),
         strict=strict,
         resume=Resume(first_step) if resume else None,
@@ -165,7 +165,7 @@ def lighter_on_evaluation(capture: Capture) -> tuple[Capture, ...]:
 class _Session:
     """Notices what a script makes and does, and tells the exporter."""
 
-    def __init__(self, out: Path, captures: tuple[Capture, ...], *, strict: bool, **recording: Any) -> None:
+    def __init__(self, out: Location, captures: tuple[Capture, ...], *, strict: bool, **recording: Any) -> None:
         bus = MessageBus(f"recording to {out}", on_error="raise" if strict else "disable")
         self.exporter = Exporter(message_bus=bus, capture=captures, strict=strict)
         self.exporter.set_optimizer(())

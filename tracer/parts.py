@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, final
 
 import numpy as np
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 from tracer import layout
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError
 from tracer.layout import Column
-from tracer.stores import ReadStore, open_parts, remove_part, store_files
+from tracer.stores import Location, ReadStore, exists, open_parts, remove_part, store_files
 
 BEGINNING_SECONDS = 10.0
 """How long a rank waits for others to begin their parts of a new trace."""
@@ -76,7 +75,7 @@ class Part:
         Name and storage dtype of each.
     """
 
-    def __init__(self, path: Path | os.PathLike[str], name: str, store: ReadStore) -> None:
+    def __init__(self, path: Location, name: str, store: ReadStore) -> None:
         self.path = path
         self.name = name
         self.store = store
@@ -125,8 +124,9 @@ class Part:
         rows = self._new_rows()
         lines = self._new_lines()
         if any(what == "status" for what, _ in lines):
-            # the run may have ended between the two
-            rows = self._new_rows()
+            # the run may have ended between the two; where rows are complete when they are there, only read others
+            known = len(rows) if self.store.checksums_chunks else 0
+            rows = np.concatenate([rows[:known], self._new_rows(known)])
         try:
             for what, value in lines:
                 self._declare(what, value)
@@ -145,14 +145,14 @@ class Part:
             )
         return bool(len(rows) or lines)
 
-    def _new_rows(self) -> NDArray[np.int64]:
+    def _new_rows(self, known: int = 0) -> NDArray[np.int64]:
         name = layout.journal_name(self.name)
         length = self.store.length(name)
         if self.store.row_shape(name) != (layout.COLUMNS,) or self.store.dtype(name) != "int64":
             raise TraceCorruptError(f"{self.path}: the journal is not {layout.COLUMNS} columns of int64")
         if length < self._length:
             raise TraceCorruptError(f"{self.path}: the journal had {self._length} rows, and has {length} now")
-        return self.store.read(name, self._length, length)
+        return self.store.read(name, self._length + known, max(length, self._length + known))
 
     def _new_lines(self) -> list[tuple[str, Any]]:
         name = layout.declarations_name(self.name)
@@ -295,7 +295,7 @@ def expected_ranks(header: Mapping[str, Any]) -> list[int]:
     return sorted({*ranks})
 
 
-def missing(path: Path, names: Collection[str], headers: Iterable[Mapping[str, Any]]) -> list[str]:
+def missing(path: Location, names: Collection[str], headers: Iterable[Mapping[str, Any]]) -> list[str]:
     """A sentence if ranks were recorded whose parts are not there."""
     expected = {rank for header in headers for rank in expected_ranks(header)}
     there = {where[0] for name in names if (where := layout.part_of(name)) is not None}
@@ -427,7 +427,7 @@ def this_process(environment: Mapping[str, str] = os.environ) -> Process:
 
 
 def claim(
-    path: Path, process: Process, ranks: Sequence[int], *, overwrite: bool = False, resume: bool = False
+    path: Location, process: Process, ranks: Sequence[int], *, overwrite: bool = False, resume: bool = False
 ) -> tuple[int, str | None]:
     """Make sure that this process may write its part of the trace at `path`.
 
@@ -499,7 +499,7 @@ class Head:
     lives: bool
 
 
-def heads(path: Path) -> list[Head]:
+def heads(path: Location) -> list[Head]:
     """The parts of the trace at `path`, without its messages; none if there is nothing.
 
     Raises
@@ -507,7 +507,7 @@ def heads(path: Path) -> list[Head]:
     TraceError
         If what is there is not a trace, or not one that can be read.
     """
-    if not os.path.lexists(path) and not any(one != path for one in store_files(path)):
+    if not exists(path) and not any(one != path for one in store_files(path)):
         return []
     opened, broken = open_parts(path)
     try:
@@ -541,14 +541,14 @@ def heads(path: Path) -> list[Head]:
     return found
 
 
-def refuse_living(path: Path, parts: Sequence[Head]) -> None:
+def refuse_living(path: Location, parts: Sequence[Head]) -> None:
     """Raise `TraceExistsError` if another process is still recording one of these parts."""
     for one in parts:
         if one.lives and one.pid != os.getpid():
             raise TraceExistsError(f"{path} is being recorded by process {one.pid}, so it is not overwritten")
 
 
-def _there(path: Path, process: Process) -> list[Head]:
+def _there(path: Location, process: Process) -> list[Head]:
     """`heads`; of a trace that other ranks are just beginning, as soon as they have written theirs."""
     deadline = time.monotonic() + BEGINNING_SECONDS
     while True:

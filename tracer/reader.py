@@ -5,14 +5,12 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import math
-import os
 import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, TypeVar, final
 
@@ -26,7 +24,7 @@ from tracer.errors import CaptureError, TraceCorruptError, TraceError
 from tracer.layout import Column
 from tracer.messages import DEFAULT_TAG, Message, checked
 from tracer.parts import Part, Stream, limits, merged, missing, worst
-from tracer.stores import ReadStore, open_parts
+from tracer.stores import STORES, Anywhere, ReadStore, location, open_parts
 
 BLOCK_BYTES: Final = 8 << 20
 """Bytes of data that `TraceReader.messages` reads at a time."""
@@ -172,7 +170,7 @@ class TraceReader:
 
     Parameters
     ----------
-    path : path
+    path : path or URL
     ranks : iterable of int, optional
         Read the messages of these ranks only.
 
@@ -191,10 +189,12 @@ class TraceReader:
         If it is damaged where every message needs it.
     CaptureError
         If it has nothing of these ranks.
+    TraceUnreachableError
+        If an object store does not answer.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, ranks: Iterable[int] | None = None) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Anywhere, *, ranks: Iterable[int] | None = None) -> None:
+        self.path = location(path)
         """Where the trace is."""
         self._only = None if ranks is None else {int(rank) for rank in ranks}
         self._stores: list[ReadStore] = []
@@ -409,7 +409,7 @@ class TraceReader:
             "path": str(self.path),
             "format": layout.FORMAT,
             "version": self._parts[0].attributes["format_version"],
-            "store": type(self._parts[0].store).__module__.rpartition(".")[2],
+            "store": STORES[self.path.suffix.lower()].rpartition(".")[2],
             "run_id": self._parts[0].attributes.get("run_id"),
             "created": self._parts[0].attributes.get("created"),
             "status": self.status,
@@ -615,12 +615,14 @@ class TraceReader:
             last = min(max(last, first + 1), first + BLOCK_ROWS)
             blocks.append(selected[first:last])
             first = last
-        memory = _Memory()
+        readers = max((store.readers for store in self._stores), default=1)
+        # which memory is free can be told by one thread only
+        memory = _Memory() if readers == 1 else None
         left = iter(blocks)
         slow = 0
         # Without a thread as long as the data is there at once: two threads would only get into each other's way, and
         # one block of memory, used again and again, stays in the processor's cache.
-        for rows in left:
+        for rows in left if readers == 1 or len(blocks) == 1 else ():
             began, worked = time.perf_counter(), time.thread_time()
             groups = self._read_groups(rows, memory)
             waited = (time.perf_counter() - began) - (time.thread_time() - worked)
@@ -629,7 +631,7 @@ class TraceReader:
             slow = slow + 1 if waited > SLOW_SECONDS else 0
             if slow == SLOW_BLOCKS:
                 break
-        with ThreadPoolExecutor(1, "trace-reader") as thread:
+        with ThreadPoolExecutor(readers, "trace-reader") as thread:
             waiting: deque[tuple[NDArray[np.int64], Future[list[_Group]]]] = deque()
             try:
                 for rows in left:
@@ -646,12 +648,17 @@ class TraceReader:
                 for _, future in waiting:
                     future.cancel()
 
-    def _read_groups(self, selected: NDArray[np.int64], memory: _Memory) -> list[_Group]:
+    def _read_groups(self, selected: NDArray[np.int64], memory: _Memory | None) -> list[_Group]:
         """The data of rows of the journal, verified, in groups of one pool, dtype and shape."""
         rows = self.journal[selected]
         groups: list[_Group] = []
+        to_read = []
         pools = rows[:, Column.POOL]
-        for pool in np.unique(pools).tolist():
+        used = np.unique(pools).tolist()
+        for store in self._stores:
+            mine = (pool for pool in used if pool >= 0 and pool not in self._sizes_of and self._store_of[pool] is store)
+            store.will_open([self._pools[pool][0] for pool in mine])
+        for pool in used:
             places = np.flatnonzero(pools == pool)
             if pool == layout.NONE:
                 continue
@@ -665,16 +672,24 @@ class TraceReader:
             item = np.dtype(dtype).itemsize
             ranges: Iterable[tuple[int, int]] = ((0, 1),)
             if len(places) > 1:
-                cuts = np.flatnonzero(offsets[1:] > np.maximum.accumulate(ends)[:-1] + GAP_BYTES // item) + 1
+                before = np.maximum.accumulate(ends)[:-1]
+                # a chunk that none of them lies in need not be there
+                height = self._store_of[pool].chunk_rows(name) * row_size
+                apart = offsets[1:] // height > (before - 1) // height + 1
+                cuts = np.flatnonzero(apart | (offsets[1:] > before + GAP_BYTES // item)) + 1
                 ranges = _shorter(itertools.pairwise([0, *cuts.tolist(), len(places)]), offsets, BLOCK_BYTES // item)
             for begin, end in ranges:
                 low = int(offsets[begin]) // row_size
                 high = -(-int(ends[begin:end].max()) // row_size)
-                whole = (
-                    self._store_of[pool].read(name, low, high, memory.take((high - low) * row_size * item)).reshape(-1)
-                )
                 part = slice(begin, end)
-                groups += self._group(rows, places[part], offsets[part] - low * row_size, counts[part], whole)
+                found = (places[part], offsets[part], counts[part])
+                to_read.append((self._store_of[pool], name, low, high, row_size, item, *found))
+        for store in self._stores:
+            store.will_read([(name, low, high) for one, name, low, high, *_ in to_read if one is store])
+        for store, name, low, high, row_size, item, places, offsets, counts in to_read:
+            out = None if memory is None else memory.take((high - low) * row_size * item)
+            whole = store.read(name, low, high, out).reshape(-1)
+            groups += self._group(rows, places, offsets - low * row_size, counts, whole)
         return groups
 
     def _group(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -30,6 +29,7 @@ from tracer.layout import Column, part_name
 from tracer.messages import KINDS, Message
 from tracer.parts import claim, heads, this_process
 from tracer.reader import TraceReader
+from tracer.stores import Anywhere, Location, location
 from tracer.writer import TraceWriter
 
 QUEUE_BYTES = 256 << 20
@@ -300,7 +300,7 @@ class Recorder:
 class Run:
     """A recording in progress: what `record` gives inside its ``with`` block."""
 
-    def __init__(self, path: Path, exporter: Exporter, recorder: Recorder | None) -> None:
+    def __init__(self, path: Location, exporter: Exporter, recorder: Recorder | None) -> None:
         self.exporter = exporter
         self.recorder = recorder
         self.bus = exporter.message_bus
@@ -345,8 +345,8 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
 
     Parameters
     ----------
-    path : path
-        Of the trace: a new ``.zarr`` directory or ``.h5`` file.
+    path : path or URL
+        Of the trace: a new ``.zarr`` directory or ``.h5`` file, or a URL that ends in ``.zarr`` (``s3://bucket/run.zarr``).
     model : nn.Module
         The root of the network; wrappers (compiled, DistributedDataParallel) are looked through.
     optimizer : Optimizer or iterable of Optimizer, optional
@@ -422,7 +422,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: Anywhere,
         model: nn.Module,
         optimizer: Optimizer | Iterable[Optimizer] | None = None,
         *,
@@ -444,7 +444,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         ranks: Iterable[int] | None = None,
         compression: str | Mapping[str, str] = "auto",
     ) -> None:
-        self._path = Path(path)
+        self._path = location(path)
         self._model = model
         self._optimizer = optimizer
         self._loss = loss
@@ -544,7 +544,7 @@ def _steps_counted(optimizers: Iterable[Optimizer]) -> int | None:
     return 0 if type(last[0]).__name__ in _COUNTING and not last[0].state else None
 
 
-def _go_on(path: Path, rank: int, where: Resume, exporter: Exporter) -> None:
+def _go_on(path: Location, rank: int, where: Resume, exporter: Exporter) -> None:
     """Let an exporter count on where an earlier attempt, of which there is a trace at `path`, was left.
 
     Raises
@@ -585,7 +585,7 @@ def _counters(row: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[int, int, int]:
 
 
 def start(
-    path: Path,
+    path: Location,
     exporter: Exporter,
     receivers: Iterable[Receiver] = (),
     *,

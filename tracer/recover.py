@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +14,7 @@ from tracer.convert import check_paths, new_trace, single
 from tracer.errors import TraceError
 from tracer.layout import Column
 from tracer.parts import merged, worst
+from tracer.stores import Anywhere, location
 from tracer.verify import UNKNOWN, Survey, survey
 
 
@@ -91,8 +90,8 @@ class Loss:
 
 
 def recover(
-    src: str | os.PathLike[str],
-    dst: str | os.PathLike[str],
+    src: Anywhere,
+    dst: Anywhere,
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> Loss:
@@ -103,7 +102,7 @@ def recover(
 
     Parameters
     ----------
-    src, dst : path
+    src, dst : path or URL
         Nothing may be at `dst`; its suffix says in which format it is written.
     progress : callable, optional
         Called now and then with the numbers of messages done and to do.
@@ -128,7 +127,7 @@ def recover(
     >>> loss.saved, loss.lost, loss.lossless
     (1, 0, True)
     """
-    src, dst = Path(src), Path(dst)
+    src, dst = location(src), location(dst)
     check_paths(src, dst)
     with survey(src) as (surveys, elsewhere):
         numbers, rows = merged([_Order(one) for one in surveys])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from tracer.errors import CaptureError, UnknownNameError
 from tracer.layout import ENCODINGS, Column
 from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message
 from tracer.reader import Steps, StreamInfo, TraceReader
+from tracer.stores import Anywhere
 from tracer.subscriber import unmet
 from tracer.subscription import matches_tag
 
@@ -75,7 +75,7 @@ class Plan:
 
 
 def plan(
-    trace: str | os.PathLike[str] | TraceReader,
+    trace: Anywhere | TraceReader,
     *receivers: Receiver,
     kinds: str | Iterable[str] | None = None,
     modules: str | Iterable[str] | None = None,
@@ -92,7 +92,7 @@ def plan(
 
 
 def replay(
-    trace: str | os.PathLike[str] | TraceReader,
+    trace: Anywhere | TraceReader,
     *receivers: Receiver,
     kinds: str | Iterable[str] | None = None,
     modules: str | Iterable[str] | None = None,
@@ -105,7 +105,7 @@ def replay(
 
     Parameters
     ----------
-    trace : path or TraceReader
+    trace : path, URL or TraceReader
         A recording, or a results trace that holds the answers of an earlier replay.
     *receivers : Receiver
         Subscribers and collectors, in any order; they get each message in this order, and each other's answers.
@@ -441,7 +441,7 @@ def _as_json(stream: StreamInfo) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _opened(trace: str | os.PathLike[str] | TraceReader, rank: int | None) -> Iterator[TraceReader]:
+def _opened(trace: Anywhere | TraceReader, rank: int | None) -> Iterator[TraceReader]:
     """A reader of the trace, which is closed afterwards if it was opened here."""
     if isinstance(trace, TraceReader):
         yield trace

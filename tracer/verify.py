@@ -9,23 +9,28 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracer import layout
-from tracer.errors import MessageError, TraceCorruptError, TraceError, TraceFormatError, TracerError
+from tracer.errors import (
+    MessageError,
+    TraceCorruptError,
+    TraceError,
+    TraceFormatError,
+    TracerError,
+    TraceUnreachableError,
+)
 from tracer.layout import Column
 from tracer.messages import Message, ModuleMessage, NetworkMessage
 from tracer.parts import Stream, first_step, lives, missing, worst
 from tracer.reader import TraceReader
-from tracer.stores import ReadStore, open_parts
+from tracer.stores import STORES, Anywhere, Location, ReadStore, location, open_parts
 
 CHECKS: Final[Mapping[str, str]] = {
     "store": "the file, or the directory and its zarr.json files, can be opened",
@@ -125,14 +130,14 @@ class Report:
         return {**told, "intact": self.intact, "complete": self.complete, "checks": dict(CHECKS)}
 
 
-def verify(path: str | os.PathLike[str]) -> Report:
+def verify(path: Anywhere) -> Report:
     """Check all of a trace: every chunk and checksum, every row of the journal, every declaration.
 
     Reads everything once, in a bounded amount of memory, and changes nothing. Damage is told, not raised.
 
     Parameters
     ----------
-    path : path
+    path : path or URL
 
     Raises
     ------
@@ -140,6 +145,8 @@ def verify(path: str | os.PathLike[str]) -> Report:
         If nothing is at `path`.
     TraceFormatError
         If it is not a trace, of a version that this release does not read, or has parts that are not safe to read.
+    TraceUnreachableError
+        If an object store does not answer.
     TraceError
         If it is so damaged that nothing in it can be told from anything else.
 
@@ -155,11 +162,11 @@ def verify(path: str | os.PathLike[str]) -> Report:
     (True, 1, [])
     """
     with survey(path) as (surveys, elsewhere):
-        return _report(Path(path), surveys, elsewhere)
+        return _report(location(path), surveys, elsewhere)
 
 
 @contextlib.contextmanager
-def survey(path: str | os.PathLike[str]) -> Iterator[tuple[list[Survey], list[Problem]]]:
+def survey(path: Anywhere) -> Iterator[tuple[list[Survey], list[Problem]]]:
     """Survey each part of a trace, in the order of their attempts and ranks; with what is wrong with the others.
 
     Raises
@@ -167,7 +174,7 @@ def survey(path: str | os.PathLike[str]) -> Iterator[tuple[list[Survey], list[Pr
     TraceError
         As `verify` does.
     """
-    path = Path(path)
+    path = location(path)
     parts, broken = open_parts(path, damaged=True)
     elsewhere = [Problem(check="store", what=str(error)) for error in broken.values()]
     surveys: list[Survey] = []
@@ -185,7 +192,7 @@ def survey(path: str | os.PathLike[str]) -> Iterator[tuple[list[Survey], list[Pr
             store.close()
 
 
-def _report(path: Path, surveys: list[Survey], elsewhere: list[Problem]) -> Report:
+def _report(path: Location, surveys: list[Survey], elsewhere: list[Problem]) -> Report:
     """Read everything, and tell what is wrong."""
     damaged = sum(one.check_all() for one in surveys)
     # what is wrong with the root is told of each part in it
@@ -262,11 +269,12 @@ class Survey:
         As `verify` does.
     """
 
-    def __init__(self, path: Path, part: str, store: ReadStore, *, tell_store: bool = True) -> None:
+    def __init__(self, path: Location, part: str, store: ReadStore, *, tell_store: bool = True) -> None:
         self.path = path
         self.part = part
         self.journal_name = layout.journal_name(part)
         self.declarations_name = layout.declarations_name(part)
+        self._tables = (self.journal_name, self.declarations_name)
         where = layout.part_of(part)
         assert where is not None
         self.rank, self.attempt = where
@@ -300,7 +308,7 @@ class Survey:
     @property
     def store_name(self) -> str:
         """The format that it is kept in."""
-        return type(self._store).__module__.rpartition(".")[2]
+        return STORES[self.path.suffix.lower()].rpartition(".")[2]
 
     @property
     def arrays(self) -> int:
@@ -489,11 +497,13 @@ class Survey:
         store = self._store
         try:
             length, stored = store.length(name), store.stored_rows(name)
+        except TraceUnreachableError:
+            raise
         except TracerError as error:
             self._add("array", self._plain(error), name)
             assumed = None
             if isinstance(error, TraceCorruptError | TraceFormatError) and row is not None and 0 not in row:
-                with contextlib.suppress(TracerError):
+                with contextlib.suppress(TraceCorruptError, TraceFormatError):
                     assumed = store.assume(name, dtype, row, chunk_bytes, compression)
             if assumed is None:
                 return None
@@ -509,10 +519,18 @@ class Survey:
             size=math.prod(row),
             state=np.zeros(-(-known // height), np.uint8),
         )
-        if known < length:
-            self._add("chunk", f"rows {known} to {length - 1} of array {name!r} are not there", name, (known, length))
+        needed = length if name in self._tables else min(length, self._rows_needed(array))
+        if known < needed:
+            self._add("chunk", f"rows {known} to {needed - 1} of array {name!r} are not there", name, (known, needed))
         self._arrays[name] = array
         return array
+
+    def _rows_needed(self, array: _Array) -> int:
+        """Rows of a pool up to the last one that a message lies in: a pool may say that it has more."""
+        ids = [number for number, (name, _) in self.pools.items() if name == array.name]
+        rows = self.journal[self.sound & np.isin(self.journal[:, Column.POOL], ids)]
+        ends = rows[:, Column.OFFSET] + rows[:, Column.COUNT]
+        return -(-int(ends.max(initial=0)) // max(1, array.size))
 
     def _pool(self, number: int) -> _Array | None:
         """The array of a pool that a sound row of the journal refers to."""
@@ -552,6 +570,8 @@ class Survey:
                 # the last chunk of a trace that is being written may just have been written anew
                 self._store.length(array.name)
                 rows = self._store.read(array.name, start, stop)
+        except TraceUnreachableError:
+            raise
         except TracerError as error:
             array.state[number] = DAMAGED
             array.why[number] = self._plain(error)
@@ -658,20 +678,21 @@ class Survey:
             array = self._array(name, "", None)
             if array is None:
                 continue
-            self.chunks += len(array.state)
             for number in np.flatnonzero(array.state == 0).tolist():
-                self._chunk(array, number)
+                # rows of a pool that no message lies in may have been left out
+                if name in self._tables or self._store.has_chunk(name, number * array.height):
+                    self._chunk(array, number)
+            self.chunks += int(np.count_nonzero(array.state))
             self._add_chunks(array)
         return int(len(good) - good.sum())
 
     @property
     def told_all(self) -> bool:
         """Whether the tables, which say what there is, are as they were written."""
-        tables = (self.journal_name, self.declarations_name)
         if self._zeros is not None and any(problem.check == "store" for problem in self.problems):
             # of a file that was cut off, what is not there reads as zeros
             return False
-        return not any(problem.check == "declaration" or problem.array in tables for problem in self.problems)
+        return not any(problem.check == "declaration" or problem.array in self._tables for problem in self.problems)
 
     def tell_damage(self) -> None:
         """Add what was found damaged while messages were read to the problems, once."""
@@ -683,6 +704,8 @@ class Survey:
         found = set(self._arrays)
         try:
             found.update(self._store.names(f"{self.part}/"))
+        except TraceUnreachableError:
+            raise
         except TracerError as error:
             self._add("store", self._plain(error))
         return sorted(found)
@@ -731,8 +754,10 @@ class Survey:
                 part = self._elements(array, row[Column.OFFSET], row[Column.COUNT])
                 if part is not None and layout.crc32c(part) != row[Column.CRC32C]:
                     failed.append(number)
+            touched = self._touched(array, members)
             for number in np.flatnonzero(array.state == 0).tolist():
-                self._chunk(array, number)
+                if touched[number] or self._store.has_chunk(array.name, number * array.height):
+                    self._chunk(array, number)
             good[members[self._touches_damage(array, members)]] = False
             good[failed] = False
             for number in failed:
@@ -747,13 +772,26 @@ class Survey:
                 )
         return good
 
-    def _touches_damage(self, array: _Array, members: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def _spans(self, array: _Array, members: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The chunks that messages lie in, start inclusive and stop exclusive."""
         offsets, counts = self.journal[members, Column.OFFSET], self.journal[members, Column.COUNT]
-        before = np.concatenate([[0], np.cumsum(array.state == DAMAGED)])
         first = offsets // array.chunk_elements
         last = np.where(counts > 0, (offsets + counts - 1) // array.chunk_elements + 1, first)
         end = len(array.state)
-        touched: NDArray[np.bool_] = before[last.clip(max=end)] > before[first.clip(max=end)]
+        return first.clip(max=end), last.clip(max=end)
+
+    def _touches_damage(self, array: _Array, members: NDArray[np.int64]) -> NDArray[np.bool_]:
+        before = np.concatenate([[0], np.cumsum(array.state == DAMAGED)])
+        first, last = self._spans(array, members)
+        touched: NDArray[np.bool_] = before[last] > before[first]
+        return touched
+
+    def _touched(self, array: _Array, members: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which chunks messages lie in."""
+        first, last = self._spans(array, members)
+        size = len(array.state) + 1
+        steps = np.bincount(first, minlength=size) - np.bincount(last, minlength=size)
+        touched: NDArray[np.bool_] = np.cumsum(steps)[:-1] > 0
         return touched
 
     def _add_chunks(self, array: _Array) -> None:

@@ -14,7 +14,6 @@ import uuid
 import weakref
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, final
 
@@ -29,7 +28,18 @@ from tracer.errors import TraceError, TraceExistsError
 from tracer.layout import Column, Encoding
 from tracer.messages import Message
 from tracer.parts import Head, heads, refuse_living
-from tracer.stores import WriteStore, create_store, remove_part, store_files, store_module
+from tracer.stores import (
+    Anywhere,
+    Location,
+    Url,
+    WriteStore,
+    check_writable,
+    create_store,
+    exists,
+    location,
+    remove_part,
+    store_files,
+)
 
 _ROW: Final = struct.Struct(f"<{layout.COLUMNS}q")
 PACKED_BYTES: Final = 32768
@@ -42,6 +52,8 @@ _BATCH_ROWS: Final = 4096
 _FIRST_BYTES: Final = 1 << 20
 """The first commit comes after so many bytes, so that a disk that is nearly full has a trace of the run's beginning."""
 _NO_CHECKSUM: Final = np.array([layout.NONE])
+REMOTE_COMMIT_BYTES: Final = 64 << 20
+"""Bytes after which a commit to an object store is due at the latest."""
 SIGN_OF_LIFE: Final = 15.0
 """Seconds after which a writer that has nothing to write shows that it still runs."""
 _FEW: Final = 8
@@ -60,14 +72,13 @@ _STACKED: Final = frozenset(
 class _Pool:
     """An array that messages go to."""
 
-    __slots__ = ("elements", "id", "name", "row")
+    __slots__ = ("id", "name", "row")
 
     def __init__(self, number: int, name: str, row: tuple[int, ...]) -> None:
         self.id = number
         self.name = name
         # shape of one row of an own pool, () for a shared one
         self.row = row
-        self.elements = 0
 
 
 class _Place:
@@ -115,8 +126,9 @@ class TraceWriter:
 
     Parameters
     ----------
-    path : path
-        Of a directory that ends in ``.zarr``, or of a file that ends in ``.h5`` or ``.hdf5``.
+    path : path or URL
+        Of a directory that ends in ``.zarr``, or of a file that ends in ``.h5`` or ``.hdf5``; or a URL that ends in
+        ``.zarr`` (``s3://bucket/run.zarr``).
     header : mapping
         What is known of the run before it starts (JSON values). ``run_id``, ``created`` (ISO 8601, UTC), ``versions``
         and ``process`` (``pid``, ``hostname``, ``start``: what tells later if the writer lives) are added if missing.
@@ -156,7 +168,7 @@ class TraceWriter:
     >>> import tempfile
     >>> from tracer.messages import ModuleMessage
     >>> from tracer.reader import TraceReader
-    >>> path = Path(tempfile.mkdtemp()) / "run.zarr"
+    >>> path = tempfile.mkdtemp() + "/run.zarr"
     >>> with TraceWriter(path, header={"argv": ["train.py"]}) as writer:
     ...     for step in range(3):
     ...         counters = {"global_step": step, "train_step": step, "epoch": 0}
@@ -168,7 +180,7 @@ class TraceWriter:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: Anywhere,
         *,
         header: Mapping[str, Any] | None = None,
         overwrite: bool = False,
@@ -191,14 +203,14 @@ class TraceWriter:
         ):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, and is {value}")
-        self.path = Path(path)
+        self.path = location(path)
         """Where the trace is."""
         self._compression = Compression(compression)
         full_header = _complete(header or {})
         first_line = layout.declaration("header", full_header)
         if overwrite:
             parts = _check_ours(self.path)
-            if any(one.path.absolute() == self.path.absolute() and one._writes for one in _living):
+            if any(_absolute(one.path) == _absolute(self.path) and one._writes for one in _living):
                 raise TraceExistsError(f"{self.path} is being recorded by this process, so it is not overwritten")
             for one in parts:
                 if one.name != layout.part_name(0):
@@ -210,7 +222,8 @@ class TraceWriter:
         """Bytes of their data."""
         self._chunk_bytes = chunk_bytes
         self._own_pool_bytes = own_pool_bytes
-        self._commit_bytes = commit_bytes
+        # what waits for a commit to an object store waits in memory
+        self._commit_bytes = min(commit_bytes, REMOTE_COMMIT_BYTES) if isinstance(self.path, Url) else commit_bytes
         self._commit_rows = commit_rows
         self._commit_seconds = commit_seconds
         self._commit_steps = commit_steps
@@ -244,8 +257,9 @@ class TraceWriter:
         _living.add(self)
         self._checksum = not self._store.checksums_chunks
         with self._guard():
-            self._store.create(self._declarations, dtype="uint8", shape=(), chunk_bytes=chunk_bytes)
-            self._store.create(self._journal_name, dtype="int64", shape=(layout.COLUMNS,), chunk_bytes=chunk_bytes)
+            self._store.create(self._declarations, dtype="uint8", shape=(), chunk_bytes=chunk_bytes, gapless=True)
+            row = (layout.COLUMNS,)
+            self._store.create(self._journal_name, dtype="int64", shape=row, chunk_bytes=chunk_bytes, gapless=True)
             self._store.set_attrs(
                 "",
                 {
@@ -434,15 +448,14 @@ class TraceWriter:
 
     def _append(self, place: _Place, number: int, rows: NDArray[Any], count: int) -> None:
         pool = place.pool
-        self._offsets[number] = pool.elements
         if self._checksum:
             self._checksums[number] = layout.checksums(rows.reshape(count, place.count))
         try:
-            self._store.append(pool.name, rows if place.own else rows.reshape(-1))
+            first = self._store.append(pool.name, rows if place.own else rows.reshape(-1))
         except BaseException as error:
             self._fail(error)
             raise
-        pool.elements += count * place.count
+        self._offsets[number] = first * place.count if place.own else first
 
     def _enter(self, flat: list[int]) -> None:
         """Enter messages into the journal, from what was noted of them."""
@@ -730,7 +743,11 @@ def _complete(header: Mapping[str, Any]) -> dict[str, Any]:
     return added | dict(header)
 
 
-def _check_ours(path: Path) -> list[Head]:
+def _absolute(path: Location) -> Location:
+    return path if isinstance(path, Url) else path.absolute()
+
+
+def _check_ours(path: Location) -> list[Head]:
     """The parts of the trace at `path`, if there is one.
 
     Raises
@@ -748,7 +765,7 @@ def _check_ours(path: Path) -> list[Head]:
     return found
 
 
-def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+def check_target(path: Anywhere, *, overwrite: bool = False) -> None:
     """Make sure, without creating anything, that a trace could be written at `path`.
 
     Raises
@@ -756,9 +773,10 @@ def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> No
     TraceExistsError
         If something is there and may not be overwritten, or is not a trace.
     TraceFormatError
-        If the suffix is not one of a store.
+        If the suffix is not one of a store that can be written there.
     """
-    store_module(Path(path))
-    if not overwrite and any(file.exists() for file in store_files(path)):
+    path = location(path)
+    check_writable(path)
+    if not overwrite and any(exists(file) for file in store_files(path)):
         raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
-    _check_ours(Path(path))
+    _check_ours(path)

@@ -11,7 +11,8 @@ import importlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, cast
@@ -31,6 +32,51 @@ STORES: Mapping[str, str] = {
 }
 """Which module stores traces of which suffix; a module is imported when a store of its suffix is first opened."""
 
+SCHEMES = ("s3", "gs", "az", "http", "https")
+"""How the URLs begin that a trace can be at; see `tracer.stores.objects`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Url:
+    """Where a trace is that is not on a disk: ``scheme://bucket/key``.
+
+    It is no path, so that nothing takes it for one and makes a folder ``s3:``.
+    """
+
+    scheme: str
+    bucket: str
+    key: str
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.key.rpartition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        """As that of a `Path`."""
+        return Path(self.name).suffix
+
+    @property
+    def stem(self) -> str:
+        """As that of a `Path`."""
+        return Path(self.name).stem
+
+    def __truediv__(self, name: str) -> Url:
+        return Url(self.scheme, self.bucket, f"{self.key}/{name}")
+
+    def joinpath(self, *names: str) -> Url:
+        """As that of a `Path`."""
+        return self / "/".join(names)
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.key}"
+
+
+Location = Path | Url
+"""Where a trace is."""
+Anywhere = str | os.PathLike[str] | Url
+"""What `location` takes."""
 
 PART = re.compile(r"rank(?P<rank>0|[1-9][0-9]{0,8})(\.attempt(?P<attempt>[1-9][0-9]{0,8}))?")
 """Names of the groups that one process each writes. A directory holds all of a trace, a file one: see `open_parts`."""
@@ -41,7 +87,7 @@ Piece = tuple[int, int, int]
 class WriteStore(Protocol):
     """A store being written, by one thread of one process."""
 
-    path: Path
+    path: Location
     checksums_chunks: bool
     """Whether damaged numbers are noticed by the store itself."""
     seals: bool
@@ -54,7 +100,14 @@ class WriteStore(Protocol):
         """Whether `create` and `set_attrs` still work."""
 
     def create(
-        self, name: str, *, dtype: str, shape: tuple[int, ...], chunk_bytes: int, compression: str | None = None
+        self,
+        name: str,
+        *,
+        dtype: str,
+        shape: tuple[int, ...],
+        chunk_bytes: int,
+        compression: str | None = None,
+        gapless: bool = False,
     ) -> None:
         """Make an empty array.
 
@@ -70,6 +123,9 @@ class WriteStore(Protocol):
             Bytes of a chunk, at most; a chunk holds at least one row, or part of one row over `CHUNK_LIMIT`.
         compression : str, optional
             Name of a codec of `tracer.stores.codecs.CODECS`; None to store the numbers as they are.
+        gapless : bool
+            Whether the rows of all calls of `append` must follow each other. Otherwise a store may leave out rows at a
+            commit.
 
         Raises
         ------
@@ -79,8 +135,10 @@ class WriteStore(Protocol):
             If there is no such codec.
         """
 
-    def append(self, name: str, rows: NDArray[Any]) -> None:
+    def append(self, name: str, rows: NDArray[Any]) -> int:
         """Append `rows`, an array (n, ...); they are there for readers after the next `commit`.
+
+        Returns the number of the first of them in the array. They follow each other.
 
         Raises
         ------
@@ -136,8 +194,10 @@ def rows_in(out: NDArray[Any] | None, shape: tuple[int, ...], dtype: np.dtype[An
 class ReadStore(Protocol):
     """A store being read."""
 
-    path: Path
+    path: Location
     checksums_chunks: bool
+    readers: int
+    """How many threads should read at once."""
     problems: list[str]
     """What could not be opened of a store that was opened as a damaged one."""
 
@@ -157,6 +217,15 @@ class ReadStore(Protocol):
 
     def names(self, prefix: str = "") -> list[str]:
         """Sorted names of the arrays that begin with `prefix`."""
+
+    def will_open(self, names: Sequence[str]) -> None:
+        """Say of which arrays something will be asked next, as `will_read`."""
+
+    def will_read(self, ranges: Sequence[tuple[str, int, int]]) -> None:
+        """Say what `read` will be asked for next by this thread, name, start and stop.
+
+        A store that is far away fetches it at once.
+        """
 
     def length(self, name: str) -> int:
         """Committed rows of an array, looked up anew at each call."""
@@ -189,6 +258,9 @@ class ReadStore(Protocol):
     def chunk_rows(self, name: str) -> int:
         """Rows of an array that lie in the same chunks: damage to one of them may reach all of them."""
 
+    def has_chunk(self, name: str, row: int) -> bool:
+        """Whether the chunk of a row is there, right or damaged. Rows that a store left out need not be."""
+
     def stored_rows(self, name: str) -> int:
         """A bound on the rows of an array that can be on disk, however many it says it has."""
 
@@ -207,7 +279,64 @@ class ReadStore(Protocol):
         """Close the files. Closing again does nothing."""
 
 
-def store_module(path: Path) -> ModuleType:
+def location(path: Anywhere) -> Location:
+    """Where a path or a URL leads.
+
+    Raises
+    ------
+    TraceFormatError
+        If it is a URL that no trace can be at.
+
+    Examples
+    --------
+    >>> location("s3://bucket/runs/1.zarr"), location("runs/1.zarr")
+    (Url(scheme='s3', bucket='bucket', key='runs/1.zarr'), PosixPath('runs/1.zarr'))
+    """
+    if isinstance(path, Url):
+        return path
+    text = os.fspath(path)
+    found = re.fullmatch(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)(.*)", text, re.DOTALL)
+    if found is None or not (found[2] or found[1] in SCHEMES):
+        return Path(path)
+    if not found[2]:
+        raise TraceFormatError(f"{text} was a URL before it was made a Path, which joins slashes; give it as text")
+    if found[1] not in SCHEMES:
+        raise TraceFormatError(f"{text}: a trace can be at a path, or at a URL that begins with one of {SCHEMES}")
+    bucket, _, key = found[3].rstrip("/").partition("/")
+    if not bucket or not key or {"", ".", ".."} & set(key.split("/")):
+        raise TraceFormatError(f"{text} is no URL of a trace; those are such as {found[1]}://bucket/folder/run.zarr")
+    if found[1].startswith("http") and ("?" in key or "#" in key or "@" in bucket):
+        raise TraceFormatError(f"{text}: the URL of a trace has no query, no fragment and no password")
+    return Url(found[1], bucket, key)
+
+
+def exists(path: Location) -> bool:
+    """Whether anything is at a path, be it a broken link, or at or below a URL.
+
+    Raises
+    ------
+    TraceError
+        If an object store does not answer.
+    """
+    return bool(_objects().exists(path)) if isinstance(path, Url) else os.path.lexists(path)
+
+
+def remove(url: Url) -> None:
+    """Remove all objects of a trace that was just written there.
+
+    Raises
+    ------
+    TraceError
+        If they cannot be removed.
+    """
+    _objects().remove(url)
+
+
+def _objects() -> ModuleType:
+    return importlib.import_module("tracer.stores.objects")
+
+
+def store_module(path: Location) -> ModuleType:
     """The module that reads and writes stores with the suffix of `path`; `TraceFormatError` if there is none."""
     name = STORES.get(path.suffix.lower())
     if name is None:
@@ -215,17 +344,24 @@ def store_module(path: Path) -> ModuleType:
         raise TraceFormatError(
             f"{path}: the suffix says how a trace is stored; it is {path.suffix or 'missing'!r}, and can be {allowed}"
         )
-    return importlib.import_module(name)
+    return _objects() if isinstance(path, Url) else importlib.import_module(name)
+
+
+def check_writable(path: Location) -> None:
+    """Raise `TraceFormatError` where no trace can be written, because of the suffix or the kind of URL."""
+    module = store_module(path)
+    if isinstance(path, Url):
+        module.check_writable(path)
 
 
 def create_store(
-    path: str | os.PathLike[str], *, part: str | None = None, overwrite: bool = False, durable: bool = False
+    path: Anywhere, *, part: str | None = None, overwrite: bool = False, durable: bool = False
 ) -> WriteStore:
     """Make a store at `path`, in the format that its suffix names. Parent directories are made.
 
     Parameters
     ----------
-    path : path
+    path : path or URL
     part : str, optional
         Make only this part of a store that other processes write other parts of (see `PART`). A directory may be there
         then, without this part; a file format keeps it in a file of its own beside `path`. The attributes of the root
@@ -245,17 +381,17 @@ def create_store(
     TraceError
         If nothing can be written there.
     """
-    path = Path(path)
+    path = location(path)
     return cast(WriteStore, store_module(path).create(path, part=part, overwrite=overwrite, durable=durable))
 
 
-def store_files(path: str | os.PathLike[str]) -> list[Path]:
+def store_files(path: Anywhere) -> list[Location]:
     """The directory, or the files, that the parts of the store at `path` are in; `path` itself if there are none."""
-    path = Path(path)
-    return cast("list[Path]", store_module(path).files(path))
+    path = location(path)
+    return cast("list[Location]", store_module(path).files(path))
 
 
-def remove_part(path: str | os.PathLike[str], part: str) -> None:
+def remove_part(path: Anywhere, part: str) -> None:
     """Remove one part of the store at `path`, if it is there.
 
     Raises
@@ -263,16 +399,16 @@ def remove_part(path: str | os.PathLike[str], part: str) -> None:
     TraceError
         If it cannot be removed.
     """
-    path = Path(path)
+    path = location(path)
     store_module(path).remove_part(path, part)
 
 
-def open_store(path: str | os.PathLike[str], *, damaged: bool = False) -> ReadStore:
+def open_store(path: Anywhere, *, damaged: bool = False) -> ReadStore:
     """Open the store at `path` for reading, in the format that its suffix names.
 
     Parameters
     ----------
-    path : path
+    path : path or URL
     damaged : bool
         Whether a damaged store is opened too, as far as that is possible. What is unsafe is refused all the same.
 
@@ -285,18 +421,16 @@ def open_store(path: str | os.PathLike[str], *, damaged: bool = False) -> ReadSt
     TraceCorruptError
         If it is one but damaged.
     """
-    path = Path(path)
+    path = location(path)
     return cast(ReadStore, store_module(path).open(path, damaged=damaged))
 
 
-def open_parts(
-    path: str | os.PathLike[str], *, damaged: bool = False
-) -> tuple[list[tuple[str, ReadStore]], dict[str, TraceError]]:
+def open_parts(path: Anywhere, *, damaged: bool = False) -> tuple[list[tuple[str, ReadStore]], dict[str, TraceError]]:
     """Open all parts of the store at `path`, which may be one directory, or a file and others beside it.
 
     Parameters
     ----------
-    path : path
+    path : path or URL
     damaged : bool
         As in `open_store`.
 
@@ -312,7 +446,7 @@ def open_parts(
     TraceError
         As `open_store`, if no part could be opened.
     """
-    path = Path(path)
+    path = location(path)
     module = store_module(path)
     files = store_files(path)
     parts: list[tuple[str, ReadStore]] = []
@@ -552,6 +686,12 @@ class RowChunks:
                     piece = memoryview(bytes(piece) + bytes(self.chunk_nbytes - len(piece)))
                 write(number, piece)
                 number += 1
+
+    def skip(self, row: int) -> None:
+        """Go on with this row, the first of a chunk, and leave out those before it."""
+        self.rows = row
+        self._tail = None
+        self._tail_changed = False
 
     def take_tail(self) -> tuple[int, memoryview] | None:
         """Number and bytes of the last chunk, padded with zeros, if it is not full and changed since the last call."""

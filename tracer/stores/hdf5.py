@@ -21,9 +21,9 @@ import re
 import shutil
 import struct
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import h5py
 import numpy as np
@@ -33,12 +33,20 @@ from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, Trace
 from tracer.stores import PART, RowChunks, check_name, contiguous, largest_chunk, rows_in, sync_folder, walk
 from tracer.stores.codecs import CODECS, HDF5_FILTER, OVERHEAD, Codec, codec_of, decode, encode, hdf5_options
 
+if TYPE_CHECKING:
+    from tracer.stores.objects import ObjectFile
+
+    File: TypeAlias = Path | ObjectFile
+    """Where an HDF5 file is."""
+
 CHUNK_LIMIT = 1 << 30
 """Bytes of the largest chunk that is read."""
 _NOT_FILTERED = 1
 """Filter mask of a chunk that its only filter was not applied to."""
 FIRST_PART = "rank0"
 """The part that the file at a trace's path holds."""
+FETCHED_BYTES = 16 << 20
+"""Bytes of the chunks of a file on an object store that are fetched at once."""
 _JSON = "json:"
 """Begins an attribute that holds JSON text, because HDF5 has no such value."""
 
@@ -106,6 +114,17 @@ def open(path: Path, *, damaged: bool = False) -> Hdf5ReadStore:
     return Hdf5ReadStore(path, damaged=damaged)
 
 
+def open_file(file: ObjectFile, *, damaged: bool = False) -> Hdf5ReadStore:
+    """Open an HDF5 file on an object store; closes `file` when the store is closed."""
+    try:
+        if file.open().read(8) != _SIGNATURE and not (damaged and _looks_like_ours(file)):
+            raise TraceFormatError(f"{file} is not an HDF5 file")
+        return Hdf5ReadStore(file, damaged=damaged)
+    except BaseException:
+        file.close()
+        raise
+
+
 @contextlib.contextmanager
 def _written(path: Path) -> Iterator[None]:
     try:
@@ -117,7 +136,7 @@ def _written(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _read(path: Path, what: str) -> Iterator[None]:
+def _read(path: File, what: str) -> Iterator[None]:
     try:
         yield
     except TraceError:
@@ -141,7 +160,13 @@ def _reason(error: BaseException) -> str:
     return os.strerror(number) if number else " ".join(str(error).split()) or type(error).__name__
 
 
-def _open(path: Path) -> Any:
+def _open(path: File) -> Any:
+    if not isinstance(path, Path):
+        cut_off = _cut_off(path)
+        if cut_off:
+            raise TraceCorruptError(f"{path}: {cut_off[0]}")
+        # nobody writes it there; of one whose writer was killed HDF5 would say that somebody does
+        return h5py.File(_Mended(path) if _is_unfinished(path) else path.open(), "r")
     # A process opens a file twice only in the same mode, and most others open it plainly. Plainly fails while it is
     # written or after its writer was killed (swmr), and on file systems without locks.
     for swmr, locking in ((False, True), (True, True), (True, False)):
@@ -217,7 +242,14 @@ class Hdf5WriteStore:
         return not self._sealed
 
     def create(
-        self, name: str, *, dtype: str, shape: tuple[int, ...], chunk_bytes: int, compression: str | None = None
+        self,
+        name: str,
+        *,
+        dtype: str,
+        shape: tuple[int, ...],
+        chunk_bytes: int,
+        compression: str | None = None,
+        gapless: bool = False,
     ) -> None:
         check_name(name)
         if self._sealed:
@@ -237,12 +269,14 @@ class Hdf5WriteStore:
             )
         self._arrays[name] = _Array(dataset.id, rows, codec)
 
-    def append(self, name: str, rows: NDArray[Any]) -> None:
+    def append(self, name: str, rows: NDArray[Any]) -> int:
         array = self._array(name)
+        first = array.rows.rows
         write = self._write_chunk if array.codec is None else self._write_compressed
         self._changed[name] = None
         with _written(self.path):
             array.rows.append(rows, lambda number, data: write(array, number, data))
+        return first
 
     def length(self, name: str) -> int:
         return self._array(name).rows.rows
@@ -442,15 +476,16 @@ def _decode(value: Any) -> Any:
 class Hdf5ReadStore:
     """An HDF5 file being read; see `tracer.stores.ReadStore`."""
 
-    def __init__(self, path: Path, *, damaged: bool = False) -> None:
+    def __init__(self, path: File, *, damaged: bool = False) -> None:
         self.path = path
         self.checksums_chunks = False
+        self.readers = 1
         self.problems: list[str] = []
         self._datasets: dict[str, Any] = {}
         self._codecs: dict[str, Codec] = {}
         self._places: dict[str, tuple[int, dict[int, int]]] = {}
         self._stored: dict[str, tuple[int, dict[int, tuple[int, int, int]]]] = {}
-        self._plain = -1
+        self._plain: int | ObjectFile = -1
         self._looked_up: set[str] = set()
         self._size = path.stat().st_size
         self._damaged = damaged
@@ -468,7 +503,7 @@ class Hdf5ReadStore:
                 self._file = h5py.File(self._mended, "r")
         try:
             with _read(path, "the file"):
-                self._plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if isinstance(path, Path) else path
                 self._check("", self._file, set())
         except BaseException:
             self.close()
@@ -550,6 +585,8 @@ class Hdf5ReadStore:
     def refresh(self) -> None:
         """Look anew at every array, and open the file anew if another one is at the path, as after the first commit."""
         with _read(self.path, "the file"):
+            if not isinstance(self.path, Path) or not isinstance(self._plain, int):
+                return  # nobody writes a file on an object store
             found, opened = os.stat(self.path), os.fstat(self._plain)
             if (found.st_dev, found.st_ino) == (opened.st_dev, opened.st_ino):
                 self._looked_up.update(dataset.name for dataset in self._datasets.values())
@@ -578,6 +615,16 @@ class Hdf5ReadStore:
 
     def chunk_rows(self, name: str) -> int:
         return int(self._dataset(name).chunks[0])
+
+    def has_chunk(self, name: str, row: int) -> bool:
+        """Always true: nothing is left out."""
+        return True
+
+    def will_open(self, names: Sequence[str]) -> None:
+        """Do nothing: opening an array does not take long."""
+
+    def will_read(self, ranges: Sequence[tuple[str, int, int]]) -> None:
+        """Do nothing: `read` fetches what it needs at once."""
 
     def stored_rows(self, name: str) -> int:
         dataset = self._dataset(name)
@@ -641,13 +688,22 @@ class Hdf5ReadStore:
         places = self._places_of(name, dataset, stop)
         row_nbytes = item * math.prod(shape[1:])
         first, end = start * row_nbytes, stop * row_nbytes
+        parts = []
         for number, begin, length in walk(shape, chunk, item, start, stop):
             place = places.get(number)
             if place is None:
                 raise TraceCorruptError(f"{self.path}: array {name!r} lacks its chunk {number}")
             low, high = max(begin, first), min(begin + length, end)
-            part = out[low - first : high - first].data
-            if os.preadv(self._plain, [part], place + low - begin) != len(part):
+            parts.append((number, place + low - begin, out[low - first : high - first].data))
+        fetched = 0
+        for position, (number, place, part) in enumerate(parts):
+            if position == fetched and not isinstance(self._plain, int):
+                nbytes = 0
+                while fetched < len(parts) and nbytes < FETCHED_BYTES:
+                    nbytes += len(parts[fetched][2])
+                    fetched += 1
+                self._plain.fetch([(begin, min(len(to), FETCHED_BYTES)) for _, begin, to in parts[position:fetched]])
+            if _preadv(self._plain, part, place) != len(part):
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} lies beyond the file's end")
 
     def _places_of(self, name: str, dataset: Any, stop: int) -> dict[int, int]:
@@ -693,7 +749,7 @@ class Hdf5ReadStore:
                 stored = buffer[:nbytes]
             else:
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} is not of the size of one")
-            if os.preadv(self._plain, [stored.data], place) != len(stored):
+            if _preadv(self._plain, stored.data, place) != len(stored):
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} lies beyond the file's end")
             if plain:
                 continue
@@ -741,7 +797,9 @@ class Hdf5ReadStore:
         self._places.clear()
         self._stored.clear()
         self._file.close()
-        if self._plain >= 0:
+        if not isinstance(self._plain, int):
+            self._plain.close()
+        elif self._plain >= 0:
             os.close(self._plain)
             self._plain = -1
         if self._mended is not None:
@@ -769,6 +827,10 @@ class Hdf5ReadStore:
         return dataset
 
 
+def _preadv(file: int | ObjectFile, target: Any, offset: int) -> int:
+    return os.preadv(file, [target], offset) if isinstance(file, int) else file.readinto(target, offset)
+
+
 _SUPERBLOCK = struct.Struct("<8sBBBBQQQQ")
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _UNDEFINED = 2**64 - 1
@@ -779,19 +841,24 @@ _HEADER_PARTS = 100
 _ATTRIBUTES = (h5py.h5t.TypeIntegerID, h5py.h5t.TypeFloatID, h5py.h5t.TypeEnumID, h5py.h5t.TypeStringID)
 
 
-def _looks_like_ours(path: Path) -> bool:
+def _pread(file: int | ObjectFile, nbytes: int, offset: int) -> bytes:
+    target = bytearray(nbytes)
+    return bytes(target[: _preadv(file, memoryview(target), offset)])
+
+
+def _looks_like_ours(path: File) -> bool:
     """Whether a file without the signature of HDF5 begins otherwise as the files written here do."""
     with path.open("rb") as file:
         return file.read(52)[_SUPERBLOCK.size + 4 :] == b"OHDR"
 
 
-def _is_virtual(file: int, address: int) -> bool:
+def _is_virtual(file: int | ObjectFile, address: int) -> bool:
     """Whether the object header at an address is that of a virtual dataset.
 
     HDF5 reads the global heap of one as soon as it is opened, or asked what it is. Global heaps have no checksum, and
     of a damaged one the library never returns; nothing else that is read of a trace lies in one.
     """
-    start = os.pread(file, 64, address)
+    start = _pread(file, 64, address)
     if start[:4] == b"OHDR":
         flags = start[5]
         # times, then the numbers of attributes that are kept in one way or another
@@ -808,7 +875,7 @@ def _is_virtual(file: int, address: int) -> bool:
         begin, size = blocks.pop()
         if size > _HEADER_LIMIT or known > _HEADER_PARTS:
             raise TraceFormatError("the header of an object is larger than any of a trace")
-        data = os.pread(file, size, begin)
+        data = _pread(file, size, begin)
         place = 0
         while place + head <= len(data):
             new = head != 8
@@ -826,7 +893,7 @@ def _is_virtual(file: int, address: int) -> bool:
     return False
 
 
-def _cut_off(path: Path) -> list[str]:
+def _cut_off(path: File) -> list[str]:
     """What is wrong with the length of a file that was closed in order; others may be shorter than they say."""
     with path.open("rb") as file:
         head = file.read(_SUPERBLOCK.size + 4)
@@ -839,6 +906,14 @@ def _cut_off(path: Path) -> list[str]:
         if not fields[4] and size < fields[7]
         else []
     )
+
+
+def _is_unfinished(path: File) -> bool:
+    """Whether a file says that it is being written."""
+    with path.open("rb") as file:
+        head = file.read(_SUPERBLOCK.size + 4)
+    body, checksum = head[: _SUPERBLOCK.size], head[_SUPERBLOCK.size :]
+    return _lookup3(body).to_bytes(4, "little") == checksum and bool(_SUPERBLOCK.unpack(body)[4])
 
 
 def _mark_unfinished(path: Path) -> None:
@@ -863,7 +938,7 @@ class _Mended(io.RawIOBase):
     The file itself is not changed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: File) -> None:
         self._file = path.open("rb", buffering=0)
         self._size = path.stat().st_size
         self._place = 0
@@ -894,7 +969,8 @@ class _Mended(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         target = memoryview(buffer).cast("B")
-        data = os.pread(self._file.fileno(), len(target), self._place) if self._place < self._size else b""
+        self._file.seek(self._place)
+        data = self._file.read(len(target)) or b""
         target[: len(data)] = data
         target[len(data) :] = bytes(len(target) - len(data))
         if self._place < len(self._head):

@@ -19,7 +19,7 @@ import os
 import shutil
 import stat
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -272,7 +272,14 @@ class ZarrWriteStore:
         return True
 
     def create(
-        self, name: str, *, dtype: str, shape: tuple[int, ...], chunk_bytes: int, compression: str | None = None
+        self,
+        name: str,
+        *,
+        dtype: str,
+        shape: tuple[int, ...],
+        chunk_bytes: int,
+        compression: str | None = None,
+        gapless: bool = False,
     ) -> None:
         check_name(name)
         if name in self._arrays or name in self._groups:
@@ -292,12 +299,14 @@ class ZarrWriteStore:
             self._arrays[name] = array
             self._publish_array(array)
 
-    def append(self, name: str, rows: NDArray[Any]) -> None:
+    def append(self, name: str, rows: NDArray[Any]) -> int:
         array = self._array(name)
+        first = array.rows.rows
         write = self._write_chunk if array.codec is None else self._write_compressed
         self._changed[name] = None
         with _written(self.path):
             array.rows.append(rows, lambda number, data: write(array, number, data))
+        return first
 
     def length(self, name: str) -> int:
         return self._array(name).rows.rows
@@ -551,7 +560,13 @@ class _Opened:
 
     __slots__ = ("array", "chunk", "codec", "dtype", "folder", "per_shard", "shape", "shard_rows", "shards")
 
-    def __init__(self, path: Path, name: str, document: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        document: Mapping[str, Any] | None = None,
+        with_other_codecs: Callable[[Path, str], Any] | None = None,
+    ) -> None:
         self.folder = path / name
         if document is None:
             document = _document(self.folder)
@@ -589,7 +604,9 @@ class _Opened:
         if self._is_ours(document, shard):
             self.per_shard = math.prod(shard) // math.prod(self.chunk)
         else:
-            self.array = _zarr_array(path, name, len(self.shape))
+            self.array = (
+                _zarr_array(path, name, len(self.shape)) if with_other_codecs is None else with_other_codecs(path, name)
+            )
 
     @property
     def chunk_nbytes(self) -> int:
@@ -701,8 +718,10 @@ class ZarrReadStore:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checksums_chunks = True
+        self.readers = 1
         self.problems: list[str] = []
-        self._root = os.path.realpath(path)
+        self.reads = READS
+        self._root = os.path.realpath(str(path))
         self._arrays: dict[str, _Opened] = {}
         self._assumed: dict[str, int] = {}
 
@@ -723,6 +742,23 @@ class ZarrReadStore:
 
     def chunk_rows(self, name: str) -> int:
         return int(self._open(name).chunk[0])
+
+    def has_chunk(self, name: str, row: int) -> bool:
+        array = self._open(name)
+        if array.array is not None:
+            # zarr-python reads what is missing as zeros
+            return True
+        shard, place = divmod(row, array.shard_rows)
+        index = self._index_of(name, array, shard) if array.shard_path(shard).is_file() else None
+        # the index itself may be damaged
+        entry = place // int(array.chunk[0]) * (array.per_shard * int(array.chunk[0]) // array.shard_rows)
+        return index is not None and (not len(index) or bool(index[entry, 0] != MISSING))
+
+    def will_open(self, names: Sequence[str]) -> None:
+        """Do nothing: opening an array does not take long."""
+
+    def will_read(self, ranges: Sequence[tuple[str, int, int]]) -> None:
+        """Do nothing: the operating system reads ahead."""
 
     def stored_rows(self, name: str) -> int:
         array = self._open(name)
@@ -837,7 +873,7 @@ class ZarrReadStore:
             raise TraceCorruptError(f"{self.path}: array {name!r} does not fit into memory: {error}") from error
         if found.size:
             read = self._read if array.codec is None else self._read_compressed
-            for left in reversed(range(READS)):
+            for left in reversed(range(self.reads)):
                 try:
                     read(name, array, start, stop, found.reshape(-1).view(np.uint8))
                     break
