@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -797,3 +798,109 @@ def test_other_codecs(url: str) -> None:
     assert reader.names() == ["rank0/zipped"]
     assert reader.stored_rows("rank0/zipped") >= 30
     reader.close()
+
+
+# -- with what else a trace can be ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compression", ["auto", "lz4", "zstd"])
+def test_compressed(url: str, bucket: Any, tmp_path: Path, compression: str) -> None:
+    """Compressed shards are smaller, read as what they were, also by zarr-python, and told when damaged."""
+    with TraceWriter(url, compression=compression) as writer:
+        for step in range(40):
+            where: dict[str, Any] = {"global_step": step, "train_step": step, "epoch": 0}
+            writer.write(NetworkMessage(kind="input_labels", data=torch.arange(5000) % 10, **where))
+            writer.write(ModuleMessage(kind="weights", module="fc", data=torch.full((100, 200), float(step)), **where))
+            if step % 9 == 0:
+                writer.commit()
+    with TraceReader(url) as reader:
+        assert reader.info["stored_bytes"] < reader.info["bytes"] * (0.75 if compression == "auto" else 0.1)
+        for message in reader:
+            assert message.data is not None
+            expected = torch.arange(5000) % 10 if message.kind == "input_labels" else torch.tensor(message.global_step)
+            assert (message.data == expected).all()
+        assert sorted(reader._stores[0].names()) == sorted(reader._stores[0].names("rank0/"))
+    assert verify(url).complete
+    copy = download(bucket, url, tmp_path / "copy.zarr")
+    assert verify(copy).complete
+    name = "rank0/pools/input_labels/int64"
+    plain = zarr.open_group(copy, mode="r")[name][:5000]
+    assert (plain == np.arange(5000) % 10).all()
+    change(bucket, url, f"{name}/c/0", place=2100)
+    assert verify(url).damaged > 0
+    change(bucket, url, f"{name}/zarr.json", data=b"{")
+    assert tracer.recover(url, tmp_path / "saved.zarr").saved > 40
+
+
+def test_ranks_and_attempts(url: str) -> None:
+    """Parts of a trace lie beside each other below one URL, and are put together."""
+
+    def part(steps: range, rank: int, attempt: int = 0) -> None:
+        header = {"ranks": [0, 1], "attempt": attempt, "first_step": steps.start}
+        with TraceWriter(url, header=header, part=layout.part_name(rank, attempt)) as writer:
+            for step in steps:
+                where: dict[str, Any] = {"global_step": step, "train_step": step, "epoch": 0, "rank": rank}
+                writer.write(NetworkMessage(kind="loss", data=torch.tensor(100 * attempt + step), **where))
+
+    part(range(6), 0)
+    with TraceReader(url) as reader:
+        assert "nothing of rank 1" in reader.problems[0]
+    part(range(6), 1)
+    part(range(4, 8), 1, attempt=1)
+    with pytest.raises(TraceExistsError):
+        part(range(2), 1)
+    with TraceReader(url) as reader:
+        assert (reader.ranks, reader.problems) == ([0, 1], [])
+        found = [(int(message.data), message.rank) for message in reader.messages(ranks=1) if message.data is not None]
+        assert found == [(step, 1) for step in range(4)] + [(100 + step, 1) for step in range(4, 8)]
+        assert reader.array("loss")[0].tolist()[:4] == [0, 0, 1, 1]
+    assert verify(url).complete
+
+
+def test_recorded_again_after_a_restart(url: str) -> None:
+    """`record` resumes a trace at a URL, and replaces it when it is told to."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    for options, steps in (({}, 3), ({"resume": True, "first_step": 2}, 4), ({"overwrite": True}, 1)):
+        with tracer.record(url, model, optimizer, **options):  # type: ignore[arg-type] # options of several types
+            for _ in range(steps):
+                optimizer.zero_grad()
+                model(torch.ones(4, 3)).sum().backward()
+                optimizer.step()
+        with TraceReader(url) as reader:
+            assert reader.array("weights", "")[0].tolist() == [*range(6 if "resume" in options else steps)]
+    with TraceReader(url) as reader:
+        assert len(reader.attempts) == 1
+
+
+def test_followed(url: str) -> None:
+    """A replay follows what another process puts, and ends with it."""
+    program = f"""
+import sys, torch
+from tracer import NetworkMessage, TraceWriter
+with TraceWriter({url!r}) as writer:
+    print("ready", flush=True)
+    for step, _ in enumerate(sys.stdin):
+        where = dict(global_step=step, train_step=step, epoch=0)
+        writer.write(NetworkMessage(kind="loss", data=torch.tensor(float(step)), **where))
+        writer.commit()
+"""
+    heard = tracer.Collect("loss")
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"ready\n"
+        thread = threading.Thread(target=lambda: tracer.replay(url, heard, follow=True), daemon=True)
+        thread.start()
+        for step in range(3):
+            other.stdin.write(b"\n")
+            other.stdin.flush()
+            deadline = time.monotonic() + 30
+            while len(heard) <= step:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        other.stdin.close()
+        thread.join(30)
+        assert not thread.is_alive()
+    assert [float(message.data) for message in heard if message.data is not None] == [0.0, 1.0, 2.0]
