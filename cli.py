@@ -564,10 +564,13 @@ def record(
 
 
 def _say_what_was_recorded(path: Location) -> None:
+    from tracer.parts import this_process
     from tracer.stores import exists
 
     if exists(path):
-        with tracer.open(path) as reader:
+        process = this_process()
+        # other ranks are still recording theirs
+        with tracer.open(path, ranks=None if process.size == 1 else [process.rank]) as reader:
             told = reader.info
         lost = "" if told["status"].startswith(("finished", "failed")) else "; the trace is INCOMPLETE, see above"
         click.echo(
