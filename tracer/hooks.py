@@ -44,7 +44,8 @@ class Hook:
         if torch._C._get_tracing_state() is not None:  # torch.jit.trace would record our copies
             return
         try:
-            getattr(exporter, self.method)(self.name, *args)
+            with exporter.lock:
+                getattr(exporter, self.method)(self.name, *args)
         except Exception as error:
             if exporter.strict:
                 raise
@@ -60,10 +61,18 @@ class Hook:
 class GradientHook:
     """Sees the gradient of one tensor of one forward pass."""
 
-    __slots__ = ("_exporter", "at", "call", "handle", "kind", "leaf", "path", "tag")
+    __slots__ = ("_exporter", "at", "call", "handle", "kind", "leaf", "path", "scale", "tag")
 
     def __init__(
-        self, exporter: Exporter, kind: str, path: str, leaf: str, call: int, tag: str, at: tuple[int, int, int]
+        self,
+        exporter: Exporter,
+        kind: str,
+        path: str,
+        leaf: str,
+        call: int,
+        tag: str,
+        at: tuple[int, int, int],
+        scale: Tensor | None = None,
     ) -> None:
         self._exporter = weakref.ref(exporter)
         self.kind = kind
@@ -72,6 +81,7 @@ class GradientHook:
         self.call = call
         self.tag = tag
         self.at = at
+        self.scale = scale  # of the backward in which the forward was computed again
         self.handle: Any = None
 
     def __call__(self, gradient: Tensor) -> None:
@@ -81,11 +91,28 @@ class GradientHook:
         if exporter is None or not (exporter._attached and exporter._enabled):
             return
         try:
-            exporter._gradient(self, gradient)
+            with exporter.lock:
+                exporter._gradient(self, gradient)
         except Exception as error:
             if exporter.strict:
                 raise
             exporter._give_up(self.kind, self.path, error)
+
+
+class ScaleHook:
+    """Sits on a loss that a GradScaler has multiplied, and tells an exporter when a backward begins there."""
+
+    __slots__ = ("_exporter", "scale")
+
+    def __init__(self, exporter: Exporter, scale: Tensor) -> None:
+        self._exporter = weakref.ref(exporter)
+        self.scale = scale
+
+    def __call__(self, gradient: Tensor) -> None:
+        exporter = self._exporter()
+        if exporter is not None:
+            with exporter.lock:
+                exporter._scales[torch._C._current_graph_task_id()] = self.scale
 
 
 class LossFunction:
@@ -116,36 +143,52 @@ class LossFunction:
 
 
 _scaled: weakref.WeakSet[Exporter] = weakref.WeakSet()
-_scaler_step: Callable[..., Any] | None = None
+_scaler_methods: dict[str, Callable[..., Any]] = {}
 
 
 def watch_scalers(exporter: Exporter) -> None:
-    """Let an exporter know of steps that a GradScaler skips: torch then calls none of the optimizer's hooks."""
-    global _scaler_step
+    """Let an exporter know of losses that a GradScaler multiplies, and of steps that it skips.
+
+    In these torch calls none of the optimizer's hooks.
+    """
     _scaled.add(exporter)
-    if _scaler_step is None:
-        _scaler_step = GradScaler.step
-        setattr(GradScaler, "step", _scaled_step)  # noqa: B010 - a type checker calls assigning it wrong; taken back below
+    if not _scaler_methods:
+        _scaler_methods.update(scale=GradScaler.scale, step=GradScaler.step)
+        setattr(GradScaler, "scale", _scaled_scale)  # noqa: B010 - a type checker calls assigning it wrong
+        setattr(GradScaler, "step", _scaled_step)  # noqa: B010
 
 
 def unwatch_scalers(exporter: Exporter) -> None:
-    """No longer let an exporter know; without any, torch's own method is back."""
-    global _scaler_step
+    """No longer let an exporter know; without any, torch's own methods are back."""
     _scaled.discard(exporter)
-    if not _scaled and _scaler_step is not None:
-        setattr(GradScaler, "step", _scaler_step)  # noqa: B010
-        _scaler_step = None
+    if not _scaled:
+        for name, method in _scaler_methods.items():
+            setattr(GradScaler, name, method)
+        _scaler_methods.clear()
+
+
+@functools.wraps(GradScaler.scale)
+def _scaled_scale(scaler: GradScaler, outputs: Any) -> Any:
+    result = _scaler_methods["scale"](scaler, outputs)
+    watching = [one for one in _scaled if one._attached and one._enabled] if scaler.is_enabled() else []
+    scale = scaler._scale
+    if watching and scale is not None:
+        scale = scale.detach().clone()  # which the scaler changes in place
+        for _, tensor in leaves(result):
+            if tensor.requires_grad:
+                for one in watching:
+                    one._guard("the loss scale", functools.partial(one._loss_scaled, tensor, scale))
+    return result
 
 
 @functools.wraps(GradScaler.step)
 def _scaled_step(scaler: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     watching = [one for one in _scaled if any(known is optimizer for known in one._optimizers)]
     before = [one.optimizer_calls for one in watching]
-    assert _scaler_step is not None  # this stands in for it only while it is kept there
-    result = _scaler_step(scaler, optimizer, *args, **kwargs)
+    result = _scaler_methods["step"](scaler, optimizer, *args, **kwargs)
     for one, calls in zip(watching, before, strict=True):
-        if one.optimizer_calls == calls:
-            one._guard("skipped_step", one._skipped_step)
+        if one.optimizer_calls == calls and one._attached and one._enabled:
+            one._guard("skipped_step", functools.partial(one._skipped_step, optimizer))
     return result
 
 
@@ -311,3 +354,45 @@ def same_storage(one: Tensor, other: Tensor) -> bool:
 def recomputing() -> bool:
     """Whether this forward runs inside a backward pass: a checkpoint's second forward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def next_node() -> int:
+    """The number that the next node of this thread's graph gets."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def backward_node() -> int:
+    """The number of the node whose backward runs; in the second forward of a reentrant checkpoint, the checkpoint's."""
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else int(node._sequence_nr())
+
+
+def opaque(output: Any) -> bool:
+    """Whether a module's output may hold tensors that `leaves` does not find."""
+    return not isinstance(output, type(None) | bool | int | float | str | Mapping | tuple | list) and not (
+        dataclasses.is_dataclass(output)
+    )
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A dense copy of an observable tensor."""
+    source = tensor.detach()
+    if source.layout is not torch.strided:
+        return source.to_dense()
+    return source.clone(memory_format=torch.contiguous_format)
+
+
+def difference(now: Tensor, before: Tensor) -> Tensor:
+    """What was added to a parameter; torch cannot subtract numbers of 8 bits, or does so modulo 256."""
+    if now.is_floating_point() and now.itemsize == 1:
+        return now.float() - before.float()
+    if now.dtype in (torch.bool, torch.uint8):
+        return now.short() - before.short()
+    return now - before
+
+
+def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:
+    """A gradient without what its loss was multiplied with; of float16 in float32, because it may be too small."""
+    wide = gradient.float() if gradient.dtype is torch.float16 else gradient
+    return wide / scale.to(wide.device)
