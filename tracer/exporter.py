@@ -43,6 +43,7 @@ from tracer.hooks import (
     recomputing,
     rows_of,
     same_storage,
+    steps_within,
     undisturbed,
     unobservable,
     unscaled,
@@ -1226,10 +1227,12 @@ class Exporter:
         if recomputing():
             first = self._first_call(path)
             if first is not None:
-                key = backward_node(), torch._C._current_graph_task_id(), path
+                key = backward_node() or 0, torch._C._current_graph_task_id(), path
                 self._recomputed[key] = self._recomputed.get(key, 0) + 1
                 if torch.is_grad_enabled():
                     self._watch_leaves("layer_gradients", path, leaves(output), first, DEFAULT_TAG)
+                else:  # of a checkpoint inside the checkpoint this is another first forward
+                    self._ungraded[path].append((next_node(), first))
             return
         if self._pass.depth == 0:
             self._enter_pass(module)
@@ -1271,15 +1274,11 @@ class Exporter:
         if first is None or self._idle or not self._open:
             return None
         node = backward_node()
+        if node is None:
+            return None
         seen = self._recomputed.get((node, torch._C._current_graph_task_id(), path), 0)
         calls = [call for number, call in first if number > node]
-        if seen < len(calls):
-            return calls[seen]
-        if len(first) == 1:  # a checkpoint inside a checkpoint: its node is of the second forward
-            return first[0][1]
-        why = "in a checkpoint inside a checkpoint, the calls of a module that has several cannot be told apart"
-        self._problem(f"layer_gradients of {path!r}", why)
-        return None
+        return calls[seen] if seen < len(calls) else None
 
     def _watch_leaves(self, kind: str, path: str, found: list[tuple[str, Tensor]], call: int, tag: str) -> None:
         """Hang hooks on the tensors in an output or input whose gradients are wanted."""
@@ -1372,6 +1371,8 @@ class Exporter:
             self._snapshot(self._of_optimizer(optimizer))
 
     def _after_optimizer(self, _: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if steps_within(optimizer):
+            return
         self.optimizer_calls += 1
         found_inf = getattr(optimizer, "found_inf", None)
         if isinstance(found_inf, Tensor) and bool(found_inf.item()):  # a fused optimizer under GradScaler did not move

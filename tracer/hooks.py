@@ -8,6 +8,7 @@ import functools
 import inspect
 import pkgutil
 import random
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.autograd.function import BackwardCFunction
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from tracer.exporter import Exporter
@@ -362,10 +365,28 @@ def next_node() -> int:
     return number
 
 
-def backward_node() -> int:
-    """The number of the node whose backward runs; in the second forward of a reentrant checkpoint, the checkpoint's."""
+def backward_node() -> int | None:
+    """The number of the checkpoint (or other function written in Python) whose backward runs."""
     node = torch._C._current_autograd_node()
-    return -1 if node is None else int(node._sequence_nr())
+    return int(node._sequence_nr()) if isinstance(node, BackwardCFunction) else None
+
+
+_STEP = Optimizer.profile_hook_step(len).__code__  # type: ignore[attr-defined]
+"""What torch puts around `step` of every optimizer, to run the hooks."""
+
+
+def steps_within(optimizer: Optimizer) -> bool:
+    """Whether the hooks run of a step inside a step: a subclass that calls its parent's `step` has them run for both.
+
+    Looked for among the calls, because a count would be wrong for ever after a step that raised.
+    """
+    running = 0
+    frame = sys._getframe()
+    while frame is not None and running < 2:
+        if frame.f_code is _STEP and frame.f_locals.get("self") is optimizer:
+            running += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return running > 1
 
 
 def opaque(output: Any) -> bool:
