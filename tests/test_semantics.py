@@ -1,7 +1,8 @@
 """What is recorded of each situation that training loops bring: one test a situation, each against its own oracle.
 
-The oracle is autograd on a functional copy, the optimizer's formula, or a reference run without what makes the situation
-special. `unchanged` trains a second time without a recorder, and compares parameters and random generators bit for bit.
+The oracle is autograd on a functional copy, the optimizer's formula, or a reference run without what makes the
+situation special. `unchanged` trains a second time without a recorder, and compares parameters and random generators
+bit for bit.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import dataclasses
 import io
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -280,7 +281,7 @@ def penalty(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
 
 
 def test_double_backward() -> None:
-    """Double backward (WGAN-GP): the gradient of the inner one has the plain leaf, that of the loss says ``backward.1``."""
+    """Double backward (WGAN-GP): the inner one's gradient has the plain leaf, that of the loss says ``backward.1``."""
 
     def train(model: nn.Module, optimizer: Any) -> None:
         one, two = batches(2)
@@ -477,7 +478,7 @@ def test_an_output_that_is_not_looked_into_is_told() -> None:
 
 
 def test_multihead_attention_and_transformer_encoder(tmp_path: Path) -> None:
-    """nn.MultiheadAttention / TransformerEncoder in training: values as without hooks; the bypassed module is silent."""
+    """nn.MultiheadAttention / TransformerEncoder in training: values are right; the bypassed module is silent."""
 
     def make() -> nn.Module:
         layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.1)
@@ -489,7 +490,7 @@ def test_multihead_attention_and_transformer_encoder(tmp_path: Path) -> None:
             model(x).square().sum().backward()
             optimizer.step()
 
-    model, exporter, heard = unchanged(make, train)
+    _, exporter, heard = unchanged(make, train)
     silent = [f"layers.{number}.self_attn.out_proj" for number in range(2)]
     assert exporter.silent == silent
     kinds = {one.key for one in heard.of("weight_gradients")}
@@ -762,10 +763,10 @@ def test_grad_scaler(fused: bool, dtype: torch.dtype) -> None:
 
             return nn.Sequential(Half(), Cast())
 
-        model, _, heard = unchanged(half, train, optimizer)
+        _, _, heard = unchanged(half, train, optimizer)
         module, parameters = "0", "0.layer"
     else:
-        model, _, heard = unchanged(make, train, optimizer)
+        _, _, heard = unchanged(make, train, optimizer)
         module, parameters = "2", "2"
     assert (torch.amp.GradScaler.scale, torch.amp.GradScaler.step) == scaler_methods
     assert [one.global_step for one in heard.of("skipped_step")] == [1]
@@ -796,7 +797,7 @@ def test_grad_scaler_beside_an_unscaled_loss() -> None:
     scaler.scale(model(batches(1)[0]).sum()).backward()
     scaler.scale(checkpoint(model, batches(1)[0].requires_grad_(), use_reentrant=True).sum()).backward()
     exporter.detach()
-    assert [one.call for one in find(heard, "layer_gradients", "")] == [0, 1]
+    assert [one.call for one in find(heard, "layer_gradients", "")] == [0, 1, 2]
     for one in told(heard, "layer_gradients", ""):
         assert same(one, torch.ones(4, 2))
 
@@ -957,7 +958,7 @@ def test_subclassed_optimizers_and_schedulers() -> None:
 
 
 class Blocks(nn.Module):
-    """A block that is called three times, each time in a checkpoint of its own, as in ALBERT; and one inside another."""
+    """A block that is called three times, each in a checkpoint of its own, as in ALBERT; and one inside another."""
 
     def __init__(self, reentrant: bool | None, nested: bool = False) -> None:
         super().__init__()
@@ -983,7 +984,7 @@ class Blocks(nn.Module):
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("nested", [True, False])
 def test_checkpointing(reentrant: bool, nested: bool) -> None:
-    """checkpoint ``use_reentrant`` True and False: each call once, with its own gradient, as without checkpoints."""
+    """Checkpoint ``use_reentrant`` True and False: each call once, with its own gradient, as without checkpoints."""
 
     def train(model: nn.Module, optimizer: Any) -> None:
         for x in batches(2):
@@ -1045,6 +1046,34 @@ def test_nested_reentrant_checkpoints() -> None:
         assert sorted(got) == sorted(expected) == list(range(12))
         for call, data in got.items():
             torch.testing.assert_close(data, expected[call])
+
+
+def test_a_whole_model_in_a_reentrant_checkpoint() -> None:
+    """The first forward is without gradients, but it is the training's: no evaluation, and with its gradients."""
+
+    def run(reentrant: bool) -> Collect:
+        def train(model: nn.Module, optimizer: Any) -> None:
+            for x in batches(2):
+                optimizer.zero_grad()
+                if reentrant:
+                    checkpoint(model, x.requires_grad_(), use_reentrant=True).square().sum().backward()
+                else:
+                    model(x.requires_grad_()).square().sum().backward()
+                with torch.no_grad():
+                    model(x)  # in training mode, but without gradients: an evaluation
+                optimizer.step()
+
+        return unchanged(mlp, train)[2]
+
+    got, expected = run(True), run(False)
+    for kind in ("activations", "layer_gradients", "input_gradients"):
+        for module in ("0", "1", "2"):
+            pairs = zip(find(got, kind, module), find(expected, kind, module), strict=True)
+            for one, other in pairs:
+                assert (one.tag, one.global_step, one.call) == (other.tag, other.global_step, other.call)
+                assert one.data is not None
+                torch.testing.assert_close(one.data, other.data)
+    assert {one.tag for one in got.of("activations")} == {"default", "eval"}
 
 
 def test_a_parameter_that_a_checkpointed_module_returns() -> None:
@@ -1183,7 +1212,8 @@ def test_frozen_and_later_unfrozen_parameters(with_optimizer: bool) -> None:
 def test_a_replaced_parameter(with_optimizer: bool) -> None:
     """Parameter replaced: the one in its place is told from the next step on, in its own shape."""
     model = nn.Linear(3, 2)
-    exporter, heard = watch(model, optimizer := sgd(model) if with_optimizer else None)
+    optimizer = sgd(model) if with_optimizer else None
+    exporter, heard = watch(model, optimizer)
     for number, x in enumerate(batches(4)):
         if number == 2:
             model.weight, model.bias = nn.Parameter(torch.ones(5, 3)), nn.Parameter(torch.ones(5))
@@ -1200,7 +1230,9 @@ def test_a_replaced_parameter(with_optimizer: bool) -> None:
     for number, x in enumerate(batches(4)):
         gradient = told(heard, "weight_gradients", "")[number]
         torch.testing.assert_close(gradient, x.sum(0).expand(gradient.shape[0], 3))
-    assert len(told(heard, "weight_updates", "")) == 4
+    # without an optimizer a step lasts until the next forward, when the weight of step 1 is no longer there
+    steps = [one.global_step for one in find(heard, "weight_updates", "")]
+    assert steps == ([0, 1, 2, 3] if with_optimizer else [0, 2, 3])
 
 
 class Growing(nn.Module):
@@ -1233,7 +1265,7 @@ def test_lazily_created_modules_and_parameters() -> None:
                 optimizer.add_param_group({"params": list(model.late.parameters())})
             optimizer.step()
 
-    model, exporter, heard = unchanged(Growing, train)
+    model, _, heard = unchanged(Growing, train)
     assert [one.global_step for one in find(heard, "activations", "first")] == [0, 1, 2, 3]
     assert [one.global_step for one in find(heard, "activations", "late")] == [1, 2, 3]
     # before the optimizer's step the layer was there, so its parameters are told from the first step on
@@ -1261,7 +1293,7 @@ def test_submodules_replaced_in_mid_run() -> None:
             optimizer.step()
         kept[0](torch.ones(1, 3))
 
-    model, exporter, heard = unchanged(mlp, train)
+    _, exporter, heard = unchanged(mlp, train)
     assert [tuple(one.shape) for one in told(heard, "activations", "2")] == [(4, 2), (4, 2), (4, 5), (4, 5)]
     assert [tuple(one.shape) for one in told(heard, "weights", "2")] == [(2, 3), (2, 3), (5, 3), (5, 3)]
     for step in (2, 3):
@@ -1504,7 +1536,7 @@ def test_strict_failures_of_a_parameter_leave_the_clock_right(monkeypatch: pytes
 
     monkeypatch.setattr(module, "difference", lambda now, before: now @ None)
     model = mlp()
-    exporter, heard = watch(model, optimizer := sgd(model))
+    exporter, _ = watch(model, optimizer := sgd(model))
     with pytest.raises(TypeError):
         simple(model, optimizer, 1)
     assert exporter.global_step == 1
@@ -1858,6 +1890,7 @@ def test_random_generators() -> None:
 
 def test_steps_that_nobody_records_change_nothing_and_tell_nothing() -> None:
     """A step that nobody records: checkpoints, scaled losses and optimizers in the backward leave nothing behind."""
+    hooked: list[bool] = []
 
     def train(model: Any, optimizer: Any) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -1865,13 +1898,12 @@ def test_steps_that_nobody_records_change_nothing_and_tell_nothing() -> None:
             optimizer.zero_grad()
             loss = model[2](model[1](checkpoint(model[0], x.requires_grad_(), use_reentrant=True))).sum()
             scaled = scaler.scale(loss)
-            if heard_steps and not heard_steps[0]:
-                assert not scaled._backward_hooks
+            hooked.append(bool(scaled._backward_hooks))
             scaled.backward()
             scaler.step(optimizer)
+            scaler.update()
 
-    heard_steps: list[Iterable[int]] = []
     _, _, heard = unchanged(mlp, train, every=2)
-    heard_steps.append(())
-    assert {one.global_step for one in heard} == {0, 2}
+    assert hooked == [False, False, False, True, False, True]
+    assert {one.global_step for one in heard if one.kind not in ("epoch_started", "epoch_finished")} == {0, 2}
     assert [one.global_step for one in find(heard, "layer_gradients", "0")] == [0, 2]

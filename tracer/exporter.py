@@ -7,6 +7,7 @@ is neither hooked nor copied.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -33,6 +34,7 @@ from tracer.hooks import (
     ScaleHook,
     arguments_of,
     backward_node,
+    checkpointing,
     copied,
     difference,
     leaves,
@@ -137,9 +139,10 @@ class Exporter:
         self._patched: dict[str, LossFunction] = {}
         self._in_loss = False
         self._lasting: dict[Any, list[Any]] = {}
-        self._handles: list[Any] = []
+        # by what they hang on, method and name: that, the hook, and its handle
+        self._hung: dict[tuple[int, str, str], tuple[Any, Hook, Any]] = {}
+        self._former: dict[tuple[int, str, str], tuple[Any, Hook, Any]] = {}
         self._leaf_handles: list[Any] = []
-        self._hooks: list[Hook] = []
         self._probes: list[_Probe] = []
         self._sampling: dict[tuple[str, str | None, str, str], dict[str, Any] | None] = {}
         self._told: dict[tuple[Any, ...], dict[str, Any] | None] = {}
@@ -418,9 +421,10 @@ class Exporter:
         """Remove every hook; the model is as it was."""
         self._silent = self.silent
         self._attached = False
-        for handle in [*self._handles, *(one for handles in self._lasting.values() for one in handles)]:
+        hung = [handle for _, _, handle in self._hung.values()]
+        for handle in [*hung, *(one for handles in self._lasting.values() for one in handles)]:
             handle.remove()
-        self._handles, self._lasting, self._hooks = [], {}, []
+        self._hung, self._lasting = {}, {}
         self._forget_leaves()
         for name, wrapper in self._patched.items():
             _unpatch(name, wrapper)
@@ -435,8 +439,8 @@ class Exporter:
         """Hooked modules whose forward was never seen: bypassed, compiled away, or not part of the forward."""
         if not self._attached:
             return self._silent
-        fired = {hook.name for hook in self._hooks if hook.fired}
-        names = {hook.name for hook in self._hooks if hook.method == "_after_forward"}
+        fired = {hook.name for _, hook, _ in self._hung.values() if hook.fired}
+        names = {hook.name for _, hook, _ in self._hung.values() if hook.method == "_after_forward"}
         return [name for name in self._modules if name in names and name not in fired]
 
     @property
@@ -686,11 +690,8 @@ class Exporter:
         """Put hooks where a receiver wants something, and nowhere else; called when receivers or modules change."""
         if not self._attached:
             return
-        fired = {(hook.name, hook.method) for hook in self._hooks if hook.fired}
-        off = {(hook.name, hook.method) for hook in self._hooks if hook.off}
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._hooks, self._streams, self._heard_tags = [], [], {}, {}
+        states = {(name, method): hook for (_, method, name), (_, hook, _) in self._hung.items()}
+        self._former, self._hung, self._streams, self._heard_tags = self._hung, {}, {}, {}
         receivers = self.message_bus.receivers
         self._asking = tuple(one for one in receivers if not getattr(one, "passive", False)) or receivers
         self._modules = {
@@ -699,8 +700,8 @@ class Exporter:
         self._find_parameters()
         # these stay while others come and go: torch forbids changing an optimizer's hooks while they run
         if self._root is not None and "root" not in self._lasting and self._takes_hooks("", self._root):
-            before = Hook(self, "_before_root", "")
-            self._lasting["root"] = [self._root.register_forward_pre_hook(before, with_kwargs=True, prepend=True)]
+            first = Hook(self, "_before_root", "")
+            self._lasting["root"] = [self._root.register_forward_pre_hook(first, with_kwargs=True, prepend=True)]
         for optimizer in self._optimizers:
             if id(optimizer) not in self._lasting:
                 self._lasting[id(optimizer)] = [
@@ -712,15 +713,17 @@ class Exporter:
                 continue
             inputs = any(self._asked(kind, path) for kind in ("layer_inputs", "input_gradients"))
             if inputs:
-                hook = self._hook("_before_forward", path)
-                self._handles.append(one.register_forward_pre_hook(hook, with_kwargs=True))
+                put = functools.partial(one.register_forward_pre_hook, with_kwargs=True)
+                self._hang(one, "_before_forward", path, put)
             if inputs or any(self._asked(kind, path) for kind in ("activations", "layer_gradients")):
-                hook = self._hook("_after_forward", path)
-                self._handles.append(one.register_forward_hook(hook, with_kwargs=True))
+                put = functools.partial(one.register_forward_hook, with_kwargs=True)
+                new = self._hang(one, "_after_forward", path, put)
+                if new and one is self._root and (last := self._former.pop((id(one), "_after_root", ""), None)):
+                    last[2].remove()  # and hung on again below
         # after the root's own activations, which belong before the network's output
         if self._root is not None and not isinstance(self._root, torch.jit.ScriptModule):
-            hook = self._hook("_after_root", "")
-            self._handles.append(self._root.register_forward_hook(hook, with_kwargs=True, always_call=True))
+            put = functools.partial(self._root.register_forward_hook, with_kwargs=True, always_call=True)
+            self._hang(self._root, "_after_root", "", put)
         if not self._optimizers and not self._steps_itself:
             for parameter in self._parameters:
                 tensor = parameter.tensor
@@ -730,18 +733,21 @@ class Exporter:
                     and tensor.requires_grad
                     and self._asked(parameter.kind("gradients"), parameter.stream)
                 ):
-                    hook = self._hook("_after_accumulation", parameter.path)
-                    self._handles.append(tensor.register_post_accumulate_grad_hook(hook))
+                    self._hang(tensor, "_after_accumulation", parameter.path, tensor.register_post_accumulate_grad_hook)
         for parameter in self._parameters:
             if parameter.computed and self._asked(parameter.kind(""), parameter.stream):
                 computing = parameter.owner.get_submodule(f"parametrizations.{parameter.attribute}")
-                hook = self._hook("_after_parametrization", parameter.path)
-                self._handles.append(computing.register_forward_hook(hook, with_kwargs=True))
+                put = functools.partial(computing.register_forward_hook, with_kwargs=True)
+                self._hang(computing, "_after_parametrization", parameter.path, put)
         self._wire_losses()
+        for _, _, handle in self._former.values():
+            handle.remove()
+        self._former = {}
         self._built = self._parts()
-        for hook in self._hooks:
-            hook.fired = (hook.name, hook.method) in fired
-            hook.off = (hook.name, hook.method) in off
+        for (_, method, name), (_, hook, _) in self._hung.items():
+            before = states.get((name, method))
+            if before is not None:
+                hook.fired, hook.off = before.fired, before.off
 
     def _takes_hooks(self, path: str, module: nn.Module) -> bool:
         if isinstance(module, torch.jit.ScriptModule):
@@ -752,12 +758,19 @@ class Exporter:
     def _parts(self) -> list[tuple[Any, ...]]:
         """What the model is made of, for `_look`: of each module its children, and the places of its parameters."""
         parts: list[tuple[Any, ...]] = []
+        places = collections.Counter(
+            id(tensor) for _, top in self.tops for one in top.modules() for _, tensor in one._parameters.items()
+        )
         hooked = not self._optimizers and not self._steps_itself  # on each parameter that is trained
         for _, top in self.tops:
             for one in top.modules():
                 if not isinstance(one, torch.jit.ScriptModule):
-                    parameters = [
-                        (name, tensor if tensor is None or hooked else ..., tensor is not None and tensor.requires_grad)
+                    parameters = [  # which parameter it is matters only where it is None, tied or has a hook
+                        (
+                            name,
+                            tensor if tensor is None or hooked or places[id(tensor)] > 1 else ...,
+                            tensor is not None and tensor.requires_grad,
+                        )
                         for name, tensor in one._parameters.items()
                     ]
                     parts.append((one._modules, list(one._modules.items()), one._parameters, parameters, hooked))
@@ -787,7 +800,8 @@ class Exporter:
         wanted = any(self._asked(kind, None) for kind in ("loss", "input_labels", "network_output"))
         for loss in self._losses if wanted else ():
             if isinstance(loss, nn.Module):
-                self._handles.append(loss.register_forward_hook(self._hook("_after_loss", ""), with_kwargs=True))
+                put = functools.partial(loss.register_forward_hook, with_kwargs=True)
+                self._hang(loss, "_after_loss", "", put)
             elif loss not in self._patched:
                 self._patched[loss] = LossFunction(self, getattr(torch.nn.functional, loss))
                 setattr(torch.nn.functional, loss, self._patched[loss])
@@ -810,10 +824,16 @@ class Exporter:
         self._parameter_of = {(p.stream, p.bias): p for p in self._parameters}
         self._parameter_at = {p.path: p for p in self._parameters}
 
-    def _hook(self, method: str, name: str) -> Hook:
-        hook = Hook(self, method, name)
-        self._hooks.append(hook)
-        return hook
+    def _hang(self, on: Any, method: str, name: str, put: Callable[[Hook], Any]) -> bool:
+        """Put a hook on something, if it is not there: one taken off in the middle of a call gets other arguments."""
+        key = id(on), method, name
+        there = self._former.pop(key, None)
+        if there is None:
+            hook = Hook(self, method, name)
+            self._hung[key] = on, hook, put(hook)
+        else:
+            self._hung[key] = there
+        return there is None
 
     def _asked(self, kind: str, path: str | None) -> bool:
         """Whether some receiver asks for this stream in some pass, and a capture allows it."""
@@ -1146,11 +1166,10 @@ class Exporter:
     def _enter_pass(self, module: nn.Module) -> None:
         """Decide what the forward that begins is: a training pass, which may begin a step, or a pass aside."""
         self._settle()
-        training = module.training and torch.is_grad_enabled()
         if self._user_tag is not None:
             self._pass.tag = self._user_tag
         else:
-            self._pass.tag = DEFAULT_TAG if training else EVAL_TAG
+            self._pass.tag = DEFAULT_TAG if self._is_training_pass(module) else EVAL_TAG
         if self._pass.tag == DEFAULT_TAG:
             self._begin_step()
             self._pass.listening = not self._idle
@@ -1186,7 +1205,7 @@ class Exporter:
             self._publish_leaves("input_data", None, arguments_of(args, kwargs), self._pass.tag)
 
     def _is_training_pass(self, module: nn.Module) -> bool:
-        return module.training and torch.is_grad_enabled() and self._user_tag is None
+        return module.training and self._user_tag is None and (torch.is_grad_enabled() or checkpointing())
 
     def _after_root(self, _: str, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
         # without an output: this hook was taken off by the one before it, which found that nobody listens any more

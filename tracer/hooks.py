@@ -11,6 +11,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.autograd.function import BackwardCFunction
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils.checkpoint import CheckpointFunction
 
 if TYPE_CHECKING:
     from tracer.exporter import Exporter
@@ -354,6 +356,16 @@ def same_storage(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
+def checkpointing() -> bool:
+    """Whether a forward without gradients is the first one of a reentrant checkpoint, so part of a training."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def recomputing() -> bool:
     """Whether this forward runs inside a backward pass: a checkpoint's second forward."""
     return torch._C._current_graph_task_id() != -1
@@ -367,11 +379,11 @@ def next_node() -> int:
 
 def backward_node() -> int | None:
     """The number of the checkpoint (or other function written in Python) whose backward runs."""
-    node = torch._C._current_autograd_node()
+    node: Any = torch._C._current_autograd_node()
     return int(node._sequence_nr()) if isinstance(node, BackwardCFunction) else None
 
 
-_STEP = Optimizer.profile_hook_step(len).__code__  # type: ignore[attr-defined]
+_STEP = Optimizer.profile_hook_step(len).__code__
 """What torch puts around `step` of every optimizer, to run the hooks."""
 
 
@@ -381,11 +393,11 @@ def steps_within(optimizer: Optimizer) -> bool:
     Looked for among the calls, because a count would be wrong for ever after a step that raised.
     """
     running = 0
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None and running < 2:
         if frame.f_code is _STEP and frame.f_locals.get("self") is optimizer:
             running += 1
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return running > 1
 
 
