@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 class Hook:
     """A hook of an exporter; in a copy or a pickle of what it hangs on, a function that does nothing."""
 
-    __slots__ = ("_exporter", "fired", "method", "name", "off")
+    __slots__ = ("_exporter", "_inner", "fired", "method", "name", "off")
 
     def __init__(self, exporter: Exporter, method: str, name: str) -> None:
         self._exporter = weakref.ref(exporter)
+        self._inner = method in ("_before_forward", "_after_forward")
         self.method = method
         self.name = name
         self.fired = False
@@ -46,6 +47,10 @@ class Hook:
         if exporter is None or self.off or not (exporter._attached and exporter._enabled):
             return
         self.fired = True
+        if self._inner:
+            running = exporter._pass
+            if running.depth and not running.listening:  # a step that nobody records: no more than this
+                return
         if torch._C._get_tracing_state() is not None:  # torch.jit.trace would record our copies
             return
         try:
