@@ -545,7 +545,8 @@ def test_transformer_encoder_in_evaluation(padded: bool) -> None:
         assert "activations of 'layers.1.linear1': a nested tensor is not supported" in problems(exporter)
     else:
         assert inner[0].shape == (2, 3, 16)
-        assert not exporter.problems
+        assert len(exporter.problems) == 1
+    assert "torch's fast path in 'layers.0', 'layers.0.self_attn', 'layers.1'" in problems(exporter)
     assert exporter.silent == [f"layers.{number}.self_attn.out_proj" for number in range(2)]
     assert torch.equal(again, expected)
 
@@ -1690,6 +1691,38 @@ def test_a_forward_inside_a_backward_is_no_call() -> None:
 
     _, _, heard = unchanged(Net, train)
     assert [one.call for one in find(heard, "activations", "layer")] == [0]
+
+
+def test_data_parallel() -> None:
+    """nn.DataParallel (on a CPU it passes through): the module inside is observed, and names have no ``module.``."""
+    model = nn.DataParallel(mlp())
+    exporter, heard = watch(model, optimizer := sgd(model))
+    simple(model, optimizer)
+    exporter.detach()
+    assert {one.key for one in heard.of("activations")} == {"0", "1", "2"}
+    assert [one.global_step for one in find(heard, "weight_gradients", "2")] == [0, 1]
+
+
+def test_cuda_graphs_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs: while one is captured nothing is copied, because a copy to the host would break the capture."""
+
+    class OnDevice(Tensor):
+        is_cuda = True
+
+    class Moving(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * 2).as_subclass(OnDevice)
+
+    model = nn.Sequential(Moving())
+    exporter, heard = watch(model, (), strict=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    model(torch.ones(2))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.warns(RuntimeWarning, match="while a CUDA graph is captured"):
+        model(torch.ones(2))
+    exporter.detach()
+    assert len(find(heard, "activations", "0")) == 1
+    assert "activations of '0': while a CUDA graph is captured" in problems(exporter)
 
 
 # -- exceptions, threads --------------------------------------------------------------------------------------

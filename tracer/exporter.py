@@ -176,6 +176,7 @@ class Exporter:
         self._ungraded: dict[str, list[tuple[int, int]]] = {}
         self._recomputed: dict[tuple[int, int, str], int] = {}
         self._scales: dict[int, Tensor] = {}  # by backward: what a GradScaler has multiplied its loss with
+        self._slowed: list[str] = []  # modules whose fast path torch gives up because of our hooks
         self._built: list[tuple[Any, ...]] = []  # what the model was made of when the hooks were put on
         self.lock = threading.RLock()  # hooks may fire in several threads
         self._before: dict[str, tuple[Tensor | None, Tensor | None]] = {}
@@ -744,6 +745,14 @@ class Exporter:
             handle.remove()
         self._former = {}
         self._built = self._parts()
+        hung = {on for on, _, _ in self._hung}
+        self._slowed = [
+            path
+            for prefix, top in self.tops
+            for path, one in top.named_modules(prefix=prefix)
+            if isinstance(one, nn.TransformerEncoderLayer | nn.MultiheadAttention)
+            and any(id(part) in hung for part in one.modules())
+        ]
         for (_, method, name), (_, hook, _) in self._hung.items():
             before = states.get((name, method))
             if before is not None:
@@ -1175,6 +1184,10 @@ class Exporter:
             self._pass.listening = not self._idle
             self._passes += self._pass.depth
         else:
+            if self._slowed and not module.training and not torch.is_grad_enabled():
+                why = "hooks switch it off, so results of evaluations may differ in rounding from unwatched ones"
+                self._problem(f"torch's fast path in {', '.join(map(repr, self._slowed))}", why, warn=False)
+                self._slowed = []
             self._pass.listening = self._hears(self._pass.tag)
             if self._pass.listening and self._pass.depth:
                 self._look()
@@ -1351,7 +1364,11 @@ class Exporter:
 
     def _loss_scaled(self, scaled: Tensor, scale: Tensor) -> None:
         """A GradScaler has multiplied a loss: see to it that the gradients of its backward are told without that."""
-        if not self._idle and any(self._asked(kind, None) for kind in ("layer_gradients", "input_gradients")):
+        if (
+            self._open
+            and not self._idle
+            and any(self._asked(kind, None) for kind in ("layer_gradients", "input_gradients"))
+        ):
             scaled.register_hook(ScaleHook(self, scale))
 
     # -- loss -----------------------------------------------------------------------------------------------
@@ -1518,8 +1535,8 @@ class Exporter:
         self._streams = {key: stream for key, stream in self._streams.items() if key[:2] != (kind, path)}
         self._problem(f"{kind} of {path!r}", f"{type(error).__name__}: {error}")
 
-    def _problem(self, what: str, why: str) -> None:
-        """Note a problem; the first of each sort is also a warning."""
+    def _problem(self, what: str, why: str, *, warn: bool = True) -> None:
+        """Note a problem; the first of each sort is also a warning, unless nothing is missing."""
         if not self._enabled:  # nothing is observed any more, and somebody has been told why
             return
         for known in self.problems:
@@ -1527,7 +1544,8 @@ class Exporter:
                 known["count"] += 1
                 return
         self.problems.append({"what": what, "why": why, "count": 1, "global_step": self._step})
-        warnings.warn(f"{what} is not observed: {why}; the training goes on", RuntimeWarning, stacklevel=3)
+        if warn:
+            warnings.warn(f"{what} is not observed: {why}; the training goes on", RuntimeWarning, stacklevel=3)
 
     def _path_of(self, module: nn.Module) -> str:
         for path, one in [*self._modules.items(), *self._candidates()]:

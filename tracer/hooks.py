@@ -351,6 +351,8 @@ def unobservable(tensor: Tensor) -> str | None:
         return "a quantized tensor is not supported"
     if tensor.is_nested:
         return "a nested tensor is not supported"
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        return "while a CUDA graph is captured nothing is computed"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "inside vmap or grad of torch.func a tensor has no values of its own"
     return None
