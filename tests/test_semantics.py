@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import re
 import threading
 import warnings
 from collections.abc import Callable
@@ -801,6 +802,37 @@ def test_grad_scaler_beside_an_unscaled_loss() -> None:
     assert [one.call for one in find(heard, "layer_gradients", "")] == [0, 1, 2]
     for one in told(heard, "layer_gradients", ""):
         assert same(one, torch.ones(4, 2))
+
+
+def test_grad_scaler_without_an_optimizer() -> None:
+    """A loop whose optimizer the exporter does not know: gradients of parameters are divided by the scale, too."""
+
+    def train(model: Any, optimizer: Any) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+        for x in batches(2):
+            optimizer.zero_grad()
+            hidden = checkpoint(model[0], x.requires_grad_(), use_reentrant=True)
+            scaler.scale(model[2](model[1](hidden)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    _, _, heard = unchanged(mlp, train, given=lambda _: ())
+    assert same(told(heard, "layer_gradients", "2")[0], torch.ones(4, 2))
+
+    def forwards(model: Any, optimizer: Any) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+        for x in batches(2):
+            optimizer.zero_grad()
+            scaler.scale(model(x).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    _, _, heard = unchanged(mlp, forwards, given=lambda _: None)
+    assert len(told(heard, "bias_gradients", "2")) == len(told(heard, "weight_updates", "0")) == 2
+    for gradient in told(heard, "bias_gradients", "2"):
+        assert same(gradient, torch.full((2,), 4.0))
+    for gradient, update in zip(told(heard, "weight_gradients", "0"), told(heard, "weight_updates", "0"), strict=True):
+        torch.testing.assert_close(update, -0.1 * gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_grad_scaler_skips_one_of_two_optimizers() -> None:
@@ -1940,3 +1972,10 @@ def test_steps_that_nobody_records_change_nothing_and_tell_nothing() -> None:
     assert hooked == [False, False, False, True, False, True]
     assert {one.global_step for one in heard if one.kind not in ("epoch_started", "epoch_finished")} == {0, 2}
     assert [one.global_step for one in find(heard, "layer_gradients", "0")] == [0, 2]
+
+
+def test_the_page_names_every_test() -> None:
+    """docs/semantics.md has each test of this file, and no other."""
+    page = (Path(__file__).parent.parent / "docs" / "semantics.md").read_text(encoding="utf-8")
+    here = {name for name, value in globals().items() if name.startswith("test_") and callable(value)}
+    assert set(re.findall(r"`(test_\w+)`", page)) == here - {"test_the_page_names_every_test"}

@@ -1364,11 +1364,8 @@ class Exporter:
 
     def _loss_scaled(self, scaled: Tensor, scale: Tensor) -> None:
         """A GradScaler has multiplied a loss: see to it that the gradients of its backward are told without that."""
-        if (
-            self._open
-            and not self._idle
-            and any(self._asked(kind, None) for kind in ("layer_gradients", "input_gradients"))
-        ):
+        listens = any(method in ("_after_forward", "_after_accumulation") for _, method, _ in self._hung)
+        if self._open and not self._idle and listens:
             scaled.register_hook(ScaleHook(self, scale))
 
     # -- loss -----------------------------------------------------------------------------------------------
