@@ -1868,6 +1868,45 @@ def test_an_evaluation_in_another_thread() -> None:
     assert len(find(heard, "layer_gradients", "3", tag="default")) == 2
 
 
+def test_losses_and_logs_in_many_threads() -> None:
+    """Threads: a loss that runs beside another is seen, too; values logged beside the training have their own calls."""
+    model = nn.Linear(3, 2)
+    exporter, heard = watch(model, optimizer := sgd(model))
+    exporter.set_loss(F.triplet_margin_with_distance_loss)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def distance(one: Tensor, other: Tensor) -> Tensor:
+        inside.set()
+        go_on.wait(20)
+        return (one - other).abs().sum(1)
+
+    def beside() -> None:
+        x = torch.ones(2, 3)
+        F.triplet_margin_with_distance_loss(x, x, x, distance_function=distance)
+
+    def log() -> None:
+        for number in range(300):
+            exporter.log("note", number)
+
+    threads = [threading.Thread(target=beside), threading.Thread(target=log)]
+    for thread in threads:
+        thread.start()
+    assert inside.wait(20)
+    for x in batches(20):
+        output = model(x)
+        F.triplet_margin_with_distance_loss(output, output + 1, output - 1).backward()
+        optimizer.step()
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    exporter.detach()
+    assert [one.global_step for one in heard.of("loss") if one.tag == "default"] == list(range(20))
+    assert len(find(heard, "loss", tag="eval")) == 1
+    notes = find(heard, "note")
+    assert [float(one.data) for one in notes] == list(range(300))
+    assert len({(one.global_step, one.call) for one in notes}) == 300
+
+
 def test_forwards_in_many_threads() -> None:
     """Threads: forwards of one step in many threads are its calls, each with the inputs and outputs of its own."""
     model = nn.Linear(1, 1, bias=False)

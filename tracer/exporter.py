@@ -137,7 +137,6 @@ class Exporter:
         self._steps_itself = False  # the user calls step(), neither an optimizer nor the forward ends a step
         self._losses: list[nn.Module | str] = []
         self._patched: dict[str, LossFunction] = {}
-        self._in_loss = False
         self._lasting: dict[Any, list[Any]] = {}
         # by what they hang on, method and name: that, the hook, and its handle
         self._hung: dict[tuple[int, str, str], tuple[Any, Hook, Any]] = {}
@@ -177,7 +176,9 @@ class Exporter:
         self._recomputed: dict[tuple[int, int, str], int] = {}
         self._scales: dict[int, Tensor] = {}  # by backward: what a GradScaler has multiplied its loss with
         self._slowed: list[str] = []  # modules whose fast path torch gives up because of our hooks
-        self._built: list[tuple[Any, ...]] = []  # what the model was made of when the hooks were put on
+        # what the model was made of when the hooks were put on
+        self._built: list[tuple[Mapping[str, Any], list[Any], Mapping[str, Any], int]] = []
+        self._placed: list[tuple[Mapping[str, Any], str, Tensor | None, bool]] = []
         self.lock = threading.RLock()  # hooks may fire in several threads
         self._before: dict[str, tuple[Tensor | None, Tensor | None]] = {}
         self._gradients: dict[str, Tensor] = {}
@@ -385,17 +386,18 @@ class Exporter:
         """End the epoch: publish ``epoch_finished``; the next step is the first of the next epoch."""
         if not (self._enabled and self._attached):
             return
-        self._settle()
-        if self._open and not self._optimizers and not self._steps_itself:
-            self._guard("step", self._end_step)
-        if not self._epoch_open:
-            self._announce_epoch()
-        at = self._last if self._last is not None and self._last[2] == self.epoch else (self._step, 0, self.epoch)
-        self._event("epoch_finished", at)
-        self.epoch += 1
-        self.train_step = 0
-        self._epoch_open = False
-        self._epoch_over = False
+        with self.lock:
+            self._settle()
+            if self._open and not self._optimizers and not self._steps_itself:
+                self._guard("step", self._end_step)
+            if not self._epoch_open:
+                self._announce_epoch()
+            at = self._last if self._last is not None and self._last[2] == self.epoch else (self._step, 0, self.epoch)
+            self._event("epoch_finished", at)
+            self.epoch += 1
+            self.train_step = 0
+            self._epoch_open = False
+            self._epoch_over = False
 
     def epoch_is_over(self) -> None:
         """End the epoch as soon as the next step begins: an evaluation that comes before it still belongs to the
@@ -431,7 +433,8 @@ class Exporter:
             _unpatch(name, wrapper)
         self._patched = {}
         self._before, self._after, self._gradients, self._pass.inputs = {}, {}, {}, []
-        self._backwards, self._ungraded, self._recomputed, self._scales, self._built = {}, {}, {}, {}, []
+        self._backwards, self._ungraded, self._recomputed, self._scales = {}, {}, {}, {}
+        self._built, self._placed = [], []
         self.message_bus.unwatch(self._rewire)
         unwatch_scalers(self)
 
@@ -472,14 +475,15 @@ class Exporter:
                 data = torch.as_tensor(np.array(value))
             except (TypeError, ValueError, RuntimeError) as error:
                 raise MessageError(f"log({kind!r}) takes a number or an array, not {type(value).__name__}") from error
-        aside = self._user_tag is not None
-        at = self._now() if aside or self._open or self._last is None else self._last
-        tag = self._user_tag or DEFAULT_TAG
-        # counted apart from what is observed: this may come before a step, in it and after it
-        last, count = self._logged.get((kind, tag), (at, 0))
-        call = max(count if last == at else 0, self._published.get((kind, None, tag, ""), 0))
-        self._logged[kind, tag] = (at, call + 1)
-        self._publish(kind, None, data, tag, call=call, at=at)
+        with self.lock:
+            aside = self._user_tag is not None
+            at = self._now() if aside or self._open or self._last is None else self._last
+            tag = self._user_tag or DEFAULT_TAG
+            # counted apart from what is observed: this may come before a step, in it and after it
+            last, count = self._logged.get((kind, tag), (at, 0))
+            call = max(count if last == at else 0, self._published.get((kind, None, tag, ""), 0))
+            self._logged[kind, tag] = (at, call + 1)
+            self._publish(kind, None, data, tag, call=call, at=at)
 
     @contextlib.contextmanager
     def tag(self, name: str) -> Iterator[None]:
@@ -744,7 +748,7 @@ class Exporter:
         for _, _, handle in self._former.values():
             handle.remove()
         self._former = {}
-        self._built = self._parts()
+        self._note_parts()
         hung = {on for on, _, _ in self._hung}
         self._slowed = [
             path
@@ -764,46 +768,31 @@ class Exporter:
             return False
         return True
 
-    def _parts(self) -> list[tuple[Any, ...]]:
-        """What the model is made of, for `_look`: of each module its children, and the places of its parameters."""
-        parts: list[tuple[Any, ...]] = []
-        places = collections.Counter(
-            id(tensor) for _, top in self.tops for one in top.modules() for _, tensor in one._parameters.items()
-        )
-        hooked = not self._optimizers and not self._steps_itself  # on each parameter that is trained
-        for _, top in self.tops:
-            for one in top.modules():
-                if not isinstance(one, torch.jit.ScriptModule):
-                    parameters = [  # which parameter it is matters only where it is None, tied or has a hook
-                        (
-                            name,
-                            tensor if tensor is None or hooked or places[id(tensor)] > 1 else ...,
-                            tensor is not None and tensor.requires_grad,
-                        )
-                        for name, tensor in one._parameters.items()
-                    ]
-                    parts.append((one._modules, list(one._modules.items()), one._parameters, parameters, hooked))
-        return parts
+    def _note_parts(self) -> None:
+        """Note what the model is made of, for `_look`."""
+        self._built, self._placed = [], []
+        modules = [one for _, top in self.tops for one in top.modules() if not isinstance(one, torch.jit.ScriptModule)]
+        places = collections.Counter(id(tensor) for one in modules for tensor in one._parameters.values())
+        hooked = not self._optimizers and not self._steps_itself  # each parameter that is trained
+        for one in modules:
+            self._built.append((one._modules, list(one._modules.values()), one._parameters, len(one._parameters)))
+            for name, tensor in one._parameters.items():
+                # elsewhere it does not matter which parameter is in a place: it is looked up when it is needed
+                if tensor is None or hooked or places[id(tensor)] > 1:
+                    self._placed.append((one._parameters, name, tensor, tensor is not None and tensor.requires_grad))
 
     def _look(self) -> None:
         """Put the hooks on again if modules or parameters have come, gone or been replaced."""
-        for modules, children, parameters, named, hooked in self._built:
-            if (
-                len(modules) == len(children)
-                and len(parameters) == len(named)
-                and all(modules.get(name) is child for name, child in children)
-            ):
-                for name, tensor, trained in named:
-                    now = parameters.get(name)
-                    if tensor is ...:
-                        if now is None:
-                            break
-                    elif now is not tensor or (hooked and now is not None and now.requires_grad != trained):
-                        break
-                else:
-                    continue
-            self._rewire()
-            return
+        hooked = not self._optimizers and not self._steps_itself
+        for modules, children, parameters, number in self._built:
+            if len(parameters) != number or ((modules or children) and list(modules.values()) != children):
+                self._rewire()
+                return
+        for parameters, name, tensor, trained in self._placed:
+            now = parameters.get(name)
+            if now is not tensor or (hooked and now is not None and now.requires_grad != trained):
+                self._rewire()
+                return
 
     def _wire_losses(self) -> None:
         wanted = any(self._asked(kind, None) for kind in ("loss", "input_labels", "network_output"))
@@ -1520,7 +1509,8 @@ class Exporter:
     def _guard(self, what: str, work: Callable[[], None]) -> None:
         """Do work that must not end the training."""
         try:
-            work()
+            with self.lock:
+                work()
         except Exception as error:
             if self.strict:
                 raise
@@ -1604,6 +1594,7 @@ class _Pass(threading.local):
 
     def __init__(self) -> None:
         self.depth = 0  # how many forwards of the root are running
+        self.in_loss = False
         self.tag = DEFAULT_TAG
         self.listening = False  # whether hooks have anything to do in it
         self.inputs: list[tuple[str, list[tuple[str, Tensor]]]] = []

@@ -140,13 +140,13 @@ class LossFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         exporter = self._exporter()
-        if exporter is None or exporter._in_loss or torch.compiler.is_compiling():
+        if exporter is None or exporter._pass.in_loss or torch.compiler.is_compiling():
             return self.__wrapped__(*args, **kwargs)
-        exporter._in_loss = True  # some losses are made of others
+        exporter._pass.in_loss = True  # some losses are made of others
         try:
             output = self.__wrapped__(*args, **kwargs)
         finally:
-            exporter._in_loss = False
+            exporter._pass.in_loss = False
         if exporter._attached and exporter._enabled:
             exporter._guard("loss", lambda: exporter._loss_seen(self.__wrapped__, args, kwargs, output))
         return output
