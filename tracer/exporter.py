@@ -179,7 +179,7 @@ class Exporter:
         # what the model was made of when the hooks were put on
         self._built: list[tuple[Mapping[str, Any], list[Any], Mapping[str, Any], int]] = []
         self._placed: list[tuple[Mapping[str, Any], str, Tensor | None, bool]] = []
-        self.lock = threading.RLock()  # hooks may fire in several threads
+        self._lock = threading.RLock()  # hooks may fire in several threads
         self._before: dict[str, tuple[Tensor | None, Tensor | None]] = {}
         self._gradients: dict[str, Tensor] = {}
         self._after: dict[str, Tensor] = {}
@@ -360,7 +360,7 @@ class Exporter:
     def step(self) -> None:
         """End the step: for loops without an optimizer that this exporter knows."""
         if self._enabled and self._attached:
-            with self.lock:
+            with self._lock:
                 if self._over:
                     self._settle()
                 else:
@@ -386,7 +386,7 @@ class Exporter:
         """End the epoch: publish ``epoch_finished``; the next step is the first of the next epoch."""
         if not (self._enabled and self._attached):
             return
-        with self.lock:
+        with self._lock:
             self._settle()
             if self._open and not self._optimizers and not self._steps_itself:
                 self._guard("step", self._end_step)
@@ -475,7 +475,7 @@ class Exporter:
                 data = torch.as_tensor(np.array(value))
             except (TypeError, ValueError, RuntimeError) as error:
                 raise MessageError(f"log({kind!r}) takes a number or an array, not {type(value).__name__}") from error
-        with self.lock:
+        with self._lock:
             aside = self._user_tag is not None
             at = self._now() if aside or self._open or self._last is None else self._last
             tag = self._user_tag or DEFAULT_TAG
@@ -1509,7 +1509,7 @@ class Exporter:
     def _guard(self, what: str, work: Callable[[], None]) -> None:
         """Do work that must not end the training."""
         try:
-            with self.lock:
+            with self._lock:
                 work()
         except Exception as error:
             if self.strict:

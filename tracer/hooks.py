@@ -54,7 +54,7 @@ class Hook:
         if torch._C._get_tracing_state() is not None:  # torch.jit.trace would record our copies
             return
         try:
-            with exporter.lock:
+            with exporter._lock:
                 getattr(exporter, self.method)(self.name, *args)
         except Exception as error:
             if exporter.strict:
@@ -101,7 +101,7 @@ class GradientHook:
         if exporter is None or not (exporter._attached and exporter._enabled):
             return
         try:
-            with exporter.lock:
+            with exporter._lock:
                 exporter._gradient(self, gradient)
         except Exception as error:
             if exporter.strict:
@@ -121,7 +121,7 @@ class ScaleHook:
     def __call__(self, gradient: Tensor) -> None:
         exporter = self._exporter()
         if exporter is not None:
-            with exporter.lock:
+            with exporter._lock:
                 exporter._scales[torch._C._current_graph_task_id()] = self.scale
 
 
