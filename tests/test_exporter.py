@@ -829,14 +829,14 @@ def test_hooks_on_parameters_and_inputs_do_not_pile_up() -> None:
 
 
 def test_a_second_backward_counts_on() -> None:
-    """Two backwards through one forward give gradients of two calls, so that no two messages have one identity."""
+    """Two backwards through one forward give gradients of one call in two leaves: no two messages have one identity."""
     model = mlp()
     exporter, heard = watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
     loss = model(torch.randn(5, 3)).sum()
     loss.backward(retain_graph=True)
     loss.backward()
     exporter.detach()
-    assert [one.call for one in find(heard, "layer_gradients", "0")] == [0, 1]
+    assert [(one.call, one.leaf) for one in find(heard, "layer_gradients", "0")] == [(0, ""), (0, "backward.1")]
 
 
 def test_frozen_parameters_have_no_gradient_and_do_not_move() -> None:

@@ -7,9 +7,11 @@ is neither hooked nor copied.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 import torch.nn.functional
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.optim import Optimizer
 
 from tracer.bus import MessageBus, Receiver
@@ -29,15 +31,24 @@ from tracer.hooks import (
     GradientHook,
     Hook,
     LossFunction,
+    ScaleHook,
     arguments_of,
+    backward_node,
+    checkpointing,
+    copied,
+    difference,
     leaves,
     map_tensors,
+    next_node,
+    opaque,
     output_and_labels,
     recomputing,
     rows_of,
     same_storage,
+    steps_within,
     undisturbed,
     unobservable,
+    unscaled,
     unwatch_scalers,
     unwrap,
     watch_scalers,
@@ -108,7 +119,7 @@ class Exporter:
         self.message_bus = message_bus if message_bus is not None else MessageBus("exporter")
         self.strict = strict
         self.problems: list[dict[str, Any]] = []
-        self.global_step = 0
+        self._step = 0
         self.train_step = 0
         self.epoch = 0
         self.rank = 0
@@ -118,6 +129,7 @@ class Exporter:
         self._first_step = 0
 
         self._root: nn.Module | None = None
+        self._one_each = False  # whether there is an optimizer for each parameter
         self._added: list[tuple[str, nn.Module, bool]] = []
         self._modules: dict[str, nn.Module] = {}
         self._parameters: list[_Parameter] = []
@@ -125,11 +137,11 @@ class Exporter:
         self._steps_itself = False  # the user calls step(), neither an optimizer nor the forward ends a step
         self._losses: list[nn.Module | str] = []
         self._patched: dict[str, LossFunction] = {}
-        self._in_loss = False
         self._lasting: dict[Any, list[Any]] = {}
-        self._handles: list[Any] = []
+        # by what they hang on, method and name: that, the hook, and its handle
+        self._hung: dict[tuple[int, str, str], tuple[Any, Hook, Any]] = {}
+        self._former: dict[tuple[int, str, str], tuple[Any, Hook, Any]] = {}
         self._leaf_handles: list[Any] = []
-        self._hooks: list[Hook] = []
         self._probes: list[_Probe] = []
         self._sampling: dict[tuple[str, str | None, str, str], dict[str, Any] | None] = {}
         self._told: dict[tuple[Any, ...], dict[str, Any] | None] = {}
@@ -151,12 +163,23 @@ class Exporter:
         self._epoch_open = False
         self._epoch_over = False  # but the next one has not begun
         self._idle = False  # whether nobody wants anything of the open step
-        self._depth = 0  # how many forwards of the root are running
-        self._tag = DEFAULT_TAG  # of the running, or else the last, pass
+        self._over = False  # whether the open step ends as soon as the running backward is over
+        self._pass = _Pass()
+        self._passes = 0  # training forwards of the root
+        self._skipped = 0
         self._user_tag: str | None = None
-        self._listening = False  # whether hooks have anything to do in the running pass
-        self._inputs: list[tuple[str, list[tuple[str, Tensor]]]] = []
         self._calls: dict[tuple[str, str], int] = {}
+        self._backwards: dict[tuple[Any, ...], int] = {}  # how often there was a gradient of a call
+        # calls of this step without gradients, by place: the first forwards of reentrant checkpoints, with torch's
+        # number of their place in the order of autograd; and which of them were computed again in a backward
+        self._ungraded: dict[str, list[tuple[int, int]]] = {}
+        self._recomputed: dict[tuple[int, int, str], int] = {}
+        self._scales: dict[int, Tensor] = {}  # by backward: what a GradScaler has multiplied its loss with
+        self._slowed: list[str] = []  # modules whose fast path torch gives up because of our hooks
+        # what the model was made of when the hooks were put on
+        self._built: list[tuple[Mapping[str, Any], list[Any], Mapping[str, Any], int]] = []
+        self._placed: list[tuple[Mapping[str, Any], str, Tensor | None, bool]] = []
+        self._lock = threading.RLock()  # hooks may fire in several threads
         self._before: dict[str, tuple[Tensor | None, Tensor | None]] = {}
         self._gradients: dict[str, Tensor] = {}
         self._after: dict[str, Tensor] = {}
@@ -238,7 +261,10 @@ class Exporter:
             if not isinstance(one, Optimizer):
                 raise CaptureError(f"the optimizer is a torch.optim.Optimizer, not {type(one).__name__}")
         self._optimizers = given
-        if given and self._attached:
+        self._one_each = len(given) > 1 and all(
+            sum(len(group["params"]) for group in one.param_groups) == 1 for one in given
+        )
+        if self._attached:
             watch_scalers(self)
         self._rewire()
 
@@ -325,14 +351,24 @@ class Exporter:
 
     # -- the clock ------------------------------------------------------------------------------------------
 
+    @property
+    def global_step(self) -> int:
+        """How many optimizer steps have taken place; after a restart, those before it included."""
+        self._settle()
+        return self._step
+
     def step(self) -> None:
         """End the step: for loops without an optimizer that this exporter knows."""
         if self._enabled and self._attached:
-            self._guard("step", self._end_step)
+            with self._lock:
+                if self._over:
+                    self._settle()
+                else:
+                    self._guard("step", self._end_step)
 
     def start_at(self, global_step: int, train_step: int, epoch: int) -> None:
         """Count from here: the training goes on after a restart. In the middle of an epoch, that is not begun again."""
-        self._first_step = self.global_step = global_step
+        self._first_step = self._step = global_step
         self.train_step, self.epoch = train_step, epoch
         self._epoch_open = train_step > 0
 
@@ -350,16 +386,18 @@ class Exporter:
         """End the epoch: publish ``epoch_finished``; the next step is the first of the next epoch."""
         if not (self._enabled and self._attached):
             return
-        if self._open and not self._optimizers and not self._steps_itself:
-            self._guard("step", self._end_step)
-        if not self._epoch_open:
-            self._announce_epoch()
-        at = self._last if self._last is not None and self._last[2] == self.epoch else (self.global_step, 0, self.epoch)
-        self._event("epoch_finished", at)
-        self.epoch += 1
-        self.train_step = 0
-        self._epoch_open = False
-        self._epoch_over = False
+        with self._lock:
+            self._settle()
+            if self._open and not self._optimizers and not self._steps_itself:
+                self._guard("step", self._end_step)
+            if not self._epoch_open:
+                self._announce_epoch()
+            at = self._last if self._last is not None and self._last[2] == self.epoch else (self._step, 0, self.epoch)
+            self._event("epoch_finished", at)
+            self.epoch += 1
+            self.train_step = 0
+            self._epoch_open = False
+            self._epoch_over = False
 
     def epoch_is_over(self) -> None:
         """End the epoch as soon as the next step begins: an evaluation that comes before it still belongs to the
@@ -369,24 +407,34 @@ class Exporter:
 
     def finish(self) -> None:
         """End the run: the last step of a loop without an optimizer, and the last pass of each probe."""
+        self._settle()
         if self._open and not self._optimizers and not self._steps_itself:
             self._guard("step", self._end_step)
+        if self._optimizers and self._passes > 1 and not self.optimizer_calls and not self._skipped:
+            why = (
+                "step() of the optimizer that was given was never called, so everything is of one step; give the "
+                "optimizer whose step() is called, or optimizer=() and call step() of the run"
+            )
+            self._problem("the end of a step", why)
         for probe in self._probes:
-            if probe.last != self.global_step:
+            if probe.last != self._step:
                 self._guard(f"probe {probe.name}", functools.partial(self._run_probe, probe))
 
     def detach(self) -> None:
         """Remove every hook; the model is as it was."""
         self._silent = self.silent
         self._attached = False
-        for handle in [*self._handles, *(one for handles in self._lasting.values() for one in handles)]:
+        hung = [handle for _, _, handle in self._hung.values()]
+        for handle in [*hung, *(one for handles in self._lasting.values() for one in handles)]:
             handle.remove()
-        self._handles, self._lasting, self._hooks = [], {}, []
+        self._hung, self._lasting = {}, {}
         self._forget_leaves()
         for name, wrapper in self._patched.items():
             _unpatch(name, wrapper)
         self._patched = {}
-        self._before, self._after, self._gradients, self._inputs = {}, {}, {}, []
+        self._before, self._after, self._gradients, self._pass.inputs = {}, {}, {}, []
+        self._backwards, self._ungraded, self._recomputed, self._scales = {}, {}, {}, {}
+        self._built, self._placed = [], []
         self.message_bus.unwatch(self._rewire)
         unwatch_scalers(self)
 
@@ -395,8 +443,8 @@ class Exporter:
         """Hooked modules whose forward was never seen: bypassed, compiled away, or not part of the forward."""
         if not self._attached:
             return self._silent
-        fired = {hook.name for hook in self._hooks if hook.fired}
-        names = {hook.name for hook in self._hooks if hook.method == "_after_forward"}
+        fired = {hook.name for _, hook, _ in self._hung.values() if hook.fired}
+        names = {hook.name for _, hook, _ in self._hung.values() if hook.method == "_after_forward"}
         return [name for name in self._modules if name in names and name not in fired]
 
     @property
@@ -427,14 +475,15 @@ class Exporter:
                 data = torch.as_tensor(np.array(value))
             except (TypeError, ValueError, RuntimeError) as error:
                 raise MessageError(f"log({kind!r}) takes a number or an array, not {type(value).__name__}") from error
-        aside = self._user_tag is not None
-        at = self._now() if aside or self._open or self._last is None else self._last
-        tag = self._user_tag or DEFAULT_TAG
-        # counted apart from what is observed: this may come before a step, in it and after it
-        last, count = self._logged.get((kind, tag), (at, 0))
-        call = max(count if last == at else 0, self._published.get((kind, None, tag, ""), 0))
-        self._logged[kind, tag] = (at, call + 1)
-        self._publish(kind, None, data, tag, call=call, at=at)
+        with self._lock:
+            aside = self._user_tag is not None
+            at = self._now() if aside or self._open or self._last is None else self._last
+            tag = self._user_tag or DEFAULT_TAG
+            # counted apart from what is observed: this may come before a step, in it and after it
+            last, count = self._logged.get((kind, tag), (at, 0))
+            call = max(count if last == at else 0, self._published.get((kind, None, tag, ""), 0))
+            self._logged[kind, tag] = (at, call + 1)
+            self._publish(kind, None, data, tag, call=call, at=at)
 
     @contextlib.contextmanager
     def tag(self, name: str) -> Iterator[None]:
@@ -503,29 +552,29 @@ class Exporter:
 
     def new_output_and_labels(self, network_output: Tensor, labels: Tensor) -> None:
         """Publish the network's output and the labels."""
-        self._publish_leaves("network_output", None, network_output, self._tag)
-        self._publish_leaves("input_labels", None, labels, self._tag)
+        self._publish_leaves("network_output", None, network_output, self._pass.tag)
+        self._publish_leaves("input_labels", None, labels, self._pass.tag)
 
     def new_loss(self, loss: Tensor) -> None:
         """Publish the loss."""
-        self._publish_leaves("loss", None, loss, self._tag)
+        self._publish_leaves("loss", None, loss, self._pass.tag)
 
     def new_activations(self, module: nn.Module, in_: Any, out_: Any) -> None:
         """Publish a module's inputs and output."""
         path = self._path_of(module)
-        self._publish_leaves("layer_inputs", path, in_, self._tag)
-        self._publish_leaves("activations", path, out_, self._tag)
+        self._publish_leaves("layer_inputs", path, in_, self._pass.tag)
+        self._publish_leaves("activations", path, out_, self._pass.tag)
 
     def new_layer_gradients(self, module: nn.Module, gradients: Any) -> None:
         """Publish the gradients of the loss with respect to a module's output."""
-        self._publish_leaves("layer_gradients", self._path_of(module), gradients, self._tag)
+        self._publish_leaves("layer_gradients", self._path_of(module), gradients, self._pass.tag)
 
     def new_parameter_gradients(self, module: nn.Module, gradients: Sequence[Tensor | None]) -> None:
         """Publish the gradients of the loss with respect to a module's weight and bias, in this order."""
         path = self._path_of(module)
         for kind, gradient in zip(("weight_gradients", "bias_gradients"), gradients, strict=False):
             if gradient is not None:
-                self._publish_leaves(kind, path, gradient, self._tag)
+                self._publish_leaves(kind, path, gradient, self._pass.tag)
 
     # -- assembly -------------------------------------------------------------------------------------------
 
@@ -618,7 +667,11 @@ class Exporter:
         if of_parameter is None:
             return [path for path, one in self._modules.items() if self._capture_of(kind, path, None) is not None]
         return [
-            p.stream for p in self._parameters if p.bias == of_parameter[0] and self._capture_of(kind, p.stream, None)
+            p.stream
+            for p in self._parameters
+            if p.bias == of_parameter[0]
+            and not (p.computed and of_parameter[1])
+            and self._capture_of(kind, p.stream, None)
         ]
 
     def _capture_of(self, kind: str, path: str | None, tag: str | None) -> Capture | None:
@@ -642,11 +695,8 @@ class Exporter:
         """Put hooks where a receiver wants something, and nowhere else; called when receivers or modules change."""
         if not self._attached:
             return
-        fired = {(hook.name, hook.method) for hook in self._hooks if hook.fired}
-        off = {(hook.name, hook.method) for hook in self._hooks if hook.off}
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._hooks, self._streams, self._heard_tags = [], [], {}, {}
+        states = {(name, method): hook for (_, method, name), (_, hook, _) in self._hung.items()}
+        self._former, self._hung, self._streams, self._heard_tags = self._hung, {}, {}, {}
         receivers = self.message_bus.receivers
         self._asking = tuple(one for one in receivers if not getattr(one, "passive", False)) or receivers
         self._modules = {
@@ -654,9 +704,9 @@ class Exporter:
         }
         self._find_parameters()
         # these stay while others come and go: torch forbids changing an optimizer's hooks while they run
-        if self._root is not None and "root" not in self._lasting:
-            before = Hook(self, "_before_root", "")
-            self._lasting["root"] = [self._root.register_forward_pre_hook(before, with_kwargs=True, prepend=True)]
+        if self._root is not None and "root" not in self._lasting and self._takes_hooks("", self._root):
+            first = Hook(self, "_before_root", "")
+            self._lasting["root"] = [self._root.register_forward_pre_hook(first, with_kwargs=True, prepend=True)]
         for optimizer in self._optimizers:
             if id(optimizer) not in self._lasting:
                 self._lasting[id(optimizer)] = [
@@ -664,19 +714,21 @@ class Exporter:
                     optimizer.register_step_post_hook(Hook(self, "_after_optimizer", "")),
                 ]
         for path, one in self._modules.items():
-            if isinstance(one, torch.jit.ScriptModule):
-                self._problem(f"module {path!r}", "a ScriptModule takes no hooks; its activations are not observed")
+            if not self._takes_hooks(path, one):
                 continue
             inputs = any(self._asked(kind, path) for kind in ("layer_inputs", "input_gradients"))
             if inputs:
-                hook = self._hook("_before_forward", path)
-                self._handles.append(one.register_forward_pre_hook(hook, with_kwargs=True))
+                put = functools.partial(one.register_forward_pre_hook, with_kwargs=True)
+                self._hang(one, "_before_forward", path, put)
             if inputs or any(self._asked(kind, path) for kind in ("activations", "layer_gradients")):
-                hook = self._hook("_after_forward", path)
-                self._handles.append(one.register_forward_hook(hook, with_kwargs=True))
-        if self._root is not None:  # after the root's own activations, which belong before the network's output
-            hook = self._hook("_after_root", "")
-            self._handles.append(self._root.register_forward_hook(hook, with_kwargs=True, always_call=True))
+                put = functools.partial(one.register_forward_hook, with_kwargs=True)
+                new = self._hang(one, "_after_forward", path, put)
+                if new and one is self._root and (last := self._former.pop((id(one), "_after_root", ""), None)):
+                    last[2].remove()  # and hung on again below
+        # after the root's own activations, which belong before the network's output
+        if self._root is not None and not isinstance(self._root, torch.jit.ScriptModule):
+            put = functools.partial(self._root.register_forward_hook, with_kwargs=True, always_call=True)
+            self._hang(self._root, "_after_root", "", put)
         if not self._optimizers and not self._steps_itself:
             for parameter in self._parameters:
                 tensor = parameter.tensor
@@ -686,18 +738,68 @@ class Exporter:
                     and tensor.requires_grad
                     and self._asked(parameter.kind("gradients"), parameter.stream)
                 ):
-                    hook = self._hook("_after_accumulation", parameter.path)
-                    self._handles.append(tensor.register_post_accumulate_grad_hook(hook))
+                    self._hang(tensor, "_after_accumulation", parameter.path, tensor.register_post_accumulate_grad_hook)
+        for parameter in self._parameters:
+            if parameter.computed and self._asked(parameter.kind(""), parameter.stream):
+                computing = parameter.owner.get_submodule(f"parametrizations.{parameter.attribute}")
+                put = functools.partial(computing.register_forward_hook, with_kwargs=True)
+                self._hang(computing, "_after_parametrization", parameter.path, put)
         self._wire_losses()
-        for hook in self._hooks:
-            hook.fired = (hook.name, hook.method) in fired
-            hook.off = (hook.name, hook.method) in off
+        for _, _, handle in self._former.values():
+            handle.remove()
+        self._former = {}
+        self._note_parts()
+        hung = {on for on, _, _ in self._hung}
+        self._slowed = [
+            path
+            for prefix, top in self.tops
+            for path, one in top.named_modules(prefix=prefix)
+            if isinstance(one, nn.TransformerEncoderLayer | nn.MultiheadAttention)
+            and any(id(part) in hung for part in one.modules())
+        ]
+        for (_, method, name), (_, hook, _) in self._hung.items():
+            before = states.get((name, method))
+            if before is not None:
+                hook.fired, hook.off = before.fired, before.off
+
+    def _takes_hooks(self, path: str, module: nn.Module) -> bool:
+        if isinstance(module, torch.jit.ScriptModule):
+            self._problem(f"module {path!r}", "a ScriptModule takes no hooks; its activations are not observed")
+            return False
+        return True
+
+    def _note_parts(self) -> None:
+        """Note what the model is made of, for `_look`."""
+        self._built, self._placed = [], []
+        modules = [one for _, top in self.tops for one in top.modules() if not isinstance(one, torch.jit.ScriptModule)]
+        places = collections.Counter(id(tensor) for one in modules for tensor in one._parameters.values())
+        hooked = not self._optimizers and not self._steps_itself  # each parameter that is trained
+        for one in modules:
+            self._built.append((one._modules, list(one._modules.values()), one._parameters, len(one._parameters)))
+            for name, tensor in one._parameters.items():
+                # elsewhere it does not matter which parameter is in a place: it is looked up when it is needed
+                if tensor is None or hooked or places[id(tensor)] > 1:
+                    self._placed.append((one._parameters, name, tensor, tensor is not None and tensor.requires_grad))
+
+    def _look(self) -> None:
+        """Put the hooks on again if modules or parameters have come, gone or been replaced."""
+        hooked = not self._optimizers and not self._steps_itself
+        for modules, children, parameters, number in self._built:
+            if len(parameters) != number or ((modules or children) and list(modules.values()) != children):
+                self._rewire()
+                return
+        for parameters, name, tensor, trained in self._placed:
+            now = parameters.get(name)
+            if now is not tensor or (hooked and now is not None and now.requires_grad != trained):
+                self._rewire()
+                return
 
     def _wire_losses(self) -> None:
         wanted = any(self._asked(kind, None) for kind in ("loss", "input_labels", "network_output"))
         for loss in self._losses if wanted else ():
             if isinstance(loss, nn.Module):
-                self._handles.append(loss.register_forward_hook(self._hook("_after_loss", ""), with_kwargs=True))
+                put = functools.partial(loss.register_forward_hook, with_kwargs=True)
+                self._hang(loss, "_after_loss", "", put)
             elif loss not in self._patched:
                 self._patched[loss] = LossFunction(self, getattr(torch.nn.functional, loss))
                 setattr(torch.nn.functional, loss, self._patched[loss])
@@ -714,13 +816,22 @@ class Exporter:
                     seen.add(id(tensor))
                     path = f"{owner_path}.{attribute}" if owner_path else attribute
                     self._parameters.append(_Parameter(path, owner_path, owner, attribute))
+                for attribute in _computed(owner):
+                    path = f"{owner_path}.{attribute}" if owner_path else attribute
+                    self._parameters.append(_Parameter(path, owner_path, owner, attribute, computed=True))
         self._parameter_of = {(p.stream, p.bias): p for p in self._parameters}
         self._parameter_at = {p.path: p for p in self._parameters}
 
-    def _hook(self, method: str, name: str) -> Hook:
-        hook = Hook(self, method, name)
-        self._hooks.append(hook)
-        return hook
+    def _hang(self, on: Any, method: str, name: str, put: Callable[[Hook], Any]) -> bool:
+        """Put a hook on something, if it is not there: one taken off in the middle of a call gets other arguments."""
+        key = id(on), method, name
+        there = self._former.pop(key, None)
+        if there is None:
+            hook = Hook(self, method, name)
+            self._hung[key] = on, hook, put(hook)
+        else:
+            self._hung[key] = there
+        return there is None
 
     def _asked(self, kind: str, path: str | None) -> bool:
         """Whether some receiver asks for this stream in some pass, and a capture allows it."""
@@ -758,7 +869,7 @@ class Exporter:
         if self.starting is not None:
             starting, self.starting = self.starting, None
             starting()
-        return self._began if self._open else (self.global_step, self.train_step, self.epoch)
+        return self._began if self._open else (self._step, self.train_step, self.epoch)
 
     def _event(self, kind: str, at: tuple[int, int, int]) -> None:
         if self._wanted(kind, None, DEFAULT_TAG, at) is not None:
@@ -806,8 +917,9 @@ class Exporter:
         module: nn.Module | None,
         *,
         owned: bool,
+        scale: Tensor | None = None,
     ) -> None:
-        """Select, condition, copy, reduce, cast and publish one tensor."""
+        """Select, condition, copy, reduce, cast and publish one tensor, divided by a loss scale if there is one."""
         reason = unobservable(data)
         if reason is not None:
             self._problem(f"{kind} of {path!r}" if path is not None else kind, reason)
@@ -826,6 +938,8 @@ class Exporter:
         number = call if call is not None else self._published.get(stream, 0)
         self._published[stream] = number + 1
         chosen = source if capture is _EVERYTHING else capture.select(kind, source, module)
+        if scale is not None:
+            chosen = unscaled(chosen, scale)
         self._release(capture, stream, chosen, source, number, at, module, owned=owned)
 
     def _release(
@@ -893,7 +1007,14 @@ class Exporter:
         self._epoch_open = True
         self._event("epoch_started", self._now())
 
+    def _settle(self) -> None:
+        """End a step whose optimizers stepped in a backward that is over by now."""
+        if self._over and not recomputing():
+            self._over = False
+            self._guard("step", self._end_step)
+
     def _begin_step(self) -> None:
+        self._settle()
         if self._open:
             return
         if self._epoch_over:
@@ -906,6 +1027,7 @@ class Exporter:
         if not self._epoch_open:
             self._announce_epoch()
         if not self._idle:
+            self._look()
             self._event("batch_started", self._now())
             if not self._optimizers:
                 self._snapshot(self._parameters)
@@ -913,8 +1035,8 @@ class Exporter:
     def _nothing_due(self) -> bool:
         """Whether nobody wants anything of the training passes of this global step."""
         return not (
-            any(capture.due_step(self.global_step) for capture in self.captures)
-            and any(awake(one, self.global_step) for one in self._asking)
+            any(capture.due_step(self._step) for capture in self.captures)
+            and any(awake(one, self._step) for one in self._asking)
         )
 
     def _end_step(self) -> None:
@@ -928,19 +1050,21 @@ class Exporter:
                     self._publish_parameter(parameter)
                 self._event("batch_finished", self._now())
         finally:  # whatever failed, the optimizer has stepped
+            self._over = False
             self._forget_leaves()
+            self._backwards, self._ungraded, self._recomputed, self._scales = {}, {}, {}, {}
             self._before, self._after, self._gradients = {}, {}, {}
             self._calls = {}
             # of the training, the next step forgets them: a value may still be logged for this one
             self._published = {key: count for key, count in self._published.items() if key[2] == DEFAULT_TAG}
             self._last = self._now()
             self._open = False
-            self._listening = False
-            self.global_step += 1
+            self._pass.listening = False
+            self._step += 1
             if self._last[2] == self.epoch:  # else the epoch ended in this step, and the next is its successor's first
                 self.train_step += 1
         for probe in self._probes:
-            if self.global_step % probe.every == 0:
+            if self._step % probe.every == 0:
                 self._guard(f"probe {probe.name}", functools.partial(self._run_probe, probe))
 
     def _snapshot(self, parameters: Iterable[_Parameter]) -> None:
@@ -954,11 +1078,18 @@ class Exporter:
                 continue
             if unobservable(parameter.tensor) is not None:
                 continue
-            value = self._copy(value_capture, parameter.kind(""), parameter.tensor)
-            if update_capture is value_capture:
-                base = value
-            else:
-                base = self._copy(update_capture, parameter.kind("updates"), parameter.tensor)
+            try:
+                value = self._copy(value_capture, parameter.kind(""), parameter.tensor)
+                if update_capture is value_capture:
+                    base = value
+                else:
+                    base = self._copy(update_capture, parameter.kind("updates"), parameter.tensor)
+            except Exception as error:
+                if self.strict:
+                    raise
+                self._give_up(parameter.kind(""), parameter.stream, error)
+                self._give_up(parameter.kind("updates"), parameter.stream, error)
+                continue
             self._before[parameter.path] = (value, base)
 
     def _copy(self, capture: Capture | None, kind: str, tensor: Tensor) -> Tensor | None:
@@ -974,16 +1105,27 @@ class Exporter:
             tensor = parameter.tensor
             if tensor is None:
                 continue
-            _, base = self._before.get(parameter.path, (None, None))
-            capture = self._wanted(parameter.kind("updates"), parameter.stream, DEFAULT_TAG)
-            if capture is not None and base is not None:
-                now = capture.select(parameter.kind("updates"), tensor.detach())
-                if now.shape == base.shape:
-                    self._after[parameter.path] = now - base
-            capture = self._wanted(parameter.kind("gradients"), parameter.stream, DEFAULT_TAG)
-            gradient = tensor.grad
-            if capture is not None and gradient is not None and (self._optimizers or self._steps_itself):
-                self._keep_gradient(parameter, capture, gradient)
+            for suffix, work in (("updates", self._keep_update), ("gradients", self._keep_final_gradient)):
+                kind = parameter.kind(suffix)
+                capture = self._wanted(kind, parameter.stream, DEFAULT_TAG)
+                if capture is not None:
+                    try:
+                        work(parameter, capture, tensor)
+                    except Exception as error:  # one parameter's; the others, and the clock, go on
+                        if self.strict:
+                            raise
+                        self._give_up(kind, parameter.stream, error)
+
+    def _keep_update(self, parameter: _Parameter, capture: Capture, tensor: Tensor) -> None:
+        _, base = self._before.get(parameter.path, (None, None))
+        if base is not None:
+            now = capture.select(parameter.kind("updates"), tensor.detach())
+            if now.shape == base.shape:
+                self._after[parameter.path] = difference(now, base)
+
+    def _keep_final_gradient(self, parameter: _Parameter, capture: Capture, tensor: Tensor) -> None:
+        if tensor.grad is not None and (self._optimizers or self._steps_itself):
+            self._keep_gradient(parameter, capture, tensor.grad)
 
     def _keep_gradient(self, parameter: _Parameter, capture: Capture, gradient: Tensor) -> None:
         reason = unobservable(gradient)
@@ -1021,16 +1163,23 @@ class Exporter:
 
     def _enter_pass(self, module: nn.Module) -> None:
         """Decide what the forward that begins is: a training pass, which may begin a step, or a pass aside."""
-        training = module.training and torch.is_grad_enabled()
+        self._settle()
         if self._user_tag is not None:
-            self._tag = self._user_tag
+            self._pass.tag = self._user_tag
         else:
-            self._tag = DEFAULT_TAG if training else EVAL_TAG
-        if self._tag == DEFAULT_TAG:
+            self._pass.tag = DEFAULT_TAG if self._is_training_pass(module) else EVAL_TAG
+        if self._pass.tag == DEFAULT_TAG:
             self._begin_step()
-            self._listening = not self._idle
+            self._pass.listening = not self._idle
+            self._passes += self._pass.depth
         else:
-            self._listening = self._hears(self._tag)
+            if self._slowed and not module.training and not torch.is_grad_enabled():
+                why = "hooks switch it off, so results of evaluations may differ in rounding from unwatched ones"
+                self._problem(f"torch's fast path in {', '.join(map(repr, self._slowed))}", why, warn=False)
+                self._slowed = []
+            self._pass.listening = self._hears(self._pass.tag)
+            if self._pass.listening and self._pass.depth:
+                self._look()
 
     def _hears(self, tag: str) -> bool:
         """Whether anybody wants anything of the passes of this tag."""
@@ -1046,61 +1195,71 @@ class Exporter:
     def _before_root(self, _: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if recomputing():
             return
-        self._depth += 1
-        if self._depth > 1:
+        self._pass.depth += 1
+        if self._pass.depth > 1:
             return
-        self._inputs = []
+        self._pass.inputs = []
+        self._settle()
         if self._open and not self._optimizers and not self._steps_itself and self._is_training_pass(module):
             self._end_step()  # without an optimizer, a step lasts until the next one begins
         self._enter_pass(module)
-        if self._listening:
-            self._publish_leaves("input_data", None, arguments_of(args, kwargs), self._tag)
+        if self._pass.listening:
+            self._publish_leaves("input_data", None, arguments_of(args, kwargs), self._pass.tag)
 
     def _is_training_pass(self, module: nn.Module) -> bool:
-        return module.training and torch.is_grad_enabled() and self._user_tag is None
+        return module.training and self._user_tag is None and (torch.is_grad_enabled() or checkpointing())
 
     def _after_root(self, _: str, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
         # without an output: this hook was taken off by the one before it, which found that nobody listens any more
         if recomputing():
             return
-        self._depth = max(0, self._depth - 1)
-        if self._depth or output is None or not self._listening:
+        self._pass.depth = max(0, self._pass.depth - 1)
+        if self._pass.depth or output is None or not self._pass.listening:
             return
         # with a loss, the output is what the loss gets: on the same footing as the labels
         if not self._losses or self._collecting is not None:
-            self._publish_leaves("network_output", None, output, self._tag)
+            self._publish_leaves("network_output", None, output, self._pass.tag)
 
     def _before_forward(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if recomputing():
+            first = self._first_call(path)
+            if first is not None and torch.is_grad_enabled():
+                self._watch_leaves("input_gradients", path, leaves(arguments_of(args, kwargs)), first, DEFAULT_TAG)
             return
-        if self._depth == 0:
+        if self._pass.depth == 0:
             self._enter_pass(module)
-        if not self._listening:
+        if not self._pass.listening:
             return
-        tag, now = self._tag, self._now()
+        tag = self._pass.tag
         copies: list[tuple[str, Tensor]] = []
         inputs = leaves(arguments_of(args, kwargs))
-        capture = self._wanted("layer_inputs", path, tag)
-        if capture is not None:  # copied now, because the module may overwrite its input in place
-            for leaf, tensor in inputs:
-                if unobservable(tensor) is None:
-                    copies.append((leaf, tensor.detach().clone(memory_format=torch.contiguous_format)))
-        self._inputs.append((path, copies))
-        if self._wanted("input_gradients", path, tag) is not None and torch.is_grad_enabled():
-            call = self._calls.get((path, tag), 0)
-            for leaf, tensor in inputs:
-                if tensor.requires_grad and not recomputing():
-                    self._watch(tensor, GradientHook(self, "input_gradients", path, leaf, call, tag, now))
+        if self._wanted("layer_inputs", path, tag) is not None:
+            for leaf, tensor in inputs:  # copied now, because the module may overwrite its input in place
+                reason = unobservable(tensor)
+                if reason is None:
+                    copies.append((leaf, copied(tensor)))
+                else:
+                    self._problem(f"layer_inputs of {path!r}", reason)
+        self._pass.inputs.append((path, copies))
+        if torch.is_grad_enabled():
+            self._watch_leaves("input_gradients", path, inputs, self._calls.get((path, tag), 0), tag)
 
     def _after_forward(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if recomputing():
-            self._after_recomputation(path, output)
+            first = self._first_call(path)
+            if first is not None:
+                key = backward_node() or 0, torch._C._current_graph_task_id(), path
+                self._recomputed[key] = self._recomputed.get(key, 0) + 1
+                if torch.is_grad_enabled():
+                    self._watch_leaves("layer_gradients", path, leaves(output), first, DEFAULT_TAG)
+                else:  # of a checkpoint inside the checkpoint this is another first forward
+                    self._ungraded[path].append((next_node(), first))
             return
-        if self._depth == 0:
+        if self._pass.depth == 0:
             self._enter_pass(module)
-        if not self._listening:
+        if not self._pass.listening:
             return
-        tag, now = self._tag, self._now()
+        tag, now = self._pass.tag, self._now()
         call = self._calls.get((path, tag), 0)
         self._calls[path, tag] = call + 1
         self._publish_inputs(path, module, tag, call, now)
@@ -1109,29 +1268,46 @@ class Exporter:
         if capture is not None:
             for leaf, tensor in observed:
                 self._deliver(capture, "activations", path, tensor, tag, leaf, call, now, module, owned=False)
-        if torch.is_grad_enabled() and self._wanted("layer_gradients", path, tag) is not None:
-            for leaf, tensor in observed:
-                if tensor.requires_grad:
-                    self._watch(tensor, GradientHook(self, "layer_gradients", path, leaf, call, tag, now))
+            if not observed and opaque(output):
+                why = f"the output is a {type(output).__name__}, which is not looked into"
+                self._problem(f"activations of {path!r}", why)
+        if torch.is_grad_enabled():
+            self._watch_leaves("layer_gradients", path, observed, call, tag)
+        elif tag == DEFAULT_TAG:  # a training pass, so this may be the first forward of a reentrant checkpoint
+            self._ungraded.setdefault(path, []).append((next_node(), call))
 
     def _publish_inputs(self, path: str, module: nn.Module, tag: str, call: int, now: tuple[int, int, int]) -> None:
         """Publish what the pre-hook of this module copied; what a failed forward left behind is dropped."""
-        while self._inputs:
-            owner, copies = self._inputs.pop()
+        while self._pass.inputs:
+            owner, copies = self._pass.inputs.pop()
             if owner == path:
                 for leaf, tensor in copies:
                     self._publish("layer_inputs", path, tensor, tag, leaf, call, now, module)
                 return
 
-    def _after_recomputation(self, path: str, output: Any) -> None:
-        """In a checkpoint's second forward, catch the gradients that only this one will see (reentrant checkpoints)."""
-        if self._listening and torch.is_grad_enabled() and self._wanted("layer_gradients", path, self._tag) is not None:
-            call = self._calls.get((path, "recomputed"), 0)
-            self._calls[path, "recomputed"] = call + 1
-            for leaf, tensor in leaves(output):
+    def _first_call(self, path: str) -> int | None:
+        """In the second forward of a reentrant checkpoint: which call of this step is computed again.
+
+        Only this one's gradients will be seen. None in every other forward inside a backward. A checkpoint's node in
+        the graph was numbered just before its first forward; the calls of that forward follow it.
+        """
+        first = self._ungraded.get(path)
+        if first is None or self._idle or not self._open:
+            return None
+        node = backward_node()
+        if node is None:
+            return None
+        seen = self._recomputed.get((node, torch._C._current_graph_task_id(), path), 0)
+        calls = [call for number, call in first if number > node]
+        return calls[seen] if seen < len(calls) else None
+
+    def _watch_leaves(self, kind: str, path: str, found: list[tuple[str, Tensor]], call: int, tag: str) -> None:
+        """Hang hooks on the tensors in an output or input whose gradients are wanted."""
+        if self._wanted(kind, path, tag) is not None:
+            scale = self._scales.get(torch._C._current_graph_task_id()) if self._scales else None
+            for leaf, tensor in found:
                 if tensor.requires_grad:
-                    now = self._now()
-                    self._watch(tensor, GradientHook(self, "layer_gradients", path, leaf, call, self._tag, now))
+                    self._watch(tensor, GradientHook(self, kind, path, leaf, call, tag, self._now(), scale))
 
     def _watch(self, tensor: Tensor, hook: GradientHook) -> None:
         """Hang a hook on a tensor of this pass, and see to it that it does not outlive the step."""
@@ -1149,12 +1325,37 @@ class Exporter:
         capture = self._wanted(hook.kind, hook.path, hook.tag, hook.at)
         if capture is None:
             return
-        # a second backward through the same forward counts on, so that no two messages have one identity
-        seen = self._published.get((hook.kind, hook.path, hook.tag, hook.leaf + "\0"), 0)
-        call = hook.call if not (seen >> hook.call) & 1 else seen.bit_length()
-        self._published[hook.kind, hook.path, hook.tag, hook.leaf + "\0"] = seen | (1 << call)
+        if hook.at[0] != self._now()[0]:
+            why = "a backward went through the forward of an earlier step, whose messages are complete"
+            self._problem(f"{hook.kind} of {hook.path!r}", why)
+            return
+        if hook.scale is not None:
+            self._scales.setdefault(torch._C._current_graph_task_id(), hook.scale)
+        scale = self._scales.get(torch._C._current_graph_task_id()) if self._scales else None
+        # a second backward through the same forward is told apart, so that the first's keep their calls
+        key = hook.kind, hook.path, hook.tag, hook.leaf, hook.call
+        before = self._backwards[key] = self._backwards.get(key, -1) + 1
+        leaf = f"{hook.leaf}.backward.{before}".lstrip(".") if before else hook.leaf
         module = self._modules.get(hook.path)
-        self._deliver(capture, hook.kind, hook.path, gradient, hook.tag, hook.leaf, call, hook.at, module, owned=False)
+        self._deliver(
+            capture,
+            hook.kind,
+            hook.path,
+            gradient,
+            hook.tag,
+            leaf,
+            hook.call,
+            hook.at,
+            module,
+            owned=False,
+            scale=scale,
+        )
+
+    def _loss_scaled(self, scaled: Tensor, scale: Tensor) -> None:
+        """A GradScaler has multiplied a loss: see to it that the gradients of its backward are told without that."""
+        listens = any(method in ("_after_forward", "_after_accumulation") for _, method, _ in self._hung)
+        if self._open and not self._idle and listens:
+            scaled.register_hook(ScaleHook(self, scale))
 
     # -- loss -----------------------------------------------------------------------------------------------
 
@@ -1172,7 +1373,7 @@ class Exporter:
         elif self._root is not None:  # not the last pass's: an evaluation may lie between a forward and its loss
             tag = DEFAULT_TAG if self._root.training else EVAL_TAG
         else:
-            tag = self._tag
+            tag = self._pass.tag
         if tag == DEFAULT_TAG:
             self._begin_step()
             if self._idle:
@@ -1187,26 +1388,39 @@ class Exporter:
     def _before_optimizer(self, _: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # the forward may come later, in a closure: whether anything is wanted is a question of the clock alone
         if not self._nothing_due():
+            if not recomputing():
+                self._look()
             self._snapshot(self._of_optimizer(optimizer))
 
     def _after_optimizer(self, _: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if steps_within(optimizer):
+            return
         self.optimizer_calls += 1
         found_inf = getattr(optimizer, "found_inf", None)
         if isinstance(found_inf, Tensor) and bool(found_inf.item()):  # a fused optimizer under GradScaler did not move
-            self._skipped_step()
+            self._skipped_step(optimizer)
             return
-        if not self._nothing_due():
-            self._compare(self._of_optimizer(optimizer))
-        if optimizer is self._optimizers[-1]:
-            self._end_step()
+        last = optimizer is self._optimizers[-1]
+        in_backward = recomputing()
+        try:
+            if not self._nothing_due():
+                self._compare(self._of_optimizer(optimizer))
+        finally:  # under strict an exception goes through, but the optimizer has stepped
+            if in_backward and (last or self._one_each):
+                self._begin_step()
+                self._over = True  # of the optimizers in a backward, the last one given may be the first to step
+            elif last:
+                self._end_step()
 
-    def _skipped_step(self) -> None:
+    def _skipped_step(self, optimizer: Optimizer) -> None:
         """A GradScaler skipped the optimizer's step: the clock stands still, and what follows belongs to the same
         step.
         """
+        self._skipped += 1
         self.message_bus.register_topic("skipped_step", "network")
-        self._before = {}
-        if any(one.wants("skipped_step", None, DEFAULT_TAG, self.global_step) for one in self._asking):
+        if not self._nothing_due():
+            self._snapshot(self._of_optimizer(optimizer))  # another optimizer may end this step all the same
+        if any(one.wants("skipped_step", None, DEFAULT_TAG, self._step) for one in self._asking):
             step, train_step, epoch = self._now()
             self.message_bus.publish(
                 NetworkMessage(
@@ -1236,20 +1450,31 @@ class Exporter:
             return
         capture = self._wanted(parameter.kind("gradients"), parameter.stream, DEFAULT_TAG)
         if capture is not None:
-            self._keep_gradient(parameter, capture, tensor.grad)
+            scale = self._scales.get(torch._C._current_graph_task_id()) if self._scales else None
+            self._keep_gradient(parameter, capture, tensor.grad if scale is None else unscaled(tensor.grad, scale))
+
+    def _after_parametrization(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Keep the weight that a parametrization computes, as the forward uses it: to ask for it might change it."""
+        training = self._pass.listening and self._pass.tag == DEFAULT_TAG and self._open
+        if not training or recomputing() or path in self._before or not isinstance(output, Tensor):
+            return
+        parameter = self._parameter_at[path]
+        capture = self._wanted(parameter.kind(""), parameter.stream, DEFAULT_TAG)
+        if capture is not None and unobservable(output) is None:
+            self._before[path] = (self._copy(capture, parameter.kind(""), output), None)
 
     # -- probes ---------------------------------------------------------------------------------------------
 
     def _run_probe(self, probe: _Probe) -> None:
         root = self._root
         assert root is not None  # probe() checked it
-        probe.last = self.global_step
+        probe.last = self._step
         if not (self._enabled and self._attached):
             return
         if not self._hears(probe.name):
             return
-        before = (self._tag, self._user_tag, self._listening, self._depth, self._inputs)
-        self._user_tag, self._depth, self._inputs = probe.name, 0, []
+        before = (self._pass.tag, self._user_tag, self._pass.listening, self._pass.depth, self._pass.inputs)
+        self._user_tag, self._pass.depth, self._pass.inputs = probe.name, 0, []
         self._forget_calls(probe.name)
         collected: dict[tuple[str, str | None, int, str], list[Tensor]] = {}
         self._collecting = collected
@@ -1261,7 +1486,7 @@ class Exporter:
                     self._forget_calls(probe.name)
                     probe.call(root, batch)
         finally:
-            self._tag, self._user_tag, self._listening, self._depth, self._inputs = before
+            self._pass.tag, self._user_tag, self._pass.listening, self._pass.depth, self._pass.inputs = before
             self._collecting = None
         for (kind, path, call, leaf), parts in collected.items():
             if not _joinable(parts, sizes):
@@ -1284,7 +1509,8 @@ class Exporter:
     def _guard(self, what: str, work: Callable[[], None]) -> None:
         """Do work that must not end the training."""
         try:
-            work()
+            with self._lock:
+                work()
         except Exception as error:
             if self.strict:
                 raise
@@ -1296,16 +1522,17 @@ class Exporter:
         self._streams = {key: stream for key, stream in self._streams.items() if key[:2] != (kind, path)}
         self._problem(f"{kind} of {path!r}", f"{type(error).__name__}: {error}")
 
-    def _problem(self, what: str, why: str) -> None:
-        """Note a problem; the first of each sort is also a warning."""
+    def _problem(self, what: str, why: str, *, warn: bool = True) -> None:
+        """Note a problem; the first of each sort is also a warning, unless nothing is missing."""
         if not self._enabled:  # nothing is observed any more, and somebody has been told why
             return
         for known in self.problems:
             if known["what"] == what and known["why"] == why:
                 known["count"] += 1
                 return
-        self.problems.append({"what": what, "why": why, "count": 1, "global_step": self.global_step})
-        warnings.warn(f"{what} is not observed: {why}; the training goes on", RuntimeWarning, stacklevel=3)
+        self.problems.append({"what": what, "why": why, "count": 1, "global_step": self._step})
+        if warn:
+            warnings.warn(f"{what} is not observed: {why}; the training goes on", RuntimeWarning, stacklevel=3)
 
     def _path_of(self, module: nn.Module) -> str:
         for path, one in [*self._modules.items(), *self._candidates()]:
@@ -1332,6 +1559,7 @@ class _Parameter:
     owner_path: str
     owner: nn.Module
     attribute: str
+    computed: bool = False  # by a parametrization: it has a value, but no gradient and no update of its own
 
     def __post_init__(self) -> None:
         named = self.attribute in ("weight", "bias")
@@ -1349,7 +1577,8 @@ class _Parameter:
 
     @property
     def tensor(self) -> Tensor | None:
-        return self.owner._parameters.get(self.attribute)
+        parameters = self.owner._parameters
+        return parameters[self.attribute] if self.attribute in parameters else None  # noqa: SIM401 - ScriptModule has no get
 
 
 @dataclasses.dataclass(slots=True)
@@ -1358,6 +1587,17 @@ class _Stream:
 
     capture: Capture | None
     asking: list[Receiver]
+
+
+class _Pass(threading.local):
+    """The forward that runs in a thread, or else the last one there."""
+
+    def __init__(self) -> None:
+        self.depth = 0  # how many forwards of the root are running
+        self.in_loss = False
+        self.tag = DEFAULT_TAG
+        self.listening = False  # whether hooks have anything to do in it
+        self.inputs: list[tuple[str, list[tuple[str, Tensor]]]] = []
 
 
 class _Probe:
@@ -1418,6 +1658,12 @@ def awake(receiver: Receiver, step: int) -> bool:
     """Whether a receiver may want something of the training passes of this step."""
     ask = getattr(receiver, "awake", None)
     return True if ask is None else bool(ask(step))
+
+
+def _computed(module: nn.Module) -> list[str]:
+    """The attributes of a module that parametrizations compute."""
+    own = getattr(module, "parametrizations", None)
+    return list(own) if isinstance(own, nn.ModuleDict) and is_parametrized(module) else []
 
 
 def _class_name(one: nn.Module) -> str:

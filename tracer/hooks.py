@@ -8,15 +8,20 @@ import functools
 import inspect
 import pkgutil
 import random
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.autograd.function import BackwardCFunction
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.checkpoint import CheckpointFunction
 
 if TYPE_CHECKING:
     from tracer.exporter import Exporter
@@ -25,10 +30,11 @@ if TYPE_CHECKING:
 class Hook:
     """A hook of an exporter; in a copy or a pickle of what it hangs on, a function that does nothing."""
 
-    __slots__ = ("_exporter", "fired", "method", "name", "off")
+    __slots__ = ("_exporter", "_inner", "fired", "method", "name", "off")
 
     def __init__(self, exporter: Exporter, method: str, name: str) -> None:
         self._exporter = weakref.ref(exporter)
+        self._inner = method in ("_before_forward", "_after_forward")
         self.method = method
         self.name = name
         self.fired = False
@@ -41,10 +47,15 @@ class Hook:
         if exporter is None or self.off or not (exporter._attached and exporter._enabled):
             return
         self.fired = True
+        if self._inner:
+            running = exporter._pass
+            if running.depth and not running.listening:  # a step that nobody records: no more than this
+                return
         if torch._C._get_tracing_state() is not None:  # torch.jit.trace would record our copies
             return
         try:
-            getattr(exporter, self.method)(self.name, *args)
+            with exporter._lock:
+                getattr(exporter, self.method)(self.name, *args)
         except Exception as error:
             if exporter.strict:
                 raise
@@ -60,10 +71,18 @@ class Hook:
 class GradientHook:
     """Sees the gradient of one tensor of one forward pass."""
 
-    __slots__ = ("_exporter", "at", "call", "handle", "kind", "leaf", "path", "tag")
+    __slots__ = ("_exporter", "at", "call", "handle", "kind", "leaf", "path", "scale", "tag")
 
     def __init__(
-        self, exporter: Exporter, kind: str, path: str, leaf: str, call: int, tag: str, at: tuple[int, int, int]
+        self,
+        exporter: Exporter,
+        kind: str,
+        path: str,
+        leaf: str,
+        call: int,
+        tag: str,
+        at: tuple[int, int, int],
+        scale: Tensor | None = None,
     ) -> None:
         self._exporter = weakref.ref(exporter)
         self.kind = kind
@@ -72,6 +91,7 @@ class GradientHook:
         self.call = call
         self.tag = tag
         self.at = at
+        self.scale = scale  # of the backward in which the forward was computed again
         self.handle: Any = None
 
     def __call__(self, gradient: Tensor) -> None:
@@ -81,11 +101,28 @@ class GradientHook:
         if exporter is None or not (exporter._attached and exporter._enabled):
             return
         try:
-            exporter._gradient(self, gradient)
+            with exporter._lock:
+                exporter._gradient(self, gradient)
         except Exception as error:
             if exporter.strict:
                 raise
             exporter._give_up(self.kind, self.path, error)
+
+
+class ScaleHook:
+    """Sits on a loss that a GradScaler has multiplied, and tells an exporter when a backward begins there."""
+
+    __slots__ = ("_exporter", "scale")
+
+    def __init__(self, exporter: Exporter, scale: Tensor) -> None:
+        self._exporter = weakref.ref(exporter)
+        self.scale = scale
+
+    def __call__(self, gradient: Tensor) -> None:
+        exporter = self._exporter()
+        if exporter is not None:
+            with exporter._lock:
+                exporter._scales[torch._C._current_graph_task_id()] = self.scale
 
 
 class LossFunction:
@@ -103,49 +140,65 @@ class LossFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         exporter = self._exporter()
-        if exporter is None or exporter._in_loss or torch.compiler.is_compiling():
+        if exporter is None or exporter._pass.in_loss or torch.compiler.is_compiling():
             return self.__wrapped__(*args, **kwargs)
-        exporter._in_loss = True  # some losses are made of others
+        exporter._pass.in_loss = True  # some losses are made of others
         try:
             output = self.__wrapped__(*args, **kwargs)
         finally:
-            exporter._in_loss = False
+            exporter._pass.in_loss = False
         if exporter._attached and exporter._enabled:
             exporter._guard("loss", lambda: exporter._loss_seen(self.__wrapped__, args, kwargs, output))
         return output
 
 
 _scaled: weakref.WeakSet[Exporter] = weakref.WeakSet()
-_scaler_step: Callable[..., Any] | None = None
+_scaler_methods: dict[str, Callable[..., Any]] = {}
 
 
 def watch_scalers(exporter: Exporter) -> None:
-    """Let an exporter know of steps that a GradScaler skips: torch then calls none of the optimizer's hooks."""
-    global _scaler_step
+    """Let an exporter know of losses that a GradScaler multiplies, and of steps that it skips.
+
+    In these torch calls none of the optimizer's hooks.
+    """
     _scaled.add(exporter)
-    if _scaler_step is None:
-        _scaler_step = GradScaler.step
-        setattr(GradScaler, "step", _scaled_step)  # noqa: B010 - a type checker calls assigning it wrong; taken back below
+    if not _scaler_methods:
+        _scaler_methods.update(scale=GradScaler.scale, step=GradScaler.step)
+        setattr(GradScaler, "scale", _scaled_scale)  # noqa: B010 - a type checker calls assigning it wrong
+        setattr(GradScaler, "step", _scaled_step)  # noqa: B010
 
 
 def unwatch_scalers(exporter: Exporter) -> None:
-    """No longer let an exporter know; without any, torch's own method is back."""
-    global _scaler_step
+    """No longer let an exporter know; without any, torch's own methods are back."""
     _scaled.discard(exporter)
-    if not _scaled and _scaler_step is not None:
-        setattr(GradScaler, "step", _scaler_step)  # noqa: B010
-        _scaler_step = None
+    if not _scaled:
+        for name, method in _scaler_methods.items():
+            setattr(GradScaler, name, method)
+        _scaler_methods.clear()
+
+
+@functools.wraps(GradScaler.scale)
+def _scaled_scale(scaler: GradScaler, outputs: Any) -> Any:
+    result = _scaler_methods["scale"](scaler, outputs)
+    watching = [one for one in _scaled if one._attached and one._enabled] if scaler.is_enabled() else []
+    scale = scaler._scale
+    if watching and scale is not None:
+        scale = scale.detach().clone()  # which the scaler changes in place
+        for _, tensor in leaves(result):
+            if tensor.requires_grad:
+                for one in watching:
+                    one._guard("the loss scale", functools.partial(one._loss_scaled, tensor, scale))
+    return result
 
 
 @functools.wraps(GradScaler.step)
 def _scaled_step(scaler: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     watching = [one for one in _scaled if any(known is optimizer for known in one._optimizers)]
     before = [one.optimizer_calls for one in watching]
-    assert _scaler_step is not None  # this stands in for it only while it is kept there
-    result = _scaler_step(scaler, optimizer, *args, **kwargs)
+    result = _scaler_methods["step"](scaler, optimizer, *args, **kwargs)
     for one, calls in zip(watching, before, strict=True):
-        if one.optimizer_calls == calls:
-            one._guard("skipped_step", one._skipped_step)
+        if one.optimizer_calls == calls and one._attached and one._enabled:
+            one._guard("skipped_step", functools.partial(one._skipped_step, optimizer))
     return result
 
 
@@ -298,6 +351,8 @@ def unobservable(tensor: Tensor) -> str | None:
         return "a quantized tensor is not supported"
     if tensor.is_nested:
         return "a nested tensor is not supported"
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        return "while a CUDA graph is captured nothing is computed"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "inside vmap or grad of torch.func a tensor has no values of its own"
     return None
@@ -308,6 +363,76 @@ def same_storage(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
+def checkpointing() -> bool:
+    """Whether a forward without gradients is the first one of a reentrant checkpoint, so part of a training."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def recomputing() -> bool:
     """Whether this forward runs inside a backward pass: a checkpoint's second forward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def next_node() -> int:
+    """The number that the next node of this thread's graph gets."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def backward_node() -> int | None:
+    """The number of the checkpoint (or other function written in Python) whose backward runs."""
+    node: Any = torch._C._current_autograd_node()
+    return int(node._sequence_nr()) if isinstance(node, BackwardCFunction) else None
+
+
+_STEP = Optimizer.profile_hook_step(len).__code__
+"""What torch puts around `step` of every optimizer, to run the hooks."""
+
+
+def steps_within(optimizer: Optimizer) -> bool:
+    """Whether the hooks run of a step inside a step: a subclass that calls its parent's `step` has them run for both.
+
+    Looked for among the calls, because a count would be wrong for ever after a step that raised.
+    """
+    running = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and running < 2:
+        if frame.f_code is _STEP and frame.f_locals.get("self") is optimizer:
+            running += 1
+        frame = frame.f_back
+    return running > 1
+
+
+def opaque(output: Any) -> bool:
+    """Whether a module's output may hold tensors that `leaves` does not find."""
+    return not isinstance(output, type(None) | bool | int | float | str | Mapping | tuple | list) and not (
+        dataclasses.is_dataclass(output)
+    )
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A dense copy of an observable tensor."""
+    source = tensor.detach()
+    if source.layout is not torch.strided:
+        return source.to_dense()
+    return source.clone(memory_format=torch.contiguous_format)
+
+
+def difference(now: Tensor, before: Tensor) -> Tensor:
+    """What was added to a parameter; torch cannot subtract numbers of 8 bits, or does so modulo 256."""
+    if now.is_floating_point() and now.itemsize == 1:
+        return now.float() - before.float()
+    if now.dtype in (torch.bool, torch.uint8):
+        return now.short() - before.short()
+    return now - before
+
+
+def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:
+    """A gradient without what its loss was multiplied with; of float16 in float32, because it may be too small."""
+    wide = gradient.float() if gradient.dtype is torch.float16 else gradient
+    return wide / scale.to(wide.device)

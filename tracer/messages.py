@@ -101,7 +101,8 @@ class Message(ABC):
         accumulation, closures, the batches of an evaluation).
     leaf : str
         The path inside a module's output (or input) when that is a structure of several tensors: ``"1.0"`` for
-        the hidden state of an LSTM. Empty for a single tensor.
+        the hidden state of an LSTM. Empty for a single tensor. Gradients of a second backward through the same forward
+        end in ``"backward.1"``.
     rank : int
         Of the process of a distributed run that observed it; else 0.
     data : Tensor or None

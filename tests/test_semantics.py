@@ -1,0 +1,2020 @@
+"""What is recorded of each situation that training loops bring: one test a situation, each against its own oracle.
+
+The oracle is autograd on a functional copy, the optimizer's formula, or a reference run without what makes the
+situation special. `unchanged` trains a second time without a recorder, and compares parameters and random generators
+bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import re
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+import tracer
+from tracer import Capture, Collect, Exporter, Message
+from tracer.messages import KINDS
+
+GRADIENT_KINDS = ("layer_gradients", "input_gradients")
+
+
+def watch(model: nn.Module, optimizer: Any = None, *, strict: bool = True, **settings: Any) -> tuple[Exporter, Collect]:
+    """An exporter of all kinds, and what is heard of it."""
+    exporter, heard = Exporter(capture=Capture(**{"kinds": KINDS, **settings}), strict=strict), Collect("*")
+    exporter.message_bus.register(heard)
+    exporter.set_model(model)
+    exporter.set_optimizer(optimizer)
+    return exporter, heard
+
+
+def find(heard: Collect, kind: str, module: str | None = None, **fields: Any) -> list[Message]:
+    """The messages of a kind and module with these fields, in order."""
+    return [
+        one
+        for one in heard.of(kind)
+        if one.key == module and all(getattr(one, name) == value for name, value in fields.items())
+    ]
+
+
+def told(heard: Collect, kind: str, module: str | None = None, **fields: Any) -> list[Tensor]:
+    """Their data."""
+    return [one.data for one in find(heard, kind, module, **fields) if one.data is not None]
+
+
+def only(heard: Collect, kind: str, module: str | None = None, **fields: Any) -> Tensor:
+    """The data of the one message of this kind."""
+    (data,) = told(heard, kind, module, **fields)
+    return data
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal to the bit, dtype and shape included."""
+    return one.dtype == other.dtype and torch.equal(one, other.detach())
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
+    """Plain gradient descent."""
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def unchanged(
+    make: Callable[[], nn.Module],
+    train: Callable[[nn.Module, Any], None],
+    optimizer: Callable[[nn.Module], Any] = sgd,
+    given: Callable[[Any], Any] = lambda optimizer: optimizer,
+    **settings: Any,
+) -> tuple[nn.Module, Exporter, Collect]:
+    """Train with and without an exporter from one state; parameters, buffers and generators end bit-equal."""
+    ends: list[dict[str, Tensor]] = []
+    for watched in (False, True):
+        torch.manual_seed(5)
+        model = make()
+        chosen = optimizer(model)
+        if watched:
+            exporter, heard = watch(model, given(chosen), **settings)
+        train(model, chosen)
+        if watched:
+            exporter.finish()
+            exporter.detach()
+        ends.append({**model.state_dict(), "generator": torch.get_rng_state()})
+    assert ends[0].keys() == ends[1].keys()
+    for name, value in ends[0].items():
+        assert torch.equal(value, ends[1][name]), name
+    for one in model.modules():
+        assert not one._forward_hooks
+        assert not one._forward_pre_hooks
+    for parameter in model.parameters():
+        assert not parameter._backward_hooks
+        assert not getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return model, exporter, heard
+
+
+def batches(number: int, shape: tuple[int, ...] = (4, 3)) -> list[Tensor]:
+    """The same batches in every call, without a global generator."""
+    generator = torch.Generator().manual_seed(9)
+    return [torch.randn(shape, generator=generator) for _ in range(number)]
+
+
+def simple(model: nn.Module, optimizer: Any, number: int = 2) -> None:
+    """A plain loop."""
+    for x in batches(number):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+
+
+def mlp() -> nn.Sequential:
+    """Linear, Tanh, Linear."""
+    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+def problems(exporter: Exporter) -> str:
+    """All problems as one text."""
+    return "\n".join(f"{one['what']}: {one['why']}" for one in exporter.problems)
+
+
+# -- in place, calls, ties ------------------------------------------------------------------------------------
+
+
+class Residual(nn.Module):
+    """In-place ReLU after a convolution, ``h += x``, and writing into a part of an output."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(2, 2, 3, padding=1)
+        self.relu = nn.ReLU(inplace=in_place)
+        self.second = nn.Conv1d(2, 2, 1)
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        r = self.second(self.relu(self.first(x)))
+        if self.in_place:
+            r += x
+            r[:, 0] *= 2.0
+            return r
+        return (r + x) * torch.tensor([2.0, 1.0]).view(1, 2, 1)
+
+
+def test_in_place_relu_and_residual() -> None:
+    """In-place ReLU after conv; residual ``h += x``: told is what a network without in-place operations tells."""
+    heard = {}
+    for in_place in (False, True):
+
+        def train(model: nn.Module, optimizer: Any) -> None:
+            for x in batches(2, (4, 2, 5)):
+                optimizer.zero_grad()
+                model(x).square().sum().backward()
+                optimizer.step()
+
+        _, _, heard[in_place] = unchanged(lambda in_place=in_place: Residual(in_place), train)
+    assert (told(heard[True], "activations", "first")[0] < 0).any()
+    for kind in ("activations", "layer_inputs", *GRADIENT_KINDS, "weights", "weight_gradients", "weight_updates"):
+        for module in ("first", "relu", "second"):
+            got, expected = (told(heard[form], kind, module) for form in (True, False))
+            assert len(got) == len(expected)
+            assert all(same(*pair) for pair in zip(got, expected, strict=True)), (kind, module)
+
+
+def test_module_called_several_times() -> None:
+    """Module called several times per step: each call has its activation and its gradient; the weight has their sum."""
+    model = nn.ModuleDict({"cell": nn.Linear(3, 3)})
+    cell = model["cell"]
+    exporter, heard = watch(model, optimizer := sgd(model))
+    x = batches(1)[0]
+    h, hidden = x, []
+    for _ in range(5):
+        h = torch.tanh(cell(h))
+    h.sum().backward()
+    w, b = cell.weight.detach().clone().requires_grad_(), cell.bias.detach().clone().requires_grad_()
+    total = cell.weight.grad.clone()
+    optimizer.step()
+    exporter.detach()
+    h = x
+    for _ in range(5):
+        hidden.append(F.linear(h, w, b))
+        h = torch.tanh(hidden[-1])
+    *gradients, summed = torch.autograd.grad(h.sum(), [*hidden, w])
+    assert [one.call for one in find(heard, "activations", "cell")] == [0, 1, 2, 3, 4]
+    assert [one.call for one in find(heard, "layer_gradients", "cell")] == [4, 3, 2, 1, 0]
+    for call in range(5):
+        assert same(only(heard, "activations", "cell", call=call), hidden[call])
+        assert same(only(heard, "layer_gradients", "cell", call=call), gradients[call])
+    torch.testing.assert_close(only(heard, "weight_gradients", "cell"), summed)
+    assert same(only(heard, "weight_gradients", "cell"), total)
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embedding(x))
+
+
+def test_tied_weights() -> None:
+    """Tied weights: one stream with the gradient of both uses; the other name is an alias in the model's structure."""
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        model(torch.tensor([[1, 2]])).square().sum().backward()
+        optimizer.step()
+
+    _, exporter, heard = unchanged(Tied, train)
+    w = only(heard, "weights", "embedding").requires_grad_()
+    (expected,) = torch.autograd.grad(F.linear(F.embedding(torch.tensor([[1, 2]]), w), w).square().sum(), w)
+    torch.testing.assert_close(only(heard, "weight_gradients", "embedding"), expected)
+    assert {one.key for one in heard.of("weights")} == {"embedding"}
+    assert exporter.structure()["tied"] == [["embedding.weight", "head.weight"]]
+
+
+# -- several backwards ----------------------------------------------------------------------------------------
+
+
+def test_gradient_accumulation() -> None:
+    """Gradient accumulation, 3 micro-batches: `call` is the micro-batch; the gradient is the accumulated one, once."""
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            for x in batches(3):
+                (model(x).square().sum() / 3).backward()
+            optimizer.step()
+
+    _, _, heard = unchanged(mlp, train)
+    places = [(step, call) for step in range(2) for call in range(3)]
+    for kind in ("activations", *GRADIENT_KINDS[:1]):
+        assert [(one.global_step, one.call) for one in find(heard, kind, "2")] == places
+    assert [one.global_step for one in heard.of("batch_finished")] == [0, 1]
+    reference = mlp()
+    for step in range(2):
+        for module in ("0", "2"):
+            part = reference.get_submodule(module)
+            part.weight.data.copy_(told(heard, "weights", module)[step])
+            part.bias.data.copy_(told(heard, "biases", module)[step])
+        reference.zero_grad()
+        for call, x in enumerate(batches(3)):
+            output = reference(x)
+            assert same(only(heard, "activations", "2", global_step=step, call=call), output)
+            torch.testing.assert_close(
+                only(heard, "layer_gradients", "2", global_step=step, call=call), (2 * output / 3).detach()
+            )
+            (output.square().sum() / 3).backward()
+        assert same(told(heard, "weight_gradients", "0")[step], reference[0].weight.grad)
+
+
+def test_autograd_grad() -> None:
+    """``autograd.grad``: gradients of activations are seen; without accumulation there is none of parameters."""
+    model = mlp()
+    exporter, heard = watch(model, optimizer := sgd(model))
+    x = batches(1)[0].requires_grad_()
+    output = model(x)
+    (expected,) = torch.autograd.grad(output.square().sum(), [x])
+    optimizer.step()
+    exporter.detach()
+    assert same(only(heard, "input_gradients", "0"), expected)
+    assert same(only(heard, "layer_gradients", "2"), 2 * output)
+    assert not heard.of("weight_gradients")
+    assert float(only(heard, "weight_updates", "0").abs().max()) == 0.0
+
+
+def penalty(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
+    """The loss of a WGAN with gradient penalty."""
+    x = ((real + fake) / 2).detach().requires_grad_()
+    (slope,) = torch.autograd.grad(critic(x).sum(), [x], create_graph=True)
+    return critic(fake).sum() - critic(real).sum() + 10.0 * (slope.norm(dim=1) - 1).square().sum()
+
+
+def test_double_backward() -> None:
+    """Double backward (WGAN-GP): the inner one's gradient has the plain leaf, that of the loss says ``backward.1``."""
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        one, two = batches(2)
+        optimizer.zero_grad()
+        penalty(model, one, two).backward()
+        optimizer.step()
+
+    _, _, heard = unchanged(lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)), train)
+    w, b, v = (only(heard, *place) for place in (("weights", "0"), ("biases", "0"), ("weights", "2")))
+    one, two = batches(2)
+    hidden = F.linear((one + two) / 2, w, b).requires_grad_()
+    out = F.linear(torch.tanh(hidden), v, only(heard, "biases", "2")).requires_grad_()
+    (inner,) = torch.autograd.grad(out.sum(), [hidden], create_graph=True)
+    (outer,) = torch.autograd.grad(10.0 * ((inner @ w).norm(dim=1) - 1).square().sum(), [hidden])
+    torch.testing.assert_close(only(heard, "layer_gradients", "0", call=0, leaf=""), inner)
+    torch.testing.assert_close(only(heard, "layer_gradients", "0", call=0, leaf="backward.1"), outer)
+    identities = [(one.kind, one.key, one.leaf, one.call, one.global_step) for one in heard]
+    assert len(set(identities)) == len(identities)
+
+
+def test_retained_graph_keeps_the_calls_of_gradients() -> None:
+    """Retained graph twice: the next micro-batch's gradient still has the call of its own activation."""
+    model = mlp()
+    exporter, heard = watch(model, optimizer := sgd(model))
+    one, two = batches(2)
+    output = model(one).square().sum()
+    output.backward(retain_graph=True)
+    output.backward()
+    (3 * model(two)).sum().backward()
+    optimizer.step()
+    exporter.detach()
+    assert [(g.call, g.leaf) for g in find(heard, "layer_gradients", "2")] == [(0, ""), (0, "backward.1"), (1, "")]
+    assert same(only(heard, "layer_gradients", "2", call=1), torch.full((4, 2), 3.0))
+    for leaf in ("", "backward.1"):
+        got = only(heard, "layer_gradients", "2", call=0, leaf=leaf)
+        assert same(got, 2 * only(heard, "activations", "2", call=0))
+
+
+def test_backward_through_an_earlier_step() -> None:
+    """A graph retained beyond its step: the messages of that step are complete, so the second gradient is a problem."""
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        first = model(batches(1)[0]).mean()
+        first.backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        model(batches(1)[0])
+        with torch.no_grad():
+            weights = [p.clone() for p in model.parameters()]
+        first.backward()
+        assert all(torch.equal(*pair) for pair in zip(weights, model.parameters(), strict=True))
+        optimizer.step()
+
+    with pytest.warns(RuntimeWarning, match="forward of an earlier step"):
+        _, exporter, heard = unchanged(lambda: nn.Sequential(nn.Linear(3, 2)), train)
+    assert [(one.global_step, one.call) for one in find(heard, "layer_gradients", "0")] == [(0, 0)]
+    assert "layer_gradients of '0': a backward went through the forward of an earlier step" in problems(exporter)
+
+
+# -- structures -----------------------------------------------------------------------------------------------
+
+
+def test_lstm_and_gru() -> None:
+    """nn.LSTM, nn.GRU: each leaf of the output with its path, value and gradient, as autograd has them."""
+    for cls, names in ((nn.LSTM, ["0", "1.0", "1.1"]), (nn.GRU, ["0", "1"])):
+        torch.manual_seed(0)
+        model = cls(3, 4, batch_first=True)
+        reference = copy.deepcopy(model)
+        exporter, heard = watch(model, optimizer := sgd(model))
+        x = torch.randn(2, 5, 3)
+        flat = []
+        for one in (reference, model):
+            output, state = one(x)
+            flat.append([output, *(state if isinstance(state, tuple) else [state])])
+        for parts in flat:
+            sum((part * (number + 1)).sum() for number, part in enumerate(parts)).backward()
+        optimizer.step()
+        exporter.detach()
+        for number, name in enumerate(names):
+            assert same(only(heard, "activations", "", leaf=name), flat[0][number])
+            gradient = only(heard, "layer_gradients", "", leaf=name)
+            assert same(gradient, torch.full_like(flat[0][number], number + 1.0))
+        assert len(names) == len(find(heard, "activations", ""))
+        for name, parameter in reference.named_parameters():
+            kind = "bias" if "bias" in name else "weight"
+            assert same(only(heard, f"{kind}_gradients", name), parameter.grad)
+            assert same(only(heard, f"{kind}_updates", name), parameter.add(parameter.grad, alpha=-0.1) - parameter)
+
+
+class Fields(NamedTuple):
+    """A named tuple of a tensor and a number."""
+
+    score: Tensor
+    count: int
+
+
+@dataclasses.dataclass
+class Answer:
+    """A dataclass of nested structures."""
+
+    logits: Tensor
+    rest: tuple[Any, ...]
+    nothing: None = None
+
+
+FORMS: dict[str, tuple[Callable[[Tensor], Any], list[str]]] = {
+    "tuple": (lambda y: (y, y * 2), ["0", "1"]),
+    "list": (lambda y: [y, None, y * 2], ["0", "2"]),
+    "dict": (lambda y: {"a": y, "b": 3, "c": y * 2}, ["a", "c"]),
+    "named tuple": (lambda y: (Fields(y, 3), y * 2), ["0.score", "1"]),
+    "dataclass": (lambda y: Answer(y, ({"deep": [y * 2]}, 1)), ["logits", "rest.0.deep.0"]),
+    "nested": (lambda y: ((y, (None, [y * 2])), {"n": 1}), ["0.0", "0.1.1.0"]),
+    "integers": (lambda y: (y, (y * 2).long()), ["0", "1"]),
+}
+
+
+class Shaped(nn.Module):
+    """Gives its linear layer's output in a form, and takes a mask by keyword."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None, flag: bool = False) -> Any:
+        return FORMS[self.form][0](self.layer(x if mask is None else x * mask))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_structured_outputs_and_keyword_inputs(form: str) -> None:
+    """tuple/list/dict/dataclass/nested/None/int outputs, kwargs: each tensor with its path, value and gradient."""
+    model = Shaped(form)
+    exporter, heard = watch(model, optimizer := sgd(model), modules="*")
+    x, mask = batches(1)[0], torch.tensor([1.0, 0.0, 1.0])
+    output = model(x, mask=mask, flag=True)
+    from tracer.hooks import leaves
+
+    parts = dict(leaves(output))
+    names = FORMS[form][1]
+    assert list(parts) == names
+    sum((part * 3).sum() for part in parts.values() if part.requires_grad).backward()
+    optimizer.step()
+    exporter.detach()
+    assert [one.leaf for one in find(heard, "activations", "")] == names
+    y = F.linear(x * mask, only(heard, "weights", "layer"), only(heard, "biases", "layer"))
+    second = y * 2
+    assert same(only(heard, "activations", "", leaf=names[0]), y)
+    assert same(only(heard, "activations", "", leaf=names[1]), second.long() if form == "integers" else second)
+    # the first leaf is the tensor from which the second is made, so it has the gradient of both uses
+    gradients = {one.leaf: one.data for one in find(heard, "layer_gradients", "")}
+    both = form != "integers"
+    expected = {names[0]: torch.full((4, 2), 9.0 if both else 3.0)}
+    if both:
+        expected[names[1]] = torch.full((4, 2), 3.0)
+    assert gradients.keys() == expected.keys()
+    assert all(same(gradients[name], value) for name, value in expected.items() if gradients[name] is not None)
+    assert [(one.leaf, tuple(one.data.shape)) for one in find(heard, "layer_inputs", "")] == [
+        ("0", (4, 3)),
+        ("mask", (3,)),
+    ]
+    assert same(only(heard, "layer_inputs", "", leaf="mask"), mask)
+
+
+class Opaque:
+    """An output that is no structure."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Hiding(nn.Module):
+    """Gives an opaque output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Opaque:
+        return Opaque(self.layer(x))
+
+
+def test_an_output_that_is_not_looked_into_is_told() -> None:
+    """An output of a class of the user's own has no known leaves; the trace says so, the layers inside are told."""
+    model = Hiding()
+    exporter, heard = watch(model, modules="*", strict=False)
+    with pytest.warns(RuntimeWarning, match="the output is a Opaque, which is not looked into"):
+        output = model(batches(1)[0])
+    exporter.detach()
+    assert same(only(heard, "activations", "layer"), output.value)
+    assert not find(heard, "activations", "")
+
+
+# -- attention ------------------------------------------------------------------------------------------------
+
+
+def test_multihead_attention_and_transformer_encoder(tmp_path: Path) -> None:
+    """nn.MultiheadAttention / TransformerEncoder in training: values are right; the bypassed module is silent."""
+
+    def make() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.1)
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        for x in batches(2, (2, 3, 4)):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+
+    _, exporter, heard = unchanged(make, train)
+    silent = [f"layers.{number}.self_attn.out_proj" for number in range(2)]
+    assert exporter.silent == silent
+    kinds = {one.key for one in heard.of("weight_gradients")}
+    assert {"layers.0.self_attn.in_proj_weight", *silent} <= kinds
+    found = find(heard, "activations", "layers.0.linear1", global_step=0)[0].data
+    source = told(heard, "layer_inputs", "layers.0.linear1", global_step=0)[0]
+    weights, biases = (told(heard, kind, "layers.0.linear1")[0] for kind in ("weights", "biases"))
+    assert same(found, F.linear(source, weights, biases))
+    updates = told(heard, "weight_updates", "layers.1.self_attn.in_proj_weight")
+    gradients = told(heard, "weight_gradients", "layers.1.self_attn.in_proj_weight")
+    before = told(heard, "weights", "layers.1.self_attn.in_proj_weight")
+    assert same(updates[0], before[0].add(gradients[0], alpha=-0.1) - before[0])
+
+
+def test_multihead_attention_gives_output_and_weights() -> None:
+    """nn.MultiheadAttention returns (output, weights): two leaves, of which the weights are a mean over heads."""
+    model = nn.MultiheadAttention(4, 2, batch_first=True)
+    exporter, heard = watch(model, sgd(model), modules="*")
+    x = batches(1, (2, 3, 4))[0]
+    output, attention = model(x, x, x)
+    alone, nothing = model(x, x, x, need_weights=False)
+    exporter.detach()
+    assert same(only(heard, "activations", "", leaf="0"), output)
+    assert same(only(heard, "activations", "", leaf="1"), attention)
+    assert same(only(heard, "activations", "", leaf=""), alone)
+    assert nothing is None
+    torch.testing.assert_close(attention.sum(-1), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_transformer_encoder_in_evaluation(padded: bool) -> None:
+    """Fast path in eval: hooks on modules switch it off, so inner layers are seen; results stay within rounding.
+
+    With padding torch hands nested tensors on, which have no dense values: the trace says so.
+    """
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    x = batches(1, (2, 3, 8))[0]
+    mask = torch.tensor([[False, False, True], [False, False, False]]) if padded else None
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # torch's of nested tensors, and ours
+        expected = model(x, src_key_padding_mask=mask)
+        exporter, heard = watch(model, sgd(model), strict=False)
+        got = model(x, src_key_padding_mask=mask)
+        exporter.detach()
+        again = model(x, src_key_padding_mask=mask)
+    torch.testing.assert_close(got, expected)
+    assert same(only(heard, "network_output", tag="eval"), got)
+    inner = told(heard, "activations", "layers.1.linear1", tag="eval")
+    if padded:
+        assert not inner
+        assert "activations of 'layers.1.linear1': a nested tensor is not supported" in problems(exporter)
+    else:
+        assert inner[0].shape == (2, 3, 16)
+        assert len(exporter.problems) == 1
+    assert "torch's fast path in 'layers.0', 'layers.0.self_attn', 'layers.1'" in problems(exporter)
+    assert exporter.silent == [f"layers.{number}.self_attn.out_proj" for number in range(2)]
+    assert torch.equal(again, expected)
+
+
+def test_attention_probabilities_inside_sdpa_are_no_activation() -> None:
+    """SDPA attention: the probabilities are inside one function, so only the modules around it are told."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(4, 12), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(F.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1)))
+
+    model = Attention()
+    exporter, heard = watch(model, sgd(model))
+    x = batches(1, (2, 3, 4))[0]
+    model(x).sum().backward()
+    exporter.detach()
+    q, k, v = only(heard, "activations", "qkv").chunk(3, -1)
+    torch.testing.assert_close(only(heard, "layer_inputs", "out"), (q @ k.mT / 2).softmax(-1) @ v)
+    assert {one.key for one in heard.of("activations")} == {"qkv", "out"}
+
+
+# -- optimizers -----------------------------------------------------------------------------------------------
+
+
+def test_lbfgs_closures() -> None:
+    """LBFGS: the evaluations of one step are calls; weights are those before, the update is the whole way."""
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        x = batches(1)[0]
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = (model(x) - 1).square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+
+    make_optimizer = lambda model: torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)  # noqa: E731
+    model, _, heard = unchanged(lambda: nn.Linear(3, 2), train, make_optimizer)
+    weights, updates = told(heard, "weights", ""), told(heard, "weight_updates", "")
+    assert same(updates[0], weights[1] - weights[0])
+    assert same(updates[1], model.weight - weights[1])
+    calls = [one.call for one in find(heard, "activations", "", global_step=0)]
+    assert calls == list(range(len(calls)))
+    assert len(calls) > 1
+    first = F.linear(batches(1)[0], weights[0], told(heard, "biases", "")[0])
+    assert same(only(heard, "activations", "", global_step=0, call=0), first)
+
+
+class SAM:
+    """Sharpness-aware minimisation: a second pass at perturbed weights, with the weights put back before the step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.base = sgd(model)
+        self.parameters = list(model.parameters())
+
+    def step(self, loss: Callable[[], Tensor]) -> None:
+        self.base.zero_grad()
+        loss().backward()
+        held = [p.detach().clone() for p in self.parameters]
+        with torch.no_grad():
+            for p in self.parameters:
+                p.add_(0.05 * p.grad)
+        self.base.zero_grad()
+        loss().backward()
+        with torch.no_grad():
+            for p, before in zip(self.parameters, held, strict=True):
+                p.copy_(before)
+        self.base.step()
+
+
+def test_sam() -> None:
+    """SAM-like two-pass: two calls of one step; the gradient is the second pass's, the weights are the unperturbed."""
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        for x in batches(2):
+            optimizer.step(lambda x=x: model(x).square().sum())
+
+    _, _, heard = unchanged(lambda: nn.Linear(3, 2), train, SAM, lambda optimizer: optimizer.base)
+    w, b = told(heard, "weights", "")[0].requires_grad_(), told(heard, "biases", "")[0].requires_grad_()
+    x = batches(1)[0]
+    one = F.linear(x, w, b)
+    gw, gb = torch.autograd.grad(one.square().sum(), [w, b])
+    w2, b2 = (w + 0.05 * gw).detach().requires_grad_(), (b + 0.05 * gb).detach()
+    two = F.linear(x, w2, b2)
+    (expected,) = torch.autograd.grad(two.square().sum(), [w2])
+    torch.testing.assert_close(only(heard, "activations", "", global_step=0, call=0), one.detach())
+    torch.testing.assert_close(only(heard, "activations", "", global_step=0, call=1), two.detach())
+    torch.testing.assert_close(told(heard, "weight_gradients", "")[0], expected)
+    torch.testing.assert_close(told(heard, "weight_updates", "")[0], -0.1 * expected)
+    assert [one.global_step for one in heard.of("batch_finished")] == [0, 1]
+
+
+def test_an_optimizer_that_never_steps_is_told() -> None:
+    """An optimizer given that another one stands in for (SAM's ``first_step``): nothing ends a step; that is told."""
+    model = nn.Linear(3, 2)
+    exporter, heard = watch(model, sgd(model), strict=False)
+    other = sgd(model)
+    simple(model, other, 3)
+    with pytest.warns(RuntimeWarning, match="was never called, so everything is of one step"):
+        exporter.finish()
+    exporter.detach()
+    assert [one.call for one in find(heard, "activations", "")] == [0, 1, 2]
+    assert not heard.of("batch_finished")
+
+
+class GAN(nn.Module):
+    """A generator and a critic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = nn.Linear(2, 3), nn.Linear(3, 1)
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.critic(self.generator(z))
+
+
+def test_gan_with_two_optimizers() -> None:
+    """Two optimizers: one step, each parameter with the weights, gradient and update of its own optimizer's step."""
+
+    def optimizers(model: Any) -> tuple[Any, Any]:
+        return sgd(model.critic), sgd(model.generator, 0.2)
+
+    def train(model: Any, both: Any) -> None:
+        critic, generator = both
+        for x, z in zip(batches(2), batches(2, (4, 2)), strict=True):
+            critic.zero_grad()
+            (model.critic(model.generator(z).detach()).mean() - model.critic(x).mean()).backward()
+            critic.step()
+            generator.zero_grad()
+            (-model(z).mean()).backward()
+            generator.step()
+
+    _, _, heard = unchanged(GAN, train, optimizers)
+    x, z = batches(1)[0], batches(1, (4, 2))[0]
+    gw, gb = told(heard, "weights", "generator")[0], told(heard, "biases", "generator")[0]
+    fake = F.linear(z, gw, gb)
+    expected = (fake.mean(0) - x.mean(0)).unsqueeze(0)
+    torch.testing.assert_close(told(heard, "weight_gradients", "critic")[0], expected)
+    torch.testing.assert_close(told(heard, "weight_updates", "critic")[0], -0.1 * expected)
+    moved = told(heard, "weights", "critic")[0] + told(heard, "weight_updates", "critic")[0]
+    slope = -(moved.T @ z.mean(0, keepdim=True))
+    torch.testing.assert_close(told(heard, "weight_gradients", "generator")[0], slope)
+    torch.testing.assert_close(told(heard, "weight_updates", "generator")[0], -0.2 * slope)
+    for kind in ("weights", "weight_gradients", "weight_updates"):
+        assert [(one.key, one.global_step) for one in heard.of(kind)] == [
+            (name, step) for step in range(2) for name in ("generator", "critic")
+        ]
+    assert [one.call for one in find(heard, "activations", "critic", global_step=0)] == [0, 1, 2]
+
+
+# -- AMP ------------------------------------------------------------------------------------------------------
+
+
+def test_autocast() -> None:
+    """AMP autocast: activations in their own lower precision, weights and their gradients in float32."""
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = model(batches(1)[0])
+        output.float().square().sum().backward()
+        optimizer.step()
+
+    _, _, heard = unchanged(mlp, train)
+    w, b = only(heard, "weights", "0"), only(heard, "biases", "0")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = F.linear(batches(1)[0], w, b)
+    assert expected.dtype is torch.bfloat16
+    assert same(only(heard, "activations", "0"), expected)
+    assert only(heard, "layer_gradients", "0").dtype is torch.bfloat16
+    assert only(heard, "weight_gradients", "0").dtype is w.dtype is torch.float32
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_grad_scaler(fused: bool, dtype: torch.dtype) -> None:
+    """GradScaler, plain and fused: gradients of parameters and of activations are told unscaled; skips are events."""
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=1)
+        for number, x in enumerate(batches(4)):
+            optimizer.zero_grad()
+            factor = float("inf") if number == 1 else 1e-3
+            scaler.scale(model(x.to(dtype)).float().sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    class Cast(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.float()
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).to(dtype).append(Cast())
+
+    def optimizer(model: nn.Module) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+
+    scaler_methods = torch.amp.GradScaler.scale, torch.amp.GradScaler.step
+    if dtype is torch.float16:  # a GradScaler refuses gradients in float16, so the parameters stay in float32
+
+        def half() -> nn.Module:
+            class Half(nn.Module):
+                def __init__(self) -> None:
+                    super().__init__()
+                    self.layer = nn.Linear(3, 2)
+
+                def forward(self, x: Tensor) -> Tensor:
+                    return self.layer(x.float()).half()
+
+            return nn.Sequential(Half(), Cast())
+
+        _, _, heard = unchanged(half, train, optimizer)
+        module, parameters = "0", "0.layer"
+    else:
+        _, _, heard = unchanged(make, train, optimizer)
+        module, parameters = "2", "2"
+    assert (torch.amp.GradScaler.scale, torch.amp.GradScaler.step) == scaler_methods
+    assert [one.global_step for one in heard.of("skipped_step")] == [1]
+    assert [one.global_step for one in heard.of("weight_updates") if one.key == parameters] == [0, 1, 2]
+    found = find(heard, "layer_gradients", module if dtype is torch.float32 else "1")
+    assert [(one.global_step, one.call) for one in found] == [(0, 0), (1, 0), (1, 1), (2, 0)]
+    for number, one in enumerate(found):
+        assert one.data is not None
+        expected = torch.full((4, 2), float("inf") if number == 1 else 1e-3)
+        torch.testing.assert_close(one.data.float(), expected)
+    for gradient, update in zip(
+        told(heard, "bias_gradients", parameters), told(heard, "bias_updates", parameters), strict=True
+    ):
+        torch.testing.assert_close(gradient, torch.full((2,), 4e-3), rtol=1e-3, atol=0)
+        torch.testing.assert_close(update, -0.1 * gradient, rtol=1e-3, atol=1e-6)
+    if dtype is torch.float16:
+        inner = told(heard, "input_gradients", "1")
+        assert {one.dtype for one in inner} == {torch.float32}
+        torch.testing.assert_close(inner[0], torch.full((4, 2), 1e-3), rtol=1e-3, atol=0)
+
+
+def test_grad_scaler_beside_an_unscaled_loss() -> None:
+    """Of a scaled and an unscaled backward of one step, each gradient is divided by its own backward's scale."""
+    model = nn.Linear(3, 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    exporter, heard = watch(model, sgd(model))
+    model(batches(1)[0]).sum().backward()
+    scaler.scale(model(batches(1)[0]).sum()).backward()
+    scaler.scale(checkpoint(model, batches(1)[0].requires_grad_(), use_reentrant=True).sum()).backward()
+    exporter.detach()
+    assert [one.call for one in find(heard, "layer_gradients", "")] == [0, 1, 2]
+    for one in told(heard, "layer_gradients", ""):
+        assert same(one, torch.ones(4, 2))
+
+
+def test_grad_scaler_without_an_optimizer() -> None:
+    """A loop whose optimizer the exporter does not know: gradients of parameters are divided by the scale, too."""
+
+    def train(model: Any, optimizer: Any) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+        for x in batches(2):
+            optimizer.zero_grad()
+            hidden = checkpoint(model[0], x.requires_grad_(), use_reentrant=True)
+            scaler.scale(model[2](model[1](hidden)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    _, _, heard = unchanged(mlp, train, given=lambda _: ())
+    assert same(told(heard, "layer_gradients", "2")[0], torch.ones(4, 2))
+
+    def forwards(model: Any, optimizer: Any) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+        for x in batches(2):
+            optimizer.zero_grad()
+            scaler.scale(model(x).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    _, _, heard = unchanged(mlp, forwards, given=lambda _: None)
+    assert len(told(heard, "bias_gradients", "2")) == len(told(heard, "weight_updates", "0")) == 2
+    for gradient in told(heard, "bias_gradients", "2"):
+        assert same(gradient, torch.full((2,), 4.0))
+    for gradient, update in zip(told(heard, "weight_gradients", "0"), told(heard, "weight_updates", "0"), strict=True):
+        torch.testing.assert_close(update, -0.1 * gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_grad_scaler_skips_one_of_two_optimizers() -> None:
+    """A scaler skips the last of two optimizers: what the first one did is told with the step that comes to its end."""
+
+    def train(model: Any, both: Any) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        critic, generator = both
+        for factor in (1.0, float("inf"), 1.0):
+            for one in both:
+                one.zero_grad()
+            scaler.scale(model.critic(torch.ones(4, 3)).sum()).backward()
+            scaler.step(critic)
+            scaler.scale(model.generator(torch.ones(4, 2)).sum() * factor).backward()
+            scaler.step(generator)
+            scaler.update()
+
+    model, _, heard = unchanged(GAN, train, lambda model: (sgd(model.critic), sgd(model.generator)))
+    assert [one.global_step for one in heard.of("skipped_step")] == [1]
+    for name in ("critic", "generator"):
+        weights, updates = told(heard, "weights", name), told(heard, "weight_updates", name)
+        assert len(weights) == len(updates) == 2
+        assert same(updates[0], weights[1] - weights[0])
+        assert same(updates[1], model.get_submodule(name).weight - weights[1])  # the critic moved twice in step 1
+
+
+def test_fused_optimizer() -> None:
+    """A fused optimizer gives the same weights, gradients and updates as its formula."""
+
+    def make_optimizer(model: nn.Module) -> Any:
+        return torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
+
+    model, _, heard = unchanged(mlp, simple, make_optimizer)
+    weights, gradients = told(heard, "weights", "2"), told(heard, "weight_gradients", "2")
+    torch.testing.assert_close(told(heard, "weight_updates", "2")[0], -0.01 * gradients[0].sign(), rtol=1e-3, atol=1e-5)
+    assert same(told(heard, "weight_updates", "2")[1], model[2].weight - weights[1])
+
+
+def test_clipping() -> None:
+    """Clipping: the gradient of a step is the clipped one, that of an activation is not."""
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        for x in batches(2):
+            optimizer.zero_grad()
+            (100 * model(x)).sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+    _, _, heard = unchanged(mlp, train)
+    for step in range(2):
+        parts = [one.data for kind in ("weight", "bias") for one in heard.of(f"{kind}_gradients")]
+        parts = [
+            one.data for kind in ("weight", "bias") for one in heard.of(f"{kind}_gradients") if one.global_step == step
+        ]
+        norm = torch.cat([one.flatten() for one in parts if one is not None]).norm()
+        torch.testing.assert_close(norm, torch.tensor(1.0))
+        assert same(told(heard, "layer_gradients", "2")[step], torch.full((4, 2), 100.0))
+
+
+class InBackward:
+    """One optimizer for each parameter, which steps as soon as the gradient is there and forgets it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.each = {p: torch.optim.SGD([p], lr=0.1, momentum=0.5) for p in model.parameters()}
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(self)
+
+    def __call__(self, parameter: Tensor) -> None:
+        self.each[parameter].step()  # type: ignore[index]
+        self.each[parameter].zero_grad()  # type: ignore[index]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_optimizer_in_backward(checkpointed: bool) -> None:
+    """Optimizer-in-backward: one step a backward, with each parameter's gradient before it was forgotten."""
+    kept: list[InBackward] = []
+
+    def make_optimizer(model: nn.Module) -> InBackward:
+        kept.append(InBackward(model))
+        return kept[-1]
+
+    def train(model: Any, optimizer: Any) -> None:
+        for x in batches(3):
+            if checkpointed:
+                x = model[1](checkpoint(model[0], x.requires_grad_(), use_reentrant=True))
+                model[2](x).square().sum().backward()
+            else:
+                model(x).square().sum().backward()
+        for p in model.parameters():
+            p._post_accumulate_grad_hooks.clear()
+
+    model, exporter, heard = unchanged(mlp, train, make_optimizer, lambda optimizer: optimizer.each.values())
+    assert exporter.global_step == 3
+    assert [one.global_step for one in heard.of("batch_finished")] == [0, 1, 2]
+    for module in ("0", "2"):
+        assert [one.global_step for one in find(heard, "weight_gradients", module)] == [0, 1, 2]
+        weights, updates = told(heard, "weights", module), told(heard, "weight_updates", module)
+        gradients = told(heard, "weight_gradients", module)
+        assert same(updates[0], weights[1] - weights[0])
+        assert same(updates[2], model.get_submodule(module).weight - weights[2])
+        torch.testing.assert_close(updates[0], -0.1 * gradients[0])
+        torch.testing.assert_close(updates[1], -0.1 * (0.5 * gradients[0] + gradients[1]))
+    reference = mlp()
+    for module in ("0", "2"):
+        reference.get_submodule(module).weight.data = told(heard, "weights", module)[0]
+        reference.get_submodule(module).bias.data = told(heard, "biases", module)[0]
+    reference(batches(1)[0]).square().sum().backward()
+    torch.testing.assert_close(told(heard, "weight_gradients", "0")[0], reference[0].weight.grad)
+
+
+def test_the_step_of_an_optimizer_in_backward_ends_where_it_is_asked_for() -> None:
+    """After a backward that stepped, the global step is the next one: what a checkpoint of the training holds."""
+    model = mlp()
+    optimizers = InBackward(model)
+    exporter, heard = watch(model, optimizers.each.values())
+    model(batches(1)[0]).sum().backward()
+    assert exporter.global_step == 1
+    assert len(heard.of("batch_finished")) == 1
+    model(batches(1)[0]).sum().backward()
+    exporter.step()
+    exporter.finish()
+    exporter.detach()
+    assert [one.global_step for one in heard.of("batch_finished")] == [0, 1]
+
+
+class Counting(torch.optim.SGD):
+    """A subclass that steps by its parent's step."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_subclassed_optimizers_and_schedulers() -> None:
+    """Subclass with ``super().step()``, schedulers, an empty step: one step each, with the rate of its time."""
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for x in batches(2):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+            scheduler.step()
+        optimizer.zero_grad()
+        optimizer.step()
+
+    _, _, heard = unchanged(mlp, train, lambda model: Counting(model.parameters(), lr=0.1))
+    assert [one.global_step for one in heard.of("batch_finished")] == [0, 1, 2]
+    for step, rate in enumerate((0.1, 0.05)):
+        gradient, update = (told(heard, kind, "0")[step] for kind in ("weight_gradients", "weight_updates"))
+        torch.testing.assert_close(update, -rate * gradient, rtol=1e-4, atol=1e-6)
+    assert len(told(heard, "weight_gradients", "0")) == 2
+    assert float(told(heard, "weight_updates", "0")[2].abs().max()) == 0.0
+
+
+# -- checkpointing --------------------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """A block that is called three times, each in a checkpoint of its own, as in ALBERT; and one inside another."""
+
+    def __init__(self, reentrant: bool | None, nested: bool = False) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.2), nn.Tanh())
+        self.inner, self.outer, self.head = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+        self.reentrant, self.nested = reentrant, nested
+
+    def run(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return function(x)
+        result: Tensor = checkpoint(function, x, use_reentrant=self.reentrant)
+        return result
+
+    def both(self, x: Tensor) -> Tensor:
+        return self.outer(self.run(self.inner, x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(3):
+            x = self.run(self.block, x + number)
+        return self.head(self.run(self.both, x) if self.nested else x)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("nested", [True, False])
+def test_checkpointing(reentrant: bool, nested: bool) -> None:
+    """Checkpoint ``use_reentrant`` True and False: each call once, with its own gradient, as without checkpoints."""
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        for x in batches(2):
+            optimizer.zero_grad()
+            for factor in (1, 2):
+                (factor * model(x.clone().requires_grad_())).square().sum().backward()
+            optimizer.step()
+
+    heard = {}
+    for form in (None, reentrant):
+        _, exporter, heard[form] = unchanged(lambda form=form: Blocks(form, nested), train)
+        assert not exporter.problems
+    modules = ["block.0", "block.1", "block.2", "head", *(["inner", "outer"] if nested else [])]
+    for kind in ("activations", "layer_inputs", "layer_gradients", "weights", "weight_gradients", "weight_updates"):
+        for module in modules:
+            got, expected = ({(m.global_step, m.call): m.data for m in find(heard[f], kind, module)} for f in heard)
+            assert got.keys() == expected.keys(), (kind, module)
+            for place, data in got.items():
+                torch.testing.assert_close(data, expected[place], rtol=1e-5, atol=1e-6)
+    got, expected = (
+        {(m.global_step, m.call): m.data for m in find(heard[f], "input_gradients", "block.2")} for f in heard
+    )
+    assert len(got) == 12
+    assert got.keys() == expected.keys()
+    for place, data in got.items():
+        torch.testing.assert_close(data, expected[place], rtol=1e-5, atol=1e-6)
+
+
+def test_nested_reentrant_checkpoints() -> None:
+    """A checkpoint inside a checkpoint: a module that is called in both, and twice, has each gradient at its call."""
+
+    class Twice(nn.Module):
+        def __init__(self, checkpointed: bool) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+            self.checkpointed = checkpointed
+
+        def run(self, function: Any, x: Tensor) -> Any:
+            return checkpoint(function, x, use_reentrant=True) if self.checkpointed else function(x)
+
+        def inside(self, x: Tensor) -> Any:
+            return self.run(self.layer, self.layer(self.run(self.layer, x) * 2))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.run(self.inside, self.run(self.inside, x))
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "None of the inputs")  # of the inner checkpoint's first forward
+            for x in batches(2):
+                model(x.requires_grad_()).square().sum().backward()
+            optimizer.step()
+
+    heard = {}
+    for checkpointed in (False, True):
+        _, _, heard[checkpointed] = unchanged(lambda checkpointed=checkpointed: Twice(checkpointed), train)
+    for kind in ("activations", "layer_gradients"):
+        got, expected = ({m.call: m.data for m in find(heard[form], kind, "layer")} for form in (True, False))
+        assert sorted(got) == sorted(expected) == list(range(12))
+        for call, data in got.items():
+            torch.testing.assert_close(data, expected[call])
+
+
+def test_a_whole_model_in_a_reentrant_checkpoint() -> None:
+    """The first forward is without gradients, but it is the training's: no evaluation, and with its gradients."""
+
+    def run(reentrant: bool) -> Collect:
+        def train(model: nn.Module, optimizer: Any) -> None:
+            for x in batches(2):
+                optimizer.zero_grad()
+                if reentrant:
+                    checkpoint(model, x.requires_grad_(), use_reentrant=True).square().sum().backward()
+                else:
+                    model(x.requires_grad_()).square().sum().backward()
+                with torch.no_grad():
+                    model(x)  # in training mode, but without gradients: an evaluation
+                optimizer.step()
+
+        return unchanged(mlp, train)[2]
+
+    got, expected = run(True), run(False)
+    for kind in ("activations", "layer_gradients", "input_gradients"):
+        for module in ("0", "1", "2"):
+            pairs = zip(find(got, kind, module), find(expected, kind, module), strict=True)
+            for one, other in pairs:
+                assert (one.tag, one.global_step, one.call) == (other.tag, other.global_step, other.call)
+                assert one.data is not None
+                torch.testing.assert_close(one.data, other.data)
+    assert {one.tag for one in got.of("activations")} == {"default", "eval"}
+
+
+def test_a_parameter_that_a_checkpointed_module_returns() -> None:
+    """A parameter that a module returns inside a checkpoint has one gradient a step, not one for each forward."""
+
+    class Position(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self) -> Tensor:
+            return self.weight
+
+    class Positioned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.position, self.layer = Position(), nn.Linear(3, 2)
+
+        def inside(self, x: Tensor) -> Tensor:
+            return self.layer(x + self.position())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inside, x, use_reentrant=False)
+
+    _, _, heard = unchanged(Positioned, simple)
+    assert [(one.global_step, one.call, one.leaf) for one in find(heard, "layer_gradients", "position")] == [
+        (0, 0, ""),
+        (1, 0, ""),
+    ]
+    for gradient, own in zip(
+        told(heard, "layer_gradients", "position"), told(heard, "weight_gradients", "position"), strict=True
+    ):
+        assert same(gradient, own)
+
+
+# -- parameters that are made, frozen, replaced ---------------------------------------------------------------
+
+
+def test_weight_norm() -> None:
+    """weight_norm: the weight that the forward used, and its two originals with their gradients and updates."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 2)))
+
+    _, _, heard = unchanged(make, simple)
+    path = "0.parametrizations.weight.original"
+    for step in range(2):
+        g, v = (told(heard, "weights", f"{path}{number}")[step].requires_grad_() for number in range(2))
+        weight = g * v / v.norm(dim=1, keepdim=True)
+        torch.testing.assert_close(told(heard, "weights", "0")[step], weight.detach())
+        output = F.linear(batches(2)[step], weight, told(heard, "biases", "0")[step])
+        for number, expected in enumerate(torch.autograd.grad(output.square().sum(), [g, v])):
+            gradient = told(heard, "weight_gradients", f"{path}{number}")[step]
+            torch.testing.assert_close(gradient, expected)
+            torch.testing.assert_close(told(heard, "weight_updates", f"{path}{number}")[step], -0.1 * gradient)
+    assert not find(heard, "weight_updates", "0")
+    assert {one.key for one in heard.of("activations")} == {"0"}
+
+
+def test_spectral_norm() -> None:
+    """spectral_norm: told is the weight of the training forward; its buffers move as without a recorder."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(parametrizations.spectral_norm(nn.Linear(3, 3)), nn.Linear(3, 2))
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        for x in batches(2):
+            model.eval()
+            with torch.no_grad():
+                model(x)
+            model.train()
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+
+    _, _, heard = unchanged(make, train)  # the buffers are in the state that it compares
+    outputs, inputs = told(heard, "activations", "0", tag="default"), batches(2)
+    assert len(told(heard, "weights", "0")) == 2
+    for step, weight in enumerate(told(heard, "weights", "0")):
+        assert same(outputs[step], F.linear(inputs[step], weight, told(heard, "biases", "0")[step]))
+    assert {one.leaf for one in find(heard, "weights", "0")} == {""}
+
+
+def test_a_parametrized_weight_that_nobody_wants_is_not_copied() -> None:
+    """A capture of other modules puts no hook on a parametrization, and the offer has no update of a made weight."""
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), nn.Linear(3, 2))
+    exporter, heard = watch(model, optimizer := sgd(model), modules="1")
+    assert not model[0].parametrizations.weight._forward_hooks
+    simple(model, optimizer)
+    exporter.detach()
+    assert {one.key for one in heard.of("weights")} == {"1"}
+    exporter, _ = watch(model, optimizer)
+    assert "0" in exporter._paths_of("weights")
+    assert "0" not in exporter._paths_of("weight_updates")
+    exporter.detach()
+    assert not model[0].parametrizations.weight._forward_hooks
+    parametrize.remove_parametrizations(model[0], "weight")
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_frozen_and_later_unfrozen_parameters(with_optimizer: bool) -> None:
+    """Frozen parameters: weights and zero updates without gradient; from the step on that unfreezes them, all three."""
+
+    def make() -> nn.Module:
+        model = mlp()
+        model[0].requires_grad_(False)
+        return model
+
+    def train(model: Any, optimizer: Any) -> None:
+        for number, x in enumerate(batches(4)):
+            if number == 2:
+                model[0].requires_grad_(True)
+            model.zero_grad()
+            model(x).square().sum().backward()
+            if with_optimizer:
+                optimizer.step()
+            else:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        if p.grad is not None:
+                            p.sub_(0.1 * p.grad)
+
+    _, _, heard = unchanged(make, train, given=lambda optimizer: optimizer if with_optimizer else None)
+    assert [one.global_step for one in find(heard, "weights", "0")] == [0, 1, 2, 3]
+    assert [bool(one.any()) for one in told(heard, "weight_updates", "0")] == [False, False, True, True]
+    assert [one.global_step for one in find(heard, "weight_gradients", "0")] == [2, 3]
+    assert [one.global_step for one in find(heard, "input_gradients", "1")] == [2, 3]
+    assert len(find(heard, "weight_gradients", "2")) == 4
+    for gradient, update in zip(
+        told(heard, "weight_gradients", "0"), told(heard, "weight_updates", "0")[2:], strict=True
+    ):
+        torch.testing.assert_close(update, -0.1 * gradient)
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_a_replaced_parameter(with_optimizer: bool) -> None:
+    """Parameter replaced: the one in its place is told from the next step on, in its own shape."""
+    model = nn.Linear(3, 2)
+    optimizer = sgd(model) if with_optimizer else None
+    exporter, heard = watch(model, optimizer)
+    for number, x in enumerate(batches(4)):
+        if number == 2:
+            model.weight, model.bias = nn.Parameter(torch.ones(5, 3)), nn.Parameter(torch.ones(5))
+            if optimizer is not None:
+                optimizer.param_groups[0]["params"] = list(model.parameters())
+        model.zero_grad()
+        model(x).sum().backward()
+        if optimizer is not None:
+            optimizer.step()
+    exporter.finish()
+    exporter.detach()
+    assert [tuple(one.shape) for one in told(heard, "weights", "")] == [(2, 3), (2, 3), (5, 3), (5, 3)]
+    assert same(told(heard, "weights", "")[2], torch.ones(5, 3))
+    for number, x in enumerate(batches(4)):
+        gradient = told(heard, "weight_gradients", "")[number]
+        torch.testing.assert_close(gradient, x.sum(0).expand(gradient.shape[0], 3))
+    # without an optimizer a step lasts until the next forward, when the weight of step 1 is no longer there
+    steps = [one.global_step for one in find(heard, "weight_updates", "")]
+    assert steps == ([0, 1, 2, 3] if with_optimizer else [0, 2, 3])
+
+
+class Growing(nn.Module):
+    """Makes a layer in its forward when it is first needed, and has an optional bias that comes later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.register_parameter("shift", None)
+        self.late: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.late is None:
+            self.late = nn.Linear(3, 2)
+        y = self.late(self.first(x))
+        return y if self.shift is None else y + self.shift
+
+
+def test_lazily_created_modules_and_parameters() -> None:
+    """A layer made in the first forward is seen from the next step on; so is a parameter that was None."""
+
+    def train(model: Any, optimizer: Any) -> None:
+        for number, x in enumerate(batches(4)):
+            if number == 2:
+                model.shift = nn.Parameter(torch.ones(2))
+                optimizer.add_param_group({"params": [model.shift]})
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            if number == 0:
+                optimizer.add_param_group({"params": list(model.late.parameters())})
+            optimizer.step()
+
+    model, _, heard = unchanged(Growing, train)
+    assert [one.global_step for one in find(heard, "activations", "first")] == [0, 1, 2, 3]
+    assert [one.global_step for one in find(heard, "activations", "late")] == [1, 2, 3]
+    # before the optimizer's step the layer was there, so its parameters are told from the first step on
+    assert [one.global_step for one in find(heard, "weight_updates", "late")] == [0, 1, 2, 3]
+    assert [one.global_step for one in find(heard, "weights", "shift")] == [2, 3]
+    for step in (2, 3):
+        weight, bias = told(heard, "weights", "late")[step], told(heard, "biases", "late")[step]
+        hidden = only(heard, "activations", "first", global_step=step)
+        assert same(only(heard, "activations", "late", global_step=step), F.linear(hidden, weight, bias))
+    assert same(told(heard, "weights", "late")[3] + told(heard, "weight_updates", "late")[3], model.late.weight)
+
+
+def test_submodules_replaced_in_mid_run() -> None:
+    """A submodule replaced (a new head, LoRA): the new one is observed under its path, the old one no longer."""
+    kept: list[nn.Module] = []
+
+    def train(model: Any, optimizer: Any) -> None:
+        for number, x in enumerate(batches(4)):
+            if number == 2:
+                kept[:] = [model[2]]
+                model[2] = nn.Linear(3, 5)
+                optimizer.param_groups[0]["params"] = list(model.parameters())
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+        kept[0](torch.ones(1, 3))
+
+    _, exporter, heard = unchanged(mlp, train)
+    assert [tuple(one.shape) for one in told(heard, "activations", "2")] == [(4, 2), (4, 2), (4, 5), (4, 5)]
+    assert [tuple(one.shape) for one in told(heard, "weights", "2")] == [(2, 3), (2, 3), (5, 3), (5, 3)]
+    for step in (2, 3):
+        weight, bias = told(heard, "weights", "2")[step], told(heard, "biases", "2")[step]
+        hidden, output = told(heard, "activations", "1")[step], told(heard, "activations", "2")[step]
+        assert same(output, F.linear(hidden, weight, bias))
+        assert same(told(heard, "weight_gradients", "2")[step], (2 * output).T @ hidden)
+    assert not kept[0]._forward_hooks
+    assert exporter.silent == []
+
+
+def test_weights_tied_and_untied_in_mid_run() -> None:
+    """A head that gets a weight of its own is a stream of its own from the next step on."""
+
+    def train(model: Any, optimizer: Any) -> None:
+        for number in range(2):
+            if number == 1:
+                model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+                optimizer.add_param_group({"params": [model.head.weight]})
+            optimizer.zero_grad()
+            model(torch.tensor([[1, 2]])).square().sum().backward()
+            optimizer.step()
+
+    _, _, heard = unchanged(Tied, train)
+    assert [one.global_step for one in find(heard, "weights", "embedding")] == [0, 1]
+    assert [one.global_step for one in find(heard, "weights", "head")] == [1]
+
+
+def test_to_dtype_in_mid_run(tmp_path: Path) -> None:
+    """``.to(dtype)`` keeps identity and hooks: the same streams go on in the other precision."""
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        for dtype in (torch.float32, torch.float64):
+            model.to(dtype)
+            optimizer.zero_grad()
+            model(batches(1)[0].to(dtype)).square().sum().backward()
+            optimizer.step()
+
+    _, _, heard = unchanged(mlp, train)
+    for kind in ("activations", "layer_gradients", "weights", "weight_gradients", "weight_updates"):
+        assert [one.dtype for one in told(heard, kind, "2")] == [torch.float32, torch.float64]
+    weights, gradients = told(heard, "weights", "2"), told(heard, "weight_gradients", "2")
+    assert same(told(heard, "weight_updates", "2")[1], weights[1].add(gradients[1], alpha=-0.1) - weights[1])
+
+
+def test_ema_copies_and_saved_models(tmp_path: Path) -> None:
+    """deepcopy, AveragedModel, ``torch.save(model)`` while attached: copies compute the same and publish nothing."""
+    kept: list[nn.Module] = []
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        average = torch.optim.swa_utils.AveragedModel(model)
+        for x in batches(2):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+            average.update_parameters(model)
+            average(x)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        kept[:] = [average, copy.deepcopy(model), torch.load(file, weights_only=False)]
+        for one in kept:
+            one(batches(1)[0]).sum().backward()
+
+    model, _, heard = unchanged(mlp, train)
+    assert [one.call for one in find(heard, "activations", "0")] == [0, 0]
+    x = batches(1)[0]
+    assert torch.equal(kept[1](x), model(x))
+    assert torch.equal(kept[2](x), model(x))
+
+
+def test_a_manual_update_without_an_optimizer() -> None:
+    """Manual ``w -= lr * g``: no optimizer hook; the user ends the step."""
+    model = nn.Linear(3, 2)
+    exporter, heard = watch(model, ())
+    for x in batches(2):
+        model.zero_grad()
+        model(x).square().sum().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+        exporter.step()
+    exporter.detach()
+    assert [one.global_step for one in heard.of("batch_finished")] == [0, 1]
+    for gradient, update in zip(told(heard, "weight_gradients", ""), told(heard, "weight_updates", ""), strict=True):
+        torch.testing.assert_close(update, -0.1 * gradient)
+
+
+# -- tensors of all sorts -------------------------------------------------------------------------------------
+
+
+def test_sparse_embeddings() -> None:
+    """Sparse Embedding gradient: told as the dense tensor it stands for; the update is that of its rows."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 1))
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        model(torch.tensor([1, 1, 4])).sum().backward()
+        optimizer.step()
+
+    _, _, heard = unchanged(make, train)
+    expected = torch.zeros(6, 4)
+    expected[1], expected[4] = 2 * only(heard, "weights", "1")[0], only(heard, "weights", "1")[0]
+    torch.testing.assert_close(only(heard, "weight_gradients", "0"), expected)
+    torch.testing.assert_close(only(heard, "weight_updates", "0"), -0.1 * expected)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_inputs(layout: torch.layout) -> None:
+    """A layer with a sparse input (a graph's adjacency): the input is told dense."""
+
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sparse.mm(x, self.weight)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR")
+        x = torch.eye(3).to_sparse(layout=layout)
+        _, _, heard = unchanged(Graph, lambda model, optimizer: (model(x).sum().backward(), optimizer.step()))
+    assert same(only(heard, "layer_inputs", ""), torch.eye(3))
+    assert same(only(heard, "input_data"), torch.eye(3))
+    assert same(only(heard, "activations", ""), only(heard, "weights", ""))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64, torch.float64])
+@pytest.mark.parametrize("suffix", ["zarr", "h5"])
+def test_dtypes_from_the_training_to_the_trace(dtype: torch.dtype, suffix: str, tmp_path: Path) -> None:
+    """bf16/fp16/complex: what is read from the trace is what was computed, to the bit and in its dtype."""
+    model = nn.Linear(3, 2, dtype=dtype)
+    optimizer, heard = sgd(model), Collect("*")
+    x = batches(1)[0].to(dtype)
+    weight = model.weight.detach().clone()
+    with tracer.record(tmp_path / f"run.{suffix}", model, optimizer, receivers=[heard], strict=True):
+        output = model(x)
+        output.abs().float().sum().backward()
+        gradient = model.weight.grad.clone()
+        optimizer.step()
+    expected = {
+        "activations": output,
+        "weights": weight,
+        "weight_gradients": gradient.resolve_conj(),
+        "weight_updates": model.weight - weight,
+    }
+    with tracer.open(tmp_path / f"run.{suffix}") as trace:
+        for kind, value in expected.items():
+            (message,) = [one for one in trace.messages() if one.kind == kind]
+            assert same(message.data, value.detach()), kind
+
+
+class Float8(nn.Module):
+    """Rounds to 8 bits, and holds a frozen weight of 8 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 3).to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.float()).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("suffix", ["zarr", "h5"])
+def test_float8(suffix: str, tmp_path: Path) -> None:
+    """fp8: activations and weights are told as they are; the clock and other parameters go on."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.eight = nn.Linear(3, 3), Float8()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.eight(self.layer(x)).float()
+
+    torch.manual_seed(1)
+    model, heard = Net(), Collect("*")
+    optimizer = sgd(model)
+    with tracer.record(tmp_path / f"run.{suffix}", model, optimizer, receivers=[heard], strict=True):
+        for x in batches(2):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+    found = only(heard, "activations", "eight", global_step=0)
+    hidden = only(heard, "activations", "layer", global_step=0)
+    expected = F.linear(hidden, torch.ones(2, 3)).to(torch.float8_e4m3fn)
+    assert found.dtype is expected.dtype
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    assert [float(one.abs().max()) for one in told(heard, "weight_updates", "eight")] == [0.0, 0.0]
+    assert [bool(one.any()) for one in told(heard, "weight_updates", "layer")] == [True, True]
+    with tracer.open(tmp_path / f"run.{suffix}") as trace:
+        read = [one.data for one in trace.messages() if one.kind == "activations" and one.key == "eight"]
+        assert torch.equal(read[0].view(torch.uint8), expected.view(torch.uint8))
+        assert trace.notes == [] or not any("problem" in note for note in trace.notes)
+
+
+def test_updates_of_small_integers() -> None:
+    """Quantised weights in uint8 or bool that move: the update is the difference, not one modulo 256."""
+    model = nn.Linear(1, 1)
+    model.codes = nn.Parameter(torch.tensor([3, 200], dtype=torch.uint8), requires_grad=False)
+    model.mask = nn.Parameter(torch.tensor([True, False]), requires_grad=False)
+    exporter, heard = watch(model, optimizer := sgd(model))
+
+    def closure() -> Tensor:
+        model.codes.data = torch.tensor([5, 100], dtype=torch.uint8)
+        model.mask.data = torch.tensor([False, True])
+        loss = model(torch.ones(1, 1)).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    exporter.detach()
+    assert only(heard, "weight_updates", "codes").tolist() == [2, -100]
+    assert only(heard, "weight_updates", "mask").tolist() == [-1, 1]
+
+
+def test_a_parameter_that_cannot_be_copied_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails for one parameter is a problem of its stream; the other parameters and the clock go on."""
+    from tracer import exporter as module
+
+    def failing(now: Tensor, before: Tensor) -> Tensor:
+        if now.shape == (3, 3):
+            raise NotImplementedError("no such kernel")
+        return now - before
+
+    monkeypatch.setattr(module, "difference", failing)
+    with pytest.warns(RuntimeWarning, match="no such kernel"):
+        _, exporter, heard = unchanged(mlp, simple, strict=False)
+    assert [one.global_step for one in heard.of("batch_finished")] == [0, 1]
+    assert not find(heard, "weight_updates", "0")
+    assert len(find(heard, "weight_updates", "2")) == len(find(heard, "weights", "0")) == 2
+    assert "weight_updates of '0'" in problems(exporter)
+
+
+def test_strict_failures_of_a_parameter_leave_the_clock_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With strict=True the failure reaches the loop, after the step was counted."""
+    from tracer import exporter as module
+
+    monkeypatch.setattr(module, "difference", lambda now, before: now @ None)
+    model = mlp()
+    exporter, _ = watch(model, optimizer := sgd(model))
+    with pytest.raises(TypeError):
+        simple(model, optimizer, 1)
+    assert exporter.global_step == 1
+    exporter.detach()
+
+
+def test_expanded_and_aliased_tensors() -> None:
+    """Expanded tensors (stride 0), views and conjugates: told as contiguous memory of their own, with their values."""
+
+    class Views(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x[:1].expand(4, 3), x.t(), x[:, 1], torch.view_as_complex(x[:, :2].contiguous()).conj()
+
+    model = nn.Sequential(nn.Linear(3, 3), Views())
+    exporter, heard = watch(model, sgd(model))
+    output = model(batches(1)[0])
+    expected = [one.detach().clone().resolve_conj() for one in output]
+    (output[0].sum() + 2 * output[2].sum()).backward()
+    exporter.detach()
+    for number, value in enumerate(expected):
+        got = only(heard, "activations", "1", leaf=str(number))
+        assert same(got, value)
+        assert got.is_contiguous()
+        assert not got.is_conj()
+    assert same(only(heard, "layer_gradients", "1", leaf="0"), torch.ones(4, 3))
+    assert same(only(heard, "layer_gradients", "0"), torch.tensor([[4.0, 6, 4], [0, 2, 0], [0, 2, 0], [0, 2, 0]]))
+
+
+def test_meta_and_quantized_tensors() -> None:
+    """Meta and quantized tensors have no values a trace could hold: each is a problem, and nothing fails."""
+
+    class Quantizing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return torch.quantize_per_tensor(x.detach(), 0.1, 0, torch.qint8)
+
+    for model, x, why in (
+        (mlp().to("meta"), torch.randn(4, 3, device="meta"), "a meta tensor has no values"),
+        (nn.Sequential(nn.Linear(3, 2), Quantizing()), torch.randn(4, 3), "a quantized tensor is not supported"),
+    ):
+        exporter, heard = watch(model, sgd(model), strict=False)
+        with pytest.warns(RuntimeWarning, match=why):
+            model(x)
+        exporter.detach()
+        assert f"activations of '1': {why}" in problems(exporter)
+        assert not find(heard, "activations", "1")
+
+
+def test_functional_call_vmap_and_per_sample_gradients() -> None:
+    """functional_call is seen; inside vmap/grad of torch.func tensors have no values: skipped, and counted."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
+    parameters = {name: p.detach().clone() + 1 for name, p in model.named_parameters()}
+    x = batches(1)[0]
+
+    def each(given: dict[str, Tensor], one: Tensor) -> Tensor:
+        result: Tensor = torch.func.functional_call(model, given, (one,)).sum()
+        return result
+
+    per_sample = torch.func.vmap(torch.func.grad(each), (None, 0))
+    expected = per_sample(parameters, x), torch.func.jvp(model, (x,), (x,))
+    exporter, heard = watch(model, (), strict=False)
+    called = torch.func.functional_call(model, parameters, (x,))
+    assert same(only(heard, "activations", "0"), F.linear(x, parameters["0.weight"], parameters["0.bias"]))
+    assert same(only(heard, "activations", "1"), called)
+    with pytest.warns(RuntimeWarning, match=r"vmap or grad of torch\.func"):
+        got = per_sample(parameters, x), torch.func.jvp(model, (x,), (x,))
+    exporter.detach()
+    assert all(torch.equal(got[0][name], value) for name, value in expected[0].items())
+    assert all(torch.equal(*pair) for pair in zip(got[1], expected[1], strict=True))
+    assert len(find(heard, "activations", "0")) == 1
+    assert "activations of '0': inside vmap or grad of torch.func" in problems(exporter)
+
+
+# -- what cannot be seen --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_script_modules(whole: bool, tmp_path: Path) -> None:
+    """ScriptModule: it takes no hooks, which is told; its parameters are recorded, the modules around it observed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(nn.Sequential(nn.Linear(3, 3)))
+    model = scripted if whole else nn.Sequential(scripted, nn.Linear(3, 2))
+    optimizer, heard = sgd(model), Collect("*")
+    path = tmp_path / "run.zarr"
+    with pytest.warns(RuntimeWarning, match="a ScriptModule takes no hooks"):
+        with tracer.record(path, model, optimizer, capture=Capture(kinds=KINDS), receivers=[heard]):
+            simple(model, optimizer)
+    name = "0" if whole else "0.0"
+    assert [one.global_step for one in find(heard, "weight_updates", name)] == [0, 1]
+    for gradient, update in zip(
+        told(heard, "weight_gradients", name), told(heard, "weight_updates", name), strict=True
+    ):
+        torch.testing.assert_close(update, -0.1 * gradient)
+    assert {one.key for one in heard.of("activations")} == (set() if whole else {"1"})
+    with tracer.open(path) as trace:
+        assert any("ScriptModule" in note["problem"]["why"] for note in trace.notes if "problem" in note)
+
+
+def test_direct_forward(tmp_path: Path) -> None:
+    """Direct ``m.forward(x)`` runs no hooks: the module is listed as silent, its parameters are recorded."""
+
+    class Direct(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen, self.unseen = nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.unseen.forward(self.seen(x))
+
+    model = Direct()
+    optimizer, heard = sgd(model), Collect("*")
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, receivers=[heard], strict=True):
+        simple(model, optimizer)
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert [note["silent"] for note in trace.notes if "silent" in note] == [["unseen"]]
+    assert {one.key for one in heard.of("activations")} == {"seen"}
+    assert len(find(heard, "weight_gradients", "unseen")) == 2
+
+
+def test_a_forward_inside_a_backward_is_no_call() -> None:
+    """A module that is called in a backward (an implicit layer) is not told as a call of the training."""
+
+    class Implicit(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+            ctx.save_for_backward(x)
+            ctx.layer = layer
+            return layer(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            (x,) = ctx.saved_tensors
+            with torch.no_grad():
+                ctx.layer(x)
+            return gradient, None
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = Implicit.apply(x, self.layer)
+            return result
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        model(batches(1)[0].requires_grad_()).sum().backward()
+        optimizer.step()
+
+    _, _, heard = unchanged(Net, train)
+    assert [one.call for one in find(heard, "activations", "layer")] == [0]
+
+
+def test_data_parallel() -> None:
+    """nn.DataParallel (on a CPU it passes through): the module inside is observed, and names have no ``module.``."""
+    model = nn.DataParallel(mlp())
+    exporter, heard = watch(model, optimizer := sgd(model))
+    simple(model, optimizer)
+    exporter.detach()
+    assert {one.key for one in heard.of("activations")} == {"0", "1", "2"}
+    assert [one.global_step for one in find(heard, "weight_gradients", "2")] == [0, 1]
+
+
+def test_cuda_graphs_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs: while one is captured nothing is copied, because a copy to the host would break the capture."""
+
+    class OnDevice(Tensor):
+        is_cuda = True
+
+    class Moving(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * 2).as_subclass(OnDevice)
+
+    model = nn.Sequential(Moving())
+    exporter, heard = watch(model, (), strict=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    model(torch.ones(2))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.warns(RuntimeWarning, match="while a CUDA graph is captured"):
+        model(torch.ones(2))
+    exporter.detach()
+    assert len(find(heard, "activations", "0")) == 1
+    assert "activations of '0': while a CUDA graph is captured" in problems(exporter)
+
+
+# -- exceptions, threads --------------------------------------------------------------------------------------
+
+
+def test_exceptions_in_the_users_code() -> None:
+    """Exceptions in a forward that is tried again, in a backward and in a step: what follows is told right."""
+
+    class Trying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.fails = nn.Linear(3, 2), True
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return self.layer(x if not self.fails else x[:, :2])
+            except RuntimeError:
+                self.fails = False
+                return self.layer(x)
+
+    class Raising(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise KeyError("in the backward")
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        x = batches(1)[0]
+        with pytest.raises(KeyError, match="in the backward"):
+            Raising.apply(model(x)).sum().backward()
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(lambda: 1 / 0)
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    model, _, heard = unchanged(Trying, train)
+    assert [(one.global_step, one.call) for one in find(heard, "activations", "layer")] == [(0, 0), (0, 1), (1, 0)]
+    assert [(one.global_step, one.call) for one in find(heard, "layer_gradients", "layer")] == [(0, 1), (1, 0)]
+    assert [one.global_step for one in heard.of("batch_finished")] == [0, 1]
+    for step, call in ((0, 0), (0, 1), (1, 0)):
+        weight, bias = told(heard, "weights", "layer")[step], told(heard, "biases", "layer")[step]
+        got = only(heard, "activations", "layer", global_step=step, call=call)
+        assert same(got, F.linear(batches(1)[0], weight, bias))
+    assert same(told(heard, "weight_updates", "layer")[1], model.layer.weight - told(heard, "weights", "layer")[1])
+
+
+def test_exceptions_in_hooks_reach_nobody() -> None:
+    """An exception inside our hooks: the training goes on unchanged, other streams go on, the problem is noted."""
+
+    def condition(message: Message) -> bool:
+        if message.kind in ("activations", "weight_gradients") and message.key == "0":
+            raise OSError("a hook of ours")
+        return True
+
+    with pytest.warns(RuntimeWarning, match="a hook of ours"):
+        _, exporter, heard = unchanged(mlp, simple, strict=False, condition=condition)
+    assert not find(heard, "activations", "0")
+    assert len(find(heard, "activations", "2")) == len(find(heard, "weight_updates", "0")) == 2
+    assert "OSError: a hook of ours" in problems(exporter)
+
+
+def test_hooks_return_nothing() -> None:
+    """Return values: a hook that returned something would replace the output; ours leave the very objects alone."""
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    exporter, _ = watch(model, ())
+    x = torch.ones(2, 3, requires_grad=True)
+    assert model(x) is x
+    exporter.detach()
+
+
+def test_an_evaluation_in_another_thread() -> None:
+    """Threads: an evaluation that runs beside the training keeps its tag, and the training its own."""
+    model = mlp()
+    exporter, heard = watch(model, optimizer := sgd(model))
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Waiting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not torch.is_grad_enabled():
+                inside.set()
+                go_on.wait(20)
+            return x
+
+    model.insert(1, Waiting())
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(batches(1)[0])
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    assert inside.wait(20)
+    for x in batches(2):  # while the evaluation is in the middle of the model
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+    go_on.set()
+    thread.join()
+    exporter.detach()
+    for module in ("0", "3"):
+        tags = sorted((one.tag, one.call) for one in find(heard, "activations", module))
+        assert tags == [("default", 0), ("default", 0), ("eval", 0)]
+    assert [one.global_step for one in heard.of("batch_finished")] == [0, 1]
+    assert len(find(heard, "network_output", tag="eval")) == 1
+    assert len(find(heard, "layer_gradients", "3", tag="default")) == 2
+
+
+def test_losses_and_logs_in_many_threads() -> None:
+    """Threads: a loss that runs beside another is seen, too; values logged beside the training have their own calls."""
+    model = nn.Linear(3, 2)
+    exporter, heard = watch(model, optimizer := sgd(model))
+    exporter.set_loss(F.triplet_margin_with_distance_loss)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def distance(one: Tensor, other: Tensor) -> Tensor:
+        inside.set()
+        go_on.wait(20)
+        return (one - other).abs().sum(1)
+
+    def beside() -> None:
+        x = torch.ones(2, 3)
+        F.triplet_margin_with_distance_loss(x, x, x, distance_function=distance)
+
+    def log() -> None:
+        for number in range(300):
+            exporter.log("note", number)
+
+    threads = [threading.Thread(target=beside), threading.Thread(target=log)]
+    for thread in threads:
+        thread.start()
+    assert inside.wait(20)
+    for x in batches(20):
+        output = model(x)
+        F.triplet_margin_with_distance_loss(output, output + 1, output - 1).backward()
+        optimizer.step()
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    exporter.detach()
+    assert [one.global_step for one in heard.of("loss") if one.tag == "default"] == list(range(20))
+    assert len(find(heard, "loss", tag="eval")) == 1
+    notes = find(heard, "note")
+    assert [float(one.data) for one in notes] == list(range(300))
+    assert len({(one.global_step, one.call) for one in notes}) == 300
+
+
+def test_forwards_in_many_threads() -> None:
+    """Threads: forwards of one step in many threads are its calls, each with the inputs and outputs of its own."""
+    model = nn.Linear(1, 1, bias=False)
+    exporter, heard = watch(model, optimizer := sgd(model))
+
+    def run(number: int) -> None:
+        for part in range(20):
+            model(torch.tensor([[float(100 * number + part)]]))
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    optimizer.step()
+    exporter.detach()
+    outputs = {one.call: one.data for one in find(heard, "activations", "")}
+    inputs = {one.call: one.data for one in find(heard, "layer_inputs", "")}
+    assert sorted(outputs) == sorted(inputs) == list(range(80))
+    assert len(find(heard, "activations", "")) == 80
+    weight = only(heard, "weights", "")
+    for call, value in outputs.items():
+        assert same(value, F.linear(inputs[call], weight))
+    assert len(heard.of("batch_started")) == 1
+
+
+# -- batches, buffers, generators -----------------------------------------------------------------------------
+
+
+def test_smaller_last_batch(tmp_path: Path) -> None:
+    """A smaller last batch is recorded in its own shape, equal to the forward of its weights."""
+    model, optimizer = (made := nn.Linear(3, 2)), sgd(made)
+    sizes = (4, 4, 1)
+    inputs = [batches(1, (size, 3))[0] for size in sizes]
+    with tracer.record(tmp_path / "run.h5", model, optimizer, strict=True):
+        for x in inputs:
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+    with tracer.open(tmp_path / "run.h5") as trace:
+        read = {kind: trace.array(kind, "")[1] for kind in ("activations", "layer_gradients", "weights", "biases")}
+    assert [len(one) for one in read["activations"]] == list(sizes)
+    for x, output, gradient, weight, bias in zip(inputs, *read.values(), strict=True):
+        expected = F.linear(x, torch.as_tensor(weight), torch.as_tensor(bias))
+        assert same(torch.as_tensor(output), expected)
+        assert same(torch.as_tensor(gradient), 2 * expected)
+
+
+def test_buffers() -> None:
+    """Buffers: BatchNorm's statistics move as without a recorder; they are no stream, but can be logged."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.3), nn.Linear(3, 2))
+
+    _, exporter, heard = unchanged(make, simple)  # the buffers are in the state that it compares
+    assert {one.key for one in heard.of("weights")} == {"0", "1", "3"}
+    model = make()
+    exporter, heard = watch(model, optimizer := sgd(model))
+    for x in batches(2):
+        model(x).sum().backward()
+        optimizer.step()
+        exporter.log("running_mean", model[1].running_mean)
+    exporter.detach()
+    hidden = told(heard, "activations", "0")
+    first = 0.1 * hidden[0].mean(0)
+    logged = told(heard, "running_mean")
+    torch.testing.assert_close(logged[0], first)
+    torch.testing.assert_close(logged[1], 0.9 * first + 0.1 * hidden[1].mean(0))
+
+
+def test_random_generators() -> None:
+    """RNG: random choices of positions and elements draw from no generator of the training's."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+
+    whole = unchanged(make, simple)[2]
+    some = unchanged(make, simple, elements=5)[2]
+    for kind in ("weights", "weight_gradients", "weight_updates", "activations"):
+        from tracer.capture import choice
+
+        for full, part in zip(told(whole, kind, "0"), told(some, kind, "0"), strict=True):
+            assert same(part, full.flatten()[torch.as_tensor(choice(full.numel(), 5, 0))])
+
+
+def test_steps_that_nobody_records_change_nothing_and_tell_nothing() -> None:
+    """A step that nobody records: checkpoints, scaled losses and optimizers in the backward leave nothing behind."""
+    hooked: list[bool] = []
+
+    def train(model: Any, optimizer: Any) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for x in batches(3):
+            optimizer.zero_grad()
+            loss = model[2](model[1](checkpoint(model[0], x.requires_grad_(), use_reentrant=True))).sum()
+            scaled = scaler.scale(loss)
+            hooked.append(bool(scaled._backward_hooks))
+            scaled.backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    _, _, heard = unchanged(mlp, train, every=2)
+    assert hooked == [False, False, False, True, False, True]
+    assert {one.global_step for one in heard if one.kind not in ("epoch_started", "epoch_finished")} == {0, 2}
+    assert [one.global_step for one in find(heard, "layer_gradients", "0")] == [0, 2]
+
+
+def test_the_page_names_every_test() -> None:
+    """docs/semantics.md has each test of this file, and no other."""
+    page = (Path(__file__).parent.parent / "docs" / "semantics.md").read_text(encoding="utf-8")
+    here = {name for name, value in globals().items() if name.startswith("test_") and callable(value)}
+    assert set(re.findall(r"`(test_\w+)`", page)) == here - {"test_the_page_names_every_test"}
