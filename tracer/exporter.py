@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from torch.optim import Optimizer
 
 from tracer.bus import MessageBus, Receiver
 from tracer.capture import Capture
+from tracer.compiled import TOO_LATE, compiled_anything, tag_number
 from tracer.errors import CaptureError, MessageError
 from tracer.hooks import (
     GradientHook,
@@ -104,6 +106,7 @@ class Exporter:
             capture = Capture(kinds=KINDS, depth=depth, types=tuple(module_filter) if module_filter else None)
         elif depth is not None or module_filter is not None:
             raise CaptureError("give an exporter a capture, or depth and module_filter, not both")
+        self.number = next(_NUMBERS)  # in the names by which compiled graphs call this exporter's hooks
         self.captures: tuple[Capture, ...] = (capture,) if isinstance(capture, Capture) else tuple(capture)
         self.message_bus = message_bus if message_bus is not None else MessageBus("exporter")
         self.strict = strict
@@ -669,10 +672,10 @@ class Exporter:
                 continue
             inputs = any(self._asked(kind, path) for kind in ("layer_inputs", "input_gradients"))
             if inputs:
-                hook = self._hook("_before_forward", path)
+                hook = self._hook("_before_forward", path, self._asked("input_gradients", path))
                 self._handles.append(one.register_forward_pre_hook(hook, with_kwargs=True))
             if inputs or any(self._asked(kind, path) for kind in ("activations", "layer_gradients")):
-                hook = self._hook("_after_forward", path)
+                hook = self._hook("_after_forward", path, self._asked("layer_gradients", path))
                 self._handles.append(one.register_forward_hook(hook, with_kwargs=True))
         if self._root is not None:  # after the root's own activations, which belong before the network's output
             hook = self._hook("_after_root", "")
@@ -717,8 +720,8 @@ class Exporter:
         self._parameter_of = {(p.stream, p.bias): p for p in self._parameters}
         self._parameter_at = {p.path: p for p in self._parameters}
 
-    def _hook(self, method: str, name: str) -> Hook:
-        hook = Hook(self, method, name)
+    def _hook(self, method: str, name: str, gradients: bool = False) -> Hook:
+        hook = Hook(self, method, name, gradients)
         self._hooks.append(hook)
         return hook
 
@@ -1140,6 +1143,11 @@ class Exporter:
             hook.handle = handle
             self._leaf_handles.append(handle)
 
+    def _ticket(self, path: str) -> tuple[int, int, int, int, int]:
+        """What a compiled graph keeps of the call of a module that was just seen, for its gradient: call, step, tag."""
+        call = self._calls.get((path, "recomputed" if recomputing() else self._tag), 0) if self._listening else 0
+        return (call - 1, *self._now(), tag_number(self._tag))
+
     def _forget_leaves(self) -> None:
         for handle in self._leaf_handles:
             handle.remove()
@@ -1403,6 +1411,7 @@ def _unpatch(name: str, wrapper: LossFunction) -> None:
 
 
 _EVERYTHING = Capture(kinds=KINDS)
+_NUMBERS = itertools.count()
 _PARAMETER_KINDS: Mapping[str, tuple[bool, str]] = {
     "weights": (False, ""),
     "weight_gradients": (False, "gradients"),
