@@ -1,9 +1,9 @@
 """Observing inside what ``torch.compile`` compiles: two operators that stay in the graph, opaque to the compiler.
 
-A hook that runs Python for each module would be run once, while the graph is traced, and never again. So while it is
-traced, a hook puts `observe` into the graph, which gets the module's tensors and returns a *ticket* (which call of which
-step this is); and around an output whose gradient may be wanted `_Watched`, an identity whose backward gives gradient
-and ticket to `observe_gradient`. Both operators have effects, so they are neither removed, merged, nor reordered, and
+A hook that runs Python for each module would run once, while the graph is traced, and never again. So while it is
+traced, a hook puts `observe` into the graph, which gets the module's tensors and returns a *ticket* (which call of
+which step this is); and around an output whose gradient may be wanted `_Watched`, an identity whose backward gives
+gradient and ticket to `observe_gradient`. Both have effects, so they are neither removed, merged, nor reordered, and
 whether anybody wants the tensor is asked when they run: no step, and no receiver's choice, recompiles the graph.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,8 @@ SUPPORTED = hasattr(torch.library, "_register_effectful_op") and hasattr(torch.c
 hooks: weakref.WeakValueDictionary[str, Hook] = weakref.WeakValueDictionary()
 """The hooks that graphs call, by the name that stands in the graph; one that is gone makes its operators do nothing."""
 
-_METHODS = ("_before_root", "_after_root", "_before_forward", "_after_forward")
+_OF_ROOT = ("_before_root", "_after_root")
+_METHODS = (*_OF_ROOT, "_before_forward", "_after_forward")
 _INPUTS = ("_before_root", "_before_forward")
 _NOBODY = (-1, 0, 0, 0, 0)
 _TAGS = (torch.Tag.flexible_layout, *([torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []))
@@ -37,8 +38,8 @@ INPUT_GRADIENTS = "gradients of inputs are not observed inside torch.compile: a 
 ALIAS = "its output is, or is a view of, its input or another output, and inside torch.compile cannot be watched"
 CONTAINER = "inside torch.compile, gradients are observed of tensors and of tuples, lists and dicts of them, not of {}"
 TOO_LATE = (
-    "torch.compile compiled code before the recording began, and what it compiled calls no hooks that came later; "
-    "begin the recording before the first call of the compiled model, or call torch._dynamo.reset() then"
+    "none of its modules was seen, and torch.compile had compiled code before the recording began, which calls no "
+    "later hooks; begin the recording before the compiled model is first called, or call torch._dynamo.reset() then"
 )
 
 
@@ -69,6 +70,21 @@ def compiled_anything() -> bool:
     return dynamo is not None and bool(dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+def unseen_regions(root: nn.Module, hooked: Iterable[str], silent: Collection[str]) -> list[str]:
+    """The model, and the parts of it that were compiled by themselves, of whose hooked modules none was ever seen."""
+    compiled = [
+        name
+        for name, one in root.named_modules()
+        if name and (name.endswith("._orig_mod") or getattr(one, "_compiled_call_impl", None) is not None)
+    ]
+    unseen = []
+    for region in ("", *compiled):
+        inside = [path for path in hooked if path and (not region or f"{path}.".startswith(f"{region}."))]
+        if inside and all(path in silent for path in inside):
+            unseen.append(region)
+    return unseen
+
+
 # -- while a graph is traced ----------------------------------------------------------------------------------
 
 
@@ -78,25 +94,31 @@ def observe_in_graph(hook: Hook, module: nn.Module, args: Any, kwargs: Any, outp
     Dynamo traces this function, so it is written in what Dynamo knows, and branches on nothing that changes from one
     step to the next.
     """
-    if not hook.site or not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
-        return None
+    if not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+        return None  # an exported model is used without us
     if torch._C._are_functorch_transforms_active():
         return None
-    of_root = hook.method in ("_before_root", "_after_root")
+    torch._dynamo.comptime.comptime(_find_region)
+    region = _region()
+    if region == "checkpoint":
+        return _passed_on(hook, module, args, kwargs, output)
+    if region:
+        return None
     value: Any = output
     if hook.method in _INPUTS:
         value = {**{str(index): one for index, one in enumerate(args)}, **kwargs} if kwargs else args
     found: list[tuple[str, Tensor]] = []
     _collect(value, "", found)
-    if not found and not of_root:
+    if not found and hook.method not in _OF_ROOT:
         return None
     without = ""
-    watched: list[bool] = []
+    watched = [False for _ in found]
     if hook.gradients and torch.is_grad_enabled():
         if hook.method in _INPUTS:
             without = INPUT_GRADIENTS
         else:
-            watched, without = _watchable(module, args, kwargs, output, found)
+            shared, without = _shared_with(module, args, kwargs, output, found)
+            watched = [tensor.requires_grad and not held for (_, tensor), held in zip(found, shared, strict=True)]
     names = "\n".join([name for name, _ in found])
     ticket = torch.ops.tracereel.observe(
         [tensor.detach() for _, tensor in found], hook.site, names, torch.is_grad_enabled(), without
@@ -106,8 +128,21 @@ def observe_in_graph(hook: Hook, module: nn.Module, args: Any, kwargs: Any, outp
     replaced = []
     for (name, tensor), watch in zip(found, watched, strict=True):
         leaf = name if len(found) > 1 else ""
-        replaced.append(_Watched.apply(tensor, ticket, hook.site, leaf) if watch else tensor)
+        if watch:
+            tensor = _Watched.apply(tensor, ticket, hook.site, leaf)  # type: ignore[no-untyped-call]
+        replaced.append(tensor)
     return _rebuilt(output, iter(replaced))
+
+
+def _passed_on(hook: Hook, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """In a checkpoint, what has effects cannot be computed again: let the output go through an operator without."""
+    if hook.method != "_after_forward" or not isinstance(output, Tensor):
+        return None
+    shared, _ = _shared_with(module, args, kwargs, output, [("", output)])
+    if True in shared:
+        return None
+    gradients = hook.gradients and output.requires_grad
+    return _PassedOn.apply(output, hook.site, torch.is_grad_enabled(), gradients)  # type: ignore[no-untyped-call]
 
 
 def _collect(value: Any, path: str, found: list[tuple[str, Tensor]]) -> None:
@@ -128,32 +163,32 @@ def _collect(value: Any, path: str, found: list[tuple[str, Tensor]]) -> None:
             _collect(getattr(value, name), f"{path}.{name}" if path else name, found)
 
 
-def _watchable(
+def _shared_with(
     module: nn.Module, args: Any, kwargs: Any, output: Any, found: list[tuple[str, Tensor]]
 ) -> tuple[list[bool], str]:
-    """Which outputs can be given on as another tensor of the same values, and why not all that need it can."""
-    if not any([tensor.requires_grad for _, tensor in found]):
-        return [], ""
+    """Of each output, whether the caller may have the same memory, or container, from elsewhere too; and then why a
+    gradient is missing. Such an output must be given on as it is: what is done to it in place is seen there.
+    """
     strange = _not_rebuilt(output)
     if strange:
-        return [], CONTAINER.format(strange)
+        return [True for _ in found], CONTAINER.format(strange)
     given: list[tuple[str, Tensor]] = []
     _collect(args, "", given)
     _collect(kwargs, "", given)
     # in place, by its own word: whoever calls it goes on with what it returns
     inputs = [] if getattr(module, "inplace", False) else [tensor for _, tensor in given]
-    watched = []
+    handed_back = not isinstance(output, Tensor) and any(output is one for one in (*args, *kwargs.values()))
+    shared = []
     without = ""
     for index, (_, tensor) in enumerate(found):
-        others = inputs + [other for at, (_, other) in enumerate(found) if at != index]
-        shared = False
-        for other in others:
+        held = handed_back
+        for other in inputs + [other for at, (_, other) in enumerate(found) if at != index]:  # noqa: B007 - read below
             torch._dynamo.comptime.comptime(_compare_storages)
-            shared = _found_shared() or shared
-        if tensor.requires_grad and shared:
+            held = _same_storage() or held
+        if held and tensor.requires_grad:
             without = ALIAS
-        watched.append(tensor.requires_grad and not shared)
-    return watched, without
+        shared.append(held)
+    return shared, without
 
 
 def _not_rebuilt(value: Any) -> str:
@@ -188,22 +223,44 @@ def _rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
     return value
 
 
-_shared = False  # what the compiler was asked last
+# What the compiler is asked while it traces. Functions of the standard kind cannot ask, so these run beside the graph,
+# leave the answer here, and another, whose result is a constant for Dynamo, takes it up.
+_answer: Any = None
 
 
 def _compare_storages(context: Any) -> None:
-    """Run by Dynamo while it traces `_watchable`: whether the tensors it looks at are views of the same memory."""
-    global _shared
+    """Whether the tensors that `_shared_with` looks at are views of the same memory."""
+    global _answer
     one, other = (context.get_local(name).as_fake() for name in ("tensor", "other"))
-    _shared = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    _answer = one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
-def _found_shared() -> bool:
-    return _shared
+def _find_region(context: Any) -> None:
+    """What the module is called in: the graph itself (""), a checkpoint of it, or another part, such as a branch."""
+    global _answer
+    tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.current_tracer
+    _answer = ""
+    while tracer.parent is not None:
+        inside = "checkpoint" if tracer.source_target is tag_activation_checkpoint else "elsewhere"
+        _answer = inside if _answer in ("", inside) else "elsewhere"
+        tracer = tracer.parent
 
 
-# what ``torch.compiler.assume_constant_result`` does, which would import all of Dynamo with this module
-_found_shared._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def _same_storage() -> bool:
+    return bool(_answer)
+
+
+def _region() -> str:
+    return str(_answer)
+
+
+def _is_constant(*functions: Any) -> None:
+    # what ``torch.compiler.assume_constant_result`` does, which would import all of Dynamo with this module
+    for one in functions:
+        one._dynamo_marked_constant = True
+
+
+_is_constant(_same_storage, _region)
 
 
 class _Watched(torch.autograd.Function):
@@ -222,6 +279,25 @@ class _Watched(torch.autograd.Function):
         return gradient, None, None, None
 
 
+class _PassedOn(torch.autograd.Function):
+    """The same where it may be computed again: its operators return what they are given, so that they stay."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, site: str, grad: bool, gradients: bool) -> Tensor:
+        passed: Tensor
+        passed, ticket = torch.ops.tracereel.pass_on(tensor, site, grad)
+        ctx.save_for_backward(ticket)
+        ctx.site, ctx.gradients = site, gradients
+        return passed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (ticket,) = ctx.saved_tensors
+        if ctx.gradients:
+            gradient = torch.ops.tracereel.pass_on_gradient(gradient, ticket, ctx.site)
+        return gradient, None, None, None
+
+
 # -- while it runs --------------------------------------------------------------------------------------------
 
 
@@ -231,7 +307,7 @@ def _observe(tensors: list[Tensor], site: str, names: str, grad: bool, without: 
     numbers = _NOBODY
     if hook is not None and exporter is not None:
         found = dict(zip(names.split("\n"), tensors, strict=True)) if tensors else {}
-        module = exporter._root if hook.name == "" and hook.method.endswith("_root") else exporter._modules.get(hook.name)
+        module = exporter._root if hook.method in _OF_ROOT else exporter._modules.get(hook.name)
         inputs = hook.method in _INPUTS
         with torch.set_grad_enabled(grad):  # what tells a training pass; a compiled graph runs without
             hook.tell(module, (), found, *(() if inputs else (found,)))
@@ -250,7 +326,7 @@ def _observe_gradient(gradient: Tensor, ticket: Tensor, site: str, leaf: str) ->
         seen = hook.gradient_of("layer_gradients", leaf, call, _tags[tag], (step, train_step, epoch))
         if seen is not None:
             seen(gradient)
-    return torch.zeros((), dtype=torch.int64, device="cpu")
+    return ticket.clone()
 
 
 def tag_number(tag: str) -> int:
@@ -260,21 +336,63 @@ def tag_number(tag: str) -> int:
     return _tags.index(tag)
 
 
-def _define() -> None:
-    """Register the operators; what they return in a graph is known without running them."""
-    for name, function, schema in (
-        ("observe", _observe, "(Tensor[] tensors, str site, str names, bool grad, str without) -> Tensor"),
-        ("observe_gradient", _observe_gradient, "(Tensor gradient, Tensor ticket, str site, str leaf) -> Tensor"),
-    ):
-        shape = (len(_NOBODY),) if name == "observe" else ()
-        operator = torch.library.custom_op(
-            f"tracereel::{name}", function, mutates_args=(), schema=schema, tags=_TAGS
-        )
-        operator.register_fake(lambda *_, shape=shape: torch.empty(shape, dtype=torch.int64, device="cpu"))
-        operator.register_effect(EffectType.ORDERED)
+def _pass_on(tensor: Tensor, site: str, grad: bool) -> tuple[Tensor, Tensor]:
+    return tensor.clone(), _observe([tensor.detach()], site, "", grad, "")
+
+
+def _pass_on_gradient(gradient: Tensor, ticket: Tensor, site: str) -> Tensor:
+    _observe_gradient(gradient, ticket, site, "")
+    return gradient.clone()
+
+
+def _ticket_like(*_: Any) -> Tensor:
+    return torch.empty(len(_NOBODY), dtype=torch.int64, device="cpu")
+
+
+_OPERATORS: tuple[tuple[str, str, Any, Any], ...] = (
+    (
+        "observe",
+        "(Tensor[] tensors, str site, str names, bool grad, str without) -> Tensor",
+        _observe,
+        _ticket_like,
+    ),
+    (
+        "observe_gradient",
+        "(Tensor gradient, Tensor ticket, str site, str leaf) -> Tensor",
+        _observe_gradient,
+        _ticket_like,
+    ),
+    (
+        "pass_on",
+        "(Tensor tensor, str site, bool grad) -> (Tensor, Tensor)",
+        _pass_on,
+        lambda tensor, *_: (torch.empty_like(tensor), _ticket_like()),
+    ),
+    (
+        "pass_on_gradient",
+        "(Tensor gradient, Tensor ticket, str site) -> Tensor",
+        _pass_on_gradient,
+        lambda gradient, *_: torch.empty_like(gradient),
+    ),
+)
+"""Name, schema, what it does, and what is known of its result without running it."""
+
+
+def _define() -> torch.library.Library:
+    """Register the operators; they are there as long as what is returned is."""
+    library = torch.library.Library("tracereel", "FRAGMENT")  # `torch.library.custom_op` would add 10 us to each call
+    for name, schema, function, fake in _OPERATORS:
+        library.define(name + schema, tags=_TAGS)
+        run_uncompiled(function)
+        library.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"tracereel::{name}", fake, lib=library)
+        if name.startswith("observe"):
+            library._register_effectful_op(f"tracereel::{name}", EffectType.ORDERED)
+    return library
 
 
 if SUPPORTED:
+    from torch._higher_order_ops.wrap import tag_activation_checkpoint
     from torch._library.effects import EffectType
 
-    _define()
+    _library = _define()

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from tracer.bus import MessageBus, Receiver
 from tracer.capture import Capture
-from tracer.compiled import TOO_LATE, compiled_anything, tag_number
+from tracer.compiled import TOO_LATE, compiled_anything, tag_number, unseen_regions
 from tracer.errors import CaptureError, MessageError
 from tracer.hooks import (
     GradientHook,
@@ -125,6 +125,9 @@ class Exporter:
         self._modules: dict[str, nn.Module] = {}
         self._parameters: list[_Parameter] = []
         self._optimizers: tuple[Optimizer, ...] = ()
+        self._compiled_before: bool | None = (
+            None  # whether torch had compiled code when the root's hook came; None: told
+        )
         self._steps_itself = False  # the user calls step(), neither an optimizer nor the forward ends a step
         self._losses: list[nn.Module | str] = []
         self._patched: dict[str, LossFunction] = {}
@@ -658,6 +661,7 @@ class Exporter:
         self._find_parameters()
         # these stay while others come and go: torch forbids changing an optimizer's hooks while they run
         if self._root is not None and "root" not in self._lasting:
+            self._compiled_before = compiled_anything()
             before = Hook(self, "_before_root", "")
             self._lasting["root"] = [self._root.register_forward_pre_hook(before, with_kwargs=True, prepend=True)]
         for optimizer in self._optimizers:
@@ -942,9 +946,18 @@ class Exporter:
             self.global_step += 1
             if self._last[2] == self.epoch:  # else the epoch ended in this step, and the next is its successor's first
                 self.train_step += 1
+        if self._compiled_before:
+            self._guard("compiled", self._tell_unseen_regions)
         for probe in self._probes:
             if self.global_step % probe.every == 0:
                 self._guard(f"probe {probe.name}", functools.partial(self._run_probe, probe))
+
+    def _tell_unseen_regions(self) -> None:
+        """After the first step: hooks that came after the compilation of what they hang on are never called."""
+        self._compiled_before = False
+        hooked = [hook.name for hook in self._hooks if hook.method == "_after_forward"]
+        for region in unseen_regions(self._root, hooked, self.silent) if self._root is not None else ():
+            self._problem(f"the inside of {region!r}" if region else "the inside of the model", TOO_LATE)
 
     def _snapshot(self, parameters: Iterable[_Parameter]) -> None:
         """Copy what is wanted of the weights before they move."""
