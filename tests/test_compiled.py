@@ -506,7 +506,7 @@ def test_hooks_that_come_too_late_are_reported(make: Callable[[], nn.Module]) ->
     run = torch.compile(model, backend="eager", fullgraph=True)
     loop(run, optimizer, 1)
     exporter, heard = watch(model, optimizer)
-    with pytest.warns(RuntimeWarning, match="begin the recording before the compiled model is first called"):
+    with pytest.warns(RuntimeWarning, match="begin the recording before the first call"):
         loop(run, optimizer, 1)
     assert exporter.silent == [name for name, _ in exporter.named_modules]
     assert [problem["what"] for problem in exporter.problems] == ["the inside of the model"]
@@ -517,6 +517,39 @@ def test_hooks_that_come_too_late_are_reported(make: Callable[[], nn.Module]) ->
     exporter.detach()
     assert exporter.silent == []
     assert {one.global_step for one in heard.of("activations")} == {1}
+
+
+def test_models_of_one_class_are_told_apart() -> None:
+    """Models share what is compiled: two that are watched each have their own, and so does one that is not."""
+    torch.manual_seed(0)
+    heard = []
+    models = [Residual() for _ in range(3)]
+    for model in models[:2]:
+        exporter, one = watch(model, kinds=["activations", "layer_gradients"], modules=["last"])
+        heard.append((exporter, one))
+    x = torch.randn(4, 8)
+    expected = [model(x) for model in models]
+    for _, one in heard:
+        one.messages.clear()
+    for model in models:
+        torch.compile(model, backend="aot_eager", fullgraph=True)(x).sum().backward()
+    for (exporter, one), output in zip(heard, expected, strict=False):
+        exporter.detach()
+        assert [message.kind for message in one] == ["activations", "layer_gradients"]
+        assert torch.equal(one.of("activations")[0].data, output)
+    assert graphs() == 3
+
+
+def test_another_model_of_the_class_that_was_compiled_before_is_reported() -> None:
+    """The plain graph of the first fits the second, whose hooks it does not call."""
+    first, second = Residual(), Residual()
+    torch.compile(first, backend="eager", fullgraph=True)(torch.ones(16, 8)).sum().backward()
+    optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
+    exporter, heard = watch(second, optimizer)
+    with pytest.warns(RuntimeWarning, match="for it or for another model of its classes"):
+        loop(torch.compile(second, backend="eager", fullgraph=True), optimizer, 1)
+    exporter.detach()
+    assert not heard.of("activations")
 
 
 def test_a_part_that_was_compiled_too_early_is_named() -> None:

@@ -38,8 +38,9 @@ INPUT_GRADIENTS = "gradients of inputs are not observed inside torch.compile: a 
 ALIAS = "its output is, or is a view of, its input or another output, and inside torch.compile cannot be watched"
 CONTAINER = "inside torch.compile, gradients are observed of tensors and of tuples, lists and dicts of them, not of {}"
 TOO_LATE = (
-    "none of its modules was seen, and torch.compile had compiled code before the recording began, which calls no "
-    "later hooks; begin the recording before the compiled model is first called, or call torch._dynamo.reset() then"
+    "none of its modules was seen, and what torch.compile compiled before the recording began, for it or for another "
+    "model of its classes, calls no later hooks; begin the recording before the first call of what is compiled, or "
+    "call torch._dynamo.reset() once it has begun"
 )
 
 
