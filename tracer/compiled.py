@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tracer.hooks import Hook
 
 SUPPORTED = hasattr(torch.library, "_register_effectful_op") and hasattr(torch.compiler, "is_exporting")
-"""Whether this torch knows operators with effects (2.10 and later); else hooks stay silent in compiled regions."""
+"""Whether this torch knows operators with effects, as 2.13 does; else hooks stay silent in compiled regions."""
 
 hooks: weakref.WeakValueDictionary[str, Hook] = weakref.WeakValueDictionary()
 """The hooks that graphs call, by the name that stands in the graph; one that is gone makes its operators do nothing."""
