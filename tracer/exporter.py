@@ -11,6 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 
 from tracer.bus import MessageBus, Receiver
 from tracer.capture import Capture
+from tracer.compiled import TOO_LATE, compiled_anything, tag_number, unseen_regions
 from tracer.errors import CaptureError, MessageError
 from tracer.hooks import (
     GradientHook,
@@ -115,6 +117,7 @@ class Exporter:
             capture = Capture(kinds=KINDS, depth=depth, types=tuple(module_filter) if module_filter else None)
         elif depth is not None or module_filter is not None:
             raise CaptureError("give an exporter a capture, or depth and module_filter, not both")
+        self.number = next(_NUMBERS)  # in the names by which compiled graphs call this exporter's hooks
         self.captures: tuple[Capture, ...] = (capture,) if isinstance(capture, Capture) else tuple(capture)
         self.message_bus = message_bus if message_bus is not None else MessageBus("exporter")
         self.strict = strict
@@ -134,6 +137,9 @@ class Exporter:
         self._modules: dict[str, nn.Module] = {}
         self._parameters: list[_Parameter] = []
         self._optimizers: tuple[Optimizer, ...] = ()
+        self._compiled_before: bool | None = (
+            None  # whether torch had compiled code when the root's hook came; None: told
+        )
         self._steps_itself = False  # the user calls step(), neither an optimizer nor the forward ends a step
         self._losses: list[nn.Module | str] = []
         self._patched: dict[str, LossFunction] = {}
@@ -174,6 +180,7 @@ class Exporter:
         # number of their place in the order of autograd; and which of them were computed again in a backward
         self._ungraded: dict[str, list[tuple[int, int]]] = {}
         self._recomputed: dict[tuple[int, int, str], int] = {}
+        self._recalled: dict[str, int] = {}  # the call that a module computed again, the last time
         self._scales: dict[int, Tensor] = {}  # by backward: what a GradScaler has multiplied its loss with
         self._slowed: list[str] = []  # modules whose fast path torch gives up because of our hooks
         # what the model was made of when the hooks were put on
@@ -705,6 +712,7 @@ class Exporter:
         self._find_parameters()
         # these stay while others come and go: torch forbids changing an optimizer's hooks while they run
         if self._root is not None and "root" not in self._lasting and self._takes_hooks("", self._root):
+            self._compiled_before = compiled_anything()
             first = Hook(self, "_before_root", "")
             self._lasting["root"] = [self._root.register_forward_pre_hook(first, with_kwargs=True, prepend=True)]
         for optimizer in self._optimizers:
@@ -719,10 +727,10 @@ class Exporter:
             inputs = any(self._asked(kind, path) for kind in ("layer_inputs", "input_gradients"))
             if inputs:
                 put = functools.partial(one.register_forward_pre_hook, with_kwargs=True)
-                self._hang(one, "_before_forward", path, put)
+                self._hang(one, "_before_forward", path, put, self._asked("input_gradients", path))
             if inputs or any(self._asked(kind, path) for kind in ("activations", "layer_gradients")):
                 put = functools.partial(one.register_forward_hook, with_kwargs=True)
-                new = self._hang(one, "_after_forward", path, put)
+                new = self._hang(one, "_after_forward", path, put, self._asked("layer_gradients", path))
                 if new and one is self._root and (last := self._former.pop((id(one), "_after_root", ""), None)):
                     last[2].remove()  # and hung on again below
         # after the root's own activations, which belong before the network's output
@@ -822,14 +830,15 @@ class Exporter:
         self._parameter_of = {(p.stream, p.bias): p for p in self._parameters}
         self._parameter_at = {p.path: p for p in self._parameters}
 
-    def _hang(self, on: Any, method: str, name: str, put: Callable[[Hook], Any]) -> bool:
+    def _hang(self, on: Any, method: str, name: str, put: Callable[[Hook], Any], gradients: bool = False) -> bool:
         """Put a hook on something, if it is not there: one taken off in the middle of a call gets other arguments."""
         key = id(on), method, name
         there = self._former.pop(key, None)
         if there is None:
-            hook = Hook(self, method, name)
+            hook = Hook(self, method, name, gradients)
             self._hung[key] = on, hook, put(hook)
         else:
+            there[1].gradients = gradients
             self._hung[key] = there
         return there is None
 
@@ -1063,9 +1072,18 @@ class Exporter:
             self._step += 1
             if self._last[2] == self.epoch:  # else the epoch ended in this step, and the next is its successor's first
                 self.train_step += 1
+        if self._compiled_before:
+            self._guard("compiled", self._tell_unseen_regions)
         for probe in self._probes:
             if self._step % probe.every == 0:
                 self._guard(f"probe {probe.name}", functools.partial(self._run_probe, probe))
+
+    def _tell_unseen_regions(self) -> None:
+        """After the first step: hooks that came after the compilation of what they hang on are never called."""
+        self._compiled_before = False
+        hooked = [hook.name for _, hook, _ in self._hung.values() if hook.method == "_after_forward"]
+        for region in unseen_regions(self._root, hooked, self.silent) if self._root is not None else ():
+            self._problem(f"the inside of {region!r}" if region else "the inside of the model", TOO_LATE)
 
     def _snapshot(self, parameters: Iterable[_Parameter]) -> None:
         """Copy what is wanted of the weights before they move."""
@@ -1250,10 +1268,13 @@ class Exporter:
             if first is not None:
                 key = backward_node() or 0, torch._C._current_graph_task_id(), path
                 self._recomputed[key] = self._recomputed.get(key, 0) + 1
+                self._recalled[path] = first
                 if torch.is_grad_enabled():
                     self._watch_leaves("layer_gradients", path, leaves(output), first, DEFAULT_TAG)
                 else:  # of a checkpoint inside the checkpoint this is another first forward
                     self._ungraded[path].append((next_node(), first))
+            else:
+                self._recalled.pop(path, None)
             return
         if self._pass.depth == 0:
             self._enter_pass(module)
@@ -1315,6 +1336,14 @@ class Exporter:
         if tensor.is_leaf:  # a parameter that a module returns, an input of the user's: both outlive this step
             hook.handle = handle
             self._leaf_handles.append(handle)
+
+    def _ticket(self, path: str) -> tuple[int, int, int, int, int]:
+        """What a compiled graph keeps of the call of a module that was just seen, for its gradient: call, step, tag."""
+        tag = self._pass.tag
+        if recomputing():
+            return (self._recalled.get(path, -1), *self._now(), tag_number(DEFAULT_TAG))
+        call = self._calls.get((path, tag), 0) if self._pass.listening else 0
+        return (call - 1, *self._now(), tag_number(tag))
 
     def _forget_leaves(self) -> None:
         for handle in self._leaf_handles:
@@ -1643,6 +1672,7 @@ def _unpatch(name: str, wrapper: LossFunction) -> None:
 
 
 _EVERYTHING = Capture(kinds=KINDS)
+_NUMBERS = itertools.count()
 _PARAMETER_KINDS: Mapping[str, tuple[bool, str]] = {
     "weights": (False, ""),
     "weight_gradients": (False, "gradients"),

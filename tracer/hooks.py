@@ -23,6 +23,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
+from tracer.compiled import name_hook, observe_in_graph, run_uncompiled
+
 if TYPE_CHECKING:
     from tracer.exporter import Exporter
 
@@ -30,19 +32,26 @@ if TYPE_CHECKING:
 class Hook:
     """A hook of an exporter; in a copy or a pickle of what it hangs on, a function that does nothing."""
 
-    __slots__ = ("_exporter", "_inner", "fired", "method", "name", "off")
+    __slots__ = ("__weakref__", "_exporter", "_inner", "fired", "gradients", "method", "name", "off", "site")
 
-    def __init__(self, exporter: Exporter, method: str, name: str) -> None:
+    def __init__(self, exporter: Exporter, method: str, name: str, gradients: bool = False) -> None:
         self._exporter = weakref.ref(exporter)
         self._inner = method in ("_before_forward", "_after_forward")
         self.method = method
         self.name = name
+        self.gradients = gradients  # whether they may be wanted of what this hook sees
         self.fired = False
         self.off = False
+        self.site = name_hook(self, exporter.number)
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():  # state that changes would recompile the graph at every step
-            return
+            return observe_in_graph(self, *args) if self.site else None
+        self.tell(*args)
+        return None
+
+    def tell(self, *args: Any) -> None:
+        """Tell the exporter what this hook saw; what fails there does not reach the training."""
         exporter = self._exporter()
         if exporter is None or self.off or not (exporter._attached and exporter._enabled):
             return
@@ -63,9 +72,17 @@ class Hook:
             what = f"module {self.name!r}" if self.name else self.method.strip("_").replace("_", " ")
             exporter._problem(what, f"{type(error).__name__}: {error}")
 
+    def gradient_of(self, kind: str, leaf: str, call: int, tag: str, at: tuple[int, int, int]) -> GradientHook | None:
+        """The hook for the gradient of what this hook saw."""
+        exporter = self._exporter()
+        return None if exporter is None else GradientHook(exporter, kind, self.name, leaf, call, tag, at)
+
     def __reduce__(self) -> tuple[Any, ...]:
         # a callable of the standard library that takes anything and returns None: what is loaded needs no tracer
         return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+run_uncompiled(Hook.__call__)
 
 
 class GradientHook:

@@ -1,0 +1,692 @@
+"""Recording inside ``torch.compile``: one graph, the same training, eager's values; and where it cannot be."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import io
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tracer
+from tracer import Capture, Collect, Exporter, Message
+from tracer.compiled import SUPPORTED
+
+pytestmark = pytest.mark.skipif(not SUPPORTED, reason="this torch has no operators with effects")
+
+FORWARD = ("input_data", "layer_inputs", "activations", "network_output")
+KINDS = (*FORWARD, "layer_gradients", "weights", "weight_gradients", "weight_updates")
+
+
+def no_compiler() -> str | None:
+    """Why inductor cannot build anything here, or None."""
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        get_cpp_compiler()
+    except Exception as error:  # noqa: BLE001 - torch's own, of a class that moved between versions
+        return f"inductor finds no C++ compiler: {type(error).__name__}"
+    return None
+
+
+NO_COMPILER = no_compiler()
+INDUCTOR = pytest.param("inductor", marks=pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER)))
+BACKENDS = ["eager", "aot_eager", INDUCTOR]
+
+
+@pytest.fixture(autouse=True)
+def dynamo() -> Iterator[None]:
+    """Compilation begins and ends without what others compiled."""
+    forget()
+    with warnings.catch_warnings():
+        for category in (DeprecationWarning, FutureWarning):  # of torch's own compiler
+            warnings.simplefilter("ignore", category)
+        yield
+    forget()
+
+
+def forget() -> None:
+    """Forget what was compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def graphs() -> int:
+    """How many graphs were compiled; a test that asks has no graph breaks."""
+    assert not torch._dynamo.utils.counters["graph_break"]
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+class Residual(nn.Module):
+    """In-place ReLU, dropout that does nothing, `h += x`, and a layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.relu = nn.ReLU(inplace=True)
+        self.shared = nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(16)
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.first(x))
+        h = self.shared(x)
+        h += x
+        return self.last(self.shared(self.norm(h)))
+
+
+class Convolutions(nn.Module):
+    """Batch norm, an in-place ReLU that is called twice, and a residual that is added in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 4, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+        self.second = nn.Conv2d(4, 4, 3, padding=1)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.norm(self.first(x.view(-1, 1, 2, 4))))
+        y = self.second(x)
+        y += x
+        return self.last(self.relu(y).mean((2, 3)))
+
+
+class Attention(nn.Module):
+    """A transformer's encoder, whose modules return tuples and views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.encoder(x.view(2, -1, 8)))
+
+
+def watch(model: nn.Module, optimizer: Any = None, *, strict: bool = True, **settings: Any) -> tuple[Exporter, Collect]:
+    """An exporter with a capture of these settings, and what is heard of it."""
+    exporter, heard = Exporter(capture=Capture(**{"kinds": KINDS, **settings}), strict=strict), Collect("*")
+    exporter.message_bus.register(heard)
+    exporter.set_model(model)
+    exporter.set_optimizer(optimizer)
+    return exporter, heard
+
+
+@dataclasses.dataclass
+class Trained:
+    """A model after its training, and what was heard of it."""
+
+    model: nn.Module
+    exporter: Exporter | None
+    heard: list[Message]
+
+    @property
+    def weights(self) -> Tensor:
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+    @property
+    def data(self) -> dict[Any, Tensor]:
+        return {identity(one): one.data for one in self.heard if one.data is not None}
+
+
+def train(
+    make: Callable[[], nn.Module], backend: str | None, *, record: bool = True, steps: int = 10, **settings: Any
+) -> Trained:
+    """Train a model from one seed: eagerly, or compiled with a backend; for more steps than recompiles are allowed."""
+    forget()
+    torch.manual_seed(3)
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    exporter, heard = watch(model, optimizer, **settings) if record else (None, Collect("*"))
+    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+    loop(run, optimizer, steps)
+    if exporter is not None:
+        exporter.detach()
+    return Trained(model, exporter, list(heard))
+
+
+def loop(run: Any, optimizer: Any, steps: int) -> None:
+    """A training loop."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        run(torch.randn(16, 8)).square().mean().backward()
+        optimizer.step()
+
+
+def identity(message: Message) -> tuple[Any, ...]:
+    """What tells a message from all others."""
+    return message.kind, message.key, message.global_step, message.tag, message.call, message.leaf
+
+
+def assert_close(found: dict[Any, Tensor], expected: dict[Any, Tensor], backend: str) -> None:
+    """Equal to eager's, bit for bit where the backend runs eager's kernels."""
+    assert found.keys() == expected.keys()
+    for key, value in found.items():
+        if backend == "inductor":
+            torch.testing.assert_close(
+                value, expected[key], rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
+            )
+        else:
+            assert torch.equal(value, expected[key]), key
+
+
+# -- what is recorded -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "backend"),
+    [(make, backend) for make in (Residual, Convolutions, Attention) for backend in ("eager", "aot_eager")]
+    + [pytest.param(make, "inductor", marks=INDUCTOR.marks) for make in (Residual, Convolutions)]
+    + [pytest.param(Attention, "inductor", marks=(*INDUCTOR.marks, pytest.mark.slow))],
+)
+def test_compiled_records_what_eager_does(make: Callable[[], nn.Module], backend: str) -> None:
+    """One graph for all steps; the messages of an eager run; the weights of the compiled run that nobody watches."""
+    eager = train(make, None)
+    alone = train(make, backend, record=False)
+    recorded = train(make, backend)
+    assert graphs() == 1
+    assert torch.equal(recorded.weights, alone.weights)
+    assert recorded.exporter is not None
+    assert recorded.exporter.problems == []
+    order = [identity(one) for one in eager.heard]
+    if make is Attention:  # attention's own backward differs, so gradients come in another order
+        assert sorted(map(repr, order)) == sorted(repr(identity(one)) for one in recorded.heard)
+    else:
+        assert [identity(one) for one in recorded.heard] == order
+    assert_close(recorded.data, eager.data, backend)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_values_against_autograd(backend: str) -> None:
+    """Before an in-place ReLU: the negative values, and the gradient with respect to them, by autograd without it."""
+    torch.manual_seed(0)
+    model = Residual()
+    exporter, heard = watch(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    x = torch.randn(16, 8)
+    torch.compile(model, backend=backend, fullgraph=True)(x).square().mean().backward()
+    exporter.detach()
+    before = model.first(x)
+    after = torch.relu(before)
+    model.last(model.shared(model.norm(model.shared(after) + after))).square().mean().backward(inputs=[before, after])
+    found = {(one.kind, one.key): one.data for one in heard}
+    assert before.grad is not None
+    assert after.grad is not None
+    assert (found["activations", "first"] < 0).any()
+    for name, tensor in (("first", before), ("relu", after)):
+        torch.testing.assert_close(found["activations", name], tensor.detach())
+        torch.testing.assert_close(found["layer_gradients", name], tensor.grad)
+
+
+Pair = collections.namedtuple("Pair", ["one", "other"])
+
+
+class Structured(nn.Module):
+    """Returns two tensors in a structure, takes a keyword, and has the first changed in place by its caller."""
+
+    def __init__(self, build: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.build, self.one, self.other = build, nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, *, gain: Tensor) -> Any:
+        return self.build(self.one(x) * gain, self.other(x))
+
+
+class Unpacking(nn.Module):
+    """Uses a `Structured` module."""
+
+    def __init__(self, build: Callable[[Tensor, Tensor], Any], take: Callable[[Any], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.part, self.take, self.last = Structured(build), take, nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.take(self.part(x, gain=x))
+        one.mul_(2)
+        return self.last(one * torch.tanh(other))
+
+
+@dataclasses.dataclass
+class Result:
+    """What some models return."""
+
+    one: Tensor
+    other: Tensor
+
+
+STRUCTURES: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Tensor, Tensor]]]] = {
+    "tuple": (lambda a, b: (a, (None, b, 3)), lambda r: (r[0], r[1][1])),
+    "list": (lambda a, b: [a, b], lambda r: (r[0], r[1])),
+    "dict": (lambda a, b: {"a": a, "b": b}, lambda r: (r["a"], r["b"])),
+    "namedtuple": (Pair, lambda r: (r.one, r.other)),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_structured_outputs(structure: str, backend: str) -> None:
+    """Each tensor of an output is recorded with its gradient and its place, as eagerly."""
+    make = lambda: Unpacking(*STRUCTURES[structure])  # noqa: E731
+    settings = {"modules": ["part", "last"], "steps": 3}
+    eager, recorded = train(make, None, **settings), train(make, backend, **settings)
+    assert torch.equal(recorded.weights, train(make, backend, record=False, steps=3).weights)
+    assert len({key[-1] for key in recorded.data if key[:2] == ("layer_gradients", "part")}) == 2
+    assert_close(recorded.data, eager.data, backend)
+
+
+@pytest.mark.parametrize("build", [Result, lambda a, b: collections.OrderedDict(one=a, other=b)])
+def test_other_containers_keep_their_gradients_to_themselves(build: Any) -> None:
+    """A container of the user's own class is not built anew: what is missing is told, and the activations are there."""
+    make = lambda: Unpacking(build, lambda r: (r.one, r.other) if isinstance(r, Result) else tuple(r.values()))  # noqa: E731
+    with pytest.warns(RuntimeWarning, match="layer_gradients of 'part' is not observed: inside torch.compile"):
+        recorded = train(make, "aot_eager", modules=["part"], steps=3)
+    assert {key[-1] for key in recorded.data if key[0] == "activations"} == {"one", "other"}
+    assert not [key for key in recorded.data if key[0] == "layer_gradients"]
+    assert torch.equal(recorded.weights, train(make, "aot_eager", record=False, steps=3).weights)
+
+
+class Aliasing(nn.Module):
+    """Changes in place what a module returned that returns its input, and uses both; the same with a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.same, self.flat, self.last = nn.Linear(8, 8), nn.Identity(), nn.Flatten(0), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        self.same(h).mul_(3)
+        self.flat(h).add_(1)
+        return self.last(h)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_outputs_that_alias_inputs_are_left_alone(backend: str) -> None:
+    """A copy would not change with the original, so the training would change: the gradients are reported missing."""
+    with pytest.warns(RuntimeWarning, match="is a view of, its input"):
+        recorded = train(Aliasing, backend, steps=3)
+    assert torch.equal(recorded.weights, train(Aliasing, backend, record=False, steps=3).weights)
+    assert recorded.exporter is not None
+    told = {problem["what"] for problem in recorded.exporter.problems}
+    assert told == {"layer_gradients of 'same'", "layer_gradients of 'flat'"}
+    eager = train(Aliasing, None, steps=3)
+    expected = {key: value for key, value in eager.data.items() if key[0] in FORWARD}
+    assert_close({key: value for key, value in recorded.data.items() if key[0] in FORWARD}, expected, backend)
+
+
+def test_gradients_of_inputs_are_reported_missing() -> None:
+    """A module may overwrite its input in place, so nothing can be put before it."""
+    with pytest.warns(RuntimeWarning, match="gradients of inputs are not observed inside torch.compile"):
+        recorded = train(Residual, "eager", kinds=["input_gradients", "layer_inputs"], modules=["last"], steps=2)
+    assert {one.kind for one in recorded.heard} == {"layer_inputs"}
+
+
+# -- when it is recorded --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_choice_of_steps_recompiles_nothing(backend: str) -> None:
+    """The operators ask at run time: `every` gives its steps' messages from one graph."""
+    recorded = train(Residual, backend, every=4)
+    assert graphs() == 1
+    assert {one.global_step for one in recorded.heard} == {0, 4, 8}
+    whole = train(Residual, backend)
+    assert all(torch.equal(value, whole.data[key]) for key, value in recorded.data.items())
+    assert torch.equal(recorded.weights, whole.weights)
+
+
+def test_passes_and_calls() -> None:
+    """Accumulation counts calls and pairs each gradient with its own; passes aside have their tags."""
+    model = Residual()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer, kinds=["activations", "layer_gradients"], modules=["last"])
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    inputs = [torch.randn(4, 8) for _ in range(2)]
+    outputs = [run(x) for x in inputs]
+    (outputs[0].sum() * 3).backward()
+    (outputs[1].sum() * 5).backward()
+    optimizer.step()
+    with exporter.tag("test"):
+        run(inputs[0])
+    with torch.no_grad():
+        run(inputs[0])
+    model.eval()
+    with torch.inference_mode():
+        run(inputs[0])
+    exporter.detach()
+    told = [(one.kind, one.global_step, one.tag, one.call) for one in heard]
+    assert told[:4] == [
+        ("activations", 0, "default", 0),
+        ("activations", 0, "default", 1),
+        ("layer_gradients", 0, "default", 0),
+        ("layer_gradients", 0, "default", 1),
+    ]
+    assert told[4:] == [("activations", 1, "test", 0), ("activations", 1, "eval", 0), ("activations", 1, "eval", 1)]
+    assert [float(one.data[0, 0]) for one in heard if one.kind == "layer_gradients" and one.data is not None] == [3, 5]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_batches_of_many_sizes(backend: str) -> None:
+    """A graph with dynamic shapes has the operators too; it takes as many graphs as without."""
+    counts = []
+    for record in (False, True):
+        forget()
+        model = Residual()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        exporter, heard = watch(model, optimizer, modules=["last"], kinds=["activations", "layer_gradients"])
+        if not record:
+            exporter.detach()
+        run = torch.compile(model, backend=backend, fullgraph=True)
+        for size in (4, 5, 6, 7):
+            run(torch.randn(size, 8)).sum().backward()
+            optimizer.step()
+        exporter.detach()
+        counts.append(graphs())
+    assert counts == [2, 2]
+    assert [one.data.shape[0] for one in heard if one.data is not None] == [4, 4, 5, 5, 6, 6, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("backend", "reentrant"),
+    [
+        ("eager", False),
+        ("eager", True),
+        ("aot_eager", False),
+        ("aot_eager", True),
+        pytest.param("inductor", False, marks=INDUCTOR.marks),
+    ],
+)
+def test_checkpoints(reentrant: bool, backend: str) -> None:
+    """What a checkpoint computes again is recorded once, with its gradients."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+            self.last = nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            # under eager, the reentrant kind needs an input with a gradient; compiled, both kinds are one
+            return self.last(checkpoint(self.inner, x, use_reentrant=reentrant))
+
+    class Plain(Checkpointed):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.inner(x))
+
+    settings: dict[str, Any] = {"kinds": ["activations", "layer_gradients", "weight_gradients"], "steps": 3}
+    recorded = train(Checkpointed, backend, **settings)
+    assert graphs() == 1
+    assert torch.equal(recorded.weights, train(Checkpointed, backend, record=False, steps=3).weights)
+    assert_close(recorded.data, train(Plain, None, **settings).data, backend)
+
+
+# -- what is compiled -----------------------------------------------------------------------------------------
+
+
+def test_what_is_compiled_may_be_more_or_less_than_the_model() -> None:
+    """A function around it, the module itself by ``.compile()``, or one of its parts: each is one graph."""
+    expected = None
+    for how in ("function", "method", "part"):
+        forget()
+        torch.manual_seed(0)
+        model = nn.Sequential(collections.OrderedDict(body=Residual(), head=nn.Linear(4, 2)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        exporter, heard = watch(model, optimizer)
+        run: Any = model
+        if how == "function":
+            run = torch.compile(lambda x, model=model: model(x), backend="aot_eager", fullgraph=True)
+        elif how == "method":
+            model.body.compile(backend="aot_eager", fullgraph=True)
+        else:
+            model.body.forward = torch.compile(model.body.forward, backend="aot_eager", fullgraph=True)
+        loop(run, optimizer, 3)
+        exporter.detach()
+        told = [identity(one) for one in heard]
+        expected = expected or told
+        assert (how, graphs(), exporter.silent) == (how, 1, [])
+        assert told == expected
+
+
+def test_only_what_is_asked_for_is_in_the_graph() -> None:
+    """Parameters are seen from outside, so recording only them leaves the graph as it is, but for the root's passes."""
+    train(lambda: nn.Sequential(Residual()), "eager", record=False, steps=1)
+    alone = torch._dynamo.utils.counters["stats"]["calls_captured"]
+    train(lambda: nn.Sequential(Residual()), "eager", steps=1, kinds=["weights"])
+    passes = torch._dynamo.utils.counters["stats"]["calls_captured"] - alone
+    train(lambda: nn.Sequential(Residual()), "eager", steps=1, kinds=["weights", "activations"])
+    assert 0 < passes < torch._dynamo.utils.counters["stats"]["calls_captured"] - alone
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_after_the_recording(backend: str) -> None:
+    """Nothing is left: no hook, no operator in the graph that is compiled next, and the training goes on as alone."""
+    kept: list[str] = []
+
+    def looking(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        kept.append(graph.print_readable(print_output=False))
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    results = []
+    for record in (False, True):
+        forget()
+        torch.manual_seed(5)
+        model = Residual()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        run = torch.compile(model, backend=looking, fullgraph=True)
+        if record:
+            kept.clear()
+            exporter, heard = watch(model, optimizer)
+            loop(run, optimizer, 3)
+            exporter.detach()
+            count = len(list(heard))
+        else:
+            loop(run, optimizer, 3)
+        loop(run, optimizer, 3)
+        results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*results)
+    assert ["tracereel" in one for one in kept] == [True, False]
+    assert len(list(heard)) == count
+    assert not [one for one in model.modules() if one._forward_hooks or one._forward_pre_hooks]
+
+
+@pytest.mark.parametrize("make", [Residual, lambda: nn.Sequential(Residual())])
+def test_hooks_that_come_too_late_are_reported(make: Callable[[], nn.Module]) -> None:
+    """What was compiled before the recording calls no later hooks: a warning, a problem, and the advice that helps."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = torch.compile(model, backend="eager", fullgraph=True)
+    loop(run, optimizer, 1)
+    exporter, heard = watch(model, optimizer)
+    with pytest.warns(RuntimeWarning, match="begin the recording before the first call"):
+        loop(run, optimizer, 1)
+    assert exporter.silent == [name for name, _ in exporter.named_modules]
+    assert [problem["what"] for problem in exporter.problems] == ["the inside of the model"]
+    assert not heard.of("activations")
+    assert heard.of("weight_updates")
+    torch._dynamo.reset()
+    loop(run, optimizer, 1)
+    exporter.detach()
+    assert exporter.silent == []
+    assert {one.global_step for one in heard.of("activations")} == {1}
+
+
+def test_models_of_one_class_are_told_apart() -> None:
+    """Models share what is compiled: two that are watched each have their own, and so does one that is not."""
+    torch.manual_seed(0)
+    heard = []
+    models = [Residual() for _ in range(3)]
+    for model in models[:2]:
+        exporter, one = watch(model, kinds=["activations", "layer_gradients"], modules=["last"])
+        heard.append((exporter, one))
+    x = torch.randn(4, 8)
+    expected = [model(x) for model in models]
+    for _, one in heard:
+        one.messages.clear()
+    for model in models:
+        torch.compile(model, backend="aot_eager", fullgraph=True)(x).sum().backward()
+    for (exporter, one), output in zip(heard, expected, strict=False):
+        exporter.detach()
+        assert [message.kind for message in one] == ["activations", "layer_gradients"]
+        assert torch.equal(one.of("activations")[0].data, output)
+    assert graphs() == 3
+
+
+def test_another_model_of_the_class_that_was_compiled_before_is_reported() -> None:
+    """The plain graph of the first fits the second, whose hooks it does not call."""
+    first, second = Residual(), Residual()
+    torch.compile(first, backend="eager", fullgraph=True)(torch.ones(16, 8)).sum().backward()
+    optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
+    exporter, heard = watch(second, optimizer)
+    with pytest.warns(RuntimeWarning, match="for it or for another model of its classes"):
+        loop(torch.compile(second, backend="eager", fullgraph=True), optimizer, 1)
+    exporter.detach()
+    assert not heard.of("activations")
+
+
+def test_a_part_that_was_compiled_too_early_is_named() -> None:
+    """Of a model that is eager, the part that was compiled and run before."""
+    model = nn.Sequential(torch.compile(Residual(), backend="eager"), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop(model, optimizer, 1)
+    exporter, _ = watch(model, optimizer)
+    with pytest.warns(RuntimeWarning, match="the inside of '0._orig_mod' is not observed"):
+        loop(model, optimizer, 2)
+    exporter.detach()
+    assert len(exporter.problems) == 1
+
+
+def test_compiled_code_elsewhere_is_no_problem() -> None:
+    """A model that is recorded eagerly, although something else was compiled before."""
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    assert graphs() == 1
+    model = Residual()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    loop(model, optimizer, 2)
+    exporter.detach()
+    assert exporter.problems == []
+    assert heard.of("activations")
+
+
+# -- what must not break --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["activations", "layer_gradients"])
+def test_what_fails_in_an_operator_stays_there(kind: str) -> None:
+    """The stream is given up with a warning, and the training is the same; strict, the error reaches the loop."""
+
+    def condition(message: Message) -> bool:
+        if message.kind == kind and message.global_step >= 1:
+            raise RuntimeError("no luck")
+        return True
+
+    with pytest.warns(RuntimeWarning, match="no luck"):
+        recorded = train(Residual, "aot_eager", strict=False, condition=condition)
+    assert torch.equal(recorded.weights, train(Residual, "aot_eager", record=False).weights)
+    assert {key[2] for key in recorded.data if key[0] == kind} == {0}
+    assert {key[2] for key in recorded.data if key[0] == "weights"} == set(range(10))
+    with pytest.raises(RuntimeError, match="no luck"):
+        train(Residual, "aot_eager", condition=condition)
+
+
+def test_copies_are_not_watched() -> None:
+    """A copy or a pickle of the model, compiled, tells nobody; nor does a graph whose exporter is gone."""
+    model = Residual()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    loop(run, optimizer, 1)
+    count = len(list(heard))
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
+        torch.compile(other, backend="aot_eager", fullgraph=True)(torch.ones(2, 8)).sum().backward()
+    assert len(list(heard)) == count
+    exporter.message_bus.unregister(heard)
+    exporter.message_bus.unwatch(exporter._rewire)
+    del exporter
+    loop(run, optimizer, 2)
+    assert len(list(heard)) == count
+
+
+def test_an_exported_model_has_no_operators() -> None:
+    """It is used without the exporter, perhaps without this package."""
+    model = Residual()
+    exporter, heard = watch(model)
+    for strict in (False, True):
+        program = torch.export.export(model, (torch.ones(2, 8),), strict=strict)
+        assert "tracereel" not in str(program.graph)
+    exporter.detach()
+    assert not list(heard)
+
+
+def test_where_operators_cannot_be_modules_are_silent() -> None:
+    """Under vmap, and in a branch of ``torch.cond``, the graph is compiled as without, and the modules are reported."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cond(x.sum() > 0, self.one, self.other, (x,))
+
+    for model in (Branches(), nn.Sequential(nn.Linear(8, 8))):
+        x = torch.randn(4, 8)
+        expected = model(x)
+        exporter, heard = watch(model, kinds=["activations", "layer_gradients"])
+        run = model if isinstance(model, Branches) else torch.vmap(model)
+        found = torch.compile(lambda x, run=run: run(x), backend="aot_eager", fullgraph=True)(x)
+        torch.testing.assert_close(found, expected)
+        found.sum().backward()
+        assert not list(heard)
+        assert exporter.silent == [name for name, _ in exporter.named_modules]
+        exporter.detach()
+
+
+@pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
+def test_half_precision_is_rounded_where_it_is_recorded() -> None:
+    """Inductor keeps in float32 what it fuses; what is recorded is rounded in between, as it always is eagerly.
+
+    That this is the only difference: when inductor rounds everything that it fuses, the training is bit-equal.
+    """
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.act, self.norm, self.last = nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.last(self.norm(self.act(self.first(x)))).float()
+
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        recorded = train(Half, "inductor")
+        assert graphs() == 1
+        alone = train(Half, "inductor", record=False)
+    assert torch.equal(recorded.weights, alone.weights)
+    assert recorded.data["activations", "act", 0, "default", 0, ""].dtype == torch.bfloat16
+
+
+def test_a_trace_of_a_compiled_run(tmp_path: Path) -> None:
+    """`record` around a compiled loop: all streams stand in the trace, and no module is silent."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with tracer.record(tmp_path / "run.zarr", run, optimizer, strict=True):
+        loop(run, optimizer, 3)
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        for kind in ("activations", "layer_gradients"):
+            assert trace.array(kind, "0")[1].shape == (3, 16, 8)
+        assert not [note for note in trace.notes if "silent" in note or "problem" in note]
