@@ -1341,7 +1341,11 @@ class Exporter:
         """What a compiled graph keeps of the call of a module that was just seen, for its gradient: call, step, tag."""
         tag = self._pass.tag
         if recomputing():
-            return (self._recalled.get(path, -1), *self._now(), tag_number(DEFAULT_TAG))
+            first = self._recalled.get(path)
+            if first is None:  # the graph's own checkpoint, which computes the calls again in their order
+                first = self._calls.get((path, "recomputed"), 0)
+                self._calls[path, "recomputed"] = first + 1
+            return (first, *self._now(), tag_number(DEFAULT_TAG))
         call = self._calls.get((path, tag), 0) if self._pass.listening else 0
         return (call - 1, *self._now(), tag_number(tag))
 
