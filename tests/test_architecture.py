@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.hooks": set(),
     "tracer.exporter": FOUNDATION | {"tracer.hooks"},
     "tracer.recorder": FOUNDATION | STORAGE | {"tracer.exporter", "tracer"},
+    "tracer.recorders": FOUNDATION | STORAGE | {"tracer.exporter", "tracer.hooks", "tracer.recorder"},
     "tracer.replay": FOUNDATION | STORAGE,
     "tracer.launch": FOUNDATION | STORAGE | RUNNING | {"tracer", "tracer.hooks"},
     "analyze.metrics": set(),
