@@ -42,6 +42,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.recorder": FOUNDATION | STORAGE | {"tracer.exporter", "tracer"},
     "tracer.recorders": FOUNDATION | STORAGE | {"tracer.exporter", "tracer.hooks", "tracer.recorder"},
     "tracer.replay": FOUNDATION | STORAGE,
+    "tracer.integrations": set(),
+    "tracer.integrations.*": FOUNDATION | STORAGE | {"tracer.exporter", "tracer.recorder", "tracer.integrations.*"},
     "tracer.launch": FOUNDATION | STORAGE | RUNNING | {"tracer", "tracer.hooks"},
     "analyze.metrics": set(),
     "analyze.metrics.*": {"tracer.messages", "tracer.subscription", "tracer.subscriber", "analyze.metrics.*"},

@@ -68,7 +68,7 @@ class Recording:
     def begin(self, model: nn.Module, optimizers: Iterable[Optimizer], step: int, epoch: int) -> None:
         """Begin to record, at the trainer's step and epoch; what was being recorded before is given up."""
         self.end(TraceError("the training was begun again before it had ended"))
-        resume = {"first_step": step, "first_epoch": epoch} if self._options.get("resume") else {}
+        resume: dict[str, Any] = {"first_step": step, "first_epoch": epoch} if self._options.get("resume") else {}
         run = record(self._path, model, list(optimizers), **self._options, **resume).__enter__()
         if (run.exporter.global_step, run.exporter.epoch) != (step, epoch):
             # a new trace of a run that is not: it has the trainer's counters, too

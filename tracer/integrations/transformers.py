@@ -1,9 +1,14 @@
-"""A callback that records the training of a Hugging Face trainer: ``Trainer(…, callbacks=[TraceCallback("run.zarr")])``."""
+"""A callback that records what a Hugging Face trainer trains: ``Trainer(…, callbacks=[TraceCallback("run.zarr")])``."""
 
 from __future__ import annotations
 
+import contextlib
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tracer.errors import TracerError
@@ -23,9 +28,10 @@ else:
 class TraceCallback(TrainerCallback):  # type: ignore[misc]  # without transformers a plain object that cannot be made
     """Records what ``trainer.train`` does; evaluations in it are tagged ``"eval"``.
 
-    Steps and epochs are the trainer's; the batches of gradient accumulation are calls of one step. Loss and labels are
-    those of the functions of ``torch.nn.functional`` that the model calls, as they are there: shifted and flattened in
-    a language model. A loss of another kind can be recorded with ``callback.run.log("loss", value)``.
+    Steps and epochs are the trainer's; the batches of gradient accumulation are calls of one step. The loss is the one
+    that the model returns, with its ``logits`` and the ``labels`` it was given, which a causal language model shifts
+    only inside. For a loss outside the model give ``loss=``, as to `tracer.record`, or call
+    ``callback.run.log("loss", value)``; also for a compiled model, whose forward nobody sees.
 
     The trainer does not tell a callback that it was interrupted. The trace is then closed when the program ends, and
     says why; where the program goes on, `close` does so, or a ``with`` block::
@@ -56,7 +62,9 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]  # without transform
                 "pip install 'tracereel[transformers]'"
             )
         super().__init__()
-        self._recording = Recording(path, options)
+        self._loss = _Loss() if "loss" not in options else None
+        self._recording = Recording(path, {"loss": self._loss, **options})
+        self._handle: Any = None
         self._epoch_over = False
 
     @property
@@ -68,7 +76,11 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]  # without transform
         """Begin, now that model, optimizer and counters are as they go on."""
         self._epoch_over = False
         optimizer = _inner(kwargs["optimizer"])
+        self._unhook()
         self._recording.begin(kwargs["model"], [optimizer], state.global_step, int(state.epoch or 0))
+        root = self.run.exporter.model
+        if self._loss is not None and root is not None:
+            self._handle = root.register_forward_hook(_ModelHook(self._loss), with_kwargs=True)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the epoch before."""
@@ -81,7 +93,7 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]  # without transform
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the trace."""
         self._end_epoch()
-        self._recording.end()
+        self.close()
 
     def _end_epoch(self) -> None:
         over, self._epoch_over = self._epoch_over, False
@@ -96,13 +108,46 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]  # without transform
         error : BaseException, optional
             Why it did not, for the trace's status.
         """
+        self._unhook()
         self._recording.end(error)
+
+    def _unhook(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
 
     def __enter__(self) -> TraceCallback:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self.close(error)
+
+
+class _Loss(nn.Module):
+    """Stands for the loss inside a model: what it is called with is observed as that of any loss module."""
+
+    def forward(self, input: Tensor, target: Tensor, loss: Tensor) -> Tensor:  # noqa: A002 - torch's names
+        return loss
+
+
+class _ModelHook:
+    """Tells what a model's own loss was; in a copy or a pickle of the model, a function that does nothing."""
+
+    def __init__(self, loss: _Loss) -> None:
+        self._loss = weakref.ref(loss)
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        loss, labels = self._loss(), kwargs.get("labels")
+        if loss is not None and isinstance(output, Mapping) and isinstance(labels, Tensor):
+            logits, value = output.get("logits"), output.get("loss")
+            if isinstance(logits, Tensor) and isinstance(value, Tensor):
+                loss(logits, labels, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # as the exporter's hooks: what is loaded needs no tracer
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 def _inner(optimizer: Any) -> Any:
