@@ -1,0 +1,255 @@
+"""The Lightning callback, with Lightning itself: counters, tags, losses, exceptions, checkpoints."""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import tracer
+from tracer.errors import CaptureError, TraceExistsError, UnknownNameError
+from tracer.integrations.lightning import TraceCallback
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it calls deprecated parts of others when it is imported
+    pl = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install 'tracereel[lightning]'")
+
+# its advice on loaders and loggers is no concern of ours; our own warnings are errors
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.filterwarnings("error::RuntimeWarning")]
+
+
+class Classifier(pl.LightningModule):  # type: ignore[misc]
+    """A tiny classifier that remembers what its losses and labels were."""
+
+    def __init__(self, fail_at: int | None = None, error: type[BaseException] = ValueError) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Dropout(0.2), nn.Linear(5, 3))
+        self.fail_at, self.error = fail_at, error
+        self.seen: list[tuple[Tensor, Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        if self.global_step == self.fail_at:
+            raise self.error("as the test wants it")
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.seen.append((loss.detach().clone(), batch[1]))
+        return loss
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class OwnLoss(Classifier):
+    """Its loss is no function of torch's, and its forward is not called."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = (self.net(batch[0]).logsumexp(1) - self.net(batch[0])[:, 0]).mean()
+        self.seen.append((loss.detach().clone(), batch[1]))
+        return loss
+
+
+class Duel(Classifier):
+    """Two optimizers, stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.cross_entropy(self(batch[0]), batch[1]))
+            optimizer.step()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(self.net[0].parameters(), lr=0.1), torch.optim.SGD(self.net[3].parameters(), lr=0.1)]
+
+
+def loader() -> DataLoader[Any]:
+    """Five batches, the last of them smaller, always the same."""
+    generator = torch.Generator().manual_seed(3)
+    x, y = torch.randn(18, 6, generator=generator), torch.randint(0, 3, (18,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=4)
+
+
+def trainer(*callbacks: Any, **options: Any) -> Any:
+    """A silent trainer of two epochs."""
+    silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {"enable_checkpointing": any(isinstance(one, pl.callbacks.ModelCheckpoint) for one in callbacks)}
+    return pl.Trainer(
+        **{"max_epochs": 2, "accelerator": "cpu", "callbacks": list(callbacks), **silent, **quiet, **options}
+    )
+
+
+def read(path: Path, *kinds: str) -> list[tracer.Message]:
+    """The messages of a trace."""
+    with tracer.open(path) as trace:
+        return [one for one in trace.messages() if not kinds or one.kind in kinds]
+
+
+def status(path: Path) -> str | None:
+    """How the run of a trace ended."""
+    with tracer.open(path) as trace:
+        return trace.status
+
+
+def at(message: tracer.Message) -> tuple[int, int, int, int]:
+    """The counters of a message."""
+    return message.global_step, message.train_step, message.epoch, message.call
+
+
+def test_counters_tags_losses_and_labels(tmp_path: Path) -> None:
+    """Two batches a step, the odd one alone; validation belongs to its epoch; the sanity check is not there."""
+    model, path = Classifier(), tmp_path / "run.zarr"
+    fit = trainer(TraceCallback(path), accumulate_grad_batches=2)
+    fit.fit(model, loader(), loader())
+    assert (fit.global_step, fit.current_epoch, status(path)) == (6, 2, "finished")
+    losses = [one for one in read(path, "loss") if one.tag == "default"]
+    counters = [(0, 0, 0, 0), (0, 0, 0, 1), (1, 1, 0, 0), (1, 1, 0, 1), (2, 2, 0, 0)]
+    assert [at(one) for one in losses] == counters + [(step + 3, t, 1, call) for step, t, _, call in counters]
+    assert all(torch.equal(one.data, loss) for one, (loss, _) in zip(losses, model.seen, strict=True))
+    labels = [one for one in read(path, "input_labels") if one.tag == "default"]
+    assert all(torch.equal(one.data, there) for one, (_, there) in zip(labels, model.seen, strict=True))
+    validation = [at(one) for one in read(path, "loss") if one.tag == "eval"]
+    assert validation == [(3, 3, 0, call) for call in range(5)] + [(6, 3, 1, call) for call in range(5)]
+    events = read(path, "epoch_started", "epoch_finished")
+    assert [(one.kind, one.epoch) for one in events] == [
+        ("epoch_started", 0), ("epoch_finished", 0), ("epoch_started", 1), ("epoch_finished", 1),
+    ]  # fmt: skip
+    assert [one.module for one in read(path, "weights") if one.global_step == 5] == ["net.0", "net.3"]
+    assert len(read(path, "weight_gradients")) == len(read(path, "weight_updates")) == 12
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+
+
+@pytest.mark.parametrize("kind", [Classifier, OwnLoss, Duel])
+def test_training_is_the_same(tmp_path: Path, kind: type[Classifier]) -> None:
+    """Weights are bit-equal with and without the callback."""
+
+    def weights(*callbacks: Any) -> list[Tensor]:
+        torch.manual_seed(1)
+        model = kind()
+        trainer(*callbacks).fit(model, loader(), loader())
+        return [one.detach() for one in model.parameters()]
+
+    assert all(map(torch.equal, weights(), weights(TraceCallback(tmp_path / "run.zarr"))))
+
+
+def test_a_loss_of_ones_own_and_a_module(tmp_path: Path) -> None:
+    """What Lightning takes the gradient of is the loss; the network may be a part of the LightningModule."""
+    model, path = OwnLoss(), tmp_path / "run.h5"
+    callback = TraceCallback(path, module="net", capture=tracer.Capture(kinds=["loss", "network_output"]))
+    trainer(callback, limit_val_batches=0, max_epochs=1).fit(model, loader())
+    losses = read(path, "loss")
+    assert [at(one)[:3] for one in losses] == [(step, step, 0) for step in range(5)]
+    assert all(torch.equal(one.data, loss) for one, (loss, _) in zip(losses, model.seen, strict=True))
+    with pytest.raises(CaptureError, match="nothing is being recorded"):
+        _ = callback.run
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_exceptions_close_the_trace(tmp_path: Path, error: type[BaseException]) -> None:
+    """The trace has the steps before, and says what ended it."""
+    model, path = Classifier(fail_at=3, error=error), tmp_path / "run.zarr"
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        # after Ctrl-C, Lightning shuts down and leaves the program
+        with pytest.raises(SystemExit if error is KeyboardInterrupt else error):
+            trainer(TraceCallback(path)).fit(model, loader(), loader())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert status(path) == f"failed: {error.__name__}: as the test wants it"
+    assert [one.global_step for one in read(path, "batch_finished")] == [0, 1, 2]
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+
+
+@pytest.mark.parametrize(("every", "fail_at"), [(2, 7), (2, 3), (5, 7)])
+def test_resuming(tmp_path: Path, every: int, fail_at: int) -> None:
+    """A run that goes on from a checkpoint, in an epoch or between two, is in the trace as one that never failed."""
+    whole, path = tmp_path / "whole.zarr", tmp_path / "run.zarr"
+    torch.manual_seed(1)
+    first = Classifier()
+    first.net[2].p = 0.0  # Lightning does not restore the random generators
+    state = {name: value.clone() for name, value in first.state_dict().items()}
+    trainer(TraceCallback(whole)).fit(first, loader(), loader())
+
+    def attempt(fail_at: int | None, checkpoint: Path | None) -> list[Tensor]:
+        model = Classifier(fail_at=fail_at)
+        model.load_state_dict(state)
+        model.net[2].p = 0.0
+        keep = pl.callbacks.ModelCheckpoint(tmp_path, filename="last", every_n_train_steps=every, save_top_k=1)
+        trainer(TraceCallback(path, resume=True), keep).fit(model, loader(), loader(), ckpt_path=checkpoint)
+        return [loss for loss, _ in model.seen]
+
+    with pytest.raises(ValueError, match="as the test wants it"):
+        attempt(fail_at, None)
+    found = sorted(tmp_path.glob("*.ckpt"), key=lambda one: one.stat().st_mtime)[-1]
+    again = attempt(None, found)
+    for kind in ("weights", "weight_gradients", "loss"):
+        expected = [one for one in read(whole, kind) if one.tag == "default"]
+        resumed = [one for one in read(path, kind) if one.tag == "default"]
+        assert [(at(one), one.key) for one in resumed] == [(at(one), one.key) for one in expected]
+        # in the middle of an epoch, Lightning begins anew with the first batch of the loader
+        same = len(expected) if every == 5 else sum(one.global_step < every for one in expected)
+        assert all(torch.equal(a.data, b.data) for a, b in zip(resumed[:same], expected[:same], strict=True))
+        if kind == "loss":
+            recorded = [one.data for one in resumed[-len(again) :]]
+            assert all(map(torch.equal, recorded, again))
+    epochs = [(one.kind, one.epoch) for one in read(path, "epoch_started", "epoch_finished")]
+    assert epochs == [(one.kind, one.epoch) for one in read(whole, "epoch_started", "epoch_finished")]
+
+
+def test_two_optimizers_resume_at_the_recorders_step(tmp_path: Path) -> None:
+    """Lightning counts a step for each optimizer, a trace a step for all; the checkpoint says which step comes next."""
+    path = tmp_path / "run.zarr"
+    keep = pl.callbacks.ModelCheckpoint(tmp_path, filename="last")
+    first = trainer(TraceCallback(path), keep, max_epochs=1)
+    first.fit(Duel(), loader(), loader())
+    assert first.global_step == 10
+    second = trainer(TraceCallback(path, resume=True), max_epochs=2)
+    second.fit(Duel(), loader(), loader(), ckpt_path=tmp_path / "last.ckpt")
+    finished = [(one.global_step, one.train_step, one.epoch) for one in read(path, "batch_finished")]
+    assert finished == [(step, step % 5, step // 5) for step in range(10)]
+
+
+def test_a_new_trace_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    """It has the trainer's counters, too."""
+    path = tmp_path / "run.zarr"
+    first = trainer(max_epochs=1)
+    first.fit(Classifier(), loader())
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    trainer(TraceCallback(path), max_epochs=2).fit(Classifier(), loader(), ckpt_path=tmp_path / "first.ckpt")
+    finished = [(one.global_step, one.train_step, one.epoch) for one in read(path, "batch_finished")]
+    assert finished == [(5 + step, step, 1) for step in range(5)]
+
+
+def test_a_compiled_model_has_its_own_names(tmp_path: Path) -> None:
+    """The wrapper is looked through."""
+    path = tmp_path / "run.zarr"
+    model = torch.compile(Classifier(), backend="eager", disable=True)
+    trainer(TraceCallback(path), max_epochs=1).fit(model, loader())
+    assert {one.module for one in read(path, "weights")} == {"net.0", "net.3"}
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    """Mistakes end before the first step, in one sentence."""
+    with pytest.raises(UnknownNameError, match="no option of a trace callback 'captures'; did you mean 'capture'"):
+        TraceCallback(tmp_path / "run.zarr", captures=[])
+    with pytest.raises(UnknownNameError, match="no option of a trace callback 'first_step'"):
+        TraceCallback(tmp_path / "run.zarr", first_step=3)
+    with pytest.raises(CaptureError, match="Classifier has no module 'nett'; its children are net"):
+        trainer(TraceCallback(tmp_path / "run.zarr", module="nett")).fit(Classifier(), loader())
+    (tmp_path / "run.zarr").mkdir()
+    (tmp_path / "run.zarr" / "something").touch()
+    with pytest.raises(TraceExistsError):
+        trainer(TraceCallback(tmp_path / "run.zarr")).fit(Classifier(), loader())

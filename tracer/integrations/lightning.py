@@ -1,0 +1,112 @@
+"""A callback that records the training of a Lightning trainer: ``Trainer(callbacks=[TraceCallback("run.zarr")])``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tracer.errors import CaptureError, TracerError
+from tracer.integrations.recording import Recording
+from tracer.recorder import Run
+from tracer.stores import Anywhere
+
+try:
+    from lightning.pytorch import Callback
+except ImportError as _error:
+    Callback = object
+    _missing: ImportError | None = _error
+else:
+    _missing = None
+
+
+class TraceCallback(Callback):  # type: ignore[misc]  # without Lightning it is a plain object that cannot be made
+    """Records what ``trainer.fit`` does; validation passes in it are tagged ``"eval"``.
+
+    Steps and epochs are the trainer's: with gradient accumulation the batches of a step are calls of it, and of several
+    optimizers the last one ends a step (where Lightning counts a step for each). The sanity check before the training
+    is not recorded. Loss and labels are those of the functions of ``torch.nn.functional`` that the training step calls,
+    itself or through a module of ``torch.nn``; of another loss, the value is recorded that Lightning takes the gradient
+    of (with accumulation, that is divided by the number of batches).
+
+    Parameters
+    ----------
+    path : path or URL
+        Of the trace.
+    module : str
+        The dotted path, in the LightningModule, of the network whose modules are observed. By default the whole
+        LightningModule; its input and output are observed only if the training step calls ``self(...)``.
+    **options
+        Of `tracer.record`: ``capture``, ``compression``, ``receivers``, … With ``resume=True`` a run that the trainer
+        goes on with (``ckpt_path``) goes on in its trace.
+
+    Raises
+    ------
+    TracerError
+        If Lightning is not installed.
+    UnknownNameError
+        If `tracer.record` has no such option.
+    """
+
+    def __init__(self, path: Anywhere, *, module: str = "", **options: Any) -> None:
+        if _missing is not None:
+            raise TracerError(
+                f"this callback needs lightning, which cannot be imported ({_missing}): "
+                "pip install 'tracereel[lightning]'"
+            )
+        super().__init__()
+        self._module = module
+        self._recording = Recording(path, options)
+        self._losses_seen = 0
+        self._step: int | None = None
+
+    @property
+    def run(self) -> Run:
+        """The recording in progress, for `Run.log`, `Run.tag` and `Run.probe`; `CaptureError` if there is none."""
+        return self._recording.run
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin, now that models, optimizers and counters are as they go on."""
+        try:
+            network = pl_module.get_submodule(self._module)
+        except AttributeError as error:
+            names = ", ".join(name for name, _ in pl_module.named_children()) or "none"
+            raise CaptureError(
+                f"{type(pl_module).__name__} has no module {self._module!r}; its children are {names}"
+            ) from error
+        step = trainer.global_step if self._step is None or len(trainer.optimizers) == 1 else self._step
+        self._recording.begin(network, trainer.optimizers, step, trainer.current_epoch)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Remember which losses were seen before."""
+        if self._recording.active:
+            self._losses_seen = self.run.exporter.losses_seen
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        """Record a loss that is no function of torch's."""
+        if self._recording.active and self.run.exporter.losses_seen == self._losses_seen:
+            self.run.log("loss", loss)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """End the epoch, after its validation."""
+        self._recording.epoch_finished()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Close the trace."""
+        self._recording.end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Close the trace; it says what happened."""
+        self._recording.end(exception)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Close the trace of a training that ended in another way."""
+        self._recording.end()
+
+    def state_dict(self) -> dict[str, Any]:
+        """For Lightning's checkpoint: the step that comes next, which with several optimizers is not Lightning's."""
+        return {"global_step": self.run.global_step} if self._recording.active else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the step from a checkpoint."""
+        self._step = state_dict.get("global_step")
