@@ -526,6 +526,8 @@ def record(
     name = module.rpartition(".")[2] if module is not None else Path(program[0]).stem
     if module is None and not Path(program[0]).is_file():
         raise Failure(f"{program[0]} is not a file, so there is no script to run")
+    if resume and overwrite:
+        raise click.UsageError("--resume goes on with a trace, and --overwrite removes it: give one of them")
     if first_step is not None and not resume:
         raise click.UsageError("--first-step says where to resume: give --resume with it")
     from tracer.parts import this_process
@@ -895,7 +897,9 @@ def verify(trace: str, as_json: bool) -> None:
         if len(report.problems) > _PROBLEMS:
             click.echo(f"and {len(report.problems) - _PROBLEMS:,} more problems (--json tells all)")
         checked = f"{report.messages:,} messages, {report.chunks:,} chunks, {_size(report.bytes)}"
-        if not report.intact:
+        if not report.intact and not report.damaged:
+            click.echo(f"not whole, see above; all {report.messages:,} messages that are there can be read ({checked})")
+        elif not report.intact:
             click.echo(
                 f"damaged: {report.damaged:,} of {report.messages:,} messages cannot be read ({checked} checked)"
             )

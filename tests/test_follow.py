@@ -306,3 +306,28 @@ def test_damage_ends_a_follower(tmp_path: Path) -> None:
             document.write_text(json.dumps(fields))
             with pytest.raises(TraceCorruptError, match="journal had"):
                 reader.refresh()
+
+
+def test_what_is_no_more_recorded_holds_nothing_back(tmp_path: Path) -> None:
+    """Updates wait for the next weights only as long as those can come."""
+    path = tmp_path / "run.zarr"
+    with TraceWriter(path) as writer:
+
+        def write(steps: range) -> None:
+            for step in steps:
+                where: dict[str, Any] = {"global_step": step, "train_step": step, "epoch": 0}
+                if step < 3:
+                    writer.write(ModuleMessage(kind="weights", module="a", data=torch.full((2,), float(step)), **where))
+                writer.write(NetworkMessage(kind="loss", data=torch.tensor(float(step)), **where))
+            writer.commit()
+
+        write(range(3))
+        heard = Counting("loss", "weight_updates")
+        asking = [tracer.CallbackSubscriber(kind, lambda bundle: None) for kind in ("loss", "weight_updates")]
+        thread, raised = following(path, heard, *asking)
+        for end in (5, 8, 12):
+            write(range(end - 3, end)) if end > 5 else write(range(3, 5))
+            heard.wait_for(lambda found, end=end: any(m.global_step == end - 1 for m in found))  # type: ignore[misc]
+    thread.join(30)
+    assert raised == []
+    assert [one.global_step for one in heard if one.kind == "weight_updates"] == [0, 1]

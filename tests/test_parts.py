@@ -518,3 +518,37 @@ def test_claims_of_what_is_no_trace(tmp_path: Path) -> None:
     path.mkdir()
     with pytest.raises(TraceError):
         claim(path, Process(0, 1, None), [0], resume=True)
+
+
+def test_one_process_does_not_write_twice(tmp_path: Path) -> None:
+    """A second recording of a trace that this process records is refused, also one that would resume it."""
+    path = tmp_path / "run.zarr"
+    model, optimizer = adam()
+    with tracer.record(path, model, optimizer) as run:
+        train(run, model, optimizer, 3)
+        run.recorder.writer.commit()  # type: ignore[union-attr] # it records
+        for options in ({"resume": True, "first_step": 1}, {"overwrite": True}, {}):
+            with pytest.raises(TraceExistsError):
+                tracer.record(path, *adam(), **options).__enter__()  # type: ignore[arg-type] # of several types
+        train(run, model, optimizer, 3)
+    with TraceReader(path) as reader:
+        assert reader.array("weights", "0")[0].tolist() == [*range(6)]
+    with pytest.raises(CaptureError, match="one of them"):
+        tracer.record(path, model, optimizer, resume=True, overwrite=True)
+
+
+def test_a_rank_that_is_done_early_keeps_no_other_from_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that do not wait for each other write one trace; of a launch of long ago they are another run."""
+    path = tmp_path / "run.zarr"
+    for rank in (0, 1):
+        in_rank(monkeypatch, rank)
+        model, optimizer = adam()
+        with tracer.record(path, model, optimizer) as run:
+            train(run, model, optimizer, 2)
+    assert TraceReader(path).ranks == [0, 1]
+    monkeypatch.setattr("tracer.parts.FRESH_SECONDS", -1.0)
+    in_rank(monkeypatch, 2, size=3)
+    with pytest.raises(TraceExistsError):
+        tracer.record(path, *adam()).__enter__()

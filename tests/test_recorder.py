@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -569,3 +570,39 @@ def test_the_thread_commits_by_itself(tmp_path: Path) -> None:
     else:
         pytest.fail("nothing was committed")
     recorder.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"on_full": "x"}, {"queue_bytes": 1.5}, {"queue_bytes": True}, {"queue_bytes": 0}),
+        *({"commit_steps": 1.5}, {"commit_steps": 0}, {"commit_seconds": "2"}, {"commit_seconds": math.nan}),
+        *({"ranks": []}, {"ranks": [5]}, {"ranks": [-1]}),
+    ],
+)
+def test_wrong_options_leave_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
+    """An option that is none is said before anything is made, so that the corrected call works."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(CaptureError, match=next(iter(options))):
+        tracer.record(tmp_path / "run.h5", model, None, **options).__enter__()
+    assert not any(tmp_path.iterdir())
+    assert not model._forward_hooks
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
+def test_a_path_is_free_after_its_writer_failed(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the writer thread died of, the trace may then be overwritten."""
+    path = tmp_path / f"run{suffix}"
+    model = nn.Linear(2, 2)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.warns(RuntimeWarning):
+        patched.setattr(tracer.TraceWriter, "write_many", fail)
+        with tracer.record(path, model, None) as run:
+            model(torch.ones(1, 2)).sum().backward()
+            run.recorder._thread.join(10)  # type: ignore[union-attr] # it records
+    with tracer.record(path, model, None, overwrite=True):
+        model(torch.ones(1, 2)).sum().backward()
+    assert tracer.open(path).status == "finished"

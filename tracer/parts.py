@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from tracer.stores import Location, ReadStore, exists, open_parts, remove_part, 
 
 BEGINNING_SECONDS = 10.0
 """How long a rank waits for others to begin their parts of a new trace."""
+FRESH_SECONDS = 600.0
+"""How long after its end the part of one rank counts as of the same launch as that of another."""
 SILENT_SECONDS = 60.0
 """A trace from another machine that was not written for so long counts as interrupted."""
 
@@ -466,7 +469,8 @@ def claim(
         for one in parts:
             if one.rank == process.rank or (process.rank == min(ranks) and one.rank not in ranks):
                 remove_part(path, one.name)
-    elif mine or any(one.ended or one not in of_this_launch for one in parts):
+    # a rank may be done before another begins; but a launch can look like one of long ago
+    elif mine or any((one.ended and not one.fresh) or one not in of_this_launch for one in parts):
         raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
     return 0, next((one.run_id for one in of_this_launch if one not in mine), None)
 
@@ -480,23 +484,29 @@ class Head:
     name : str
     rank, attempt : int
     run_id : str or None
+    here : bool
+        Whether this process wrote it.
     pid : object
         Of the process that wrote it.
     launch : str or None
         As `Process.launch`.
     began, ended, lives : bool
         Whether it has a header; whether it says how the run ended; if not, whether its process still runs.
+    fresh : bool
+        Whether it was written in the last minutes.
     """
 
     name: str
     rank: int
     attempt: int
     run_id: str | None
+    here: bool
     pid: object
     launch: str | None
     began: bool
     ended: bool
     lives: bool
+    fresh: bool
 
 
 def heads(path: Location) -> list[Head]:
@@ -528,11 +538,14 @@ def heads(path: Location) -> list[Head]:
                     name,
                     *where,
                     run_id if isinstance(run_id, str) else None,
+                    isinstance(process, Mapping)
+                    and (process.get("pid"), process.get("hostname")) == (os.getpid(), platform.node()),
                     process.get("pid") if isinstance(process, Mapping) else None,
                     launch if isinstance(launch, str) else None,
                     bool(header),
                     ended,
                     bool(header) and not ended and lives(process, store),
+                    time.time() - store.modified < FRESH_SECONDS,
                 )
             )
     finally:
@@ -544,7 +557,7 @@ def heads(path: Location) -> list[Head]:
 def refuse_living(path: Location, parts: Sequence[Head]) -> None:
     """Raise `TraceExistsError` if another process is still recording one of these parts."""
     for one in parts:
-        if one.lives and one.pid != os.getpid():
+        if one.lives and not one.here:
             raise TraceExistsError(f"{path} is being recorded by process {one.pid}, so it is not overwritten")
 
 

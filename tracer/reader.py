@@ -405,13 +405,14 @@ class TraceReader:
             values = journal[:, column]
             return [int(values.min()), int(values.max())] if len(values) else None
 
+        first = self._parts[0]
         return {
             "path": str(self.path),
             "format": layout.FORMAT,
             "version": self._parts[0].attributes["format_version"],
             "store": STORES[self.path.suffix.lower()].rpartition(".")[2],
-            "run_id": self._parts[0].attributes.get("run_id"),
-            "created": self._parts[0].attributes.get("created"),
+            "run_id": first.header.get("run_id", first.attributes.get("run_id")),
+            "created": first.header.get("created", first.attributes.get("created")),
             "status": self.status,
             "ended": self._parts_of_last_attempt()[0].ending.get("ended"),
             "messages": len(journal),

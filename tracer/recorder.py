@@ -30,7 +30,7 @@ from tracer.messages import KINDS, Message
 from tracer.parts import claim, heads, this_process
 from tracer.reader import TraceReader
 from tracer.stores import Anywhere, Location, location
-from tracer.writer import TraceWriter
+from tracer.writer import TraceWriter, refuse_here
 
 QUEUE_BYTES = 256 << 20
 """How much data may wait for the writer thread before the training waits for it."""
@@ -95,10 +95,7 @@ class Recorder:
         on_full: Literal["wait", "drop"] = "wait",
         derived: Iterable[str] = (),
     ) -> None:
-        if queue_bytes < 1:
-            raise CaptureError(f"queue_bytes of a recorder is a positive integer, not {queue_bytes!r}")
-        if on_full not in ("wait", "drop"):
-            raise CaptureError(f"on_full of a recorder is 'wait' or 'drop', not {on_full!r}")
+        check_options(queue_bytes=queue_bytes, on_full=on_full)
         self._make = None if isinstance(writer, TraceWriter) else writer
         self._writer = writer if isinstance(writer, TraceWriter) else None
         self.derived = set(derived)
@@ -241,6 +238,8 @@ class Recorder:
                         self._changed.wait(timeout=_LATENCY)
                         self._idle = False
         except Exception as error:
+            if self._writer is not None:
+                self._writer.give_up(error)
             with self._changed:
                 self._error = error
                 self._waiting.clear()
@@ -468,6 +467,8 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         self._resume = Resume(first_step, first_epoch) if resume else None
         if not resume and (first_step is not None or first_epoch is not None):
             raise CaptureError("first_step and first_epoch say where to resume; give resume=True with them")
+        if resume and overwrite:
+            raise CaptureError("resume goes on with a trace, and overwrite removes it; give one of them")
         self._ranks = ranks
         self._compression = Compression(compression).choice
         self._run: Run | None = None
@@ -508,6 +509,24 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         run, self._run = self._run, None
         if run is not None:
             end(run, error)
+
+
+def check_options(
+    *,
+    queue_bytes: int = QUEUE_BYTES,
+    on_full: str = "wait",
+    commit_steps: int | None = None,
+    commit_seconds: float = COMMIT_SECONDS,
+) -> None:
+    """Raise `CaptureError` if an option of a recording is not one, before anything is made."""
+    if type(queue_bytes) is not int or queue_bytes < 1:
+        raise CaptureError(f"queue_bytes is a whole number from 1, not {queue_bytes!r}")
+    if on_full not in ("wait", "drop"):
+        raise CaptureError(f"on_full is 'wait' or 'drop', not {on_full!r}")
+    if commit_steps is not None and (type(commit_steps) is not int or commit_steps < 1):
+        raise CaptureError(f"commit_steps is a whole number from 1, or None, not {commit_steps!r}")
+    if type(commit_seconds) not in (int, float) or not commit_seconds >= 0:
+        raise CaptureError(f"commit_seconds is a number from 0, not {commit_seconds!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -605,8 +624,11 @@ def start(
 
     `lazily`: create the trace at the first message, when the script has loaded its checkpoint.
     """
+    check_options(queue_bytes=queue_bytes, on_full=on_full, commit_steps=commit_steps, commit_seconds=commit_seconds)
     process = this_process()
     recorded = sorted(set(range(process.size) if ranks is None else ranks))
+    if not recorded or not all(type(one) is int and 0 <= one < process.size for one in recorded):
+        raise CaptureError(f"ranks are some of 0 to {process.size - 1}, the ranks of this run, not {recorded}")
     exporter.rank = process.rank
     if process.rank not in recorded:
         return Run(path, exporter, None)
@@ -626,6 +648,7 @@ def start(
         alone = recorded == [0]
         attempt, run_id = 0, None
         if resume is not None or not alone:
+            refuse_here(path, process.rank)
             attempt, run_id = claim(path, process, recorded, overwrite=overwrite, resume=resume is not None)
         part: dict[str, Any] = {
             "ranks": recorded,

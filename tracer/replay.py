@@ -206,9 +206,12 @@ def _publish(bus: MessageBus, reader: TraceReader, todo: Plan, limit: int) -> No
 
 def _settled(reader: TraceReader, todo: Plan) -> int:
     """Up to which row, exclusive, all is there that is to be published: an update waits for the next weight."""
-    streams = reader.journal[:, Column.STREAM]
+    streams, steps = reader.journal[:, Column.STREAM], reader.journal[:, Column.GLOBAL_STEP]
+    # what comes before a step carries its number, so the step after a weight's is over with the one after that
+    over = int(steps.max(initial=0)) - 1
     last = [np.flatnonzero(streams == stream.id)[-1:] for stream in todo.derived]
-    return int(np.concatenate([*last, [len(streams)]]).min())
+    waiting = [row[steps[row] >= over] for row in last]
+    return int(np.concatenate([*waiting, [len(streams)]]).min())
 
 
 def _wait(reader: TraceReader) -> bool:

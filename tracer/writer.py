@@ -194,6 +194,8 @@ class TraceWriter:
         durable: bool = False,
         compression: str | Mapping[str, str] = "auto",
     ) -> None:
+        if type(commit_seconds) not in (int, float) or not commit_seconds >= 0:
+            raise ValueError(f"commit_seconds must be a number from 0, and is {commit_seconds!r}")
         for name, value in (
             ("chunk_bytes", chunk_bytes),
             ("own_pool_bytes", own_pool_bytes),
@@ -201,8 +203,8 @@ class TraceWriter:
             ("commit_rows", commit_rows),
             ("commit_steps", commit_steps),
         ):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, and is {value}")
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} must be a whole number from 1, and is {value!r}")
         self.path = location(path)
         """Where the trace is."""
         self._compression = Compression(compression)
@@ -210,8 +212,7 @@ class TraceWriter:
         first_line = layout.declaration("header", full_header)
         if overwrite:
             parts = _check_ours(self.path)
-            if any(_absolute(one.path) == _absolute(self.path) and one._writes for one in _living):
-                raise TraceExistsError(f"{self.path} is being recorded by this process, so it is not overwritten")
+            refuse_here(self.path, None)
             for one in parts:
                 if one.name != layout.part_name(0):
                     remove_part(self.path, one.name)
@@ -592,6 +593,11 @@ class TraceWriter:
         if self._failed is not None:
             raise TraceError(f"{self.path} takes no more, because writing failed before: {self._failed}")
 
+    def give_up(self, error: BaseException) -> None:
+        """Write nothing more, because something failed outside of this; what was committed is safe."""
+        if not self._finished:
+            self._fail(error)
+
     def _fail(self, error: BaseException) -> None:
         if self._failed is not None:
             return
@@ -741,6 +747,15 @@ def _complete(header: Mapping[str, Any]) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
     }
     return added | dict(header)
+
+
+def refuse_here(path: Location, rank: int | None) -> None:
+    """Raise `TraceExistsError` if this process is recording the trace at `path`, or the part of one rank of it."""
+    for one in _living:
+        where = layout.part_of(one._part)
+        same_rank = rank is None or where is None or where[0] == rank
+        if one._writes and same_rank and _absolute(one.path) == _absolute(path):
+            raise TraceExistsError(f"{path} is being recorded by this process, so it is not overwritten")
 
 
 def _absolute(path: Location) -> Location:
