@@ -323,7 +323,7 @@ def test_what_is_no_more_recorded_holds_nothing_back(tmp_path: Path) -> None:
 
         write(range(3))
         heard = Counting("loss", "weight_updates")
-        asking = [tracer.CallbackSubscriber(kind, lambda bundle: None) for kind in ("loss", "weight_updates")]
+        asking = [tracer.CallbackSubscriber(kind, lambda *_: None) for kind in ("loss", "weight_updates")]
         thread, raised = following(path, heard, *asking)
         for end in (5, 8, 12):
             write(range(end - 3, end)) if end > 5 else write(range(3, 5))
