@@ -523,7 +523,7 @@ def as_json(row: Row | Series) -> dict[str, Any]:
 
     Examples
     --------
-    >>> as_json(Row("run.zarr", "norm", "weights_norm2", "fc", "default", 0, 1, 1, 0, "", float("inf")))["value"]
+    >>> as_json(Row("run.zarr", "norm", "weights_norm2", "fc", "default", 0, 0, 1, 1, 0, "", float("inf")))["value"]
     'Infinity'
     """
     return {name: _finite(value) for name, value in row._asdict().items()}
