@@ -28,24 +28,10 @@ if TYPE_CHECKING:
     from analyze.registry import describe, parse, subscribers
     from analyze.results import Results, analyze
 
-_HOMES = {
-    "metrics.accuracy": ("accuracy",),
-    "metrics.histogram": ("Histogram", "histogram"),
-    "metrics.loss": ("Loss", "loss"),
-    "metrics.mean": ("Mean", "mean"),
-    "metrics.message_mean": ("MessageMean", "message_mean"),
-    "metrics.norm": ("Norm", "norm"),
-    "metrics.ratio": ("Ratio", "ratio"),
-    "metrics.spectral_norm": ("SpectralNorm", "spectral_norm"),
-    "metrics.sum": ("Sum", "sum"),
-    "metrics.svcca": ("SVCCA", "svcca"),
-    "metrics.pooled_accuracy": ("TestAccuracy", "test_accuracy"),
-    "metrics.train_accuracy": ("TrainAccuracy", "train_accuracy"),
-    "metrics.variance": ("Variance", "variance"),
-    "registry": ("describe", "parse", "subscribers"),
-    "results": ("Results", "analyze"),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_OTHERS = {"accuracy": "metrics.accuracy", "analyze": "results", "Results": "results"} | dict.fromkeys(
+    ("describe", "parse", "subscribers"), "registry"
+)
+"""Public name → its home, for the names that no registered metric brings."""
 
 __all__ = [
     "SVCCA",
@@ -81,10 +67,23 @@ __all__ = [
 ]
 
 
+def _home(name: str) -> str | None:
+    """The module of a public name; a metric's function has the registry name and stands in the class's module."""
+    if name not in __all__:
+        return None
+    if name in _OTHERS:
+        return f"analyze.{_OTHERS[name]}"
+    registered: dict[str, str] = import_module("analyze.registry").BUILT_IN
+    return next(
+        module for key, place in registered.items() for module, _, cls in [place.partition(":")] if name in (key, cls)
+    )
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    home = _home(name)
+    if home is None:
         raise AttributeError(f"module 'analyze' has no attribute {name!r}")
-    value = getattr(import_module(f"analyze.{_HOME_OF[name]}"), name)
+    value = getattr(import_module(home), name)
     globals()[name] = value
     return value
 
@@ -97,7 +96,7 @@ class _Package(ModuleType):
     """Keeps a public name its function: importing a submodule of that name would else bind the module there."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, ModuleType) and _HOME_OF.get(name) == name:
+        if isinstance(value, ModuleType) and _OTHERS.get(name) == name:
             value = getattr(value, name)
         super().__setattr__(name, value)
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from tracer.bus import Receiver, describe
 from tracer.errors import MessageError
 from tracer.messages import DEFAULT_TAG, Message, MessageBundle
 from tracer.subscription import Subscription, SynchronizedSubscription, matches_tag
+
+Scope: TypeAlias = Literal["message", "stream", "step", "pair", "everything"]
+"""What a subscriber remembers across, and so where its work may be cut into parts.
+
+``"message"``: nothing, each message or bundle is answered by itself; ``"stream"``: the steps of one stream (a module,
+or the network, under one tag, with its calls and leaves); ``"step"``: the streams of one step under one tag;
+``"pair"``: two streams; ``"everything"``: the whole run, in its order.
+"""
 
 
 class Subscriber(ABC):
@@ -25,6 +33,18 @@ class Subscriber(ABC):
     produces : str or iterable of str
         The kinds of its answers; by custom ``f"{kind}_{metric}"``.
 
+    Attributes
+    ----------
+    scope : Scope
+        What it remembers across. A class that says nothing is taken to need the whole run in its order.
+    mergeable : bool
+        Whether the memories of two that heard different messages can be put together, by `merge`.
+    version : int
+        Raised whenever the same messages would give other answers than before, so that stored results are renewed.
+    invariances : tuple of str
+        What can be done to the data of its messages without changing an answer beyond rounding; the words are those of
+        `analyze.invariances`, whose functions the tests apply.
+
     Examples
     --------
     >>> import torch
@@ -38,6 +58,11 @@ class Subscriber(ABC):
     >>> [float(answer.data) for answer in Doubled().compute(loss)]
     [3.0]
     """
+
+    scope: ClassVar[Scope] = "everything"
+    mergeable: ClassVar[bool] = False
+    version: ClassVar[int] = 1
+    invariances: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self, subscriptions: Subscription | Iterable[Subscription], produces: str | Iterable[str] = ()
@@ -71,6 +96,21 @@ class Subscriber(ABC):
         """
         if state:
             raise MessageError(f"{type(self).__name__} has no memory, but got a state with {', '.join(state)}")
+
+    def merge(self, state: Mapping[str, Any]) -> None:
+        """Add what another one of the same class and parameters remembers of other messages (see `mergeable`).
+
+        Parameters
+        ----------
+        state : mapping
+            The other's `state_dict`. Where order matters, the other heard what came later.
+
+        Raises
+        ------
+        MessageError
+            If memories of this class cannot be put together.
+        """
+        raise MessageError(f"what two {type(self).__name__} remember cannot be put together")
 
     @property
     def needs(self) -> frozenset[str]:
