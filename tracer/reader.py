@@ -652,6 +652,8 @@ class TraceReader:
     def _read_groups(self, selected: NDArray[np.int64], memory: _Memory | None) -> list[_Group]:
         """The data of rows of the journal, verified, in groups of one pool, dtype and shape."""
         rows = self.journal[selected]
+        if memory is not None and len(rows) <= LARGE_ROWS and self._large(rows):
+            return [group for place, row in enumerate(rows.tolist()) for group in self._read_one(place, row, memory)]
         groups: list[_Group] = []
         to_read = []
         pools = rows[:, Column.POOL]
@@ -693,6 +695,31 @@ class TraceReader:
             groups += self._group(rows, places, offsets - low * row_size, counts, whole)
         return groups
 
+    def _large(self, rows: NDArray[np.int64]) -> bool:
+        """Whether each of these messages is so large that nothing is won by reading some of them together."""
+        nbytes = rows[:, Column.COUNT] * self._itemsizes[rows[:, Column.STREAM]]
+        return bool((nbytes >= SMALLEST_REUSED).all())
+
+    def _read_one(self, place: int, row: list[int], memory: _Memory) -> Iterator[_Group]:
+        """The data of one message, as `_read_groups` has it, with as few steps as possible."""
+        number, pool, offset, count = row[Column.STREAM], row[Column.POOL], row[Column.OFFSET], row[Column.COUNT]
+        if pool == layout.NONE:
+            return
+        dtype = self._streams[number].dtype
+        name, storage = self._pools[pool]
+        size, length = self._size_of(pool)
+        if offset + count > length * size or self._storages[number] != storage:
+            raise self._misplaced(row)
+        low, high = offset // size, -(-(offset + count) // size)
+        out = memory.take((high - low) * size * int(self._itemsizes[number]))
+        whole = self._store_of[pool].read(name, low, high, out).reshape(-1)
+        data = whole[offset - low * size : offset - low * size + count]
+        if row[Column.CRC32C] != layout.NONE and layout.checksums(data[None])[0] != row[Column.CRC32C]:
+            raise self._damaged(row)
+        assert dtype is not None
+        shape = self._shapes[row[Column.SHAPE]]
+        yield _Group(np.array([place]), data.reshape(1, *shape), dtype, whole.nbytes)
+
     def _group(
         self,
         rows: NDArray[np.int64],
@@ -731,12 +758,7 @@ class TraceReader:
             found = layout.checksums(np.ascontiguousarray(data).reshape(len(places), -1 if data.size else 0))
             wrong = (found != checksums) & (checksums != layout.NONE)
             if wrong.any():
-                row = rows[places[int(wrong.argmax())]]
-                stream = self._streams[int(row[Column.STREAM])]
-                raise TraceCorruptError(
-                    f"{self.path}: the data of {_stream_name(stream.kind, stream.module, stream.tag, stream.leaf)} "
-                    f"in global step {int(row[Column.GLOBAL_STEP])}, call {int(row[Column.CALL])}, fails its checksum"
-                )
+                raise self._damaged(rows[places[int(wrong.argmax())]].tolist())
         shape = self._shapes[int(rows[places[0], Column.SHAPE])]
         return _Group(places, data.reshape(len(places), *shape), dtype, whole_nbytes)
 
@@ -744,25 +766,41 @@ class TraceReader:
         self, pool: int, places: NDArray[np.int64], ends: NDArray[np.int64], rows: NDArray[np.int64]
     ) -> int:
         """Elements in a row of a pool; raises `TraceCorruptError` if some messages lie beyond its end."""
-        name, dtype = self._pools[pool]
+        size, length = self._size_of(pool)
+        wrong: NDArray[np.bool_] = np.asarray(ends > length * size)
+        wrong |= self._storages[rows[places, Column.STREAM]] != self._pools[pool][1]
+        if wrong.any():
+            raise self._misplaced(rows[int(places[int(wrong.argmax())])].tolist())
+        return size
+
+    def _size_of(self, pool: int) -> tuple[int, int]:
+        """Elements in a row of a pool, and its rows."""
         size, length = self._sizes_of.get(pool, (0, 0))
         if not size:
+            name, dtype = self._pools[pool]
             store = self._store_of[pool]
             size, length = math.prod(store.row_shape(name)), store.length(name)
             if store.dtype(name) != dtype or size < 1:
                 raise TraceCorruptError(f"{self.path}: pool {name!r} is not of the dtype {dtype} that was declared")
             self._sizes_of[pool] = size, length
-        wrong: NDArray[np.bool_] = np.asarray(ends > length * size)
-        streams = rows[places, Column.STREAM]
-        wrong |= self._storages[streams] != dtype
-        if wrong.any():
-            place = int(places[int(wrong.argmax())])
-            stream = self._streams[int(rows[place, Column.STREAM])]
-            raise TraceCorruptError(
-                f"{self.path}: the data of {_stream_name(stream.kind, stream.module, stream.tag, stream.leaf)} in "
-                f"global step {int(rows[place, Column.GLOBAL_STEP])} is not in pool {name!r} where the journal says"
-            )
-        return size
+        return size, length
+
+    def _name_of(self, row: list[int]) -> str:
+        stream = self._streams[row[Column.STREAM]]
+        return _stream_name(stream.kind, stream.module, stream.tag, stream.leaf)
+
+    def _misplaced(self, row: list[int]) -> TraceCorruptError:
+        name = self._pools[row[Column.POOL]][0]
+        return TraceCorruptError(
+            f"{self.path}: the data of {self._name_of(row)} in global step {row[Column.GLOBAL_STEP]} "
+            f"is not in pool {name!r} where the journal says"
+        )
+
+    def _damaged(self, row: list[int]) -> TraceCorruptError:
+        return TraceCorruptError(
+            f"{self.path}: the data of {self._name_of(row)} in global step {row[Column.GLOBAL_STEP]}, "
+            f"call {row[Column.CALL]}, fails its checksum"
+        )
 
     def array(
         self,

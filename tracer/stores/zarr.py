@@ -637,6 +637,20 @@ class _Opened:
         return False
 
 
+class _ReadShard:
+    """A shard that is open for reading, and its index; closed when the last who uses it lets go of it."""
+
+    __slots__ = ("file", "index")
+
+    def __init__(self, file: int) -> None:
+        self.file = file
+        self.index: NDArray[np.uint64] = np.empty((0, 2), "<u8")
+        """Offset and bytes of each chunk."""
+
+    def __del__(self) -> None:
+        os.close(self.file)
+
+
 def _check_codecs(codecs: Any) -> None:
     for codec in codecs:
         if codec["name"] not in _SAFE_CODECS:
@@ -724,6 +738,8 @@ class ZarrReadStore:
         self._root = os.path.realpath(str(path))
         self._arrays: dict[str, _Opened] = {}
         self._assumed: dict[str, int] = {}
+        # the shards that were read last, the latest at the end
+        self._shards: dict[tuple[str, int], _ReadShard] = {}
 
     @property
     def nbytes(self) -> int:
@@ -854,6 +870,7 @@ class ZarrReadStore:
 
     def close(self) -> None:
         self._arrays.clear()
+        self._shards.clear()
 
     def read(self, name: str, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
         array = self._open(name)
@@ -878,6 +895,7 @@ class ZarrReadStore:
                     read(name, array, start, stop, found.reshape(-1).view(np.uint8))
                     break
                 except TraceCorruptError:
+                    self._shards.clear()  # a writer may have moved what it holds
                     if not left:
                         raise
         return found
@@ -887,8 +905,17 @@ class ZarrReadStore:
         if array is None or (anew and name not in self._assumed):
             check_name(name)
             self._inside(self.path / name / "zarr.json")
-            array = self._arrays[name] = _Opened(self.path, name)
+            before, array = array, _Opened(self.path, name)
+            self._arrays[name] = array
+            if before is not None and before.shape != array.shape:
+                self._forget(name)
         return array
+
+    def _forget(self, name: str) -> None:
+        """Read the indexes of an array's shards anew: they know its rows as far as there were when they were read."""
+        for key in list(self._shards):
+            if key[0] == name:
+                self._shards.pop(key, None)
 
     def _check_size(self, name: str, array: _Opened, start: int, stop: int) -> None:
         """Refuse, before memory is taken, to read rows that cannot be there."""
@@ -943,19 +970,16 @@ class ZarrReadStore:
         chunk_nbytes = item * math.prod(array.chunk)
         first, end = start * row_nbytes, stop * row_nbytes
         per_shard = array.per_shard
-        shard_number, file = -1, -1
-        index = np.empty((0, 2), "<u8")
+        shard: _ReadShard | None = None
+        shard_number = -1
         trailer = bytearray(4)
         try:
             for number, begin, length in walk(array.shape, array.chunk, item, start, stop):
-                if number // per_shard != shard_number:
-                    if file >= 0:
-                        os.close(file)
-                        file = -1
+                if shard is None or number // per_shard != shard_number:
                     shard_number = number // per_shard
-                    file = self._open_shard(name, array, shard_number)
-                    index = self._read_index(name, array, file)
-                offset, nbytes = index[number % per_shard].tolist()
+                    shard = self._shard(name, array, shard_number)
+                file = shard.file
+                offset, nbytes = shard.index[number % per_shard].tolist()
                 if nbytes != chunk_nbytes + 4:
                     raise TraceCorruptError(f"{self.path}: array {name!r} lacks its chunk {number}")
                 if length == chunk_nbytes and begin >= first and begin + length <= end:
@@ -972,9 +996,6 @@ class ZarrReadStore:
             if isinstance(error, TraceError):
                 raise
             raise TraceCorruptError(f"{self.path}: array {name!r} cannot be read: {error}") from error
-        finally:
-            if file >= 0:
-                os.close(file)
 
     def _read_compressed(self, name: str, array: _Opened, start: int, stop: int, out: NDArray[np.uint8]) -> None:
         """As `_read`, for compressed chunks."""
@@ -984,24 +1005,20 @@ class ZarrReadStore:
         chunk_nbytes = array.chunk_nbytes
         first, end = start * row_nbytes, stop * row_nbytes
         per_shard = array.per_shard
-        shard_number, file = -1, -1
-        places: list[list[int]] = []
+        shard: _ReadShard | None = None
+        shard_number = -1
         most = chunk_nbytes + OVERHEAD + 4
         buffer = np.empty(most, np.uint8)
         try:
             for number, begin, length in walk(array.shape, array.chunk, item, start, stop):
-                if number // per_shard != shard_number:
-                    if file >= 0:
-                        os.close(file)
-                        file = -1
+                if shard is None or number // per_shard != shard_number:
                     shard_number = number // per_shard
-                    file = self._open_shard(name, array, shard_number)
-                    places = self._read_index(name, array, file).tolist()
-                offset, nbytes = places[number % per_shard]
+                    shard = self._shard(name, array, shard_number)
+                offset, nbytes = shard.index[number % per_shard].tolist()
                 if not 4 < nbytes <= most:
                     raise TraceCorruptError(f"{self.path}: array {name!r} lacks its chunk {number}")
                 stored = buffer[: nbytes - 4]
-                read = os.preadv(file, [buffer[:nbytes].data], offset)
+                read = os.preadv(shard.file, [buffer[:nbytes].data], offset)
                 if read != nbytes or _crc32c(stored.data) != buffer[nbytes - 4 : nbytes].tobytes():
                     raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} fails its checksum")
                 whole = length == chunk_nbytes and begin >= first and begin + length <= end
@@ -1015,9 +1032,18 @@ class ZarrReadStore:
             if isinstance(error, TraceError):
                 raise
             raise TraceCorruptError(f"{self.path}: array {name!r} cannot be read: {error}") from error
-        finally:
-            if file >= 0:
-                os.close(file)
+
+    def _shard(self, name: str, array: _Opened, number: int) -> _ReadShard:
+        """A shard for reading: opened and its index read once, while it is among those that were used last."""
+        shard = self._shards.pop((name, number), None)
+        if shard is None:
+            shard = _ReadShard(self._open_shard(name, array, number))
+            shard.index = self._read_index(name, array, shard.file)
+            while len(self._shards) >= OPEN_FILES:
+                # another thread may do the same at the same time
+                self._shards.pop(next(iter(self._shards), ("", 0)), None)
+        self._shards[name, number] = shard
+        return shard
 
     def _open_shard(self, name: str, array: _Opened, number: int) -> int:
         path = array.shards.get(number)
