@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.stores.objects": {"tracer.stores", "tracer.stores.codecs", "tracer.stores.zarr", "tracer.stores.hdf5"},
     "tracer.compression": {"tracer.stores.codecs"},
     "tracer.layout": {"tracer.messages", "tracer.stores"},
-    "tracer.parts": {"tracer.layout", "tracer.stores"},
+    "tracer.parts": {"tracer.messages", "tracer.layout", "tracer.stores"},
     "tracer.writer": {"tracer.messages", "tracer.parts", "tracer.layout", "tracer.stores", "tracer.compression"},
     "tracer.reader": {"tracer.messages", "tracer.parts", "tracer.layout", "tracer.stores"},
     "tracer.verify": {"tracer.messages"} | STORAGE,

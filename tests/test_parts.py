@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -333,6 +334,39 @@ def test_a_later_attempt_supersedes_steps(tmp_path: Path, suffix: str) -> None:
     ran = CliRunner().invoke(main, ["info", str(path)])
     assert "from step 7" in ran.stdout
     assert "8 superseded" in ran.stdout
+
+
+@every_format
+def test_what_was_evaluated_of_the_checkpoint_still_counts(tmp_path: Path, suffix: str) -> None:
+    """Evaluations of the state a run went on from are kept, unless it made them again; later ones are superseded."""
+    path = tmp_path / f"run{suffix}"
+
+    def evaluated(writer: TraceWriter, tag: str, step: int, value: float) -> None:
+        writer.write(dataclasses.replace(loss(step, value), tag=tag))
+
+    with TraceWriter(path, part=part_name(0, 0)) as writer:
+        for step in range(6):
+            for tag in ("test", "probe"):
+                evaluated(writer, tag, step, step)
+            writer.write(loss(step, step))
+    with TraceWriter(path, header={"attempt": 1, "first_step": 4}, part=part_name(0, 1)) as writer:
+        evaluated(writer, "probe", 4, 104)
+        for step in range(4, 6):
+            writer.write(loss(step, 100 + step))
+            evaluated(writer, "test", step + 1, 101 + step)
+    with TraceReader(path) as reader:
+        found = {tag: reader.array("loss", tag=tag) for tag in ("default", "test", "probe")}
+        assert {tag: list(values) for tag, (_, values) in found.items()} == {
+            "default": [0, 1, 2, 3, 104, 105],
+            "test": [0, 1, 2, 3, 4, 105, 106],
+            "probe": [0, 1, 2, 3, 104],
+        }
+        assert {tag: steps.tolist() for tag, (steps, _) in found.items()}["test"] == [*range(7)]
+        assert [one["superseded"] for one in reader.attempts] == [5, 0]
+    copy = tmp_path / f"copy{suffix}"
+    tracer.convert(path, copy)
+    assert told(copy) == told(path)
+    assert tracer.recover(path, tmp_path / f"saved{suffix}").lossless
 
 
 class CountUpdates(tracer.Subscriber):

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from tracer import layout
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError
 from tracer.layout import Column
+from tracer.messages import DEFAULT_TAG
 from tracer.stores import Location, ReadStore, exists, open_parts, remove_part, store_files
 
 BEGINNING_SECONDS = 10.0
@@ -108,6 +109,10 @@ class Part:
     def journal(self) -> NDArray[np.int64]:
         """The committed journal, (messages, columns)."""
         return self._rows[: self._length]
+
+    def tags(self) -> NDArray[np.str_]:
+        """The tag of each row of the journal."""
+        return tags_of(self.journal[:, Column.STREAM], dict(enumerate(self.streams)))
 
     def refresh(self) -> bool:
         """Read what was committed since the last time; whether there was anything.
@@ -344,15 +349,43 @@ class Written(Protocol):
     def first_step(self) -> int: ...
     @property
     def journal(self) -> NDArray[np.int64]: ...
+    def tags(self) -> NDArray[np.str_]: ...
 
 
-def limits(parts: Sequence[Written]) -> list[int | None]:
-    """Up to which global step each part counts, exclusive; None: as far as it goes.
+def tags_of(ids: NDArray[np.int64], streams: Mapping[int, Stream]) -> NDArray[np.str_]:
+    """The tags of streams by their ids; that of training where nothing is known of a stream."""
+    numbers, places = np.unique(ids, return_inverse=True)
+    names = [streams[number].tag if number in streams else DEFAULT_TAG for number in numbers.tolist()]
+    return np.array(names, np.str_)[places]
 
-    A later attempt takes the place of all steps from its first on, once it has a message.
+
+def counting(parts: Sequence[Written]) -> list[NDArray[np.bool_]]:
+    """Which rows of each part count: a later attempt takes the place of all steps from its first on.
+
+    It does so once it has a message. Evaluations of the state that it began with, made before that step was trained,
+    still count, unless it made them (those of their tag) again.
     """
     firsts = [(one.attempt, one.first_step) for one in parts if len(one.journal)]
-    return [min((step for attempt, step in firsts if attempt > one.attempt), default=None) for one in parts]
+    found = []
+    for part in parts:
+        limit = min((step for attempt, step in firsts if attempt > part.attempt), default=None)
+        steps = part.journal[:, Column.GLOBAL_STEP]
+        counts = np.ones(len(steps), bool) if limit is None else steps < limit
+        if limit is not None and not counts.all():
+            again = [tag for one in parts if one.attempt > part.attempt for tag in _evaluated(one, limit)[1]]
+            rows, tags = _evaluated(part, limit)
+            counts[rows[~np.isin(tags, again)]] = True
+        found.append(counts)
+    return found
+
+
+def _evaluated(part: Written, step: int) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
+    """The rows of evaluations before the training of a step, and their tags."""
+    steps, tags = part.journal[:, Column.GLOBAL_STEP], part.tags()
+    trained = np.flatnonzero((steps >= step) & (tags == DEFAULT_TAG))
+    end = trained[0] if len(trained) else len(steps)
+    rows = np.flatnonzero((steps[:end] == step) & (tags[:end] != DEFAULT_TAG))
+    return rows, tags[rows]
 
 
 def merged(parts: Sequence[Written]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -366,9 +399,9 @@ def merged(parts: Sequence[Written]) -> tuple[NDArray[np.int64], NDArray[np.int6
     row : numpy.ndarray of int64, (messages,)
     """
     numbers, rows, clocks, ranks = ([np.zeros(0, np.int64)] for _ in range(4))
-    for number, (part, limit) in enumerate(zip(parts, limits(parts), strict=True)):
+    for number, (part, counts) in enumerate(zip(parts, counting(parts), strict=True)):
         steps = part.journal[:, Column.GLOBAL_STEP]
-        mine = np.arange(len(steps)) if limit is None else np.flatnonzero(steps < limit)
+        mine = np.flatnonzero(counts)
         numbers.append(np.full(len(mine), number))
         rows.append(mine)
         # an evaluation may look back at an earlier step, and still comes where it came

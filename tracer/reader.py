@@ -23,7 +23,7 @@ from tracer import layout
 from tracer.errors import CaptureError, TraceCorruptError, TraceError
 from tracer.layout import Column
 from tracer.messages import DEFAULT_TAG, Message, checked
-from tracer.parts import Part, Stream, limits, merged, missing, worst
+from tracer.parts import Part, Stream, counting, merged, missing, worst
 from tracer.stores import STORES, Anywhere, ReadStore, location, open_parts
 
 BLOCK_BYTES: Final = 8 << 20
@@ -325,7 +325,7 @@ class TraceReader:
         Messages of steps that a later attempt trained again do not count, and are read by nothing.
         """
         found: dict[int, dict[str, Any]] = {}
-        for part, limit in zip(self._parts, limits(self._parts), strict=True):
+        for part, counts in zip(self._parts, counting(self._parts), strict=True):
             told = found.setdefault(
                 part.attempt,
                 {
@@ -338,10 +338,9 @@ class TraceReader:
                     "superseded": 0,
                 },
             )
-            steps = part.journal[:, Column.GLOBAL_STEP]
             told["ranks"].append(part.rank)
-            told["messages"] += len(steps)
-            told["superseded"] += 0 if limit is None else int((steps >= limit).sum())
+            told["messages"] += len(counts)
+            told["superseded"] += int((~counts).sum())
             if told["status"] == "finished":
                 told["status"] = part.status
         return list(found.values())

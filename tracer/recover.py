@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tracer.convert import check_paths, new_trace, single
 from tracer.errors import TraceError
 from tracer.layout import Column
-from tracer.parts import merged, worst
+from tracer.parts import merged, tags_of, worst
 from tracer.stores import Anywhere, location
 from tracer.verify import UNKNOWN, Survey, survey
 
@@ -191,6 +191,11 @@ class _Order:
         self.rank, self.attempt, self.first_step = survey.rank, survey.attempt, survey.first_step
         self.journal = survey.journal.copy()
         self.journal[~survey.sound] = 0
+        self._streams = survey.streams
+
+    def tags(self) -> NDArray[np.str_]:
+        """The tag of each row."""
+        return tags_of(self.journal[:, Column.STREAM], self._streams)
 
 
 def _by_stream(survey: Survey, saved: NDArray[np.bool_], lost: NDArray[np.int64]) -> list[LostStream]:
