@@ -183,7 +183,7 @@ def test_answers_of_others_are_not_lacking() -> None:
     assert unmet([consumer], OFFERED, "it")
     assert not unmet([consumer, Doubled()], OFFERED, "it")
     assert unmet([consumer], [], "it") == [
-        "CallbackSubscriber needs weights_doubled (tag default), but it has only nothing"
+        "CallbackSubscriber needs weights_doubled (tag default), but it has nothing"
     ]
 
 

@@ -242,7 +242,7 @@ def unmet(
                     lacking[f"{' and '.join(observed)} of one and the same module"] = None
         if lacking:
             sentences.append(
-                f"{describe(receiver)} needs {', '.join(lacking)}, but {source} has only {_summary(offered)}"
+                f"{describe(receiver)} needs {', '.join(lacking)}, but {source} has {_summary(offered)}"
             )
     return sentences
 
@@ -255,4 +255,4 @@ def _summary(offered: Sequence[tuple[str, str | None, str | None]]) -> str:
     told = [
         f"{kind} (tag {', '.join(of)})" if list(of) not in ([], [DEFAULT_TAG]) else kind for kind, of in tags.items()
     ]
-    return ", ".join(told) or "nothing"
+    return "only " + ", ".join(told) if told else "nothing"

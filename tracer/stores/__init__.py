@@ -342,7 +342,7 @@ def store_module(path: Location) -> ModuleType:
     if name is None:
         allowed = ", ".join(STORES)
         raise TraceFormatError(
-            f"{path}: the suffix says how a trace is stored; it is {path.suffix or 'missing'!r}, and can be {allowed}"
+            f"{path}: the suffix says how a trace is stored; it can be {allowed}, and there is {path.suffix or 'none'}"
         )
     return _objects() if isinstance(path, Url) else importlib.import_module(name)
 
