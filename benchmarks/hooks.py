@@ -279,9 +279,8 @@ def clones_and_updates(model: nn.Module, optimizer: Any, loss: nn.Module, folder
     def before(module: nn.Module, args: Any) -> None:
         messages.clear()
         for one in model:
-            for parameter in one.parameters(recurse=False):
-                if parameter in kept:
-                    messages.append((parameter - kept[parameter], kept[parameter]))
+            known = [parameter for parameter in one.parameters(recurse=False) if parameter in kept]
+            messages.extend((parameter - kept[parameter], kept[parameter]) for parameter in known)
 
     def after(module: nn.Module, args: Any, output: torch.Tensor) -> None:
         for parameter in module.parameters(recurse=False):
@@ -293,7 +292,7 @@ def clones_and_updates(model: nn.Module, optimizer: Any, loss: nn.Module, folder
 
     handles.all.append(model.register_forward_pre_hook(before))
     for one in model:
-        handles.all += [one.register_forward_hook(after), one.register_full_backward_hook(lambda *_: None)]
+        handles.all += [one.register_forward_hook(after), one.register_full_backward_hook(_nothing)]
     handles.all += [one.register_hook(gradient) for one in model.parameters()]
     return handles
 
@@ -491,7 +490,9 @@ def main() -> int:
     for row in (one for one in rows if one["part"] == "calls"):
         if row["variant"] == "bare":
             what = "forward and backward" if row["gradients"] else "forward"
-            print(f"\n{what}, us for each hooked call besides the bare {row['median']:.2f} (copy: {row['copy_us']:.2f})")
+            print(
+                f"\n{what}, us for each hooked call besides the bare {row['median']:.2f} (copy: {row['copy_us']:.2f})"
+            )
             print(f"{'':38} {'median':>7} {'(quartiles)':>15} {'least':>7} {'bar':>12}")
         else:
             bar = BARS["calls"].get(row["variant"])
