@@ -868,8 +868,10 @@ class Exporter:
         if clock != stream.clock:  # asked several times in each step
             due = kind not in KINDS or stream.capture.due(kind, tag, clock)
             stream.clock, stream.wanted = clock, None
-            if due and any(one.wants(kind, path, tag, clock) for one in stream.asking):
-                stream.wanted = stream.capture
+            for one in stream.asking if due else ():
+                if one.wants(kind, path, tag, clock):
+                    stream.wanted = stream.capture
+                    break
         return stream.wanted
 
     # -- publishing -----------------------------------------------------------------------------------------

@@ -422,7 +422,7 @@ _STEP = Optimizer.profile_hook_step(len).__code__
 
 
 @functools.lru_cache(maxsize=64)
-def _calls_parent(one: type[Optimizer]) -> bool:
+def _calls_parent(one: Any) -> bool:
     return sum("step" in vars(parent) for parent in one.__mro__) > 2  # one is Optimizer's own
 
 
