@@ -47,6 +47,7 @@ from tracer.hooks import (
     recomputing,
     rows_of,
     same_storage,
+    skipped_inside,
     steps_within,
     undisturbed,
     unobservable,
@@ -1442,8 +1443,7 @@ class Exporter:
         if steps_within(optimizer):
             return
         self.optimizer_calls += 1
-        found_inf = getattr(optimizer, "found_inf", None)
-        if isinstance(found_inf, Tensor) and bool(found_inf.item()):  # a fused optimizer under GradScaler did not move
+        if skipped_inside(optimizer):
             self._skipped_step(optimizer)
             return
         last = optimizer is self._optimizers[-1]

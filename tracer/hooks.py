@@ -385,6 +385,18 @@ def unobservable(tensor: Tensor) -> str | None:
     return None
 
 
+def skipped_inside(optimizer: Optimizer) -> bool:
+    """Whether a fused optimizer, which a GradScaler does not call off, has found infinities and not moved.
+
+    On a CUDA device this waits for the answer, without which the steps cannot be counted; while a CUDA graph is
+    captured there is none.
+    """
+    found_inf = getattr(optimizer, "found_inf", None)
+    if not isinstance(found_inf, Tensor) or (found_inf.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    return bool(found_inf.item())
+
+
 def same_storage(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are views of the same memory."""
     return one is other or one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
@@ -432,7 +444,7 @@ def steps_within(optimizer: Optimizer) -> bool:
     Looked for among the calls, because a count would be wrong for ever after a step that raised; but only where a class
     and a parent of it both have a `step`.
     """
-    if not _calls_parent(type(optimizer)):
+    if not _calls_parent(type(optimizer)):  # type: ignore[arg-type]  # mypy asks the instances whether they can be hashed
         return False
     running = 0
     frame: FrameType | None = sys._getframe()
