@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -282,12 +282,12 @@ class Capture:
             data = data.to(DTYPES[self.dtype])
         return data
 
-    @property
+    @cached_property
     def runs(self) -> bool:
         """Whether `reduce` is a running reduction: a function of the result so far and the next tensor."""
         return callable(self.reduce) and _takes_two(self.reduce)
 
-    @property
+    @cached_property
     def choices(self) -> Sequence[str]:
         """The names of the settings that keep less than everything of a tensor."""
         return [

@@ -47,6 +47,7 @@ from tracer.hooks import (
     recomputing,
     rows_of,
     same_storage,
+    skipped_inside,
     steps_within,
     undisturbed,
     unobservable,
@@ -55,7 +56,7 @@ from tracer.hooks import (
     unwrap,
     watch_scalers,
 )
-from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message, ModuleMessage, NetworkMessage
+from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message, ModuleMessage, NetworkMessage, checked
 from tracer.subscriber import unmet
 
 LOSS_FUNCTIONS: tuple[str, ...] = (
@@ -169,6 +170,7 @@ class Exporter:
         self._epoch_open = False
         self._epoch_over = False  # but the next one has not begun
         self._idle = False  # whether nobody wants anything of the open step
+        self._dull: tuple[int, bool] = (-1, False)  # a step, and whether nobody wants anything of it
         self._over = False  # whether the open step ends as soon as the running backward is over
         self._pass = _Pass()
         self._passes = 0  # training forwards of the root
@@ -618,6 +620,8 @@ class Exporter:
 
     def sampling(self, message: Message) -> dict[str, Any] | None:
         """How the latest message of this stream was thinned out, for the trace; None if it is whole."""
+        if not self._sampling:
+            return None
         return self._sampling.get((message.kind, message.key, message.tag, message.leaf))
 
     def structure(self) -> dict[str, Any]:
@@ -704,6 +708,7 @@ class Exporter:
             return
         states = {(name, method): hook for (_, method, name), (_, hook, _) in self._hung.items()}
         self._former, self._hung, self._streams, self._heard_tags = self._hung, {}, {}, {}
+        self._dull = (-1, False)
         receivers = self.message_bus.receivers
         self._asking = tuple(one for one in receivers if not getattr(one, "passive", False)) or receivers
         self._modules = {
@@ -860,16 +865,15 @@ class Exporter:
         if stream.capture is None or not stream.asking:
             return None
         step, _, epoch = at if at is not None else self._now()
-        if kind in KINDS:
-            clock = epoch if KINDS[kind].clock == "epoch" else step
-            if not stream.capture.due(kind, tag, clock):
-                return None
-        else:
-            clock = step
-        for one in stream.asking:
-            if one.wants(kind, path, tag, clock):
-                return stream.capture
-        return None
+        clock = epoch if kind in _BY_EPOCH else step
+        if clock != stream.clock:  # asked several times in each step
+            due = kind not in KINDS or stream.capture.due(kind, tag, clock)
+            stream.clock, stream.wanted = clock, None
+            for one in stream.asking if due else ():
+                if one.wants(kind, path, tag, clock):
+                    stream.wanted = stream.capture
+                    break
+        return stream.wanted
 
     # -- publishing -----------------------------------------------------------------------------------------
 
@@ -966,7 +970,7 @@ class Exporter:
         """Condition, reduce, cast, copy and publish what was chosen of `source`, if it is not `owned` already."""
         kind, path, tag, leaf = stream
         final = chosen
-        if capture is not _EVERYTHING:
+        if capture.choices or capture.condition is not None:
             if capture.condition is not None and not capture.condition(
                 self._message(kind, path, chosen, tag, leaf, call, at)
             ):
@@ -993,6 +997,8 @@ class Exporter:
         self, kind: str, path: str | None, data: Tensor, tag: str, leaf: str, call: int, at: tuple[int, int, int]
     ) -> Message:
         step, train_step, epoch = at
+        if type(data) is Tensor and not data.requires_grad:  # what the constructors would look at
+            return checked(kind, path, step, train_step, epoch, tag, call, leaf, self.rank, data)
         if path is None:
             return NetworkMessage(
                 kind=kind,
@@ -1031,8 +1037,9 @@ class Exporter:
         self._began = self._now()
         self._open = True
         self._idle = self._nothing_due()
-        self._calls = {key: count for key, count in self._calls.items() if key[1] != DEFAULT_TAG}
-        self._published = {key: count for key, count in self._published.items() if key[2] != DEFAULT_TAG}
+        if self._calls or self._published:
+            self._calls = {key: count for key, count in self._calls.items() if key[1] != DEFAULT_TAG}
+            self._published = {key: count for key, count in self._published.items() if key[2] != DEFAULT_TAG}
         if not self._epoch_open:
             self._announce_epoch()
         if not self._idle:
@@ -1043,10 +1050,15 @@ class Exporter:
 
     def _nothing_due(self) -> bool:
         """Whether nobody wants anything of the training passes of this global step."""
-        return not (
-            any(capture.due_step(self._step) for capture in self.captures)
-            and any(awake(one, self._step) for one in self._asking)
-        )
+        step, dull = self._dull
+        if step != self._step:  # asked several times in each step
+            step, dull = self._step, True
+            for capture in self.captures:  # any() would make a generator, at every step
+                if capture.due_step(step):
+                    dull = not any(awake(one, step) for one in self._asking)
+                    break
+            self._dull = step, dull
+        return dull
 
     def _end_step(self) -> None:
         """Publish what is known now that the weights have moved, and move the clock."""
@@ -1060,12 +1072,14 @@ class Exporter:
                 self._event("batch_finished", self._now())
         finally:  # whatever failed, the optimizer has stepped
             self._over = False
-            self._forget_leaves()
+            if self._leaf_handles:
+                self._forget_leaves()
             self._backwards, self._ungraded, self._recomputed, self._scales = {}, {}, {}, {}
             self._before, self._after, self._gradients = {}, {}, {}
             self._calls = {}
             # of the training, the next step forgets them: a value may still be logged for this one
-            self._published = {key: count for key, count in self._published.items() if key[2] == DEFAULT_TAG}
+            if self._published:
+                self._published = {key: count for key, count in self._published.items() if key[2] == DEFAULT_TAG}
             self._last = self._now()
             self._open = False
             self._pass.listening = False
@@ -1429,8 +1443,7 @@ class Exporter:
         if steps_within(optimizer):
             return
         self.optimizer_calls += 1
-        found_inf = getattr(optimizer, "found_inf", None)
-        if isinstance(found_inf, Tensor) and bool(found_inf.item()):  # a fused optimizer under GradScaler did not move
+        if skipped_inside(optimizer):
             self._skipped_step(optimizer)
             return
         last = optimizer is self._optimizers[-1]
@@ -1620,6 +1633,8 @@ class _Stream:
 
     capture: Capture | None
     asking: list[Receiver]
+    clock: int = -1  # the last step (or epoch) for which that was asked
+    wanted: Capture | None = None  # and the answer
 
 
 class _Pass(threading.local):
@@ -1676,6 +1691,7 @@ def _unpatch(name: str, wrapper: LossFunction) -> None:
 
 
 _EVERYTHING = Capture(kinds=KINDS)
+_BY_EPOCH = frozenset(kind for kind, entry in KINDS.items() if entry.clock == "epoch")
 _NUMBERS = itertools.count()
 _PARAMETER_KINDS: Mapping[str, tuple[bool, str]] = {
     "weights": (False, ""),

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.function import BackwardCFunction
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointFunction
@@ -45,9 +46,16 @@ class Hook:
         self.site = name_hook(self, exporter.number)
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling():  # state that changes would recompile the graph at every step
+        if is_dynamo_compiling():  # state that changes would recompile the graph at every step
             return observe_in_graph(self, *args) if self.site else None
-        self.tell(*args)
+        if self.fired and self._inner:
+            exporter = self._exporter()
+            if exporter is not None:
+                running = exporter._pass
+                if running.depth and not running.listening:  # a step that nobody records: no more than this
+                    return None
+        if not is_compiling():  # which an export may do without Dynamo
+            self.tell(*args)
         return None
 
     def tell(self, *args: Any) -> None:
@@ -58,7 +66,7 @@ class Hook:
         self.fired = True
         if self._inner:
             running = exporter._pass
-            if running.depth and not running.listening:  # a step that nobody records: no more than this
+            if running.depth and not running.listening:
                 return
         if torch._C._get_tracing_state() is not None:  # torch.jit.trace would record our copies
             return
@@ -264,6 +272,8 @@ def leaves(value: Any) -> list[tuple[str, Tensor]]:
     >>> [path for path, _ in leaves((x, None))]
     ['']
     """
+    if type(value) is Tensor:  # what nearly all modules return
+        return [("", value)]
     found: list[tuple[str, Tensor]] = []
     _walk(value, "", found)
     return [("", found[0][1])] if len(found) == 1 else found
@@ -375,9 +385,21 @@ def unobservable(tensor: Tensor) -> str | None:
     return None
 
 
+def skipped_inside(optimizer: Optimizer) -> bool:
+    """Whether a fused optimizer, which a GradScaler does not call off, has found infinities and not moved.
+
+    On a CUDA device this waits for the answer, without which the steps cannot be counted; while a CUDA graph is
+    captured there is none.
+    """
+    found_inf = getattr(optimizer, "found_inf", None)
+    if not isinstance(found_inf, Tensor) or (found_inf.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    return bool(found_inf.item())
+
+
 def same_storage(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are views of the same memory."""
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return one is other or one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def checkpointing() -> bool:
@@ -411,11 +433,19 @@ _STEP = Optimizer.profile_hook_step(len).__code__
 """What torch puts around `step` of every optimizer, to run the hooks."""
 
 
+@functools.lru_cache(maxsize=64)
+def _calls_parent(one: Any) -> bool:
+    return sum("step" in vars(parent) for parent in one.__mro__) > 2  # one is Optimizer's own
+
+
 def steps_within(optimizer: Optimizer) -> bool:
     """Whether the hooks run of a step inside a step: a subclass that calls its parent's `step` has them run for both.
 
-    Looked for among the calls, because a count would be wrong for ever after a step that raised.
+    Looked for among the calls, because a count would be wrong for ever after a step that raised; but only where a class
+    and a parent of it both have a `step`.
     """
+    if not _calls_parent(type(optimizer)):  # type: ignore[arg-type]  # mypy asks the instances whether they can be hashed
+        return False
     running = 0
     frame: FrameType | None = sys._getframe()
     while frame is not None and running < 2:

@@ -30,6 +30,7 @@ from tracer.messages import KINDS, Message
 from tracer.parts import claim, heads, this_process
 from tracer.reader import TraceReader
 from tracer.stores import Anywhere, Location, location
+from tracer.transfers import Transfers
 from tracer.writer import TraceWriter, refuse_here
 
 QUEUE_BYTES = 256 << 20
@@ -110,6 +111,7 @@ class Recorder:
         self._dropped: Counter[str] = Counter()
         self._spoilt: Counter[str] = Counter()
         self._noted = 0.0
+        self._transfers = Transfers()
         self._changed = threading.Condition()
         self._idle = False  # whether the thread waits for messages
         self._stalled = False  # whether the training waits for room
@@ -150,8 +152,8 @@ class Recorder:
         if waiting and waiting + size > self._bound and not self._make_room(message.kind, size):
             return ()
         if data is not None and not data.is_cpu:
-            # here and not in the thread: the training may overwrite its own buffers as soon as this returns
-            message = replace(message, data=data.cpu())
+            # begun here and not in the thread, which knows nothing of the stream that the data is made on
+            message = replace(message, data=self._transfers.start(data))
         self._received += size
         sampling = None if self._sampling is None else self._sampling(message)
         self._waiting.append((message, sampling, size, version_of(message)))
@@ -263,7 +265,10 @@ class Recorder:
             if about is not None and writer is not None:
                 self._note_indices(writer, about)
             size += nbytes
-            if version_of(message) != version:  # a receiver after this one wrote into it: better lost than wrong
+            intact = message.data is None or self._transfers.wait(message.data)
+            if (
+                not intact or version_of(message) != version
+            ):  # a receiver after this one wrote into it: better lost than wrong
                 self._spoilt[message.kind] += 1
             else:
                 batch.append((message, about))
