@@ -466,10 +466,10 @@ def test_an_output_that_nothing_uses() -> None:
             model(x)[1].square().sum().backward()
             optimizer.step()
 
-    model, exporter, heard = unchanged(Splitting, train)
+    _, exporter, heard = unchanged(Splitting, train)
     assert not exporter.problems
     assert [one.leaf for one in find(heard, "activations", "")] == []  # it has no parameters, and is no leaf
-    model, exporter, heard = unchanged(Splitting, train, modules="*")
+    _, exporter, heard = unchanged(Splitting, train, modules="*")
     assert not exporter.problems
     assert [one.leaf for one in find(heard, "activations", "")] == ["0", "1"] * 2
     assert [one.leaf for one in find(heard, "layer_gradients", "")] == ["1"] * 2
