@@ -446,6 +446,38 @@ def test_structured_outputs_and_keyword_inputs(form: str) -> None:
     assert same(only(heard, "layer_inputs", "", leaf="mask"), mask)
 
 
+class Splitting(nn.Module):
+    """Two parts of one result, which one node of the graph makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.inner(x).split(2, 1)
+
+
+def test_an_output_that_nothing_uses() -> None:
+    """Of two outputs of one node, the one that the loss does not depend on has no gradient; the other has its own."""
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        for x in batches(2):
+            optimizer.zero_grad()
+            model(x)[1].square().sum().backward()
+            optimizer.step()
+
+    _, exporter, heard = unchanged(Splitting, train)
+    assert not exporter.problems
+    assert [one.leaf for one in find(heard, "activations", "")] == []  # it has no parameters, and is no leaf
+    _, exporter, heard = unchanged(Splitting, train, modules="*")
+    assert not exporter.problems
+    assert [one.leaf for one in find(heard, "activations", "")] == ["0", "1"] * 2
+    assert [one.leaf for one in find(heard, "layer_gradients", "")] == ["1"] * 2
+    (first, second), expected = told(heard, "layer_gradients", ""), told(heard, "activations", "", leaf="1")
+    assert same(first, 2 * expected[0])
+    assert same(second, 2 * expected[1])
+
+
 class Opaque:
     """An output that is no structure."""
 

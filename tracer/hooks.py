@@ -119,10 +119,12 @@ class GradientHook:
         self.scale = scale  # of the backward in which the forward was computed again
         self.handle: Any = None
 
-    def __call__(self, gradient: Tensor) -> None:
+    def __call__(self, gradient: Tensor | None) -> None:
         if self.handle is not None:
             self.handle.remove()
         exporter = self._exporter()
+        if gradient is None:  # the node has several outputs, and no gradient came back to this one
+            return
         if exporter is None or not (exporter._attached and exporter._enabled):
             return
         try:
