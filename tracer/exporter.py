@@ -446,6 +446,11 @@ class Exporter:
         unwatch_scalers(self)
 
     @property
+    def attached(self) -> bool:
+        """Whether it has not been detached."""
+        return self._attached
+
+    @property
     def silent(self) -> list[str]:
         """Hooked modules whose forward was never seen: bypassed, compiled away, or not part of the forward."""
         if not self._attached:
@@ -619,6 +624,10 @@ class Exporter:
     def sampling(self, message: Message) -> dict[str, Any] | None:
         """How the latest message of this stream was thinned out, for the trace; None if it is whole."""
         return self._sampling.get((message.kind, message.key, message.tag, message.leaf))
+
+    def capture_of(self, kind: str, path: str | None, tag: str) -> Capture | None:
+        """The capture that decides on a stream, which is the first that takes it; None if none does."""
+        return self._capture_of(kind, path, tag)
 
     def structure(self) -> dict[str, Any]:
         """The model as JSON: module names and classes, parameter names, shapes and dtypes, tied aliases, silent
