@@ -225,18 +225,13 @@ class Size(click.ParamType[Any]):
         """The number of bytes."""
         if not isinstance(value, str):
             return value
-        digits = value.rstrip("kKmMgGiIbB")
-        unit = value[len(digits) :].lower().removesuffix("b")
+        from tracer.environment import size_of
+
         try:
-            count = int(float(digits) * _UNITS[unit])
-        except (KeyError, ValueError, OverflowError):
-            count = 0
-        if count < 1:
-            self.fail(f"{value!r} is not a size such as 500000, 256MB or 1.5GiB", param, ctx)
-        return count
+            return size_of(value)
+        except CaptureError as error:
+            self.fail(str(error), param, ctx)
 
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 _trace_argument = click.argument("trace", metavar="TRACE", type=click.Path(path_type=str))
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -424,7 +419,17 @@ def _say(sentence: str) -> None:
 
 
 class RecordCommand(Command):
-    """Passes all that follows the script's name, or ``--module NAME``, to the program as it is."""
+    """Passes all that follows the script's name, or ``--module NAME``, to the program as it is.
+
+    Every option has an environment variable: ``TRACE_RECORD_`` and its long name.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for option in self.params:
+            if isinstance(option, click.Option) and option.envvar is None:
+                long = max(option.opts, key=len)
+                option.envvar = f"TRACE_RECORD_{long.lstrip('-').replace('-', '_').upper()}"
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Put a ``--`` where the program's own arguments begin, if it is after ``--module NAME``."""
@@ -440,7 +445,35 @@ class RecordCommand(Command):
             if name == "--module":
                 args = [*args[:position], "--", *args[position:]]
                 break
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.BadParameter as error:
+            variable = None if error.param is None else _variable(ctx, error.param)
+            if variable is not None:
+                error.param_hint = f"the environment variable {variable}"
+            raise
+
+
+def _variable(ctx: click.Context, parameter: click.Parameter) -> str | None:
+    """The environment variable that a parameter has its value from, if it has."""
+    from click.core import ParameterSource
+
+    given = parameter.name is not None and ctx.get_parameter_source(parameter.name) is ParameterSource.ENVIRONMENT
+    return parameter.envvar if given and isinstance(parameter.envvar, str) else None
+
+
+@contextmanager
+def _wrong_settings() -> Iterator[None]:
+    """As `_wrong_usage`, and says which settings the environment gave, because those are not on the command line."""
+    ctx = click.get_current_context()
+    variables = [name for one in ctx.command.params if (name := _variable(ctx, one)) is not None]
+    try:
+        with _wrong_usage():
+            yield
+    except Failure as failure:
+        if not variables:
+            raise
+        raise Failure(f"{failure.message} (the environment gives {', '.join(variables)})", WRONG_USAGE) from failure
 
 
 @main.command(
@@ -499,6 +532,30 @@ class RecordCommand(Command):
     "--first-step", type=click.IntRange(min=0), metavar="N",
     help="With --resume: the step that the checkpoint goes on with.  [default: as the optimizer counted]",
 )  # fmt: skip
+@click.option(
+    "--max-bytes", type=Size(), metavar="SIZE",
+    help="Bound of the trace, such as 500MB or 2GiB, before compression, all ranks and attempts together: the first "
+    "step that does not fit as a whole ends the recording; the script goes on.",
+)  # fmt: skip
+@click.option(
+    "--certify", "certify_steps", type=click.IntRange(min=1), metavar="N",
+    help="First make sure that recording changes nothing: run the script's first N steps three times, without, with "
+    "and without a recorder, and compare all bits. The verdict and the overhead stand in the trace.",
+)  # fmt: skip
+@click.option(
+    "--require-identical", is_flag=True,
+    help="With --certify: if the verdict is not 'identical', do not run the script, and exit with 1.",
+)  # fmt: skip
+@click.option(
+    "--dry-run", "only_dry_run", is_flag=True,
+    help="Only print what would be recorded, its bytes and an estimate of the overhead; the script's first steps are "
+    "run three times, and no trace is made.",
+)  # fmt: skip
+@click.option(
+    "--run-steps", type=click.IntRange(min=1), metavar="N",
+    help="With --dry-run: how many steps the whole run has, to tell its bytes.",
+)  # fmt: skip
+@_as_json
 @click.argument("program", metavar="SCRIPT.py [ARGS]...", nargs=-1, type=click.UNPROCESSED)
 def record(
     out: str | None,
@@ -513,12 +570,26 @@ def record(
     commit_steps: int | None,
     commit_seconds: float,
     durable: bool,
+    max_bytes: int | None,
+    certify_steps: int | None,
+    require_identical: bool,
+    only_dry_run: bool,
+    run_steps: int | None,
+    as_json: bool,
     program: tuple[str, ...],
     **settings: Any,
 ) -> None:
     """Run a training script as it is, and record it.
 
     Everything after SCRIPT.py goes to the script. The exit code is the script's.
+
+    --certify and --dry-run run the script's first steps in processes of their own, which begin with the same seeds, and
+    end it with SystemExit. Their output is thrown away, but what they write to files, or send, they write and send;
+    TRACE_REHEARSAL in their environment is certify or dry-run, so that a script can tell.
+
+    Every option can be given in the environment, as TRACE_RECORD_ and its name: TRACE_RECORD_EVERY=10,
+    TRACE_RECORD_MAX_BYTES=2GiB, TRACE_RECORD_DURABLE=1; several values are separated by spaces (TRACE_RECORD_KIND). The
+    command line wins. With TRACE_DISABLE=1 the script runs without being recorded.
     """
     if module is None and not program:
         raise click.UsageError("there is no script to run: trace record [OPTIONS] SCRIPT.py [ARGS]...")
@@ -530,18 +601,62 @@ def record(
         raise click.UsageError("--resume goes on with a trace, and --overwrite removes it: give one of them")
     if first_step is not None and not resume:
         raise click.UsageError("--first-step says where to resume: give --resume with it")
+    if require_identical and certify_steps is None:
+        raise click.UsageError("--require-identical is about the verdict: give --certify N with it")
+    if run_steps is not None and not only_dry_run:
+        raise click.UsageError("--run-steps is for an estimate: give --dry-run with it")
+    if as_json and not only_dry_run:
+        raise click.UsageError("--json is for --dry-run; a script that is recorded has its own output")
+    from tracer.environment import DISABLE, disabled
+
+    with _wrong_usage():
+        off = disabled()
+    if off and not only_dry_run:
+        from tracer.launch import unwatched
+
+        click.echo(f"{DISABLE} is set: the script runs without being recorded", err=True)
+        script = program[0] if module is None else module
+        click.get_current_context().exit(unwatched(script, arguments, module=module is not None))
     from tracer.parts import this_process
 
     # other ranks of a distributed run may have begun their parts
-    target = _check_new(out or f"{name}.zarr", TRACE_SUFFIXES, overwrite or resume or this_process().size > 1)
+    there = overwrite or resume or only_dry_run or this_process().size > 1
+    target = _check_new(out or f"{name}.zarr", TRACE_SUFFIXES, there)
     files = _read_config(config) if config is not None else [{}]
     given = {key: value for key, value in settings.items() if value not in (None, ())}
-    with _wrong_usage():
+    with _wrong_settings():
         from tracer.capture import Capture
         from tracer.compression import Compression
 
         captures = tuple(Capture.from_mapping({**file, **given}) for file in files)
         codecs = Compression.parse(compression).choice
+    certificate = None
+    if only_dry_run or certify_steps is not None:
+        from tracer import rehearsal
+
+        rehearsed = rehearsal.Program(
+            script=program[0] if module is None else module,
+            arguments=arguments,
+            module=module is not None,
+            captures=[{**file, **given} for file in files],
+            recording={
+                "compression": dict(Compression(codecs).choice), "queue_bytes": queue_bytes, "on_full": on_full, "commit_steps": commit_steps,
+                "commit_seconds": commit_seconds, "durable": durable,
+            },
+        )  # fmt: skip
+        if only_dry_run:
+            told = rehearsal.dry_run(rehearsed, run_steps=run_steps, max_bytes=max_bytes)
+            if as_json:
+                _print_json(told)
+            else:
+                _print_dry_run(told)
+            return
+        assert certify_steps is not None
+        certificate = rehearsal.certify_script(rehearsed, certify_steps)
+        warning = "" if certificate.identical else "Warning: "
+        click.echo(f"{warning}certificate: {certificate}", err=True)
+        if require_identical and not certificate.identical:
+            raise Failure("the script is not run, because --require-identical was given")
     from tracer import launch
 
     code = launch.run(
@@ -560,9 +675,52 @@ def record(
         commit_steps=commit_steps,
         commit_seconds=commit_seconds,
         durable=durable,
+        max_bytes=max_bytes,
+        certificate=certificate,
     )
     _say_what_was_recorded(target)
     click.get_current_context().exit(code)
+
+
+_CLOCKS = {"epoch": "every epoch", "aside": "as in the first steps"}
+"""When streams are recorded that are not of training steps."""
+
+
+def _print_dry_run(told: Mapping[str, Any]) -> None:
+    """What `tracer.rehearsal.dry_run` found, for people."""
+    columns = ("kind", "module", "tag", "dtype", "shape", "bytes a message", "a step", "recorded")
+    rows = []
+    for one in told["streams"]:
+        path = "" if one["module"] is None else _printable(one["module"]) or "(root)"
+        where = f"{path} [{one['leaf']}]".strip() if one["leaf"] else path
+        shapes = ", ".join(map(_shape, one["shapes"][:3])) + (", …" if len(one["shapes"]) > 3 else "")
+        steps = _CLOCKS.get(one["clock"]) or ("every step" if one["every"] == 1 else f"every {one['every']}")
+        steps += f", from {one['start']}" if one["start"] else ""
+        steps += f", before {one['stop']}" if one["stop"] is not None else ""
+        rows.append(
+            (
+                one["kind"], where, one["tag"], one["dtype"], shapes, _size(one["bytes_per_message"]),
+                one["messages_per_recorded_step"] or None, steps,
+            )
+        )  # fmt: skip
+    _show(_table(None, columns, rows, right=("bytes a message", "a step")))
+    click.echo(f"a step in which all is recorded: {_size(told['bytes_per_recorded_step'])}")
+    click.echo(f"a step in the mean: {_size(told['bytes_per_step'])}")
+    if told["run_steps"] is not None:
+        click.echo(f"a run of {told['run_steps']:,} steps: {_size(told['bytes_per_run'])}")
+    else:
+        click.echo("a run: not known, because its steps are not; --run-steps N says how many")
+    if told["max_bytes"] is not None:
+        at = told["max_bytes_reached_at_step"]
+        end = "is never reached" if at is None else f"ends the recording before step {at:,}"
+        click.echo(f"--max-bytes {_size(told['max_bytes'])}: {end}")
+    if told["estimated_cpu_ratio"] is not None:
+        click.echo(
+            f"overhead, estimated: CPU time ×{told['estimated_cpu_ratio']:.3f} (×{told['recorded_cpu_ratio']:.3f} over "
+            f"{told['steps']} steps that were all recorded; two runs without a recorder: ×{told['bare_cpu_ratio']:.3f})"
+        )
+    else:
+        click.echo("overhead: not known, because the script took less than two steps")
 
 
 def _say_what_was_recorded(path: Location) -> None:
@@ -658,6 +816,9 @@ def _info_rows(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "model", f"{model.get('class')}, {inner} modules inside, {weights:,} parameters"
         for names in model.get("tied", ()):
             yield "tied", " = ".join(names)
+    certificate = header.get("certificate")
+    if isinstance(certificate, Mapping):
+        yield "certified", _certificate(certificate)
     for number, capture in enumerate(header.get("capture") or ()):
         yield "capture" if number == 0 else "else", _capture(capture)
     for name, value in header.items():
@@ -673,14 +834,29 @@ def _info_rows(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield "silent", f"never called, so nothing was seen of them: {', '.join(map(str, about))}"
             elif what == "problem":
                 yield "problem", f"{about.get('what')}: {about.get('why')} ({about.get('count', 1)} times)"
+            elif what == "stopped" and isinstance(about, Mapping):
+                step = about.get("global_step")
+                yield "stopped", f"at {about.get('by')} ({about.get('max_bytes'):,}): nothing from step {step} on"
             elif what not in ("indices", "dropped"):
                 yield what, _in_short(about)
 
 
 _SHOWN_OTHERWISE = (
     *("argv", "process", "run_id", "created", "model", "capture", "kinds"),
-    *("ranks", "launch", "attempt", "first_step"),
+    *("ranks", "launch", "attempt", "first_step", "certificate"),
 )
+
+
+def _certificate(told: Mapping[str, Any]) -> str:
+    """A `tracer.Certificate` as it stands in a header, on a line."""
+    overhead = told.get("overhead") or {}
+    cost = ""
+    if isinstance(overhead.get("cpu_ratio"), float):
+        cost = (
+            f"; CPU time ×{overhead['cpu_ratio']:.3f} over {overhead.get('steps')} steps, "
+            f"{overhead.get('recorded_steps')} of them recorded (without a recorder ×{overhead.get('bare_ratio'):.3f})"
+        )
+    return f"{told.get('verdict')}: {_printable(str(told.get('reason')))}{cost}"
 
 
 def _capture(settings: Mapping[str, Any]) -> str:

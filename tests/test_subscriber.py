@@ -182,9 +182,7 @@ def test_answers_of_others_are_not_lacking() -> None:
     consumer = CallbackSubscriber("weights_doubled", print)
     assert unmet([consumer], OFFERED, "it")
     assert not unmet([consumer, Doubled()], OFFERED, "it")
-    assert unmet([consumer], [], "it") == [
-        "CallbackSubscriber needs weights_doubled (tag default), but it has nothing"
-    ]
+    assert unmet([consumer], [], "it") == ["CallbackSubscriber needs weights_doubled (tag default), but it has nothing"]
 
 
 def test_bundles_need_their_kinds_of_one_module() -> None:

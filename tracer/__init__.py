@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tracer.bus import Collect, MessageBus, Receiver, get_default_bus
     from tracer.capture import Capture
+    from tracer.certify import Certificate, certify
     from tracer.convert import convert
     from tracer.errors import (
         CaptureError,
@@ -43,6 +44,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "bus": ("Collect", "MessageBus", "Receiver", "get_default_bus"),
     "capture": ("Capture",),
+    "certify": ("Certificate", "certify"),
     "errors": (
         "CaptureError",
         "MessageError",
@@ -74,6 +76,7 @@ __all__ = [
     "CallbackSubscriber",
     "Capture",
     "CaptureError",
+    "Certificate",
     "Collect",
     "Exporter",
     "Message",
@@ -98,6 +101,7 @@ __all__ = [
     "TraceWriter",
     "TracerError",
     "UnknownNameError",
+    "certify",
     "convert",
     "derived",
     "get_default_bus",
@@ -129,7 +133,7 @@ class _Package(ModuleType):
     """Keeps `tracer.replay` and others functions: importing the submodule of that name would else bind it there."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("convert", "recover", "replay", "verify") and isinstance(value, ModuleType):
+        if name in ("certify", "convert", "recover", "replay", "verify") and isinstance(value, ModuleType):
             value = getattr(value, name)
         super().__setattr__(name, value)
 

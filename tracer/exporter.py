@@ -448,6 +448,11 @@ class Exporter:
         unwatch_scalers(self)
 
     @property
+    def attached(self) -> bool:
+        """Whether it has not been detached."""
+        return self._attached
+
+    @property
     def silent(self) -> list[str]:
         """Hooked modules whose forward was never seen: bypassed, compiled away, or not part of the forward."""
         if not self._attached:
@@ -623,6 +628,10 @@ class Exporter:
         if not self._sampling:
             return None
         return self._sampling.get((message.kind, message.key, message.tag, message.leaf))
+
+    def capture_of(self, kind: str, path: str | None, tag: str) -> Capture | None:
+        """The capture that decides on a stream, which is the first that takes it; None if none does."""
+        return self._capture_of(kind, path, tag)
 
     def structure(self) -> dict[str, Any]:
         """The model as JSON: module names and classes, parameter names, shapes and dtypes, tied aliases, silent

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import CodeType, ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -38,6 +38,9 @@ from tracer.parts import this_process
 from tracer.recorder import COMMIT_SECONDS, QUEUE_BYTES, Resume, Run, end, start
 from tracer.stores import Anywhere, Location, location
 from tracer.writer import check_target
+
+if TYPE_CHECKING:
+    from tracer.certify import Certificate
 
 _OUTCOMES = ("network_output", "input_labels", "loss")
 
@@ -59,6 +62,9 @@ def run(
     commit_steps: int | None = None,
     commit_seconds: float = COMMIT_SECONDS,
     durable: bool = False,
+    max_bytes: int | None = None,
+    certificate: Certificate | None = None,
+    began: Callable[[Run], None] | None = None,
 ) -> int:
     """Run a training script, or a module as ``python -m`` does, and record it.
 
@@ -86,8 +92,10 @@ def run(
         The global step that the script's checkpoint goes on with; by default as its optimizer counted.
     compression : str or mapping
         How the data is compressed; as in `tracer.record`.
-    queue_bytes, on_full, commit_steps, commit_seconds, durable
+    queue_bytes, on_full, commit_steps, commit_seconds, durable, max_bytes, certificate
         As in `tracer.record`.
+    began : callable, optional
+        Called with the recording before the script begins.
 
     Returns
     -------
@@ -126,7 +134,11 @@ def run(
         commit_steps=commit_steps,
         commit_seconds=commit_seconds,
         durable=durable,
+        max_bytes=max_bytes,
+        certificate=certificate,
     )
+    if began is not None:
+        began(session.run)
     argv = [str(main.__file__) if module else script, *arguments]
     first_path = os.getcwd() if module else os.path.dirname(os.path.abspath(script))
     error: BaseException | None = None
@@ -143,6 +155,26 @@ def run(
     if status == 0 and (not session.recorded or session.exporter.steps_seen == 0):
         raise TraceError(f"{script} ended, but no training step was seen, so nothing is recorded: {session.why_not()}")
     return status
+
+
+def unwatched(script: str, arguments: Sequence[str] = (), *, module: bool = False) -> int:
+    """Run a script or module just as `run` does, but without watching or recording it; returns its exit status.
+
+    Raises
+    ------
+    CaptureError
+        If there is no such script or module.
+    """
+    code, main = _load_module(script) if module else _load_script(script)
+    argv = [str(main.__file__) if module else script, *arguments]
+    first_path = os.getcwd() if module else os.path.dirname(os.path.abspath(script))
+    error: BaseException | None = None
+    with _as_main(main, argv, first_path):
+        try:
+            exec(code, main.__dict__)
+        except BaseException as raised:
+            error = raised
+    return _status(error)
 
 
 def lighter_on_evaluation(capture: Capture) -> tuple[Capture, ...]:

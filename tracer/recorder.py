@@ -13,25 +13,30 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from tracer import environment
+from tracer.budget import Budget, Held, already_spent
 from tracer.bus import MessageBus, Receiver, in_order, version_of
 from tracer.capture import Capture, choice
 from tracer.compression import Compression
 from tracer.errors import CaptureError, TraceError
 from tracer.exporter import Exporter
-from tracer.layout import Column, part_name
+from tracer.layout import Column, declaration, part_name
 from tracer.messages import KINDS, Message
 from tracer.parts import claim, heads, this_process
 from tracer.reader import TraceReader
 from tracer.stores import Anywhere, Location, location
 from tracer.transfers import Transfers
 from tracer.writer import TraceWriter, refuse_here
+
+if TYPE_CHECKING:
+    from tracer.certify import Certificate
 
 QUEUE_BYTES = 256 << 20
 """How much data may wait for the writer thread before the training waits for it."""
@@ -71,6 +76,9 @@ class Recorder:
         dropped is counted for each kind; the counts stand in the trace, in notes and in its ``info``.
     derived : container of str
         Kinds that are answers of subscribers: a trace holds what was observed, so they are not recorded.
+    budget : Budget, optional
+        The bound of the trace. The first step that it has no room for, and all after it, are not recorded, and the
+        trace is closed with a note; `stopped` is then called with that step, in the thread that calls `receive`.
 
     Examples
     --------
@@ -95,12 +103,16 @@ class Recorder:
         queue_bytes: int = QUEUE_BYTES,
         on_full: Literal["wait", "drop"] = "wait",
         derived: Iterable[str] = (),
+        budget: Budget | None = None,
+        stopped: Callable[[int], None] | None = None,
     ) -> None:
         check_options(queue_bytes=queue_bytes, on_full=on_full)
         self._make = None if isinstance(writer, TraceWriter) else writer
         self._writer = writer if isinstance(writer, TraceWriter) else None
         self.derived = set(derived)
         self._sampling = sampling
+        self.budget = budget
+        self.stopped = stopped
         self._bound = queue_bytes
         self._on_full = on_full
         # One thread receives (a bus delivers one message at a time) and one writes: each has a counter of its own and
@@ -116,6 +128,7 @@ class Recorder:
         self._idle = False  # whether the thread waits for messages
         self._stalled = False  # whether the training waits for room
         self._closing = False
+        self._closing_said = False  # whether the trace says how the run ended
         self._closed = False
         self._error: Exception | None = None
         self._indices: set[tuple[int, int, int]] = set()
@@ -148,6 +161,9 @@ class Recorder:
             self._check()
         data = message.data
         size = _PER_MESSAGE if data is None else _PER_MESSAGE + data.nbytes
+        if self.budget is not None:
+            self._within(self.budget, message, size)
+            return ()
         waiting = self._received - self._written
         if waiting and waiting + size > self._bound and not self._make_room(message.kind, size):
             return ()
@@ -161,6 +177,39 @@ class Recorder:
             with self._changed:
                 self._changed.notify_all()
         return ()
+
+    def _within(self, budget: Budget, message: Message, size: int) -> None:
+        """Hold a message until its step is over, and queue those of the step before, if there is room for all."""
+        if budget.exhausted():
+            return
+        self._queue(budget.over(message.global_step))
+        if budget.exhausted():
+            self._stop(budget)
+            return
+        if message.data is not None and not message.data.is_cpu:
+            message = replace(message, data=message.data.cpu())
+        sampling = None if self._sampling is None else self._sampling(message)
+        budget.hold((message, sampling, size, version_of(message)))
+
+    def _queue(self, held: Iterable[Held]) -> None:
+        for entry in held:
+            message, _, size, _ = entry
+            waiting = self._received - self._written
+            if waiting and waiting + size > self._bound and not self._make_room(message.kind, size):
+                continue
+            self._received += size
+            self._waiting.append(entry)
+
+    def _stop(self, budget: Budget) -> None:
+        """Record nothing more: tell those who should know, and let the thread close the trace."""
+        self.note({"stopped": {"by": "max_bytes", "max_bytes": budget.max_bytes, "global_step": budget.stopped}})
+        try:
+            if self.stopped is not None and budget.stopped is not None:
+                self.stopped(budget.stopped)
+        finally:
+            with self._changed:
+                self._closing = True
+                self._changed.notify_all()
 
     def _make_room(self, kind: str, size: int) -> bool:
         """Wait until a message fits into the queue; or count it as dropped and say that it does not."""
@@ -178,6 +227,18 @@ class Recorder:
             self._stalled = False
             self._check()
         return True
+
+    @property
+    def received(self) -> int:
+        """Bytes that were received so far, of messages that are recorded."""
+        return self._received
+
+    def wait_until_written(self) -> None:
+        """Wait until nothing waits for the thread any more."""
+        with self._changed:
+            self._changed.notify_all()
+        while self._received != self._written and self._thread.is_alive():
+            time.sleep(0.001)
 
     def note(self, note: Mapping[str, Any]) -> None:
         """Put a remark into the trace: a stream that was disabled, a module that was never seen."""
@@ -201,20 +262,29 @@ class Recorder:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
+        budget = self.budget
+        if budget is not None and not budget.exhausted() and self._error is None:
+            self._queue(budget.over())
+            if budget.exhausted():
+                self._stop(budget)
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
         self._check()
-        if self._writer is not None:
-            self._note_drops(self._writer)
-            if self._spoilt:
-                why = (
-                    f"a receiver changed the data before it was written: {dict(self._spoilt)} messages are not recorded"
-                )
-                count = self._spoilt.total()
-                self._writer.note({"problem": {"what": ", ".join(self._spoilt), "why": why, "count": count}})
-            self._writer.finish(status)
+        if self._writer is not None:  # a recording that its budget has stopped is finished already
+            self._finish(self._writer, status)
+
+    def _finish(self, writer: TraceWriter, status: str) -> None:
+        if self._closing_said:
+            return
+        self._closing_said = True
+        self._note_drops(writer)
+        if self._spoilt:
+            why = f"a receiver changed the data before it was written: {dict(self._spoilt)} messages are not recorded"
+            count = self._spoilt.total()
+            writer.note({"problem": {"what": ", ".join(self._spoilt), "why": why, "count": count}})
+        writer.finish(status)
 
     def _check(self) -> None:
         if self._error is not None:
@@ -235,10 +305,12 @@ class Recorder:
                 with self._changed:
                     if not self._waiting:
                         if self._closing:
-                            return
+                            break
                         self._idle = True
                         self._changed.wait(timeout=_LATENCY)
                         self._idle = False
+            if writer is not None and self.budget is not None and self.budget.exhausted():
+                self._finish(writer, "finished")  # complete up to here, whatever becomes of the training
         except Exception as error:
             if self._writer is not None:
                 self._writer.give_up(error)
@@ -396,6 +468,13 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
     compression : str or mapping
         How the data is compressed, on the writer thread: ``"auto"`` (integers are, floats are not; in HDF5 nothing),
         ``"none"``, ``"lz4"`` or ``"zstd"``, or one of them for each kind, such as ``{"activations": "zstd"}``.
+    max_bytes : int or str, optional
+        The most that the trace may take, such as ``"2GiB"``, counted before compression, with what earlier attempts
+        took; of several ranks, each may take an equal share. The first step that does not fit as a whole ends the
+        recording: the trace is closed, complete up to there, and says so; the training, and `receivers`, go on. To know
+        that, a step's messages are held in memory until it is over.
+    certificate : Certificate, optional
+        What `tracer.certify` said of this training; it is kept in the trace.
 
     Raises
     ------
@@ -403,7 +482,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         If something is at `path`; with `resume`, if it is still being recorded.
     CaptureError
         If the capture matches nothing, a receiver needs a stream that the capture does not observe, or `resume` cannot
-        tell the step.
+        tell the step; or if a variable of the environment (`tracer.environment`) has no such value.
     UnknownNameError
         If there is no such compression.
 
@@ -447,8 +526,14 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         first_epoch: int | None = None,
         ranks: Iterable[int] | None = None,
         compression: str | Mapping[str, str] = "auto",
+        max_bytes: int | str | None = None,
+        certificate: Certificate | None = None,
     ) -> None:
-        self._path = location(path)
+        self._disabled = environment.disabled()
+        self._path = location(environment.path_or(path))
+        max_bytes = None if max_bytes is None else environment.size_of(max_bytes)
+        self._max_bytes = environment.bound_or(max_bytes)
+        self._certificate = certificate
         self._model = model
         self._optimizer = optimizer
         self._loss = loss
@@ -500,6 +585,9 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
                 resume=self._resume,
                 ranks=self._ranks,
                 compression=self._compression,
+                max_bytes=self._max_bytes,
+                certificate=self._certificate,
+                disabled=self._disabled,
                 **self._commits,
             )
         except BaseException:
@@ -623,11 +711,14 @@ def start(
     resume: Resume | None = None,
     ranks: Iterable[int] | None = None,
     compression: str | Mapping[str, str] = "auto",
+    max_bytes: int | None = None,
+    certificate: Certificate | None = None,
+    disabled: bool = False,
     lazily: bool = False,
 ) -> Run:
     """Put a recorder and the receivers on an exporter's bus.
 
-    `lazily`: create the trace at the first message, when the script has loaded its checkpoint.
+    `lazily`: create the trace at the first message, when the script has loaded its checkpoint. `disabled`: only count.
     """
     check_options(queue_bytes=queue_bytes, on_full=on_full, commit_steps=commit_steps, commit_seconds=commit_seconds)
     process = this_process()
@@ -635,8 +726,11 @@ def start(
     if not recorded or not all(type(one) is int and 0 <= one < process.size for one in recorded):
         raise CaptureError(f"ranks are some of 0 to {process.size - 1}, the ranks of this run, not {recorded}")
     exporter.rank = process.rank
-    if process.rank not in recorded:
+    if disabled and resume is not None and resume.first_step is not None:
+        exporter.start_at(resume.first_step, 0, resume.first_epoch or 0)
+    if disabled or process.rank not in recorded:
         return Run(path, exporter, None)
+    budget = None if max_bytes is None else Budget(max(1, max_bytes // len(recorded)))
     ordered = in_order(tuple(receivers))
     derived = {kind for one in ordered for kind in getattr(one, "produces", ())}
     trial = MessageBus(exporter.message_bus.name)  # what cannot be registered is an error before a file is there
@@ -663,9 +757,15 @@ def start(
         }
         if run_id is not None:
             part["run_id"] = run_id
+        if certificate is not None:
+            part["certificate"] = certificate.describe()
+        about = header(exporter, seeds)
+        if budget is not None:
+            budget.spent += len(declaration("header", about))
+            budget.spent += already_spent(path, process.rank) if attempt else 0
         return TraceWriter(
             path,
-            header=header(exporter, seeds)
+            header=about
             | part
             | {
                 "recording": {
@@ -674,6 +774,7 @@ def start(
                     "commit_steps": commit_steps,
                     "commit_seconds": commit_seconds,
                     "durable": durable,
+                    "max_bytes": max_bytes,
                 }
             },
             overwrite=overwrite and alone and not attempt,
@@ -688,12 +789,27 @@ def start(
         exporter.starting = begin
     else:
         begin()
+
+    def stopped(step: int) -> None:
+        if exporter.attached:  # else it has said already what is to be known
+            for note in notes(exporter):
+                recorder.note(note)
+        exporter.message_bus.unregister(recorder)
+        warnings.warn(
+            f"the recording to {path} ends before global step {step}, for which max_bytes ({max_bytes:,}) leaves no "
+            "room; the training goes on",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
     recorder = Recorder(
         make if lazily else make(),
         sampling=exporter.sampling,
         queue_bytes=queue_bytes,
         on_full=on_full,
         derived=derived,
+        budget=budget,
+        stopped=stopped,
     )
     try:
         for one in (recorder, *ordered):

@@ -241,9 +241,7 @@ def unmet(
                 if not set.intersection(*places):
                     lacking[f"{' and '.join(observed)} of one and the same module"] = None
         if lacking:
-            sentences.append(
-                f"{describe(receiver)} needs {', '.join(lacking)}, but {source} has {_summary(offered)}"
-            )
+            sentences.append(f"{describe(receiver)} needs {', '.join(lacking)}, but {source} has {_summary(offered)}")
     return sentences
 
 

@@ -1,0 +1,448 @@
+"""The first steps of a script in processes of their own: ``trace record --certify`` and ``--dry-run``.
+
+A rehearsal runs the script from its beginning, with its arguments, and leaves it with ``SystemExit`` after some steps.
+What the script writes in them, it writes. Its output is thrown away, it reads nothing, and ``TRACE_REHEARSAL`` in its
+environment says ``certify`` or ``dry-run``. All rehearsals of a script begin with the same seeds and hash seed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from tracer import launch
+from tracer.budget import ARRAY_BYTES, BASE_BYTES, CHUNK_BYTES, ROW_BYTES, STREAM_BYTES
+from tracer.capture import Capture
+from tracer.certify import Certificate, Steps, Stopwatch, compare, fingerprint
+from tracer.environment import REHEARSAL
+from tracer.errors import CaptureError, TracerError
+from tracer.hooks import steps_within
+from tracer.messages import DEFAULT_TAG, KINDS
+from tracer.parts import this_process
+from tracer.reader import TraceReader
+from tracer.recorder import Recorder, Run
+
+DRY_RUN_STEPS: Final = 8
+"""How many steps a dry run takes."""
+_PATIENCE = 20.0
+"""Seconds that a script has for its end after the last step."""
+_SEED = 67280421310721
+"""With which all generators begin: torch's own default."""
+
+Purpose = Literal["certify", "dry-run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What is to be run, and how it would be recorded.
+
+    Attributes
+    ----------
+    script : str
+    arguments : sequence of str
+    module : bool
+        As in `tracer.launch.run`.
+    captures : sequence of mapping
+        Settings as `Capture.from_mapping` takes them; of a single one, evaluations are kept light.
+    recording : mapping
+        Options of `tracer.launch.run` on how the recorder writes.
+    """
+
+    script: str
+    arguments: Sequence[str] = ()
+    module: bool = False
+    captures: Sequence[Mapping[str, Any]] = ({},)
+    recording: Mapping[str, Any] | None = None
+
+
+def certify_script(program: Program, steps: int) -> Certificate:
+    """`tracer.certify` for a script: its first steps without, with and again without a recorder.
+
+    Raises
+    ------
+    CaptureError
+        If this is one of several ranks.
+    """
+    _refuse_ranks("--certify")
+    with tempfile.TemporaryDirectory(prefix="trace-certify-") as folder:
+        runs = [
+            _run(program, Path(folder), "certify", steps, recorded=recorded)[0] for recorded in (False, True, False)
+        ]
+    return compare(
+        *runs, hint="; it seeds a generator anew in each run, reads the clock, or computes in no fixed order"
+    )
+
+
+def dry_run(program: Program, *, run_steps: int | None = None, max_bytes: int | None = None) -> dict[str, Any]:
+    """What would be recorded of a script, from its first steps: streams, bytes, and an estimate of the overhead.
+
+    Parameters
+    ----------
+    program : Program
+    run_steps : int, optional
+        How many steps the whole run has.
+    max_bytes : int, optional
+        The bound of the trace.
+
+    Returns
+    -------
+    dict
+        JSON values. ``streams``: of each its ``kind``, ``module``, ``leaf``, ``tag``, ``dtype``, ``shapes``,
+        ``bytes_per_message``, ``messages_per_recorded_step``, ``every``, ``start``, ``stop``, and
+        ``clock``: ``step``, ``epoch`` (not in the sums), or ``aside`` for passes that are not training (which may come in
+        other numbers later).
+        ``bytes_per_recorded_step``: of a step in which all are recorded; ``bytes_per_step``: in the mean over many
+        steps; ``run_steps`` and ``bytes_per_run``: None where it is not known how many steps there are; ``max_bytes``
+        and ``max_bytes_reached_at_step``; ``estimated_cpu_ratio``, made of ``recorded_cpu_ratio``, which was measured
+        over ``steps`` steps that were all recorded; ``steps_seen``.
+
+    Raises
+    ------
+    CaptureError
+        If this is one of several ranks, the script trains nothing, fails, or nothing of it can be recorded.
+    """
+    _refuse_ranks("--dry-run")
+    with tempfile.TemporaryDirectory(prefix="trace-dry-run-") as folder:
+        bare, _ = _run(program, Path(folder), "dry-run", DRY_RUN_STEPS, recorded=False)
+        if bare.error is not None:
+            raise CaptureError(f"{program.script} failed in its first steps: {bare.error}")
+        recorded, told = _run(program, Path(folder), "dry-run", DRY_RUN_STEPS, recorded=True)
+        again, _ = _run(program, Path(folder), "dry-run", DRY_RUN_STEPS, recorded=False)
+    if recorded.error is not None or "streams" not in told:
+        raise CaptureError(f"{program.script} cannot be recorded: {recorded.error or 'it took no step'}")
+    seen = len(recorded.cpu)
+    if seen < DRY_RUN_STEPS and run_steps is None:  # the script has ended by itself
+        run_steps = seen
+    streams = [_per_step(one, seen) for one in told["streams"]]
+    full = sum(one["bytes_per_recorded_step"] for one in streams)
+    mean = sum(one["bytes_per_recorded_step"] * _share(one) for one in streams)
+    overhead = compare(bare, recorded, again).overhead
+    ratio = overhead.get("cpu_ratio")
+    return {
+        "streams": streams,
+        "messages_per_recorded_step": sum(one["messages_per_recorded_step"] for one in streams),
+        "bytes_per_recorded_step": full,
+        "bytes_per_step": mean,
+        "run_steps": run_steps,
+        "bytes_per_run": None if run_steps is None else round(sum(_in_run(one, run_steps) for one in streams)),
+        "max_bytes": max_bytes,
+        "max_bytes_reached_at_step": None if max_bytes is None else _reached(streams, told["header"], max_bytes),
+        "recorded_cpu_ratio": ratio,
+        "bare_cpu_ratio": overhead.get("bare_ratio"),
+        "estimated_cpu_ratio": None if ratio is None or not full else 1 + (ratio - 1) * mean / full,
+        "steps": overhead.get("steps", 0),
+        "steps_seen": seen,
+    }
+
+
+def _refuse_ranks(option: str) -> None:
+    process = this_process()
+    if process.size > 1:
+        raise CaptureError(
+            f"{option} runs a script of one process, and this is rank {process.rank} of {process.size}: "
+            "give it to a run of one"
+        )
+
+
+# -- estimates --------------------------------------------------------------------------------------------------------
+
+
+def _per_step(stream: Mapping[str, Any], seen: int) -> dict[str, Any]:
+    told = {name: stream[name] for name in ("kind", "module", "leaf", "tag", "dtype", "shapes")}
+    count, nbytes = stream["count"], stream["bytes"]
+    size = nbytes / count
+    if stream["clock"] == "epoch":  # how many steps an epoch has is not known, and its events have no data
+        count = nbytes = 0
+    return told | {
+        "bytes_per_message": size,
+        "messages_per_recorded_step": count / seen,
+        # with its row in the journal
+        "bytes_per_recorded_step": (nbytes + count * ROW_BYTES) / seen,
+        **{name: stream[name] for name in ("every", "start", "stop", "clock")},
+    }
+
+
+def _share(stream: Mapping[str, Any]) -> float:
+    """Of how many steps a stream is recorded, in the long run."""
+    return 1 / int(stream["every"])
+
+
+def _due(stream: Mapping[str, Any], steps: int) -> int:
+    """How many of the first steps are recorded.
+
+    Examples
+    --------
+    >>> _due({"every": 10, "start": 5, "stop": None}, 31), _due({"every": 1, "start": 0, "stop": 4}, 31)
+    (3, 4)
+    """
+    stop = steps if stream["stop"] is None else min(steps, stream["stop"])
+    return len(range(-(-stream["start"] // stream["every"]) * stream["every"], stop, stream["every"]))
+
+
+def _in_run(stream: Mapping[str, Any], steps: int) -> float:
+    per_step: float = stream["bytes_per_recorded_step"]
+    return _due(stream, steps) * per_step
+
+
+def _reached(streams: Sequence[Mapping[str, Any]], header: int, max_bytes: int) -> int | None:
+    """At which step a trace would be full; None: never."""
+    arrays = {
+        (one["kind"], one["dtype"])
+        if one["bytes_per_message"] < CHUNK_BYTES
+        else (one["kind"], one["dtype"], one["module"], one["leaf"], one["tag"])
+        for one in streams
+        if one["dtype"] is not None
+    }
+    fixed = BASE_BYTES + header + len(streams) * STREAM_BYTES + len(arrays) * ARRAY_BYTES
+
+    def taken(steps: int) -> float:
+        return fixed + sum(_in_run(one, steps) for one in streams)
+
+    step, stride = 0, 1
+    while taken(step + stride) <= max_bytes:  # up by doubling, then down by halving
+        step, stride = step + stride, stride * 2
+        if stride > 1 << 40:
+            return None
+    while stride > 1:
+        stride //= 2
+        if taken(step + stride) <= max_bytes:
+            step += stride
+    return step
+
+
+# -- the process that asks --------------------------------------------------------------------------------------------
+
+
+def _run(
+    program: Program, folder: Path, purpose: Purpose, steps: int, *, recorded: bool
+) -> tuple[Steps, dict[str, Any]]:
+    """One rehearsal, in a process of its own: its steps, and what else it told."""
+    number = len(list(folder.glob("*.request")))
+    report, errors = folder / f"{number}.report", folder / f"{number}.errors"
+    request = {
+        "script": program.script,
+        "arguments": list(program.arguments),
+        "module": program.module,
+        "captures": [dict(one) for one in program.captures],
+        "recording": dict(program.recording or {}),
+        "trace": str(folder / f"{number}.zarr") if recorded else None,
+        "report": str(report),
+        "purpose": purpose,
+        "steps": steps,
+        "path": sys.path,
+    }
+    (folder / f"{number}.request").write_text(json.dumps(request), encoding="utf-8")
+    report.touch()
+    begin = (
+        "import json, sys; sys.path[:] = json.load(open(sys.argv[1]))['path']; import tracer.rehearsal as r; r.main()"
+    )
+    command = [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", begin]  # type: ignore[attr-defined]
+    environment = {"PYTHONHASHSEED": "0", **os.environ, REHEARSAL: purpose}
+    with errors.open("wb") as stderr:
+        process = subprocess.Popen(
+            [*command, str(folder / f"{number}.request")],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            env=environment,
+        )
+        try:
+            _wait(process, report)
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    return _read(report, errors, process.returncode)
+
+
+def _wait(process: subprocess.Popen[bytes], report: Path) -> None:
+    """Until the process has ended; it has some time for that after it has told all."""
+    deadline = None
+    while process.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.1)
+        if deadline is None and b'"over"' in report.read_bytes()[-4096:]:
+            deadline = time.monotonic() + _PATIENCE
+        if deadline is not None and time.monotonic() > deadline:
+            return
+
+
+def _read(report: Path, errors: Path, code: int) -> tuple[Steps, dict[str, Any]]:
+    steps, told = Steps(), dict[str, Any]()
+    for line in report.read_text(encoding="utf-8").splitlines():
+        one = json.loads(line)
+        if "hashes" in one:
+            steps.hashes.append(one["hashes"])
+            steps.cpu.append(one["cpu"])
+            steps.wall.append(one["wall"])
+            steps.recorded.append(one["recorded"])
+        else:
+            told |= one
+    if "refused" in told:
+        steps.error, steps.refused = told["refused"], True
+    elif "left" not in told and (told.get("status", code) != 0 or "status" not in told):
+        status = told.get("status", code)
+        lines = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        last = lines[-1].strip() if lines else "it said nothing"
+        steps.error = f"{last} (exit status {status})"
+    return steps, told
+
+
+# -- the process that is asked ----------------------------------------------------------------------------------------
+
+
+class _Left(SystemExit):
+    """Ends a script after its first steps, with exit status 0."""
+
+
+def main() -> None:
+    """Run a script's first steps, as the file that the command line names says."""
+    with open(sys.argv[1], encoding="utf-8") as file:
+        request = json.load(file)
+    random.seed(_SEED)
+    np.random.seed(_SEED % 2**32)
+    torch.manual_seed(_SEED)
+    with open(request["report"], "a", encoding="utf-8") as report:
+
+        def tell(**told: Any) -> None:
+            report.write(json.dumps(told) + "\n")
+            report.flush()
+
+        rehearsal = _Rehearsal(request, tell)
+        try:
+            with rehearsal.watching():
+                status = rehearsal.run()
+        except TracerError as error:
+            tell(refused=str(error), over=True)
+        else:
+            tell(status=status, over=True)
+
+
+class _Rehearsal:
+    """Counts the steps of a script as a recording does, and ends it."""
+
+    def __init__(self, request: Mapping[str, Any], tell: Callable[..., None]) -> None:
+        self._request = request
+        self._tell = tell
+        self._pid = os.getpid()
+        self._recording: Run | None = None
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._models: dict[str, weakref.ref[nn.Module]] | None = None
+        hashed = self._hashed if request["purpose"] == "certify" else dict
+        self._stopwatch = Stopwatch(request["steps"], hashed, self._recorder)
+
+    def _recorder(self) -> Recorder | None:
+        return None if self._recording is None else self._recording.recorder
+
+    def run(self) -> int:
+        """Run the script, recorded or not; its exit status."""
+        request = self._request
+        script, arguments, module = request["script"], request["arguments"], request["module"]
+        if request["trace"] is None:
+            return launch.unwatched(script, arguments, module=module)
+        given = tuple(Capture.from_mapping(one) for one in request["captures"])
+        captures = launch.lighter_on_evaluation(given[0]) if len(given) == 1 else given
+        all_steps = captures
+        if request["purpose"] == "dry-run":  # so that what is recorded later is seen in the first steps
+            all_steps = tuple(replace(one, every=1, start=0, stop=None) for one in captures)
+        status = launch.run(
+            script,
+            arguments,
+            out=request["trace"],
+            capture=all_steps,
+            module=module,
+            began=self._began,
+            **request["recording"],
+        )
+        if request["purpose"] == "dry-run":
+            self._tell_streams(captures)
+        return status
+
+    def _began(self, run: Run) -> None:
+        self._recording = run
+
+    def _tell_streams(self, captures: Sequence[Capture]) -> None:
+        """Tell each stream of the trace, and how often the capture that decides on it takes it."""
+        assert self._recording is not None
+        exporter = self._recording.exporter
+        by_capture = {id(one): real for one, real in zip(exporter.captures, captures, strict=True)}
+        streams = []
+        with TraceReader(self._request["trace"]) as trace:
+            header = len(json.dumps(trace.header))
+            for one in trace.streams:
+                taken = exporter.capture_of(one.kind, one.module, one.tag) if one.kind in KINDS else None
+                capture = by_capture[id(taken)] if taken is not None else Capture()
+                clock = KINDS[one.kind].clock if one.kind in KINDS else "global_step"
+                thinned = one.tag == DEFAULT_TAG and one.kind in KINDS and clock == "global_step"
+                streams.append(
+                    {name: getattr(one, name) for name in ("kind", "module", "leaf", "tag", "dtype", "count", "bytes")}
+                    | {"shapes": [list(shape) for shape in one.shapes]}
+                    | {"every": 1, "start": 0, "stop": None}
+                    | {"clock": "epoch" if clock == "epoch" else "step" if thinned else "aside"}
+                    | ({name: getattr(capture, name) for name in ("every", "start", "stop")} if thinned else {})
+                )
+        self._tell(streams=streams, header=header)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Notice the optimizers that are made, and their steps."""
+        original = Optimizer.__init__
+
+        @functools.wraps(original)
+        def made(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self._optimizers.append(weakref.ref(optimizer))
+            self._models = None
+
+        setattr(Optimizer, "__init__", made)  # noqa: B010 - mypy forbids to assign it
+        # it is called after the hooks of an optimizer's own, the recorder's among them
+        handle = register_optimizer_step_post_hook(self._stepped)
+        try:
+            yield
+        finally:
+            handle.remove()
+            setattr(Optimizer, "__init__", original)  # noqa: B010
+
+    def _alive(self) -> list[Optimizer]:
+        return [one for one in (ref() for ref in self._optimizers) if one is not None]
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        alive = self._alive()
+        if os.getpid() != self._pid or not alive or optimizer is not alive[-1] or steps_within(optimizer):
+            return
+        before = len(self._stopwatch.steps.hashes)
+        last = self._stopwatch.step_over()
+        steps = self._stopwatch.steps
+        if len(steps.hashes) > before:  # else the script goes on after it was told to end
+            self._tell(hashes=steps.hashes[-1], cpu=steps.cpu[-1], wall=steps.wall[-1], recorded=steps.recorded[-1])
+            if last:
+                self._tell(left=True)
+        if last:
+            raise _Left(0)
+
+    def _hashed(self) -> dict[str, str]:
+        alive = self._alive()
+        if self._models is None:
+            models = launch._models_of(alive)
+            named = {"": models[0]} if len(models) == 1 else launch._names_of(models)
+            self._models = {name: weakref.ref(one) for name, one in named.items()}
+        living = {name: one for name, ref in self._models.items() if (one := ref()) is not None}
+        return fingerprint(living, alive)
