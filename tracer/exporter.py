@@ -52,11 +52,11 @@ from tracer.hooks import (
     unobservable,
     unscaled,
     unwatch_scalers,
-    unwrap,
     watch_scalers,
 )
 from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message, ModuleMessage, NetworkMessage
 from tracer.subscriber import unmet
+from tracer.wrappers import compiled_parts, named_parts, unwrap
 
 LOSS_FUNCTIONS: tuple[str, ...] = (
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "cross_entropy", "ctc_loss",
@@ -336,7 +336,7 @@ class Exporter:
             If there is no such module.
         """
         if isinstance(module, str):
-            everything = dict(self._root.named_modules()) if self._root is not None else dict(self._modules)
+            everything = dict(named_parts(self._root)) if self._root is not None else dict(self._modules)
             if module not in everything:
                 raise CaptureError(f"there is no module {module!r}; there are {', '.join(everything)}")
             module = everything[module]
@@ -626,21 +626,24 @@ class Exporter:
         """
         if self._root is None:
             return {}
-        parameters = list(self._root.named_parameters(remove_duplicate=False))
         names_of: dict[int, list[str]] = {}
-        for name, parameter in parameters:
-            names_of.setdefault(id(parameter), []).append(name)
+        parameters: dict[int, Tensor] = {}
+        for path, one in named_parts(self._root, repeat=True):
+            for name, parameter in one._parameters.items():
+                if parameter is not None:
+                    parameters[id(parameter)] = parameter
+                    names_of.setdefault(id(parameter), []).append(f"{path}.{name}" if path else name)
         return {
             "class": _class_name(self._root),
-            "modules": [{"name": name, "class": _class_name(one)} for name, one in self._root.named_modules()],
+            "modules": [{"name": name, "class": _class_name(one)} for name, one in named_parts(self._root)],
             "parameters": [
                 {
-                    "name": name,
+                    "name": names_of[key][0],
                     "shape": None if is_lazy(parameter) else list(parameter.shape),
                     "dtype": str(parameter.dtype).removeprefix("torch."),
                     "requires_grad": parameter.requires_grad,
                 }
-                for name, parameter in self._root.named_parameters()
+                for key, parameter in parameters.items()
             ],
             "tied": [names for names in names_of.values() if len(names) > 1],
         }
@@ -649,14 +652,14 @@ class Exporter:
         """Every module that may be observed, by path; pseudo-modules of parametrizations have no forward of their
         own.
         """
-        below_root = {} if self._root is None else {id(one): name for name, one in self._root.named_modules()}
+        below_root = {} if self._root is None else {id(one): name for name, one in named_parts(self._root)}
         found: dict[int, tuple[str, nn.Module]] = {}
         # modules of the model that were added by themselves are a choice among its modules; others come beside it
         chosen = [one for one in self._added if id(one[1]) in below_root]
         beside = [one for one in self._added if id(one[1]) not in below_root]
         sources = chosen + beside if chosen or self._root is None else [("", self._root, True), *beside]
         for prefix, top, recursive in sources:
-            for inner, one in top.named_modules() if recursive else [("", top)]:
+            for inner, one in named_parts(top) if recursive else [("", top)]:
                 name = ".".join(part for part in (prefix, inner) if part)
                 found.setdefault(id(one), (below_root.get(id(one), name), one))
         names: dict[str, nn.Module] = {}
@@ -761,7 +764,7 @@ class Exporter:
         self._slowed = [
             path
             for prefix, top in self.tops
-            for path, one in top.named_modules(prefix=prefix)
+            for path, one in named_parts(top, prefix)
             if isinstance(one, nn.TransformerEncoderLayer | nn.MultiheadAttention)
             and any(id(part) in hung for part in one.modules())
         ]
@@ -817,7 +820,7 @@ class Exporter:
         tops = self.tops
         seen: set[int] = set()
         for prefix, top in tops:
-            for owner_path, owner in top.named_modules(prefix=prefix):
+            for owner_path, owner in named_parts(top, prefix):
                 for attribute, tensor in owner._parameters.items():
                     if tensor is None or id(tensor) in seen:
                         continue
@@ -1082,7 +1085,8 @@ class Exporter:
         """After the first step: hooks that came after the compilation of what they hang on are never called."""
         self._compiled_before = False
         hooked = [hook.name for _, hook, _ in self._hung.values() if hook.method == "_after_forward"]
-        for region in unseen_regions(self._root, hooked, self.silent) if self._root is not None else ():
+        compiled = [] if self._root is None else compiled_parts(self._root)
+        for region in unseen_regions(compiled, hooked, self.silent) if self._root is not None else ():
             self._problem(f"the inside of {region!r}" if region else "the inside of the model", TOO_LATE)
 
     def _snapshot(self, parameters: Iterable[_Parameter]) -> None:
