@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from tracer import layout
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError
 from tracer.layout import Column
+from tracer.placement import Placement
 from tracer.stores import Location, ReadStore, exists, open_parts, remove_part, store_files
 
 BEGINNING_SECONDS = 10.0
@@ -44,6 +45,7 @@ class Stream:
     dtype: str | None
     sampling: dict[str, Any] | None
     rank: int
+    placement: Placement | None = None
 
 
 @final
@@ -214,6 +216,8 @@ class Part:
             raise TypeError(f"stream {value['id']} has a name that is no text")
         if type(rank) is not int or rank < 0:
             raise ValueError(f"stream {value['id']} has the rank {rank!r}")
+        sampling = value.get("sampling")
+        place = sampling.get("placement") if isinstance(sampling, Mapping) else None
         return Stream(
             value["kind"],
             value["network"],
@@ -221,8 +225,9 @@ class Part:
             value["tag"],
             value["leaf"],
             dtype,
-            value.get("sampling"),
+            sampling,
             rank,
+            None if place is None else Placement.parse(place),
         )
 
     def _expect(self, number: Any, table: Sequence[Any], what: str) -> None:
