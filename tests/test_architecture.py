@@ -17,7 +17,10 @@ NOT_NAMES = {"utils", "helpers", "common", "base", "core", "misc", "manager", "f
 
 # What a module may import of this project, itself and `tracer.errors` apart. Lower never imports upper.
 FOUNDATION = {"tracer.messages", "tracer.bus", "tracer.subscription", "tracer.subscriber", "tracer.capture"}
-STORAGE = {*("tracer.writer", "tracer.reader", "tracer.parts", "tracer.layout", "tracer.stores", "tracer.compression")}
+STORAGE = {
+    *("tracer.writer", "tracer.reader", "tracer.parts", "tracer.layout", "tracer.stores", "tracer.compression"),
+    "tracer.placement",
+}
 RUNNING = {"tracer.exporter", "tracer.recorder", "tracer.replay", "tracer.launch"}
 MAY_IMPORT: dict[str, set[str]] = {
     "tracer.errors": set(),
@@ -31,9 +34,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.stores.objects": {"tracer.stores", "tracer.stores.codecs", "tracer.stores.zarr", "tracer.stores.hdf5"},
     "tracer.compression": {"tracer.stores.codecs"},
     "tracer.layout": {"tracer.messages", "tracer.stores"},
-    "tracer.parts": {"tracer.messages", "tracer.layout", "tracer.stores"},
+    "tracer.placement": {"tracer.layout"},
+    "tracer.parts": {"tracer.messages", "tracer.layout", "tracer.stores", "tracer.placement"},
     "tracer.writer": {"tracer.messages", "tracer.parts", "tracer.layout", "tracer.stores", "tracer.compression"},
-    "tracer.reader": {"tracer.messages", "tracer.parts", "tracer.layout", "tracer.stores"},
+    "tracer.reader": {"tracer.messages", "tracer.parts", "tracer.layout", "tracer.stores", "tracer.assembly"},
+    "tracer.assembly": {"tracer.parts", "tracer.layout", "tracer.placement"},
     "tracer.verify": {"tracer.messages"} | STORAGE,
     "tracer.convert": {"tracer", "tracer.messages", "tracer.subscription"} | STORAGE,
     "tracer.recover": {"tracer.messages", "tracer.verify", "tracer.convert"} | STORAGE,
@@ -42,17 +47,24 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.hooks": {"tracer.compiled"},
     "tracer.environment": set(),
     "tracer.budget": {"tracer.messages"} | STORAGE,
-    "tracer.exporter": FOUNDATION | {"tracer.hooks", "tracer.compiled"},
+    "tracer.wrappers": set(),
+    "tracer.exporter": FOUNDATION | {"tracer.hooks", "tracer.compiled", "tracer.wrappers", "tracer.placement"},
     "tracer.recorder": FOUNDATION
     | STORAGE
     | {"tracer.exporter", "tracer.transfers", "tracer", "tracer.budget", "tracer.environment"},
-    "tracer.certify": STORAGE | {"tracer.exporter", "tracer.hooks", "tracer.recorder", "tracer.environment"},
-    "tracer.recorders": FOUNDATION | STORAGE | {"tracer.exporter", "tracer.hooks", "tracer.recorder"},
+    "tracer.certify": STORAGE
+    | {"tracer.exporter", "tracer.hooks", "tracer.recorder", "tracer.environment", "tracer.wrappers"},
+    "tracer.recorders": FOUNDATION
+    | STORAGE
+    | {"tracer.exporter", "tracer.hooks", "tracer.recorder", "tracer.wrappers"},
     "tracer.replay": FOUNDATION | STORAGE,
     "tracer.integrations": set(),
     "tracer.integrations.*": FOUNDATION | STORAGE | {"tracer.exporter", "tracer.recorder", "tracer.integrations.*"},
-    "tracer.launch": FOUNDATION | STORAGE | RUNNING | {"tracer", "tracer.hooks"},
-    "tracer.rehearsal": FOUNDATION | STORAGE | RUNNING | {"tracer.certify", "tracer.environment", "tracer.hooks"},
+    "tracer.launch": FOUNDATION | STORAGE | RUNNING | {"tracer", "tracer.hooks", "tracer.wrappers"},
+    "tracer.rehearsal": FOUNDATION
+    | STORAGE
+    | RUNNING
+    | {"tracer.budget", "tracer.certify", "tracer.environment", "tracer.hooks"},
     "analyze.metrics": set(),
     "analyze.metrics.*": {"tracer.messages", "tracer.subscription", "tracer.subscriber", "analyze.metrics.*"},
     "analyze.*": {"tracer", "tracer.*", "analyze", "analyze.*"},

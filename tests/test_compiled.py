@@ -558,7 +558,7 @@ def test_a_part_that_was_compiled_too_early_is_named() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loop(model, optimizer, 1)
     exporter, _ = watch(model, optimizer)
-    with pytest.warns(RuntimeWarning, match="the inside of '0._orig_mod' is not observed"):
+    with pytest.warns(RuntimeWarning, match="the inside of '0' is not observed"):
         loop(model, optimizer, 2)
     exporter.detach()
     assert len(exporter.problems) == 1

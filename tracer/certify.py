@@ -23,9 +23,10 @@ from torch.optim import Optimizer
 from tracer import environment
 from tracer.errors import CaptureError, TracerError
 from tracer.exporter import Exporter
-from tracer.hooks import recomputing, steps_within, unwrap
+from tracer.hooks import recomputing, steps_within
 from tracer.recorder import Recorder, Run, record, summary
 from tracer.stores import location
+from tracer.wrappers import unwrap
 
 STEPS: Final = 10
 """How many steps are compared unless it is said."""

@@ -71,13 +71,9 @@ def compiled_anything() -> bool:
     return dynamo is not None and bool(dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def unseen_regions(root: nn.Module, hooked: Iterable[str], silent: Collection[str]) -> list[str]:
+def unseen_regions(compiled: Iterable[str], hooked: Iterable[str], silent: Collection[str]) -> list[str]:
     """The model, and the parts of it that were compiled by themselves, of whose hooked modules none was ever seen."""
-    compiled = [
-        name
-        for name, one in root.named_modules()
-        if name and (name.endswith("._orig_mod") or getattr(one, "_compiled_call_impl", None) is not None)
-    ]
+    hooked = list(hooked)
     unseen = []
     for region in ("", *compiled):
         inside = [path for path in hooked if path and (not region or f"{path}.".startswith(f"{region}."))]

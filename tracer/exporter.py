@@ -14,7 +14,8 @@ import functools
 import itertools
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,11 +54,12 @@ from tracer.hooks import (
     unobservable,
     unscaled,
     unwatch_scalers,
-    unwrap,
     watch_scalers,
 )
 from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message, ModuleMessage, NetworkMessage, checked
+from tracer.placement import is_distributed, local, placement_of
 from tracer.subscriber import unmet
+from tracer.wrappers import compiled_parts, named_parts, unwrap, wrapped_by
 
 LOSS_FUNCTIONS: tuple[str, ...] = (
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "cross_entropy", "ctc_loss",
@@ -151,6 +153,15 @@ class Exporter:
         self._leaf_handles: list[Any] = []
         self._probes: list[_Probe] = []
         self._sampling: dict[tuple[str, str | None, str, str], dict[str, Any] | None] = {}
+        # of distributed tensors, by what torch calls their specification; and of the parameters of replicas, by path
+        self._placements: dict[Any, dict[str, Any]] = {}
+        self._replicas: dict[str, dict[str, Any]] = {}
+        self._places: dict[tuple[str, str], dict[str, Any] | None] = {}  # of this step's, by path and kind
+        self._surveyed = False  # whether it is known which parameters other ranks hold, too
+        self._around: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # DistributedDataParallel around the model
+        self.recorded: Collection[int] | None = None
+        self.elsewhere: set[tuple[str, str | None]] = set()
+        """Kinds and modules that another rank records, because it has the same."""
         self._told: dict[tuple[Any, ...], dict[str, Any] | None] = {}
 
         self._given_up: set[tuple[str, str | None]] = set()
@@ -230,6 +241,10 @@ class Exporter:
         if not isinstance(model, nn.Module):
             raise CaptureError(f"the model is a torch.nn.Module, not {type(model).__name__}")
         root = unwrap(model)
+        outer = model
+        while outer is not root:
+            self._stands_around(outer)
+            outer = wrapped_by(outer) or root
         if self._root is not None and self._root is not root:
             raise CaptureError("this exporter already has a model; use another exporter for another model")
         if self._root is None:
@@ -338,7 +353,7 @@ class Exporter:
             If there is no such module.
         """
         if isinstance(module, str):
-            everything = dict(self._root.named_modules()) if self._root is not None else dict(self._modules)
+            everything = dict(named_parts(self._root)) if self._root is not None else dict(self._modules)
             if module not in everything:
                 raise CaptureError(f"there is no module {module!r}; there are {', '.join(everything)}")
             module = everything[module]
@@ -443,7 +458,7 @@ class Exporter:
         self._patched = {}
         self._before, self._after, self._gradients, self._pass.inputs = {}, {}, {}, []
         self._backwards, self._ungraded, self._recomputed, self._scales = {}, {}, {}, {}
-        self._built, self._placed = [], []
+        self._built, self._placed, self._places, self._placements = [], [], {}, {}
         self.message_bus.unwatch(self._rewire)
         unwatch_scalers(self)
 
@@ -544,6 +559,8 @@ class Exporter:
         """
         if self._root is None:
             raise CaptureError("a probe needs the model: call set_model first")
+        if self._sharded():
+            raise CaptureError(_NO_PROBES)
         if (
             not isinstance(name, str)
             or name in ("", DEFAULT_TAG, EVAL_TAG)
@@ -639,21 +656,24 @@ class Exporter:
         """
         if self._root is None:
             return {}
-        parameters = list(self._root.named_parameters(remove_duplicate=False))
         names_of: dict[int, list[str]] = {}
-        for name, parameter in parameters:
-            names_of.setdefault(id(parameter), []).append(name)
+        parameters: dict[int, Tensor] = {}
+        for path, one in named_parts(self._root, repeat=True):
+            for name, parameter in one._parameters.items():
+                if parameter is not None:
+                    parameters[id(parameter)] = parameter
+                    names_of.setdefault(id(parameter), []).append(f"{path}.{name}" if path else name)
         return {
             "class": _class_name(self._root),
-            "modules": [{"name": name, "class": _class_name(one)} for name, one in self._root.named_modules()],
+            "modules": [{"name": name, "class": _class_name(one)} for name, one in named_parts(self._root)],
             "parameters": [
                 {
-                    "name": name,
+                    "name": names_of[key][0],
                     "shape": None if is_lazy(parameter) else list(parameter.shape),
                     "dtype": str(parameter.dtype).removeprefix("torch."),
                     "requires_grad": parameter.requires_grad,
                 }
-                for name, parameter in self._root.named_parameters()
+                for key, parameter in parameters.items()
             ],
             "tied": [names for names in names_of.values() if len(names) > 1],
         }
@@ -662,14 +682,14 @@ class Exporter:
         """Every module that may be observed, by path; pseudo-modules of parametrizations have no forward of their
         own.
         """
-        below_root = {} if self._root is None else {id(one): name for name, one in self._root.named_modules()}
+        below_root = {} if self._root is None else {id(one): name for name, one in named_parts(self._root)}
         found: dict[int, tuple[str, nn.Module]] = {}
         # modules of the model that were added by themselves are a choice among its modules; others come beside it
         chosen = [one for one in self._added if id(one[1]) in below_root]
         beside = [one for one in self._added if id(one[1]) not in below_root]
         sources = chosen + beside if chosen or self._root is None else [("", self._root, True), *beside]
         for prefix, top, recursive in sources:
-            for inner, one in top.named_modules() if recursive else [("", top)]:
+            for inner, one in named_parts(top) if recursive else [("", top)]:
                 name = ".".join(part for part in (prefix, inner) if part)
                 found.setdefault(id(one), (below_root.get(id(one), name), one))
         names: dict[str, nn.Module] = {}
@@ -724,6 +744,7 @@ class Exporter:
             path: one for path, one in self._candidates() if any(c.takes_module(path, one) for c in self.captures)
         }
         self._find_parameters()
+        self._surveyed = False
         # these stay while others come and go: torch forbids changing an optimizer's hooks while they run
         if self._root is not None and "root" not in self._lasting and self._takes_hooks("", self._root):
             self._compiled_before = compiled_anything()
@@ -775,7 +796,7 @@ class Exporter:
         self._slowed = [
             path
             for prefix, top in self.tops
-            for path, one in top.named_modules(prefix=prefix)
+            for path, one in named_parts(top, prefix)
             if isinstance(one, nn.TransformerEncoderLayer | nn.MultiheadAttention)
             and any(id(part) in hung for part in one.modules())
         ]
@@ -831,7 +852,7 @@ class Exporter:
         tops = self.tops
         seen: set[int] = set()
         for prefix, top in tops:
-            for owner_path, owner in top.named_modules(prefix=prefix):
+            for owner_path, owner in named_parts(top, prefix):
                 for attribute, tensor in owner._parameters.items():
                     if tensor is None or id(tensor) in seen:
                         continue
@@ -946,7 +967,8 @@ class Exporter:
         if reason is not None:
             self._problem(f"{kind} of {path!r}" if path is not None else kind, reason)
             return
-        source = data.detach()
+        placement = self._place(data)
+        source = local(data).detach()
         if source.layout is not torch.strided:
             source, owned = source.to_dense(), True
         if self._collecting is not None:
@@ -962,7 +984,7 @@ class Exporter:
         chosen = source if capture is _EVERYTHING else capture.select(kind, source, module)
         if scale is not None:
             chosen = unscaled(chosen, scale)
-        self._release(capture, stream, chosen, source, number, at, module, owned=owned)
+        self._release(capture, stream, chosen, source, number, at, module, owned=owned, placement=placement)
 
     def _release(
         self,
@@ -975,6 +997,7 @@ class Exporter:
         module: nn.Module | None,
         *,
         owned: bool,
+        placement: dict[str, Any] | None = None,
     ) -> None:
         """Condition, reduce, cast, copy and publish what was chosen of `source`, if it is not `owned` already."""
         kind, path, tag, leaf = stream
@@ -985,8 +1008,8 @@ class Exporter:
             ):
                 return
             final = capture.finish(kind, chosen, self._running.get(stream) if capture.runs else None)
-            if capture.choices:
-                self._sampling[stream] = self._tell(capture, kind, source, module)
+        if placement is not None or capture.choices or stream in self._sampling:
+            self._sampling[stream] = self._tell(capture, kind, source, module, placement)
         if final.is_conj() or final.is_neg():
             final = final.resolve_conj().resolve_neg()
         if not owned and same_storage(final, source):
@@ -995,12 +1018,72 @@ class Exporter:
             self._running[stream] = final.clone()  # the reduction may overwrite it
         self.message_bus.publish(self._message(kind, path, final, tag, leaf, call, at))
 
-    def _tell(self, capture: Capture, kind: str, data: Tensor, module: nn.Module | None) -> dict[str, Any] | None:
-        """`Capture.sampling` of a tensor, worked out once for each shape."""
-        key = (id(capture), kind, tuple(data.shape), data.is_floating_point(), type(module))
+    def _tell(
+        self,
+        capture: Capture,
+        kind: str,
+        data: Tensor,
+        module: nn.Module | None,
+        placement: dict[str, Any] | None,
+    ) -> dict[str, Any] | None:
+        """`Capture.sampling` of a tensor, and where it is a part of what, worked out once for each shape."""
+        key = (id(capture), kind, tuple(data.shape), data.is_floating_point(), type(module), id(placement))
         if key not in self._told:
-            self._told[key] = capture.sampling(kind, tuple(data.shape), module, floating=data.is_floating_point())
+            told = None
+            if capture.choices:
+                told = capture.sampling(kind, tuple(data.shape), module, floating=data.is_floating_point())
+            self._told[key] = told if placement is None else {"placement": placement, **(told or {})}
         return self._told[key]
+
+    # -- ranks ----------------------------------------------------------------------------------------------
+
+    def _stands_around(self, wrapper: nn.Module) -> None:
+        """Note a DistributedDataParallel around the model: other ranks then hold the same."""
+        if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper not in self._around:
+            self._around.add(wrapper)
+            self._surveyed = False
+
+    def _place(self, tensor: Tensor) -> dict[str, Any] | None:
+        """`placement_of` a tensor, worked out once for all that are distributed like it."""
+        if not is_distributed(tensor):
+            return None
+        key = tensor._spec  # type: ignore[attr-defined]  # of a DTensor
+        found = self._placements.get(key)
+        if found is None:
+            found = self._placements[key] = placement_of(tensor) or {}
+        return found
+
+    def _place_of(self, parameter: _Parameter, suffix: str) -> dict[str, Any] | None:
+        return self._places.get((parameter.path, suffix)) or self._replicas.get(parameter.path)
+
+    def _survey(self) -> None:
+        """Find out which parameters other ranks hold as this one does, and which of them others record.
+
+        When the first step ends, because a model may be wrapped or sharded after this exporter got it.
+        """
+        self._surveyed = True
+        inside = [one for _, top in self.tops for one in top.modules()]
+        ranks_of: dict[int, list[int]] = {}
+        for one in (*self._around, *inside):
+            if isinstance(one, nn.parallel.DistributedDataParallel):
+                ranks = sorted(torch.distributed.get_process_group_ranks(one.process_group))
+                for tensor in getattr(one, "_module_parameters", None) or one.parameters():
+                    ranks_of[id(tensor)] = ranks
+        self._replicas = {}
+        elsewhere: set[tuple[str, str | None]] = set()
+        for parameter in self._parameters:
+            tensors = [parameter.tensor] if parameter.tensor is not None else list(parameter.owner.parameters())
+            placement = self._place(tensors[0]) if tensors and not parameter.computed else None
+            ranks = ranks_of.get(id(tensors[0]), []) if tensors else []
+            if placement is None and len(ranks) > 1:
+                placement = self._replicas[parameter.path] = {"replicas": ranks}
+            holders = placement["replicas"] if placement else [self.rank]
+            if self.recorded is not None and min({*holders} & {*self.recorded}, default=self.rank) != self.rank:
+                elsewhere |= {(parameter.kind(suffix), parameter.stream) for suffix in ("", "gradients", "updates")}
+        if elsewhere != self.elsewhere:
+            self.elsewhere.clear()
+            self.elsewhere |= elsewhere
+            self._streams = {}
 
     def _message(
         self, kind: str, path: str | None, data: Tensor, tag: str, leaf: str, call: int, at: tuple[int, int, int]
@@ -1084,7 +1167,7 @@ class Exporter:
             if self._leaf_handles:
                 self._forget_leaves()
             self._backwards, self._ungraded, self._recomputed, self._scales = {}, {}, {}, {}
-            self._before, self._after, self._gradients = {}, {}, {}
+            self._before, self._after, self._gradients, self._places = {}, {}, {}, {}
             self._calls = {}
             # of the training, the next step forgets them: a value may still be logged for this one
             if self._published:
@@ -1105,11 +1188,14 @@ class Exporter:
         """After the first step: hooks that came after the compilation of what they hang on are never called."""
         self._compiled_before = False
         hooked = [hook.name for _, hook, _ in self._hung.values() if hook.method == "_after_forward"]
-        for region in unseen_regions(self._root, hooked, self.silent) if self._root is not None else ():
+        compiled = [] if self._root is None else compiled_parts(self._root)
+        for region in unseen_regions(compiled, hooked, self.silent) if self._root is not None else ():
             self._problem(f"the inside of {region!r}" if region else "the inside of the model", TOO_LATE)
 
     def _snapshot(self, parameters: Iterable[_Parameter]) -> None:
         """Copy what is wanted of the weights before they move."""
+        if not self._surveyed:
+            self._survey()
         for parameter in parameters:
             if parameter.path in self._before or parameter.tensor is None:
                 continue
@@ -1132,11 +1218,12 @@ class Exporter:
                 self._give_up(parameter.kind("updates"), parameter.stream, error)
                 continue
             self._before[parameter.path] = (value, base)
+            self._places[parameter.path, ""] = self._places[parameter.path, "updates"] = self._place(parameter.tensor)
 
     def _copy(self, capture: Capture | None, kind: str, tensor: Tensor) -> Tensor | None:
         if capture is None:
             return None
-        source = tensor.detach()
+        source = local(tensor).detach()
         chosen = capture.select(kind, source)
         return chosen.clone(memory_format=torch.contiguous_format) if same_storage(chosen, source) else chosen
 
@@ -1160,7 +1247,7 @@ class Exporter:
     def _keep_update(self, parameter: _Parameter, capture: Capture, tensor: Tensor) -> None:
         _, base = self._before.get(parameter.path, (None, None))
         if base is not None:
-            now = capture.select(parameter.kind("updates"), tensor.detach())
+            now = capture.select(parameter.kind("updates"), local(tensor).detach())
             if now.shape == base.shape:
                 self._after[parameter.path] = difference(now, base)
 
@@ -1168,12 +1255,18 @@ class Exporter:
         if tensor.grad is not None and (self._optimizers or self._steps_itself):
             self._keep_gradient(parameter, capture, tensor.grad)
 
-    def _keep_gradient(self, parameter: _Parameter, capture: Capture, gradient: Tensor) -> None:
+    def _keep_gradient(
+        self, parameter: _Parameter, capture: Capture, gradient: Tensor, scale: Tensor | None = None
+    ) -> None:
         reason = unobservable(gradient)
         if reason is not None:
             self._problem(f"{parameter.kind('gradients')} of {parameter.stream!r}", reason)
             return
-        dense = gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
+        self._places[parameter.path, "gradients"] = self._place(gradient)
+        gradient = local(gradient).detach()
+        if scale is not None:
+            gradient = unscaled(gradient, scale)
+        dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
         copied = self._copy(capture, parameter.kind("gradients"), dense)
         if copied is not None:
             self._gradients[parameter.path] = copied
@@ -1193,8 +1286,9 @@ class Exporter:
             if capture is not None:
                 try:
                     stream = (kind, parameter.stream, DEFAULT_TAG, "")
-                    whole = data if parameter.tensor is None else parameter.tensor
-                    self._release(capture, stream, data, whole, 0, self._now(), None, owned=True)
+                    whole = data if parameter.tensor is None else local(parameter.tensor)
+                    place = self._place_of(parameter, suffix)
+                    self._release(capture, stream, data, whole, 0, self._now(), None, owned=True, placement=place)
                 except Exception as error:
                     if self.strict:
                         raise
@@ -1240,6 +1334,9 @@ class Exporter:
         if self._pass.depth > 1:
             return
         self._pass.inputs = []
+        outer = nn.parallel.DistributedDataParallel._active_ddp_module
+        if outer is not None and outer not in self._around and unwrap(outer) is module:
+            self._stands_around(outer)
         self._settle()
         if self._open and not self._optimizers and not self._steps_itself and self._is_training_pass(module):
             self._end_step()  # without an optimizer, a step lasts until the next one begins
@@ -1506,7 +1603,7 @@ class Exporter:
         capture = self._wanted(parameter.kind("gradients"), parameter.stream, DEFAULT_TAG)
         if capture is not None:
             scale = self._scales.get(torch._C._current_graph_task_id()) if self._scales else None
-            self._keep_gradient(parameter, capture, tensor.grad if scale is None else unscaled(tensor.grad, scale))
+            self._keep_gradient(parameter, capture, tensor.grad, scale)
 
     def _after_parametrization(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Keep the weight that a parametrization computes, as the forward uses it: to ask for it might change it."""
@@ -1517,6 +1614,7 @@ class Exporter:
         capture = self._wanted(parameter.kind(""), parameter.stream, DEFAULT_TAG)
         if capture is not None and unobservable(output) is None:
             self._before[path] = (self._copy(capture, parameter.kind(""), output), None)
+            self._places[path, ""] = self._place(output)
 
     # -- probes ---------------------------------------------------------------------------------------------
 
@@ -1527,6 +1625,9 @@ class Exporter:
         if not (self._enabled and self._attached):
             return
         if not self._hears(probe.name):
+            return
+        if self._sharded():
+            self._problem(f"probe {probe.name!r}", _NO_PROBES)
             return
         before = (self._pass.tag, self._user_tag, self._pass.listening, self._pass.depth, self._pass.inputs)
         self._user_tag, self._pass.depth, self._pass.inputs = probe.name, 0, []
@@ -1554,6 +1655,10 @@ class Exporter:
         if probe.labels is not None:
             self._publish_leaves("input_labels", None, probe.labels, probe.name, 0)
         self._forget_calls(probe.name)
+
+    def _sharded(self) -> bool:
+        """Whether the model's forward needs other ranks to run it, too."""
+        return self._root is not None and any(is_distributed(one) for one in self._root.parameters())
 
     def _forget_calls(self, tag: str) -> None:
         self._calls = {key: count for key, count in self._calls.items() if key[1] != tag}
@@ -1710,6 +1815,10 @@ _PARAMETER_KINDS: Mapping[str, tuple[bool, str]] = {
     "bias_gradients": (True, "gradients"),
     "bias_updates": (True, "updates"),
 }
+_NO_PROBES = (
+    "the model's parameters are distributed, so a pass of one rank waits for all others; evaluate it yourself, on all "
+    "ranks, within `run.tag(name)`"
+)
 _PROBED = ("layer_inputs", "activations", "network_output")
 
 

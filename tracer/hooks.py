@@ -359,17 +359,6 @@ def output_and_labels(
     return output, labels
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside wrappers that only pass on: compiled, DistributedDataParallel, DataParallel."""
-    while True:
-        if isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]  # what torch.compile calls the module it wraps
-        elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            model = model.module
-        else:
-            return model
-
-
 def unobservable(tensor: Tensor) -> str | None:
     """Why a tensor's values cannot be copied, or None if they can."""
     if is_lazy(tensor):

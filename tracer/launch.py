@@ -32,11 +32,11 @@ from tracer.capture import Capture
 from tracer.compression import Compression
 from tracer.errors import CaptureError, TraceError
 from tracer.exporter import LOSS_FUNCTIONS, Exporter
-from tracer.hooks import unwrap
 from tracer.messages import DEFAULT_TAG, EVAL_TAG
 from tracer.parts import this_process
 from tracer.recorder import COMMIT_SECONDS, QUEUE_BYTES, Resume, Run, end, start
 from tracer.stores import Anywhere, Location, location
+from tracer.wrappers import unwrap
 from tracer.writer import check_target
 
 if TYPE_CHECKING:

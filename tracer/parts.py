@@ -23,6 +23,7 @@ from tracer import layout
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError
 from tracer.layout import Column
 from tracer.messages import DEFAULT_TAG
+from tracer.placement import Placement
 from tracer.stores import Location, ReadStore, exists, open_parts, remove_part, store_files
 
 BEGINNING_SECONDS = 10.0
@@ -45,6 +46,7 @@ class Stream:
     dtype: str | None
     sampling: dict[str, Any] | None
     rank: int
+    placement: Placement | None = None
 
 
 @final
@@ -219,6 +221,8 @@ class Part:
             raise TypeError(f"stream {value['id']} has a name that is no text")
         if type(rank) is not int or rank < 0:
             raise ValueError(f"stream {value['id']} has the rank {rank!r}")
+        sampling = value.get("sampling")
+        place = sampling.get("placement") if isinstance(sampling, Mapping) else None
         return Stream(
             value["kind"],
             value["network"],
@@ -226,8 +230,9 @@ class Part:
             value["tag"],
             value["leaf"],
             dtype,
-            value.get("sampling"),
+            sampling,
             rank,
+            None if place is None else Placement.parse(place),
         )
 
     def _expect(self, number: Any, table: Sequence[Any], what: str) -> None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tracer import layout
+from tracer.assembly import WHOLE, Block, assembled
 from tracer.errors import CaptureError, TraceCorruptError, TraceError
 from tracer.layout import Column
 from tracer.messages import DEFAULT_TAG, Message, checked
@@ -172,7 +173,11 @@ class TraceReader:
     ----------
     path : path or URL
     ranks : iterable of int, optional
-        Read the messages of these ranks only.
+        Read the messages of these ranks only. What they hold as other ranks do (weights of DistributedDataParallel) is
+        theirs, whichever of them recorded it.
+    assemble : bool
+        Whether tensors that are distributed over ranks (FSDP) are put together from their parts. False: every message
+        as its rank recorded it, and nothing else.
 
     Attributes
     ----------
@@ -193,10 +198,11 @@ class TraceReader:
         If an object store does not answer.
     """
 
-    def __init__(self, path: Anywhere, *, ranks: Iterable[int] | None = None) -> None:
+    def __init__(self, path: Anywhere, *, ranks: Iterable[int] | None = None, assemble: bool = True) -> None:
         self.path = location(path)
         """Where the trace is."""
         self._only = None if ranks is None else {int(rank) for rank in ranks}
+        self._assemble = assemble
         self._stores: list[ReadStore] = []
         try:
             self._load()
@@ -207,26 +213,30 @@ class TraceReader:
     def _load(self) -> None:
         stores, broken = open_parts(self.path)
         self._stores = list({id(store): store for _, store in stores}.values())
-        self.problems: list[str] = [str(error) for error in broken.values()]
+        self._told: list[str] = [str(error) for error in broken.values()]
         self._parts: list[Part] = []
+        # parts of other ranks, whose messages may be of those that are looked at, too
+        self._others: list[Part] = []
         failures = list(broken.values())
         for name, store in stores:
             try:
                 part = Part(self.path, name, store)
             except TraceError as error:
                 failures.append(error)
-                self.problems.append(str(error))
+                self._told.append(str(error))
                 continue
             if self._only is None or self._only & {part.rank, *(stream.rank for stream in part.streams)}:
                 self._parts.append(part)
+            elif self._assemble:
+                self._others.append(part)
         if len(failures) == 1 and len(stores) + len(broken) == 1:
             raise failures[0]
         if not self._parts:
             raise failures[0] if failures else CaptureError(f"{self.path} has no messages of rank {_list(self._only)}")
-        self._parts.sort(key=lambda part: (part.attempt, part.rank))
+        self._parts.sort(key=_by_attempt)
         if self._only is None:
             names = [part.name for part in self._parts]
-            self.problems += missing(self.path, names, [part.header for part in self._parts])
+            self._told += missing(self.path, names, [part.header for part in self._parts])
         self._merge()
 
     def refresh(self) -> bool:
@@ -240,14 +250,49 @@ class TraceReader:
         TraceCorruptError
             If it is damaged.
         """
-        changed = [part.refresh() for part in self._parts]
-        if any(changed):
-            self._merge()
-        return any(changed)
+        for part in (*self._parts, *self._others):
+            part.refresh()
+        if self._state() == self._merged:
+            return False
+        self._merge()
+        return True
+
+    def _state(self) -> list[tuple[int, ...]]:
+        """How far each part was read: another reader of the same parts may have read on."""
+        return [
+            (len(part.journal), len(part.streams), len(part.notes), len(part.ending))
+            for part in (*self._parts, *self._others)
+        ]
+
+    def of_rank(self, rank: int, *, assemble: bool = True) -> TraceReader:
+        """A reader of one rank of this trace, which shares the open files and ends when this one is closed.
+
+        It is this one itself if that has no other ranks.
+
+        Raises
+        ------
+        CaptureError
+            If there is nothing of this rank.
+        """
+        if rank not in self.ranks:
+            raise CaptureError(f"{self.path} has nothing of rank {rank}; it has {_list(self.ranks)}")
+        if self.ranks == [rank] and (assemble is self._assemble or not self._others):
+            return self
+        view = object.__new__(TraceReader)
+        view.path, view._only, view._assemble, view._stores = self.path, {rank}, assemble, self._stores
+        view._told = self._told
+        everything = sorted([*self._parts, *self._others], key=_by_attempt)
+        view._parts = [part for part in everything if rank in {part.rank, *(one.rank for one in part.streams)}]
+        view._others = [part for part in everything if part not in view._parts] if assemble else []
+        view._merge()
+        return view
 
     def _merge(self) -> None:
         """Make one journal, and one table of streams, shapes and pools, of those of the parts."""
-        parts = self._parts
+        self._merged = self._state()
+        # those of other ranks only if they can have anything for these
+        lent = any(stream.placement is not None for part in self._others for stream in part.streams)
+        parts = sorted([*self._parts, *self._others], key=_by_attempt) if lent else self._parts
         self._pools = [pool for part in parts for pool in part.pools]
         self._store_of = [part.store for part in parts for _ in part.pools]
         if len(parts) == 1:
@@ -268,7 +313,16 @@ class TraceReader:
                 begins = np.cumsum([0, *map(len, ids)])
                 there = journal[:, column] != layout.NONE
                 journal[there, column] = np.concatenate(ids)[(journal[:, column] + begins[number])[there]]
-        if self._only is not None and not self._only.issuperset(self._ranks_of_streams()):
+        self.problems: list[str] = list(self._told)
+        self._recorded = journal
+        self._wholes: list[Block] = []
+        if self._assemble and any(stream.placement is not None for stream in self._streams):
+            found = assembled(journal, self._streams, self._shapes, self._only)
+            journal, self._recorded, self._wholes = found.journal, found.recorded, found.blocks
+            self._streams, self._shapes = found.streams, found.shapes
+            if self.status != "recording":
+                self.problems += [f"{self.path}: {problem}" for problem in found.problems]
+        elif self._only is not None and not self._only.issuperset(self._ranks_of_streams()):
             ranks = np.array([stream.rank for stream in self._streams], np.int64)
             journal = journal[np.isin(ranks[journal[:, Column.STREAM]], list(self._only))]
         self.journal: NDArray[np.int64] = journal
@@ -299,7 +353,7 @@ class TraceReader:
     @property
     def ranks(self) -> list[int]:
         """The ranks that there are messages of, ascending."""
-        found = self._ranks_of_streams() or {part.rank for part in self._parts}
+        found = self._ranks_of_streams() | {part.rank for part in self._parts if not part.streams}
         return sorted(found if self._only is None else found & self._only)
 
     def _ranks_of_streams(self) -> set[int]:
@@ -466,7 +520,11 @@ class TraceReader:
                 (kinds is None or stream.kind in kinds)
                 and (tags is None or stream.tag in tags)
                 and (wanted is None or number in wanted)
-                and (of_ranks is None or stream.rank in of_ranks)
+                and (
+                    of_ranks is None
+                    or stream.rank in of_ranks
+                    or (stream.placement is not None and not of_ranks.isdisjoint(stream.placement.replicas))
+                )
                 and (
                     modules is None
                     or (
@@ -524,6 +582,7 @@ class TraceReader:
         where : numpy.ndarray of bool, optional
             A mask over the rows of `journal`.
         ranks : int or iterable of int, optional
+            With what others of their replicas recorded for them; each message says who did.
 
         Raises
         ------
@@ -651,6 +710,40 @@ class TraceReader:
     def _read_groups(self, selected: NDArray[np.int64], memory: _Memory | None) -> list[_Group]:
         """The data of rows of the journal, verified, in groups of one pool, dtype and shape."""
         rows = self.journal[selected]
+        whole = rows[:, Column.POOL] == WHOLE
+        if whole.any():
+            places = np.flatnonzero(~whole)
+            groups = self._read_rows(rows[places], memory)
+            for group in groups:
+                group.places = places[group.places]
+            return [*groups, *(self._put_together(rows[place], place) for place in np.flatnonzero(whole).tolist())]
+        return self._read_rows(rows, memory)
+
+    def _put_together(self, row: NDArray[np.int64], place: int) -> _Group:
+        """A tensor of which several ranks recorded parts."""
+        block = self._wholes[int(row[Column.OFFSET])]
+        shape = self._shapes[int(row[Column.SHAPE])]
+        dtype = self._streams[int(row[Column.STREAM])].dtype
+        assert dtype is not None
+        parts = self._recorded[block.rows[int(row[Column.CRC32C])]]
+        ordered = parts[np.lexsort((parts[:, Column.OFFSET], parts[:, Column.POOL]))]
+        ends = ordered[:-1, Column.OFFSET] + ordered[:-1, Column.COUNT]
+        if ((ordered[1:, Column.POOL] == ordered[:-1, Column.POOL]) & (ordered[1:, Column.OFFSET] < ends)).any():
+            raise TraceCorruptError(
+                f"{self.path}: parts of a distributed tensor in global step {int(row[Column.GLOBAL_STEP])} lie in the "
+                "same place of a pool"
+            )
+        found: dict[int, NDArray[Any]] = {}
+        for group in self._read_rows(parts, None):
+            found |= zip(group.places.tolist(), group.data, strict=True)
+        # read before there is memory for all of it: what the parts say of their size may not be true
+        data = np.empty((1, *shape), layout.ENCODINGS[dtype].storage)
+        for number, (offsets, sizes) in enumerate(zip(block.offsets, block.sizes, strict=True)):
+            at = [slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True)]
+            data[0][tuple(at)] = found[number]
+        return _Group(np.array([place]), data, dtype, data.nbytes)
+
+    def _read_rows(self, rows: NDArray[np.int64], memory: _Memory | None) -> list[_Group]:
         if memory is not None and len(rows) <= LARGE_ROWS and self._large(rows):
             return [group for place, row in enumerate(rows.tolist()) for group in self._read_one(place, row, memory)]
         groups: list[_Group] = []
@@ -952,6 +1045,10 @@ def _united(tables: list[list[_T]]) -> tuple[list[_T], list[NDArray[np.int64]]]:
                 table.append(entry)
         ids.append(mine)
     return table, ids
+
+
+def _by_attempt(part: Part) -> tuple[int, int]:
+    return part.attempt, part.rank
 
 
 def _list(ranks: Iterable[int] | None) -> str:

@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -79,6 +79,8 @@ class Recorder:
     budget : Budget, optional
         The bound of the trace. The first step that it has no room for, and all after it, are not recorded, and the
         trace is closed with a note; `stopped` is then called with that step, in the thread that calls `receive`.
+    elsewhere : collection of (str, str or None)
+        Kinds and modules that another rank records, because it has the same; the collection may change.
 
     Examples
     --------
@@ -105,11 +107,13 @@ class Recorder:
         derived: Iterable[str] = (),
         budget: Budget | None = None,
         stopped: Callable[[int], None] | None = None,
+        elsewhere: Collection[tuple[str, str | None]] = frozenset(),
     ) -> None:
         check_options(queue_bytes=queue_bytes, on_full=on_full)
         self._make = None if isinstance(writer, TraceWriter) else writer
         self._writer = writer if isinstance(writer, TraceWriter) else None
         self.derived = set(derived)
+        self._elsewhere = elsewhere
         self._sampling = sampling
         self.budget = budget
         self.stopped = stopped
@@ -142,8 +146,8 @@ class Recorder:
         return self._writer
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
-        """Everything that is observed, and nothing that is derived from it."""
-        return kind not in self.derived
+        """Everything that is observed, and nothing that is derived from it, or recorded elsewhere."""
+        return kind not in self.derived and not (self._elsewhere and (kind, module) in self._elsewhere)
 
     def receive(self, message: Message) -> Iterable[Message]:
         """Queue a message; waits while the queue is full, or drops it. For one thread at a time.
@@ -465,6 +469,9 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
     ranks : iterable of int, optional
         The ranks of a distributed run that are recorded, each into a part of its own; by default all. On the others
         this does nothing.
+    replicated : {"once", "every"}
+        Whether weights that several ranks hold alike, their gradients (as averaged) and their updates are recorded by
+        the lowest of these ranks only, or by each: to see whether they drift apart.
     compression : str or mapping
         How the data is compressed, on the writer thread: ``"auto"`` (integers are, floats are not; in HDF5 nothing),
         ``"none"``, ``"lz4"`` or ``"zstd"``, or one of them for each kind, such as ``{"activations": "zstd"}``.
@@ -525,6 +532,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         first_step: int | None = None,
         first_epoch: int | None = None,
         ranks: Iterable[int] | None = None,
+        replicated: Literal["once", "every"] = "once",
         compression: str | Mapping[str, str] = "auto",
         max_bytes: int | str | None = None,
         certificate: Certificate | None = None,
@@ -560,6 +568,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         if resume and overwrite:
             raise CaptureError("resume goes on with a trace, and overwrite removes it; give one of them")
         self._ranks = ranks
+        self._replicated = replicated
         self._compression = Compression(compression).choice
         self._run: Run | None = None
 
@@ -584,6 +593,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
                 on_full=self._on_full,
                 resume=self._resume,
                 ranks=self._ranks,
+                replicated=self._replicated,
                 compression=self._compression,
                 max_bytes=self._max_bytes,
                 certificate=self._certificate,
@@ -714,6 +724,7 @@ def start(
     max_bytes: int | None = None,
     certificate: Certificate | None = None,
     disabled: bool = False,
+    replicated: str = "once",
     lazily: bool = False,
 ) -> Run:
     """Put a recorder and the receivers on an exporter's bus.
@@ -721,11 +732,14 @@ def start(
     `lazily`: create the trace at the first message, when the script has loaded its checkpoint. `disabled`: only count.
     """
     check_options(queue_bytes=queue_bytes, on_full=on_full, commit_steps=commit_steps, commit_seconds=commit_seconds)
+    if replicated not in ("once", "every"):
+        raise CaptureError(f"replicated is 'once' or 'every', not {replicated!r}")
     process = this_process()
     recorded = sorted(set(range(process.size) if ranks is None else ranks))
     if not recorded or not all(type(one) is int and 0 <= one < process.size for one in recorded):
         raise CaptureError(f"ranks are some of 0 to {process.size - 1}, the ranks of this run, not {recorded}")
     exporter.rank = process.rank
+    exporter.recorded = recorded if replicated == "once" else None
     if disabled and resume is not None and resume.first_step is not None:
         exporter.start_at(resume.first_step, 0, resume.first_epoch or 0)
     if disabled or process.rank not in recorded:
@@ -810,6 +824,7 @@ def start(
         derived=derived,
         budget=budget,
         stopped=stopped,
+        elsewhere=exporter.elsewhere,
     )
     try:
         for one in (recorder, *ordered):

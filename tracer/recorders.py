@@ -29,10 +29,10 @@ from torch.optim import Optimizer
 from tracer.capture import Capture
 from tracer.errors import CaptureError, TraceExistsError, TraceNotFoundError
 from tracer.exporter import Exporter
-from tracer.hooks import unwrap
 from tracer.messages import Message
 from tracer.recorder import Run, end, start
 from tracer.stores import Anywhere, location
+from tracer.wrappers import unwrap
 
 _Types = type[nn.Module] | tuple[type[nn.Module], ...]
 _Reduction = Callable[[Any, Tensor], Any]

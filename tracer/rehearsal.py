@@ -107,8 +107,8 @@ def dry_run(program: Program, *, run_steps: int | None = None, max_bytes: int | 
     dict
         JSON values. ``streams``: of each its ``kind``, ``module``, ``leaf``, ``tag``, ``dtype``, ``shapes``,
         ``bytes_per_message``, ``messages_per_recorded_step``, ``every``, ``start``, ``stop``, and
-        ``clock``: ``step``, ``epoch`` (not in the sums), or ``aside`` for passes that are not training (which may come in
-        other numbers later).
+        ``clock``: ``step``, ``epoch`` (not in the sums), or ``aside`` for passes that are not training (which may come
+        in other numbers later).
         ``bytes_per_recorded_step``: of a step in which all are recorded; ``bytes_per_step``: in the mean over many
         steps; ``run_steps`` and ``bytes_per_run``: None where it is not known how many steps there are; ``max_bytes``
         and ``max_bytes_reached_at_step``; ``estimated_cpu_ratio``, made of ``recorded_cpu_ratio``, which was measured

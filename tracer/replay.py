@@ -88,7 +88,8 @@ def plan(
     Parameters and errors are those of `replay`, except that what is missing is told, not raised.
     """
     with _opened(trace, rank) as reader:
-        return _plan(reader, tuple(receivers), kinds, modules, steps, tags, _rank_of(reader, rank))
+        chosen = _rank_of(reader, rank)
+        return _plan(reader.of_rank(chosen), tuple(receivers), kinds, modules, steps, tags, chosen)
 
 
 def replay(
@@ -119,10 +120,12 @@ def replay(
         Only tags that match one of these globs (``"!eval"``: all but that).
     rank : int, optional
         The rank of a distributed run whose messages are published. It must be said of a trace with several: subscribers
-        remember what they heard of a module, and each rank has its own.
+        remember what they heard of a module, and each rank has its own. What the rank holds as others do is among them,
+        whoever recorded it, and tensors that are distributed are put together.
     follow : bool
         Whether to go on with what a run that is still being recorded commits, until it ends or its process is found
-        dead. What receivers need may then be recorded later; it is an error if it was not when the run ends.
+        dead. What receivers need may then be recorded later; it is an error if it was not when the run ends. Meanwhile
+        there is only what the rank itself recorded, as it recorded it.
 
     Raises
     ------
@@ -161,6 +164,8 @@ def replay(
             return _plan(reader, tuple(ordered), kinds, modules, steps, tags, chosen, since, growing=following)
 
         following = follow and reader.status == "recording"
+        # what other ranks recorded comes when they commit it, which may be later than what would follow it
+        reader = reader.of_rank(chosen, assemble=not following)
         todo = planned(0)
         if todo.missing and not following:
             raise CaptureError("; ".join(todo.missing))

@@ -29,6 +29,7 @@ from tracer.errors import (
 from tracer.layout import Column
 from tracer.messages import Message, ModuleMessage, NetworkMessage
 from tracer.parts import Stream, first_step, lives, missing, worst
+from tracer.placement import Placement
 from tracer.reader import TraceReader
 from tracer.stores import STORES, Anywhere, Location, ReadStore, location, open_parts
 
@@ -419,7 +420,10 @@ class Survey:
             if type(rank) is not int or rank < 0:
                 raise ValueError(f"stream {value['id']} has the rank {rank!r}")
             network, sampling = value["network"], value.get("sampling")
-            stream = Stream(value["kind"], network, module, value["tag"], value["leaf"], dtype, sampling, rank)
+            place = sampling.get("placement") if isinstance(sampling, Mapping) else None
+            placement = None if place is None else Placement.parse(place)
+            kind, tag, leaf = value["kind"], value["tag"], value["leaf"]
+            stream = Stream(kind, network, module, tag, leaf, dtype, sampling, rank, placement)
             self._enter(self.streams, value["id"], stream, what)
         elif what == "shape":
             shape = tuple(value["shape"])
