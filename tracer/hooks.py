@@ -349,6 +349,24 @@ def output_and_labels(
     return output, labels
 
 
+def is_part_of_a_loss(loss: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a loss function was asked for a sum, or for each datapoint's loss: the caller makes the loss of it.
+
+    Examples
+    --------
+    >>> x, y = torch.zeros(2, 3), torch.tensor([0, 1])
+    >>> function = torch.nn.functional.cross_entropy
+    >>> is_part_of_a_loss(function, (x, y), {"reduction": "sum"}), is_part_of_a_loss(function, (x, y), {})
+    (True, False)
+    """
+    try:
+        given = _signature(loss).bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return False
+    means = given.get("size_average") is not False and given.get("reduce") is not False  # torch's older names
+    return given.get("reduction", "mean") in ("sum", "none") or not means
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside wrappers that only pass on: compiled, DistributedDataParallel, DataParallel."""
     while True:
