@@ -14,6 +14,7 @@ import functools
 import itertools
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -131,6 +132,7 @@ class Exporter:
         self.losses_seen = 0
         self.holds_parts = False  # whether who calls `take_part` knows the loss that a sum becomes
         self._part: Tensor | None = None
+        self.last_scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # what a GradScaler gave, and what it got
         self.forwards_seen = 0  # of the root, in training and aside
         self.optimizer_calls = 0
         self._first_step = 0
@@ -1396,8 +1398,9 @@ class Exporter:
             scale=scale,
         )
 
-    def _loss_scaled(self, scaled: Tensor, scale: Tensor) -> None:
+    def _loss_scaled(self, scaled: Tensor, loss: Tensor, scale: Tensor) -> None:
         """A GradScaler has multiplied a loss: see to it that the gradients of its backward are told without that."""
+        self.last_scaled = weakref.ref(scaled), loss.detach()
         listens = any(method in ("_after_forward", "_after_accumulation") for _, method, _ in self._hung)
         if self._open and not self._idle and listens:
             scaled.register_hook(ScaleHook(self, scale))

@@ -23,7 +23,6 @@ from types import CodeType, ModuleType
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -183,7 +182,6 @@ class _Session:
         self._unused: tuple[int, int] | None = None  # where an iterator began that ended early, and when all is used
         self._epoch_began = 0
         self._losses = 0
-        self._unscaled: tuple[weakref.ref[Tensor], Tensor] | None = None
         self._pid = os.getpid()
         self.refusal: CaptureError | TraceError | None = None
 
@@ -239,15 +237,6 @@ class _Session:
 
             return backward
 
-        def scale(original: Callable[..., Any]) -> Callable[..., Any]:
-            def scale(scaler: GradScaler, outputs: Any) -> Any:
-                scaled = original(scaler, outputs)
-                if isinstance(scaled, Tensor):
-                    session._unscaled = (weakref.ref(scaled), outputs.detach())
-                return scaled
-
-            return scale
-
         def loader_iter(original: Callable[..., Any]) -> Callable[..., Any]:
             def __iter__(loader: DataLoader[Any]) -> Any:
                 session.guarded("the end of an epoch", lambda: session.iterated(loader))
@@ -276,7 +265,6 @@ class _Session:
         patches: list[tuple[Any, str, Callable[..., Any]]] = [
             (Optimizer, "__init__", optimizer_init),
             (Tensor, "backward", backward),
-            (GradScaler, "scale", scale),
             (DataLoader, "__iter__", loader_iter),
             (_BaseDataLoaderIter, "__next__", loader_next),
         ]
@@ -336,8 +324,9 @@ class _Session:
         """
         seen = self.exporter.losses_seen
         if tensor.numel() == 1 and (self.exporter.take_part() or seen == self._losses):
-            if self._unscaled is not None and self._unscaled[0]() is tensor:
-                tensor = self._unscaled[1]
+            scaled = self.exporter.last_scaled
+            if scaled is not None and scaled[0]() is tensor:
+                tensor = scaled[1]
             self.exporter._begin_step()
             self.exporter._publish_leaves("loss", None, tensor, DEFAULT_TAG)
         self._losses = seen
