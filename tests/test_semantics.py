@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
@@ -820,6 +821,57 @@ def test_grad_scaler(fused: bool, dtype: torch.dtype) -> None:
         inner = told(heard, "input_gradients", "1")
         assert {one.dtype for one in inner} == {torch.float32}
         torch.testing.assert_close(inner[0], torch.full((4, 2), 1e-3), rtol=1e-3, atol=0)
+
+
+def scaler_classes() -> dict[str, type[torch.amp.GradScaler]]:
+    """Scalers with methods of their own, made when it is called."""
+
+    class Own(torch.amp.GradScaler):
+        def scale(self, outputs: Any) -> Any:
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(outputs.device)
+            return outputs * self._scale
+
+    class Parents(torch.amp.GradScaler):
+        def scale(self, outputs: Any) -> Any:
+            return super().scale(outputs).clone()
+
+        def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().step(optimizer, *args, **kwargs)
+
+    return {"own": Own, "parents": Parents, "sharded": ShardedGradScaler}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("name", ["own", "parents", "sharded"])
+def test_grad_scalers_of_other_classes(name: str, late: bool) -> None:
+    """A subclass, FSDP's for one, is seen as its parent is, whether it exists before the recording or not."""
+    before = scaler_classes()
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        scaler = (scaler_classes() if late else before)[name]("cpu", init_scale=256.0, growth_interval=1)
+        for number, x in enumerate(batches(3)):
+            optimizer.zero_grad()
+            scaler.scale(model(x).sum() * (float("inf") if number == 1 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    if name == "sharded":
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        methods = {cls: dict(vars(cls)) for cls in (torch.amp.GradScaler, *before.values())}
+        _, exporter, heard = unchanged(lambda: nn.Linear(3, 2), train)
+        assert methods == {cls: dict(vars(cls)) for cls in methods}
+    finally:
+        if name == "sharded":
+            torch.distributed.destroy_process_group()
+    assert not exporter.problems
+    assert [one.global_step for one in find(heard, "skipped_step")] == [1]
+    assert [one.global_step for one in find(heard, "bias_gradients", "")] == [0, 1]
+    for one in told(heard, "layer_gradients", "")[::2]:
+        assert same(one, torch.ones(4, 2))
+    for x, gradient in zip(batches(3)[::2], told(heard, "weight_gradients", ""), strict=True):
+        assert same(gradient, torch.ones(4, 2).T @ x)
 
 
 def test_grad_scaler_beside_an_unscaled_loss() -> None:

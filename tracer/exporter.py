@@ -40,6 +40,7 @@ from tracer.hooks import (
     checkpointing,
     copied,
     difference,
+    is_part_of_a_loss,
     leaves,
     map_tensors,
     next_node,
@@ -131,6 +132,10 @@ class Exporter:
         self.rank = 0
         self.starting: Callable[[], None] | None = None
         self.losses_seen = 0
+        self.holds_parts = False  # whether who calls `take_part` knows the loss that a sum becomes
+        self._part: Tensor | None = None
+        self.last_scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # what a GradScaler gave, and what it got
+        self.forwards_seen = 0  # of the root, in training and aside
         self.optimizer_calls = 0
         self._first_step = 0
 
@@ -1155,8 +1160,11 @@ class Exporter:
     def _end_step(self) -> None:
         """Publish what is known now that the weights have moved, and move the clock."""
         self._begin_step()  # nothing of the forward was seen (compiled, bypassed), but the step took place
+        part, self._part = self._part, None
         try:
             if not self._idle:
+                if part is not None:  # nobody took it: no `backward` was called
+                    self._publish_leaves("loss", None, part, DEFAULT_TAG)
                 if not self._optimizers:
                     self._compare(self._parameters)
                 for parameter in self._parameters:
@@ -1333,6 +1341,7 @@ class Exporter:
         self._pass.depth += 1
         if self._pass.depth > 1:
             return
+        self.forwards_seen += 1
         self._pass.inputs = []
         outer = nn.parallel.DistributedDataParallel._active_ddp_module
         if outer is not None and outer not in self._around and unwrap(outer) is module:
@@ -1354,6 +1363,10 @@ class Exporter:
         self._pass.depth = max(0, self._pass.depth - 1)
         if self._pass.depth or output is None or not self._pass.listening:
             return
+        if self._part is not None and self._pass.tag != DEFAULT_TAG:  # what a model calls its loss was made of a sum
+            part, self._part = self._part, None
+            whole = output.get("loss") if isinstance(output, Mapping) else None
+            self._publish_leaves("loss", None, whole if isinstance(whole, Tensor) else part, self._pass.tag)
         # with a loss, the output is what the loss gets: on the same footing as the labels
         if not self._losses or self._collecting is not None:
             self._publish_leaves("network_output", None, output, self._pass.tag)
@@ -1504,8 +1517,9 @@ class Exporter:
             scale=scale,
         )
 
-    def _loss_scaled(self, scaled: Tensor, scale: Tensor) -> None:
+    def _loss_scaled(self, scaled: Tensor, loss: Tensor, scale: Tensor) -> None:
         """A GradScaler has multiplied a loss: see to it that the gradients of its backward are told without that."""
+        self.last_scaled = weakref.ref(scaled), loss.detach()
         listens = any(method in ("_after_forward", "_after_accumulation") for _, method, _ in self._hung)
         if self._open and not self._idle and listens:
             scaled.register_hook(ScaleHook(self, scale))
@@ -1534,7 +1548,16 @@ class Exporter:
         for kind, tensor in zip(("network_output", "input_labels"), output_and_labels(loss, args, kwargs), strict=True):
             if tensor is not None:
                 self._publish_leaves(kind, None, tensor, tag)
-        self._publish_leaves("loss", None, output, tag)
+        inside = tag == DEFAULT_TAG or self._pass.depth > 0  # else nobody tells what the sum becomes
+        if self.holds_parts and inside and is_part_of_a_loss(loss, args, kwargs):
+            self._part = output.detach()
+        else:
+            self._publish_leaves("loss", None, output, tag)
+
+    def take_part(self) -> bool:
+        """Whether a sum of losses waits for what it becomes; from now on it does not."""
+        part, self._part = self._part, None
+        return part is not None
 
     # -- optimizer ------------------------------------------------------------------------------------------
 

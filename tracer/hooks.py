@@ -11,7 +11,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -180,53 +180,89 @@ class LossFunction:
 
 
 _scaled: weakref.WeakSet[Exporter] = weakref.WeakSet()
-_scaler_methods: dict[str, Callable[..., Any]] = {}
+_scaler_methods: dict[tuple[type[GradScaler], str], Callable[..., Any]] = {}
+_in_scaler: set[tuple[int, str]] = set()  # scalers and methods that run, because one may call that of its parent
 
 
 def watch_scalers(exporter: Exporter) -> None:
     """Let an exporter know of losses that a GradScaler multiplies, and of steps that it skips.
 
-    In these torch calls none of the optimizer's hooks.
+    In these torch calls none of the optimizer's hooks. Subclasses may have methods of their own, as that of FSDP has.
     """
     _scaled.add(exporter)
     if not _scaler_methods:
-        _scaler_methods.update(scale=GradScaler.scale, step=GradScaler.step)
-        setattr(GradScaler, "scale", _scaled_scale)  # noqa: B010 - a type checker calls assigning it wrong
-        setattr(GradScaler, "step", _scaled_step)  # noqa: B010
+        _observe_scalers(GradScaler)
+        setattr(GradScaler, "__init_subclass__", classmethod(_new_scaler))  # noqa: B010 - a type checker calls it wrong
 
 
 def unwatch_scalers(exporter: Exporter) -> None:
     """No longer let an exporter know; without any, torch's own methods are back."""
     _scaled.discard(exporter)
-    if not _scaled:
-        for name, method in _scaler_methods.items():
-            setattr(GradScaler, name, method)
+    if not _scaled and _scaler_methods:
+        for (owner, name), method in _scaler_methods.items():
+            setattr(owner, name, method)
         _scaler_methods.clear()
+        del GradScaler.__init_subclass__
 
 
-@functools.wraps(GradScaler.scale)
-def _scaled_scale(scaler: GradScaler, outputs: Any) -> Any:
-    result = _scaler_methods["scale"](scaler, outputs)
-    watching = [one for one in _scaled if one._attached and one._enabled] if scaler.is_enabled() else []
-    scale = scaler._scale
-    if watching and scale is not None:
-        scale = scale.detach().clone()  # which the scaler changes in place
-        for _, tensor in leaves(result):
-            if tensor.requires_grad:
-                for one in watching:
-                    one._guard("the loss scale", functools.partial(one._loss_scaled, tensor, scale))
-    return result
+def _observe_scalers(owner: type[GradScaler]) -> None:
+    for name, observed in (("scale", _observed_scale), ("step", _observed_step)):
+        method = vars(owner).get(name)
+        if isinstance(method, FunctionType):
+            _scaler_methods[owner, name] = method
+            setattr(owner, name, observed(method))
+    for one in owner.__subclasses__():
+        _observe_scalers(one)
 
 
-@functools.wraps(GradScaler.step)
-def _scaled_step(scaler: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    watching = [one for one in _scaled if any(known is optimizer for known in one._optimizers)]
-    before = [one.optimizer_calls for one in watching]
-    result = _scaler_methods["step"](scaler, optimizer, *args, **kwargs)
-    for one, calls in zip(watching, before, strict=True):
-        if one.optimizer_calls == calls and one._attached and one._enabled:
-            one._guard("skipped_step", functools.partial(one._skipped_step, optimizer))
-    return result
+def _new_scaler(owner: type[GradScaler], **kwargs: Any) -> None:
+    super(GradScaler, owner).__init_subclass__(**kwargs)
+    _observe_scalers(owner)
+
+
+def _observed_scale(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def scale(scaler: GradScaler, outputs: Any) -> Any:
+        key = id(scaler), "scale"
+        if key in _in_scaler:
+            return original(scaler, outputs)
+        _in_scaler.add(key)
+        try:
+            result = original(scaler, outputs)
+        finally:
+            _in_scaler.discard(key)
+        watching = [one for one in _scaled if one._attached and one._enabled] if scaler.is_enabled() else []
+        factor = scaler._scale
+        if watching and factor is not None:
+            factor = factor.detach().clone()  # which the scaler changes in place
+            for (_, tensor), (_, loss) in zip(leaves(result), leaves(outputs), strict=False):
+                if tensor.requires_grad:
+                    for one in watching:
+                        one._guard("the loss scale", functools.partial(one._loss_scaled, tensor, loss, factor))
+        return result
+
+    return scale
+
+
+def _observed_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def step(scaler: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        key = id(scaler), "step"
+        if key in _in_scaler:
+            return original(scaler, optimizer, *args, **kwargs)
+        watching = [one for one in _scaled if any(known is optimizer for known in one._optimizers)]
+        before = [one.optimizer_calls for one in watching]
+        _in_scaler.add(key)
+        try:
+            result = original(scaler, optimizer, *args, **kwargs)
+        finally:
+            _in_scaler.discard(key)
+        for one, calls in zip(watching, before, strict=True):
+            if one.optimizer_calls == calls and one._attached and one._enabled:
+                one._guard("skipped_step", functools.partial(one._skipped_step, optimizer))
+        return result
+
+    return step
 
 
 @contextlib.contextmanager
@@ -357,6 +393,24 @@ def output_and_labels(
         labels = tensors[1] if len(tensors) > 1 else None
     output = next((one for one in tensors if one is not labels), None)
     return output, labels
+
+
+def is_part_of_a_loss(loss: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a loss function was asked for a sum, or for each datapoint's loss: the caller makes the loss of it.
+
+    Examples
+    --------
+    >>> x, y = torch.zeros(2, 3), torch.tensor([0, 1])
+    >>> function = torch.nn.functional.cross_entropy
+    >>> is_part_of_a_loss(function, (x, y), {"reduction": "sum"}), is_part_of_a_loss(function, (x, y), {})
+    (True, False)
+    """
+    try:
+        given = _signature(loss).bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return False
+    means = given.get("size_average") is not False and given.get("reduce") is not False  # torch's older names
+    return given.get("reduction", "mean") in ("sum", "none") or not means
 
 
 def unobservable(tensor: Tensor) -> str | None:

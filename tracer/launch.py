@@ -2,7 +2,8 @@
 
 The script runs in this process as ``__main__``. Optimizers are noticed when they are made; the model is the outermost
 module that owns their parameters; losses and labels are seen in the functions of ``torch.nn.functional``, hand-written
-losses where ``backward`` is called on them; an epoch ends when a DataLoader that fed training steps is exhausted.
+losses, and what becomes of sums, where ``backward`` is called on them; an epoch ends when a DataLoader that fed
+training steps is exhausted, and what it gave has been used.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -202,6 +202,7 @@ class _Session:
         self.exporter = Exporter(message_bus=bus, capture=captures, strict=strict)
         self.exporter.set_optimizer(())
         self.exporter.set_loss(LOSS_FUNCTIONS)
+        self.exporter.holds_parts = True
         self.run: Run = start(out, self.exporter, lazily=True, **recording)
         self.exporter.starting = self._begin(self.exporter.starting)
         self._optimizers: list[weakref.ref[Optimizer]] = []
@@ -209,9 +210,10 @@ class _Session:
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._loaders: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
         self._feeding: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._drawn: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._unused: tuple[int, int] | None = None  # where an iterator began that ended early, and when all is used
         self._epoch_began = 0
         self._losses = 0
-        self._unscaled: tuple[weakref.ref[Tensor], Tensor] | None = None
         self._pid = os.getpid()
         self.refusal: CaptureError | TraceError | None = None
 
@@ -267,20 +269,12 @@ class _Session:
 
             return backward
 
-        def scale(original: Callable[..., Any]) -> Callable[..., Any]:
-            def scale(scaler: GradScaler, outputs: Any) -> Any:
-                scaled = original(scaler, outputs)
-                if isinstance(scaled, Tensor):
-                    session._unscaled = (weakref.ref(scaled), outputs.detach())
-                return scaled
-
-            return scale
-
         def loader_iter(original: Callable[..., Any]) -> Callable[..., Any]:
             def __iter__(loader: DataLoader[Any]) -> Any:
                 session.guarded("the end of an epoch", lambda: session.iterated(loader))
                 iterator = original(loader)
                 session._began[iterator] = session._seen[iterator] = session.exporter.global_step
+                session._drawn[iterator] = (0, session.exporter.forwards_seen)
                 session._loaders[iterator] = weakref.ref(loader)
                 return iterator
 
@@ -290,17 +284,19 @@ class _Session:
             def __next__(iterator: Any) -> Any:
                 session.guarded("the end of an epoch", lambda: session.drawn(iterator))
                 try:
-                    return original(iterator)
+                    batch = original(iterator)
                 except StopIteration:
                     session.guarded("the end of an epoch", lambda: session.exhausted(iterator))
                     raise
+                number, before = session._drawn.get(iterator, (0, session.exporter.forwards_seen))
+                session._drawn[iterator] = (number + 1, before)
+                return batch
 
             return __next__
 
         patches: list[tuple[Any, str, Callable[..., Any]]] = [
             (Optimizer, "__init__", optimizer_init),
             (Tensor, "backward", backward),
-            (GradScaler, "scale", scale),
             (DataLoader, "__iter__", loader_iter),
             (_BaseDataLoaderIter, "__next__", loader_next),
         ]
@@ -354,17 +350,22 @@ class _Session:
         self.exporter.train(self.refusal is None)
 
     def backward_called(self, tensor: Tensor) -> None:
-        """A scalar that is differentiated, and that no known loss function made, is a hand-written loss."""
+        """A scalar that is differentiated, and that no known loss function made, is a hand-written loss.
+
+        So is what a script makes of a sum, or of the losses of the datapoints, that such a function gave it.
+        """
         seen = self.exporter.losses_seen
-        if seen == self._losses and tensor.numel() == 1:
-            if self._unscaled is not None and self._unscaled[0]() is tensor:
-                tensor = self._unscaled[1]
+        if tensor.numel() == 1 and (self.exporter.take_part() or seen == self._losses):
+            scaled = self.exporter.last_scaled
+            if scaled is not None and scaled[0]() is tensor:
+                tensor = scaled[1]
             self.exporter._begin_step()
             self.exporter._publish_leaves("loss", None, tensor, DEFAULT_TAG)
         self._losses = seen
 
     def drawn(self, iterator: Any) -> None:
         """A batch is drawn: if a step took place since the one before, this DataLoader feeds the training."""
+        self._used()
         now = self.exporter.global_step
         loader = self._loaders[iterator]() if iterator in self._loaders else None
         if loader is not None and now > self._seen.get(iterator, now):
@@ -373,17 +374,34 @@ class _Session:
 
     def iterated(self, loader: Any) -> None:
         """A DataLoader begins anew: if it fed the training and was left before its end, that ended the epoch too."""
+        self._used()
         now = self.exporter.global_step
         if loader in self._feeding and now > self._epoch_began:
-            self.exporter.epoch_is_over()
-            self._epoch_began = now
+            self._end_epoch(now)
 
     def exhausted(self, iterator: Any) -> None:
-        """A DataLoader is at its end: if training steps took place meanwhile, so is the epoch."""
-        now = self.exporter.global_step
-        if now > max(self._began.get(iterator, now), self._epoch_began):
-            self.exporter.epoch_is_over()
-            self._epoch_began = now
+        """A DataLoader is at its end: if training steps took place meanwhile, so is the epoch.
+
+        But some libraries draw batches before they need them. Then the epoch ends when as many forwards have begun.
+        """
+        exporter = self.exporter
+        began = self._began.get(iterator, exporter.global_step)
+        number, before = self._drawn.get(iterator, (0, 0))
+        told = exporter.model is not None and (exporter.forwards_seen > 0 or exporter.steps_seen == 0)
+        self._unused = (began, before + number if told else 0)
+        self._used()
+
+    def _used(self) -> None:
+        """End the epoch if all is used that an exhausted DataLoader gave."""
+        if self._unused is not None and self.exporter.forwards_seen >= self._unused[1]:
+            began, self._unused = self._unused[0], None
+            now = self.exporter.global_step
+            if now > max(began, self._epoch_began):
+                self._end_epoch(now)
+
+    def _end_epoch(self, now: int) -> None:
+        self.exporter.epoch_is_over()
+        self._epoch_began = now
 
     def close(self, error: BaseException | None) -> None:
         """End the last epoch, and the trace."""

@@ -1,0 +1,401 @@
+"""``trace record`` on programs that make more of Python and of libraries than a loop: each in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import tracer
+from tracer.exporter import LOSS_FUNCTIONS
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+HEAD = """
+import sys, torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+torch.manual_seed(0)
+torch.set_num_threads(1)
+x, y = torch.randn(20, 4), torch.arange(20) % 3
+"""
+
+
+def needs(*libraries: str) -> pytest.MarkDecorator:
+    """Skip where a library is missing."""
+    missing = [one for one in libraries if importlib.util.find_spec(one) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}: an extra of tracereel brings it")
+
+
+def script(folder: Path, body: str, name: str = "train.py") -> str:
+    """A training script in a file; its name."""
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(HEAD + textwrap.dedent(body))
+    return name
+
+
+def run(folder: Path, *command: str, **environment: str) -> str:
+    """Run a command in a folder; what it printed."""
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**ENVIRONMENT, **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return done.stdout
+
+
+def record(folder: Path, *arguments: str) -> tuple[str, list[tracer.Message]]:
+    """Run ``trace record`` in a folder; what the program printed, and the messages of the trace."""
+    printed = run(folder, sys.executable, "-m", "cli", "record", "--out", "run.zarr", *arguments)
+    return printed, read(folder)
+
+
+def read(folder: Path) -> list[tracer.Message]:
+    """The messages of the trace, which is closed."""
+    with tracer.open(folder / "run.zarr") as trace:
+        assert trace.status == "finished"
+        return list(trace.messages())
+
+
+def of(messages: list[tracer.Message], kind: str, tag: str = "default") -> list[tracer.Message]:
+    """The messages of a kind."""
+    return [one for one in messages if one.kind == kind and one.tag == tag]
+
+
+def values(messages: list[tracer.Message]) -> list[float]:
+    """Their numbers."""
+    return [float(one.data) for one in messages if one.data is not None]
+
+
+def printed(text: str, word: str) -> list[float]:
+    """The numbers in the lines that begin with a word."""
+    return [float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{word} ")]
+
+
+def epochs(messages: list[tracer.Message]) -> list[tuple[str, int, int]]:
+    """When epochs began and ended."""
+    ends = ("epoch_started", "epoch_finished")
+    return [(one.kind.removeprefix("epoch_"), one.epoch, one.global_step) for one in messages if one.kind in ends]
+
+
+# -- losses ---------------------------------------------------------------------------------------------------
+
+LOSSES = """
+out, probabilities, other, one = net(x), net(x).sigmoid(), net(-x), torch.ones(20, 3)
+sign = torch.sign(x[:, :1]) * one
+logs, goal, flag = F.log_softmax(out, 1), torch.rand(20, 3), torch.sign(x[:, 0])
+calls = {
+    "cross_entropy": ((out, y), nn.CrossEntropyLoss()), "nll_loss": ((logs, y), nn.NLLLoss()),
+    "mse_loss": ((out, goal), nn.MSELoss()), "l1_loss": ((out, goal), nn.L1Loss()),
+    "smooth_l1_loss": ((out, goal), nn.SmoothL1Loss()), "huber_loss": ((out, goal), nn.HuberLoss()),
+    "binary_cross_entropy": ((probabilities, goal), nn.BCELoss()),
+    "binary_cross_entropy_with_logits": ((out, goal), nn.BCEWithLogitsLoss()),
+    "poisson_nll_loss": ((out, goal), nn.PoissonNLLLoss()), "soft_margin_loss": ((out, sign), nn.SoftMarginLoss()),
+    "hinge_embedding_loss": ((out, sign), nn.HingeEmbeddingLoss()),
+    "multi_margin_loss": ((out, y), nn.MultiMarginLoss()),
+    "multilabel_margin_loss": ((out, y[:, None].expand(20, 3).contiguous()), nn.MultiLabelMarginLoss()),
+    "multilabel_soft_margin_loss": ((out, goal), nn.MultiLabelSoftMarginLoss()),
+    "kl_div": ((logs, goal), nn.KLDivLoss()), "gaussian_nll_loss": ((out, goal, one), nn.GaussianNLLLoss()),
+    "cosine_embedding_loss": ((out, other, flag), nn.CosineEmbeddingLoss()),
+    "margin_ranking_loss": ((out[:, 0], out[:, 1], flag), nn.MarginRankingLoss()),
+    "triplet_margin_loss": ((out, other, one), nn.TripletMarginLoss()),
+    "triplet_margin_with_distance_loss": ((out, other, one), nn.TripletMarginWithDistanceLoss()),
+    "ctc_loss": (
+        (logs.view(5, 4, 3), torch.ones(4, 2, dtype=torch.long), torch.full((4,), 5), torch.full((4,), 2)), nn.CTCLoss()
+    ),
+}
+"""
+
+
+def test_every_loss_of_torch(tmp_path: Path) -> None:
+    """Each function and each module gives its loss, and its labels where it has any, once."""
+    body = f"""
+net = nn.Linear(4, 3)
+opt = torch.optim.SGD(net.parameters(), lr=0.01)
+{LOSSES}
+for name in calls:
+    for how in ("function", "module"):
+        opt.zero_grad()
+        {textwrap.indent(LOSSES, "        ").strip()}
+        arguments, module = calls[name]
+        loss = getattr(F, name)(*arguments) if how == "function" else module(*arguments)
+        loss.backward()
+        opt.step()
+        print("loss", repr(float(loss.detach())), name)
+"""
+    text, messages = record(tmp_path, script(tmp_path, body))
+    names = [line.split()[2] for line in text.splitlines()]
+    assert set(names) == set(LOSS_FUNCTIONS)
+    losses = of(messages, "loss")
+    assert [(one.global_step, one.call) for one in losses] == [(step, 0) for step in range(len(names))]
+    assert values(losses) == printed(text, "loss")
+    unlabelled = {step for step, name in enumerate(names) if name.startswith("triplet")}
+    assert {one.global_step for one in of(messages, "input_labels")} == set(range(len(names))) - unlabelled
+
+
+def test_what_becomes_of_a_sum_is_the_loss(tmp_path: Path) -> None:
+    """A sum over the batch, or the losses of its datapoints, become the loss in the script; an evaluation's sum is."""
+    body = """
+    net = nn.Linear(4, 3)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    def step(loss, differentiate=torch.Tensor.backward):
+        print("loss", repr(float(loss.detach())))
+        opt.zero_grad(); differentiate(loss); opt.step()
+    def by_hand(loss):
+        for p, g in zip(net.parameters(), torch.autograd.grad(loss, list(net.parameters()))): p.grad = g
+    weight = torch.linspace(0, 1, 20)
+    step(F.cross_entropy(net(x), y, reduction="sum") / 20)
+    step((F.cross_entropy(net(x), y, reduction="none") * weight).mean())
+    step((nn.CrossEntropyLoss(reduction="none")(net(x), y) * weight).sum() + net.weight.square().sum())
+    step(F.mse_loss(net(x), torch.ones(20, 3)))
+    step(F.mse_loss(net(x), torch.ones(20, 3), reduction="sum"), by_hand)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    step(F.cross_entropy(net(x), y, reduction="sum") / 20, lambda loss: scaler.scale(loss).backward())
+    net.eval()
+    with torch.no_grad():
+        print("sum", repr(float(F.nll_loss(F.log_softmax(net(x), 1), y, reduction="sum"))))
+    """
+    text, messages = record(tmp_path, script(tmp_path, body))
+    losses = of(messages, "loss")
+    assert [(one.global_step, one.call) for one in losses] == [(step, 0) for step in range(6)]
+    assert values(losses) == printed(text, "loss")
+    assert values(of(messages, "loss", "eval")) == printed(text, "sum")
+    assert [one.global_step for one in of(messages, "input_labels")] == list(range(6))
+
+
+# -- processes ------------------------------------------------------------------------------------------------
+
+SPAWNED = """
+import argparse, multiprocessing, pickle
+
+class Points(Dataset):
+    def __len__(self): return 20
+    def __getitem__(self, index): return x[index], y[index]
+
+def square(number): return number * number
+
+def training(rank, net):
+    mine = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        mine.zero_grad(); F.cross_entropy(net(x), y).backward(); mine.step()
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("ways", nargs="*", default=["fork", "spawn"])
+    options = parser.parse_args()
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    for way in options.ways:
+        loader = DataLoader(
+            Points(), batch_size=8, shuffle=True, num_workers=options.workers, multiprocessing_context=way
+        )
+        for a, b in loader:
+            opt.zero_grad(); F.cross_entropy(net(a), b).backward(); opt.step()
+        with multiprocessing.get_context(way).Pool(1) as pool:
+            print(pool.map(square, [1, 2, 3]), flush=True)
+        context = multiprocessing.get_context(way)
+        other = context.Process(target=training, args=(0, net))
+        other.start(); other.join()
+        print("exit", other.exitcode, flush=True)
+    assert type(pickle.loads(pickle.dumps(loader.dataset))) is Points
+    print(__name__, float(net[0].weight.detach().double().sum()))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_processes_that_a_script_starts(tmp_path: Path) -> None:
+    """Loader workers, pools and processes, forked or spawned, find ``__main__`` and do their work; they record nothing.
+
+    They are also found if the script is a module of a package.
+    """
+    script(tmp_path, SPAWNED, "package/training.py")
+    (tmp_path / "package" / "__init__.py").write_text("")
+    alone = run(tmp_path, sys.executable, "-m", "package.training", "--workers", "1")
+    assert alone.count("[1, 4, 9]") == alone.count("exit 0") == 2
+    text, messages = record(tmp_path, "--module", "package.training", "--workers", "1")
+    assert text == alone
+    assert [one.global_step for one in of(messages, "loss")] == list(range(6))
+    assert epochs(messages) == [("started", 0, 0), ("finished", 0, 2), ("started", 1, 3), ("finished", 1, 5)]
+    assert len(of(messages, "weight_gradients")) == 2 * 6
+    assert not [one for one in messages if one.tag != "default"]
+
+
+def test_a_script_with_spawned_workers(tmp_path: Path) -> None:
+    """The same of a file, in which what is spawned looks for the classes of ``__main__``."""
+    text, messages = record(tmp_path, script(tmp_path, SPAWNED), "--workers", "1", "spawn")
+    assert text.startswith("[1, 4, 9]\nexit 0\n__main__ ")
+    assert [one.global_step for one in of(messages, "loss")] == [0, 1, 2]
+
+
+# -- libraries ------------------------------------------------------------------------------------------------
+
+TRAINER = """
+import transformers as hf
+
+class Sentences(Dataset):
+    def __init__(self): self.tokens = torch.randint(0, 50, (18, 7), generator=torch.Generator().manual_seed(3))
+    def __len__(self): return 18
+    def __getitem__(self, index):
+        labels = self.tokens[index].clone()
+        labels[4 + index % 4:] = -100
+        return {"input_ids": self.tokens[index], "labels": labels}
+
+torch.manual_seed(1)
+config = hf.GPT2Config(vocab_size=50, n_positions=8, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+arguments = hf.TrainingArguments(
+    output_dir="out", num_train_epochs=2, per_device_train_batch_size=4, gradient_accumulation_steps=2, report_to=[],
+    use_cpu=True, disable_tqdm=True, save_strategy="no", logging_steps=1, eval_strategy="epoch", seed=5,
+    dataloader_pin_memory=False,
+)
+trainer = hf.Trainer(hf.GPT2LMHeadModel(config), arguments, train_dataset=Sentences(), eval_dataset=Sentences())
+trainer.remove_callback(hf.PrinterCallback)
+trainer.train()
+for entry in trainer.state.log_history:
+    if "loss" in entry: print("loss", entry["loss"])
+    if "eval_loss" in entry: print("eval", entry["eval_loss"])
+print("weights", float(sum(p.detach().double().sum() for p in trainer.model.parameters())))
+"""
+
+
+@needs("transformers", "accelerate")
+def test_a_trainer_of_hugging_face(tmp_path: Path) -> None:
+    """The micro-batches' losses add up to what the Trainer logs, and so do evaluations'; epochs are its own."""
+    alone = run(tmp_path, sys.executable, script(tmp_path, TRAINER))
+    text, messages = record(tmp_path, "train.py")
+    assert text == alone
+    losses = of(messages, "loss")
+    assert [(one.global_step, one.epoch, one.call) for one in losses] == [
+        (0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1), (2, 0, 0), (3, 1, 0), (3, 1, 1), (4, 1, 0), (4, 1, 1), (5, 1, 0),
+    ]  # fmt: skip
+    sums = [math.fsum(values([one for one in losses if one.global_step == step])) for step in range(6)]
+    assert sums == pytest.approx(printed(text, "loss"), rel=1e-6)
+    evaluated = values(of(messages, "loss", "eval"))
+    means = [sum(loss * rows for loss, rows in zip(evaluated[i : i + 3], (8, 8, 2), strict=True)) / 18 for i in (0, 3)]
+    assert means == pytest.approx(printed(text, "eval"), rel=1e-6)
+    assert epochs(messages) == [("started", 0, 0), ("finished", 0, 2), ("started", 1, 3), ("finished", 1, 5)]
+    assert len({one.key for one in of(messages, "weight_gradients")}) > 8
+
+
+LIGHTNING = """
+import warnings
+import lightning.pytorch as pl
+warnings.simplefilter("ignore")
+
+class Classifier(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Dropout(0.2), nn.Linear(5, 3))
+    def forward(self, x): return self.net(x)
+    def training_step(self, batch, index):
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        print("loss", repr(float(loss.detach())))
+        return loss
+    def validation_step(self, batch, index):
+        print("eval", repr(float(F.cross_entropy(self(batch[0]), batch[1]))))
+    def configure_optimizers(self): return torch.optim.Adam(self.parameters(), lr=0.01)
+
+torch.manual_seed(1)
+loader = DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True)
+model = Classifier()
+fit = pl.Trainer(
+    max_epochs=2, accelerator="cpu", accumulate_grad_batches=2, logger=False, enable_progress_bar=False,
+    enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0, gradient_clip_val=1.0,
+)
+fit.fit(model, loader, DataLoader(TensorDataset(x, y), batch_size=10))
+print("weights", float(sum(p.detach().double().sum() for p in model.parameters())))
+"""
+
+
+@needs("lightning")
+def test_a_trainer_of_lightning(tmp_path: Path) -> None:
+    """Losses and labels of each batch, epochs and evaluations, of a Lightning script that knows of no recorder."""
+    alone = run(tmp_path, sys.executable, script(tmp_path, LIGHTNING))
+    text, messages = record(tmp_path, "train.py")
+    assert text == alone
+    losses = of(messages, "loss")
+    assert values(losses) == printed(text, "loss")
+    assert [(one.global_step, one.epoch, one.call) for one in losses[:6]] == [
+        (0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1), (2, 0, 0), (3, 1, 0),
+    ]  # fmt: skip
+    assert values(of(messages, "loss", "eval")) == printed(text, "eval")
+    assert epochs(messages) == [("started", 0, 0), ("finished", 0, 2), ("started", 1, 3), ("finished", 1, 5)]
+    assert [len(one.data) for one in of(messages, "input_labels") if one.data is not None] == [4] * 10
+    assert {one.key for one in of(messages, "weight_gradients")} == {"net.0", "net.3"}
+
+
+ACCELERATE = """
+from accelerate import Accelerator
+accelerator = Accelerator(gradient_accumulation_steps=2)
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+opt = torch.optim.AdamW(net.parameters(), lr=0.01)
+loader, test = DataLoader(TensorDataset(x, y), batch_size=4), DataLoader(TensorDataset(x, y), batch_size=10)
+net, opt, loader, test = accelerator.prepare(net, opt, loader, test)
+for epoch in range(3):
+    net.train()
+    for a, b in loader:
+        with accelerator.accumulate(net):
+            loss = F.cross_entropy(net(a), b)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(net.parameters(), 1.0)
+            opt.step(); opt.zero_grad()
+            print("loss", repr(float(loss.detach())))
+    net.eval()
+    with torch.no_grad():
+        for a, b in test:
+            print("eval", repr(float(F.cross_entropy(net(a), b))))
+print("weights", float(net[0].weight.detach().double().sum()), accelerator.mixed_precision)
+"""
+
+
+@needs("accelerate")
+@pytest.mark.parametrize("launched", [False, True])
+def test_accelerate(launched: bool, tmp_path: Path) -> None:
+    """By itself, and by ``accelerate launch`` in mixed precision: steps, losses, epochs and evaluations."""
+    script(tmp_path, ACCELERATE)
+    launch = (
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "1",
+        "--num_machines",
+        "1",
+    )
+    launch = (*launch, "--mixed_precision", "bf16", "--dynamo_backend", "no") if launched else (sys.executable,)
+    alone = run(tmp_path, *launch, "train.py", HF_HOME=str(tmp_path / "home"))
+    recording = ("-m", "cli", "record", "--out", "run.zarr", "train.py")
+    text = run(tmp_path, *launch, *recording, HF_HOME=str(tmp_path / "home"))
+    assert text == alone
+    assert alone.endswith("bf16\n" if launched else "no\n")
+    messages = read(tmp_path)
+    losses = of(messages, "loss")
+    assert values(losses) == printed(text, "loss")
+    counters = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+    assert [(one.global_step, one.epoch, one.call) for one in losses] == [
+        (step + 3 * epoch, epoch, call) for epoch in range(3) for step, call in counters
+    ]
+    assert values(of(messages, "loss", "eval")) == printed(text, "eval")
+    assert [(one.global_step, one.epoch) for one in of(messages, "loss", "eval")] == [
+        (3 + 3 * epoch, epoch) for epoch in range(3) for _ in range(2)
+    ]
+    assert epochs(messages) == [
+        (what, epoch, 3 * epoch + step) for epoch in range(3) for what, step in (("started", 0), ("finished", 2))
+    ]
