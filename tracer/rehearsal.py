@@ -38,7 +38,7 @@ from tracer.hooks import steps_within
 from tracer.messages import DEFAULT_TAG, KINDS
 from tracer.parts import this_process
 from tracer.reader import TraceReader
-from tracer.recorder import Recorder, Run
+from tracer.recorder import Run
 
 DRY_RUN_STEPS: Final = 8
 """How many steps a dry run takes."""
@@ -107,8 +107,8 @@ def dry_run(program: Program, *, run_steps: int | None = None, max_bytes: int | 
     dict
         JSON values. ``streams``: of each its ``kind``, ``module``, ``leaf``, ``tag``, ``dtype``, ``shapes``,
         ``bytes_per_message``, ``messages_per_recorded_step``, ``every``, ``start``, ``stop``, and
-        ``clock``: ``step``, ``epoch`` (not in the sums), or ``aside`` for passes that are not training (which may come in
-        other numbers later).
+        ``clock``: ``step``, ``epoch`` (not in the sums), or ``aside`` for passes that are not training (which may come
+        in other numbers later).
         ``bytes_per_recorded_step``: of a step in which all are recorded; ``bytes_per_step``: in the mean over many
         steps; ``run_steps`` and ``bytes_per_run``: None where it is not known how many steps there are; ``max_bytes``
         and ``max_bytes_reached_at_step``; ``estimated_cpu_ratio``, made of ``recorded_cpu_ratio``, which was measured
@@ -347,10 +347,7 @@ class _Rehearsal:
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._models: dict[str, weakref.ref[nn.Module]] | None = None
         hashed = self._hashed if request["purpose"] == "certify" else dict
-        self._stopwatch = Stopwatch(request["steps"], hashed, self._recorder)
-
-    def _recorder(self) -> Recorder | None:
-        return None if self._recording is None else self._recording.recorder
+        self._stopwatch = Stopwatch(request["steps"], hashed, lambda: self._recording)
 
     def run(self) -> int:
         """Run the script, recorded or not; its exit status."""
