@@ -640,9 +640,8 @@ def record(
             module=module is not None,
             captures=[{**file, **given} for file in files],
             recording={
-                "compression": dict(Compression(codecs).choice), "queue_bytes": queue_bytes, "on_full": on_full,
-                "commit_steps": commit_steps,
-                "commit_seconds": commit_seconds, "durable": durable,
+                "compression": dict(codecs), "queue_bytes": queue_bytes, "on_full": on_full,
+                "commit_steps": commit_steps, "commit_seconds": commit_seconds, "durable": durable,
             },
         )  # fmt: skip
         if only_dry_run:

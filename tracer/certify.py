@@ -24,7 +24,7 @@ from tracer import environment
 from tracer.errors import CaptureError, TracerError
 from tracer.exporter import Exporter
 from tracer.hooks import recomputing, steps_within
-from tracer.recorder import Recorder, Run, record, summary
+from tracer.recorder import Run, record, summary
 from tracer.stores import location
 from tracer.wrappers import unwrap
 
@@ -165,7 +165,7 @@ class Steps:
     cpu, wall : list of float
         Seconds of each step, without those of the comparison.
     recorded : list of bool
-        Whether something was recorded in it.
+        Whether a capture takes something of it.
     error : str or None
         Why it ended, if it did so before its time.
     refused : bool
@@ -189,18 +189,15 @@ class Stopwatch:
         After how many steps the run is left.
     hashed : callable
         Gives the hashes, or nothing if only times are wanted.
-    recorder : callable
-        Gives the recorder, if there is one by now.
+    run : callable
+        Gives the recording, if there is one by now.
     """
 
-    def __init__(
-        self, limit: int, hashed: Callable[[], dict[str, str]], recorder: Callable[[], Recorder | None]
-    ) -> None:
+    def __init__(self, limit: int, hashed: Callable[[], dict[str, str]], run: Callable[[], Run | None]) -> None:
         self.steps = Steps()
         self._limit = limit
         self._hashed = hashed
-        self._recorder = recorder
-        self._received = 0
+        self._run = run
         self._began = self._now()
 
     @staticmethod
@@ -209,16 +206,16 @@ class Stopwatch:
 
     def step_over(self) -> bool:
         """Note a step; whether it was the last."""
-        steps, recorder, number = self.steps, self._recorder(), len(self.steps.hashes)
+        steps, run, number = self.steps, self._run(), len(self.steps.hashes)
+        recorder = None if run is None else run.recorder
         if number >= self._limit:
             return True
         last = number + 1 == self._limit
         if recorder is not None and (number == 0 or last):  # what the first step left behind is not of the others
             recorder.wait_until_written()
-        received = 0 if recorder is None else recorder.received
+        due = run is not None and any(one.due_step(run.exporter.global_step - 1) for one in run.exporter.captures)
         entered, alone = self._now(), time.thread_time()
-        steps.recorded.append(received > self._received)
-        self._received = received
+        steps.recorded.append(recorder is not None and due)
         steps.cpu.append(entered[0] - self._began[0])
         steps.wall.append(entered[1] - self._began[1])
         steps.hashes.append(self._hashed())
@@ -255,13 +252,13 @@ class _Rehearsal:
         self._models: dict[str, nn.Module] = {}
         self._optimizers: list[Optimizer] = []
         self._runs: list[Run] = []
-        self.stopwatch = Stopwatch(limit, self._hashed, self._recorder)
+        self.stopwatch = Stopwatch(limit, self._hashed, self._run)
 
     def _hashed(self) -> dict[str, str]:
         return fingerprint(self._models, self._optimizers)
 
-    def _recorder(self) -> Recorder | None:
-        return self._runs[-1].recorder if self._runs else None
+    def _run(self) -> Run | None:
+        return self._runs[-1] if self._runs else None
 
     @contextlib.contextmanager
     def record(

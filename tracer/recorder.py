@@ -232,11 +232,6 @@ class Recorder:
             self._check()
         return True
 
-    @property
-    def received(self) -> int:
-        """Bytes that were received so far, of messages that are recorded."""
-        return self._received
-
     def wait_until_written(self) -> None:
         """Wait until nothing waits for the thread any more."""
         with self._changed:

@@ -38,7 +38,7 @@ from tracer.hooks import steps_within
 from tracer.messages import DEFAULT_TAG, KINDS
 from tracer.parts import this_process
 from tracer.reader import TraceReader
-from tracer.recorder import Recorder, Run
+from tracer.recorder import Run
 
 DRY_RUN_STEPS: Final = 8
 """How many steps a dry run takes."""
@@ -347,10 +347,7 @@ class _Rehearsal:
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._models: dict[str, weakref.ref[nn.Module]] | None = None
         hashed = self._hashed if request["purpose"] == "certify" else dict
-        self._stopwatch = Stopwatch(request["steps"], hashed, self._recorder)
-
-    def _recorder(self) -> Recorder | None:
-        return None if self._recording is None else self._recording.recorder
+        self._stopwatch = Stopwatch(request["steps"], hashed, lambda: self._recording)
 
     def run(self) -> int:
         """Run the script, recorded or not; its exit status."""
