@@ -111,6 +111,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def message(data: Tensor, step: int = 0) -> ModuleMessage:
+    """An activation of a step."""
     return ModuleMessage(kind="activations", module="fc", global_step=step, train_step=step, epoch=0, data=data)
 
 
@@ -130,7 +131,7 @@ def test_a_copy_is_begun_beside_the_training_and_waited_for_elsewhere() -> None:
 
 
 def test_a_source_is_let_go_as_soon_as_it_is_copied() -> None:
-    """The device's memory is given back when the copy is made, though nobody has waited for it; one stream serves all."""
+    """Memory on the device is given back when the copy is made, though nobody waited for it; one stream serves all."""
     transfers = Transfers()
     transfers.start(torch.ones(2).as_subclass(OnDevice))
     (copy,) = transfers._unsettled
@@ -176,7 +177,7 @@ def test_memory_that_cannot_be_pinned_is_no_failure(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("suffix", ["zarr", "h5"])
 def test_a_recorder_writes_what_was_on_the_device(suffix: str, tmp_path: Path) -> None:
-    """The thread that writes waits for each copy, the one that trains for none; what was changed too early is not there."""
+    """The thread that writes waits for each copy, the one that trains for none."""
     path = tmp_path / f"run.{suffix}"
     recorder = Recorder(tracer.TraceWriter(path))
     tensors = [torch.full((1000,), float(step)).as_subclass(OnDevice) for step in range(20)]
