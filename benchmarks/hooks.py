@@ -1,9 +1,9 @@
 """What the hooks cost: a call of a hooked module, and two small trainings that are watched and hardly ever recorded.
 
 *Per call.* A chain of small modules is run forwards (and, with gradients, backwards), bare and hooked. What it takes
-longer, divided by the number of modules, is the cost of a hooked call; what a step costs besides is part of it. Times
-are CPU time of the training's thread. "copy" is a clone of the same tensor, which every recorder that keeps a value has
-to make.
+longer, divided by the number of hooked calls (one for each module, and with gradients one more for each), is the cost
+of a call; what a step costs besides is part of it. Times are CPU time of the training's thread. "copy" is a clone of
+the same tensor, which every recorder that keeps a value has to make.
 
 *Per training.* An MLP (784-256-128-10, batches of 128) and a CNN (1-16-32 channels, 1568-128-10, batches of 64), SGD
 with momentum, watched by `tracer.record` with all default kinds of all modules in full: on steps that nobody records,
@@ -147,7 +147,7 @@ class Chain:
         self.step = self.settle = None
 
     def segment(self, steps: int) -> float:
-        """CPU seconds of this thread for each module's call."""
+        """CPU seconds of this thread for each hooked call: of a module, and of its gradient."""
         begin = time.thread_time()
         for _ in range(steps):
             output = self.model(self.inputs)
@@ -158,7 +158,7 @@ class Chain:
         spent = time.thread_time() - begin
         if self.settle is not None:  # the writer's thread would run in the others' time
             self.settle()
-        return spent / (steps * MODULES)
+        return spent / (steps * MODULES * (2 if self.gradients else 1))
 
     def fingerprint(self) -> str:
         return _hash(self.model)
@@ -205,7 +205,7 @@ def _drain(run: Any) -> None:
         if recorder._idle:
             with recorder._changed:
                 recorder._changed.notify_all()
-        time.sleep(0.0005)
+        time.sleep(0.004)
 
 
 @contextlib.contextmanager
@@ -390,7 +390,7 @@ def calls(rounds: int, folder: Path) -> list[dict[str, Any]]:
         }
         chains = {name: Chain(watch, folder, gradients) for name, watch in watches.items()}
         seconds = take_turns(chains, rounds, 20, 20)
-        copy = min(_copy_seconds(chains["bare"].inputs) for _ in range(20)) * (2 if gradients else 1)
+        copy = min(_copy_seconds(torch.rand(16)) for _ in range(20))
         for name, found in seconds.items():
             of_bare = [0.0] * rounds if name == "bare" else seconds["bare"]
             own = sorted(1e6 * (one - bare) for one, bare in zip(found, of_bare, strict=True))
@@ -408,10 +408,9 @@ def calls(rounds: int, folder: Path) -> list[dict[str, Any]]:
 
 
 def _copy_seconds(tensor: torch.Tensor, times: int = 1000) -> float:
-    source = tensor.detach()
     begin = time.thread_time()
     for _ in range(times):
-        source.clone()
+        tensor.clone()
     return (time.thread_time() - begin) / times
 
 

@@ -1839,6 +1839,17 @@ def test_cuda_graphs_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     exporter.detach()
     assert len(find(heard, "activations", "0")) == 1
     assert "activations of '0': while a CUDA graph is captured" in problems(exporter)
+    # nor is a fused optimizer asked whether it has moved, which would wait for the device
+    model = mlp()
+    optimizer = sgd(model)
+    optimizer.found_inf = torch.ones(1).as_subclass(OnDevice)  # type: ignore[attr-defined]
+    exporter, _ = watch(model, optimizer)
+    optimizer.step()
+    assert exporter.global_step == 1
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    optimizer.step()
+    assert exporter.global_step == 1
+    exporter.detach()
 
 
 # -- exceptions, threads --------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def message(data: Tensor, step: int = 0) -> ModuleMessage:
-    """Activations of some step."""
+    """An activation of a step."""
     return ModuleMessage(kind="activations", module="fc", global_step=step, train_step=step, epoch=0, data=data)
 
 
@@ -131,7 +131,7 @@ def test_a_copy_is_begun_beside_the_training_and_waited_for_elsewhere() -> None:
 
 
 def test_a_source_is_let_go_as_soon_as_it_is_copied() -> None:
-    """The device's memory is given back when the copy is made, though nobody has waited for it."""
+    """Memory on the device is given back when the copy is made, though nobody waited for it; one stream serves all."""
     transfers = Transfers()
     transfers.start(torch.ones(2).as_subclass(OnDevice))
     (copy,) = transfers._unsettled

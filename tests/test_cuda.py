@@ -1,0 +1,461 @@
+"""The exporter's contract on a CUDA device; all of it is skipped where there is none.
+
+There are no other values than on a CPU; but there, work is done later than it is asked for, backwards run in threads
+of their own, and whoever asks for a value on the host waits. So besides the values, which are compared with what plain
+hooks clone in a run without a recorder, these tests ask that the training never waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tracer
+from tracer import Capture, Collect
+from tracer.messages import KINDS
+
+DEVICE = "cuda"
+MODE = "thread_local"
+"""How graphs are captured: the recorder's thread waits for events meanwhile, which a "global" capture forbids it."""
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def repeatable() -> Iterator[None]:
+    """Kernels that give the same bits twice, so that a run with a recorder can be compared with one without."""
+    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    yield
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
+
+
+class Net(nn.Module):
+    """A convolution with an in-place ReLU, a residual in place, dropout, and a layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.relu = nn.ReLU(inplace=True)
+        self.shared = nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.relu(self.norm(self.conv(x))).mean(dim=(2, 3))
+        h = self.shared(h)
+        h += self.shared(torch.tanh(h))
+        return self.head(self.drop(h))
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same network on the device every time, and its optimizer."""
+    torch.manual_seed(0)
+    model = Net().to(DEVICE)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    """Inputs and labels, on the device."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(16, 3, 8, 8, generator=generator).to(DEVICE),
+            torch.randint(4, (16,), generator=generator).to(DEVICE),
+        )
+        for _ in range(count)
+    ]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, given: list[tuple[Tensor, Tensor]]) -> None:
+    """A step for each batch."""
+    for x, y in given:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def state(model: nn.Module) -> list[Tensor]:
+    """Parameters, buffers, and the random generators of host and device."""
+    generators = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if DEVICE == "cuda" else [])]
+    return [*(one.detach().cpu() for one in model.state_dict().values()), *generators]
+
+
+def by_hand(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[tuple[Any, ...], Tensor], Callable[[], None]]:
+    """What plain hooks see, cloned and kept on the device: by kind, module, step and call."""
+    seen: dict[tuple[Any, ...], Tensor] = {}
+    step, calls = [0], dict[str, int]()
+
+    def after_forward(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            call = calls[name] = calls.get(name, -1) + 1
+            seen["activations", name, step[0], call] = output.detach().clone()
+
+            def backward(gradient: Tensor, key: tuple[Any, ...] = (name, step[0], call)) -> None:
+                seen["layer_gradients", *key] = gradient.clone()
+
+            output.register_hook(backward)
+
+        return hook
+
+    def kind(name: str, what: str) -> tuple[str, str]:
+        module, _, own = name.rpartition(".")
+        return (f"{own}_{what}" if what else {"weight": "weights", "bias": "biases"}[own]), module
+
+    def before_step(*_: Any) -> None:
+        for name, one in model.named_parameters():
+            seen[*kind(name, ""), step[0], 0] = one.detach().clone()
+
+    def after_step(*_: Any) -> None:
+        for name, one in model.named_parameters():
+            assert one.grad is not None
+            seen[*kind(name, "gradients"), step[0], 0] = one.grad.clone()
+            seen[*kind(name, "updates"), step[0], 0] = one.detach() - seen[*kind(name, ""), step[0], 0]
+        step[0] += 1
+        calls.clear()
+
+    handles: list[Any] = [
+        one.register_forward_hook(after_forward(name))
+        for name, one in model.named_modules()
+        if next(one.children(), None) is None
+    ]
+    handles += [optimizer.register_step_pre_hook(before_step), optimizer.register_step_post_hook(after_step)]
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return seen, remove
+
+
+@pytest.mark.parametrize("suffix", ["zarr", "h5"])
+def test_values_and_the_training(suffix: str, tmp_path: Path) -> None:
+    """Every value in the trace is, to the bit, what plain hooks clone; the training is as without a recorder."""
+    given = batches(3)
+    model, optimizer = make()
+    expected, remove = by_hand(model, optimizer)
+    train(model, optimizer, given)
+    remove()
+    bare, optimizer = make()
+    train(bare, optimizer, given)
+    without = state(bare)
+    model, optimizer = make()
+    with tracer.record(tmp_path / f"run.{suffix}", model, optimizer, loss=F.cross_entropy, strict=True):
+        train(model, optimizer, given)
+    assert all(torch.equal(*pair) for pair in zip(state(model), without, strict=True))
+    with tracer.open(tmp_path / f"run.{suffix}") as trace:
+        found = {
+            (one.kind, one.key, one.global_step, one.call): one.data
+            for one in trace.messages()
+            if one.data is not None and not KINDS[one.kind].network
+        }
+        assert found.keys() == expected.keys()
+        different = [key for key, value in expected.items() if not torch.equal(found[key], value.cpu())]
+        assert not different
+        assert [one.kind for one in trace.messages("loss")] == ["loss"] * 3
+
+
+def test_gradients_against_autograd(tmp_path: Path) -> None:
+    """Gradients of activations and parameters, against ``autograd.grad`` of a functional copy on the host."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(inplace=True), nn.Linear(7, 3)).to(DEVICE)
+    x, y = torch.randn(6, 5), torch.randint(3, (6,))
+    w0, b0, w1, b1 = (one.detach().cpu().double().requires_grad_() for one in model.parameters())
+    h = x.double() @ w0.T + b0
+    z = h.clamp(min=0) @ w1.T + b1
+    names = {"layer_gradients 0": h, "layer_gradients 2": z, "weight_gradients 0": w0, "bias_gradients 2": b1}
+    gradients = torch.autograd.grad(F.cross_entropy(z, y), list(names.values()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    heard = Collect("*")
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, receivers=[heard], strict=True):
+        train(model, optimizer, [(x.to(DEVICE), y.to(DEVICE))])
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        stored = {f"{one.kind} {one.key}": one.data for one in trace.messages() if one.data is not None}
+    live = {f"{one.kind} {one.key}": one.data for one in heard if one.data is not None}
+    for name, gradient in zip(names, gradients, strict=True):
+        torch.testing.assert_close(stored[name].double(), gradient, rtol=1e-3, atol=1e-5)
+        assert live[name].device.type == DEVICE
+        assert torch.equal(stored[name], live[name].cpu())
+
+
+def test_the_training_never_waits(tmp_path: Path) -> None:
+    """No operation of a recorded step, once the first has been taken, makes the host wait for the device."""
+    given = batches(6)
+    model, optimizer = make()
+    capture = [Capture(kinds=["activations"], elements=10), Capture(kinds=["weights"], reduce="mean"), Capture()]
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=capture, strict=True):
+        train(model, optimizer, given[:1])  # the choice of elements is moved to the device, which is waited for
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            train(model, optimizer, given[1:])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert trace.status == "finished"
+        assert sorted({one.global_step for one in trace.messages("weight_updates")}) == list(range(6))
+
+
+def test_copies_wait_for_work_that_is_late(tmp_path: Path) -> None:
+    """What is made long after it is asked for, in memory that is used again and again, is that of its step."""
+
+    class Slow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.cuda._sleep(2_000_000)
+            return x * 1.0
+
+    model = nn.Sequential(Slow())
+    with tracer.record(tmp_path / "run.zarr", model, (), strict=True) as run:
+        for step in range(50):
+            output = model(torch.full((1 << 18,), float(step), device=DEVICE))
+            output.zero_()  # after the record was asked for
+            run.step()
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        _, values = trace.array("activations", "0")
+        assert [(float(one.min()), float(one.max())) for one in values] == [(s, s) for s in range(50)]
+
+
+def test_a_stream_of_the_users_own(tmp_path: Path) -> None:
+    """A training on another stream than the default one: the copies wait for that one."""
+    given = batches(3)
+    model, optimizer = make()
+    expected, remove = by_hand(model, optimizer)
+    train(model, optimizer, given)
+    remove()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        model, optimizer = make()
+        with tracer.record(tmp_path / "run.zarr", model, optimizer, strict=True):
+            train(model, optimizer, given)
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        for kind, module in (("activations", "conv"), ("layer_gradients", "head"), ("weight_updates", "shared")):
+            steps, values = trace.array(kind, module)
+            for step, value in zip(steps.tolist(), values, strict=True):
+                key = (kind, module, step, 0)
+                if kind != "activations" or module != "shared":
+                    assert torch.equal(torch.from_numpy(value), expected[key].cpu()), key
+
+
+def test_backwards_run_in_other_threads() -> None:
+    """Autograd calls hooks of a CUDA backward from its own thread: they know the step, the call and the tag."""
+    model, optimizer = make()
+    heard, threads = Collect("layer_gradients"), set[int]()
+    exporter = tracer.Exporter(capture=Capture(kinds=KINDS), strict=True)
+    exporter.message_bus.register(heard)
+    exporter.set_model(model)
+    exporter.set_optimizer(optimizer)
+    for x, y in batches(2):
+        optimizer.zero_grad()
+        output = model(x)
+        output.register_hook(lambda _: threads.add(threading.get_ident()))
+        F.cross_entropy(output, y).backward()
+        optimizer.step()
+    exporter.detach()
+    assert threads
+    assert threading.get_ident() not in threads
+    found = [(one.global_step, one.call, one.tag) for one in heard if one.key == "shared"]
+    assert found == [(0, 1, "default"), (0, 0, "default"), (1, 1, "default"), (1, 0, "default")]
+    assert not exporter.problems
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant: bool) -> None:
+    """What is computed again, in autograd's thread, is told once and with its own gradient, as without a checkpoint."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self, on: bool) -> None:
+            super().__init__()
+            self.body, self.head, self.on = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2), on
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = checkpoint(self.body, x, use_reentrant=reentrant) if self.on else self.body(x)
+            return self.head(h)
+
+    told = []
+    for on in (False, True):
+        torch.manual_seed(0)
+        model, heard = Checkpointed(on).to(DEVICE), Collect("*")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        exporter = tracer.Exporter(capture=Capture(kinds=["activations", "layer_gradients"]), strict=True)
+        exporter.message_bus.register(heard)
+        exporter.set_model(model)
+        exporter.set_optimizer(optimizer)
+        for step in range(2):
+            optimizer.zero_grad()
+            torch.manual_seed(step)
+            model(torch.randn(5, 4).to(DEVICE).requires_grad_()).square().sum().backward()
+            optimizer.step()
+        exporter.detach()
+        told.append({(one.kind, one.key, one.global_step, one.call): one.data for one in heard})
+    assert told[0].keys() == told[1].keys()
+    for key, data in told[0].items():
+        torch.testing.assert_close(told[1][key], data)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_grad_scaler(fused: bool, tmp_path: Path) -> None:
+    """Float16 under autocast: gradients are told unscaled, a skipped step is an event, the training is as it was."""
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10, growth_interval=1)
+        for number, (x, y) in enumerate(batches(4)):
+            optimizer.zero_grad()
+            with torch.autocast(DEVICE, torch.float16):
+                output = model(x)
+            loss = F.cross_entropy(output.float(), y) * (float("inf") if number == 1 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, _ = make()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+
+    bare, optimizer = made()
+    run(bare, optimizer)
+    without = state(bare)
+    model, optimizer = made()
+    heard = Collect("*")
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, receivers=[heard], strict=True):
+        run(model, optimizer)
+    assert all(torch.equal(*pair) for pair in zip(state(model), without, strict=True))
+    assert [one.global_step for one in heard.of("skipped_step")] == [1]
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        updates = {one.global_step: one.data for one in trace.messages("weight_updates", "head")}
+        gradients = {one.global_step: one.data for one in trace.messages("weight_gradients", "head")}
+        assert sorted(updates) == [0, 1, 2]
+        for step, update in updates.items():
+            torch.testing.assert_close(update, -0.1 * gradients[step], rtol=1e-3, atol=1e-5)
+        assert {str(one.data.dtype) for one in trace.messages("activations", "head")} == {"torch.float16"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e4m3fn])
+def test_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
+    """To the bit, in their dtype; also of tensors that are no contiguous memory, or have no elements."""
+
+    class Given(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            return x, x.t(), x[:0], x[0, 0]
+
+    values = torch.randn(4, 6).to(dtype).to(DEVICE)
+    with tracer.record(tmp_path / "run.zarr", nn.Sequential(Given()), (), strict=True) as run:
+        run.exporter.model(values)
+        run.step()
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        found = {one.leaf: one.data for one in trace.messages("activations", "0")}
+    for leaf, expected in zip("0123", (values, values.t(), values[:0], values[0, 0]), strict=True):
+        own = expected.cpu().contiguous()
+        assert found[leaf].dtype is dtype
+        assert found[leaf].shape == own.shape
+        assert torch.equal(found[leaf].reshape(-1).view(torch.uint8), own.reshape(-1).view(torch.uint8))
+
+
+def test_probes_leave_the_devices_generator_alone(tmp_path: Path) -> None:
+    """A probe of a network with dropout between the steps of a training changes neither generator nor training."""
+    given = batches(3)
+    bare, optimizer = make()
+    train(bare, optimizer, given)
+    without = state(bare)
+    model, optimizer = make()
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, strict=True) as run:
+        run.probe("fixed", given[0][0], given[0][1], every=1, batch_size=5)
+        train(model, optimizer, given)
+    assert all(torch.equal(*pair) for pair in zip(state(model), without, strict=True))
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert [one.global_step for one in trace.messages("network_output", tags="fixed")] == [0, 1, 2, 3]
+
+
+def test_a_graph_that_is_captured() -> None:
+    """A CUDA graph is captured and replayed as without an exporter, and a sentence says that it is not observed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).to(DEVICE)
+    x = torch.randn(3, 4, device=DEVICE)
+    expected = model(x).detach().clone()
+    exporter, heard = tracer.Exporter(capture=Capture(kinds=KINDS)), Collect("*")
+    exporter.message_bus.register(heard)
+    exporter.set_model(model)
+    exporter.set_optimizer(())
+    warm = torch.cuda.Stream()
+    warm.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm), torch.no_grad():
+        for _ in range(3):
+            model(x)
+    torch.cuda.current_stream().wait_stream(warm)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.warns(RuntimeWarning, match="while a CUDA graph is captured"):
+        with torch.no_grad(), torch.cuda.graph(graph, capture_error_mode=MODE):
+            output = model(x)
+    before = len(heard)
+    graph.replay()
+    torch.cuda.synchronize()
+    exporter.detach()
+    torch.testing.assert_close(output, expected)
+    assert len(heard) == before
+    assert any("while a CUDA graph is captured" in one["why"] for one in exporter.problems)
+
+
+def test_a_step_that_is_captured_whole(tmp_path: Path) -> None:
+    """Forward, backward and optimizer in one graph: the capture works, replays train, and the recording ends well."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).to(DEVICE)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, capturable=True)
+    x, y = torch.randn(3, 4, device=DEVICE), torch.tensor([0, 1, 1], device=DEVICE)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    with pytest.warns(RuntimeWarning, match="while a CUDA graph is captured"):
+        with tracer.record(tmp_path / "run.zarr", model, optimizer):
+            beside = torch.cuda.Stream()
+            beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(beside):
+                for _ in range(3):
+                    step()
+            torch.cuda.current_stream().wait_stream(beside)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode=MODE):
+                step()
+            before = [one.detach().clone() for one in model.parameters()]
+            graph.replay()
+            torch.cuda.synchronize()
+            assert not all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert trace.status == "finished"
+        assert sorted({one.global_step for one in trace.messages("weight_updates")}) == [0, 1, 2]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of torch's own compiler
+def test_compiled(tmp_path: Path) -> None:
+    """Inside ``torch.compile``: the operators work on device tensors, and the compiled training is not changed."""
+    given = batches(3)
+    states = []
+    for recorded in (False, True):
+        torch._dynamo.reset()
+        model, optimizer = make()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        if recorded:
+            with tracer.record(tmp_path / "run.zarr", model, optimizer, strict=True):
+                train(compiled, optimizer, given)
+        else:
+            train(compiled, optimizer, given)
+        states.append(state(model))
+    assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert sorted({one.global_step for one in trace.messages("layer_gradients", "conv")}) == [0, 1, 2]
