@@ -207,7 +207,7 @@ def _observe_scalers(owner: type[GradScaler]) -> None:
         _observe_scalers(one)
 
 
-def _new_scaler(owner: type[GradScaler], **kwargs: Any) -> None:
+def _new_scaler(owner: type[Any], /, **kwargs: Any) -> None:
     super(GradScaler, owner).__init_subclass__(**kwargs)
     _observe_scalers(owner)
 
