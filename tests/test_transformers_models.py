@@ -184,7 +184,9 @@ def compare(architecture: Callable[[], Made], folder: Path, backend: str | None)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         called = model if backend is None else torch.compile(model, backend=backend)
         recording = tracer.record(folder / "run.zarr", model, optimizer) if recorded else contextlib.nullcontext()
-        with recording:
+        with recording, warnings.catch_warnings():
+            # a compiled graph has no gradient of an output that is its own input, as an identity's is: that is told
+            warnings.filterwarnings("ignore", ".*inside torch.compile cannot be watched", RuntimeWarning)
             gradients.append(train(model, called, optimizer, make))
         hooks.append(hooks_of(model))
         ends.append({**model.state_dict(), "generator": torch.get_rng_state()})
@@ -237,8 +239,6 @@ def differ(one: Tensor | None, other: Tensor) -> bool:
     return one is None or one.dtype != other.dtype or not torch.equal(one, other)
 
 
-# of an output that is its own input, as of an identity, a compiled graph has no gradient: that is told
-@pytest.mark.filterwarnings("ignore:.*inside torch.compile cannot be watched:RuntimeWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", MODELS, ids=lambda one: one.__name__)
 def test_compiled_architectures(architecture: Callable[[], Made], tmp_path: Path, dynamo: None) -> None:
@@ -248,7 +248,6 @@ def test_compiled_architectures(architecture: Callable[[], Made], tmp_path: Path
     assert [one for one in messages if one.kind == "layer_gradients"]
 
 
-@pytest.mark.filterwarnings("ignore:.*inside torch.compile cannot be watched:RuntimeWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", MODELS, ids=lambda one: one.__name__)
 def test_architectures_by_inductor(architecture: Callable[[], Made], tmp_path: Path, dynamo: None) -> None:
