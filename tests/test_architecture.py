@@ -49,7 +49,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.integrations": set(),
     "tracer.integrations.*": FOUNDATION | STORAGE | {"tracer.exporter", "tracer.recorder", "tracer.integrations.*"},
     "tracer.launch": FOUNDATION | STORAGE | RUNNING | {"tracer", "tracer.hooks"},
-    "tracer.rehearsal": FOUNDATION | STORAGE | RUNNING | {"tracer.certify", "tracer.environment", "tracer.hooks"},
+    "tracer.rehearsal": FOUNDATION
+    | STORAGE
+    | RUNNING
+    | {"tracer.budget", "tracer.certify", "tracer.environment", "tracer.hooks"},
     "analyze.metrics": set(),
     "analyze.metrics.*": {"tracer.messages", "tracer.subscription", "tracer.subscriber", "analyze.metrics.*"},
     "analyze.*": {"tracer", "tracer.*", "analyze", "analyze.*"},
