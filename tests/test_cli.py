@@ -520,7 +520,14 @@ def test_record_options(tmp_path: Path) -> None:
     for arguments, expected in (
         (
             given,
-            {"queue_bytes": 1_500_000, "on_full": "drop", "commit_steps": 3, "commit_seconds": 0.5, "durable": True},
+            {
+                "queue_bytes": 1_500_000,
+                "on_full": "drop",
+                "commit_steps": 3,
+                "commit_seconds": 0.5,
+                "durable": True,
+                "max_bytes": None,
+            },
         ),
         ((), None),
     ):
