@@ -436,6 +436,8 @@ class RecordCommand(Command):
         position = 0
         while position < len(args) and args[position].startswith("-") and args[position] not in ("-", "--"):
             name, equals, _ = args[position].partition("=")
+            if name != "--module":
+                ctx.meta["options"] = args[: position + (2 if takes_value.get(args[position]) and not equals else 1)]
             position += 2 if takes_value.get(args[position]) and not equals else 1
             if name == "--module":
                 args = [*args[:position], "--", *args[position:]]
@@ -499,6 +501,13 @@ class RecordCommand(Command):
     "--first-step", type=click.IntRange(min=0), metavar="N",
     help="With --resume: the step that the checkpoint goes on with.  [default: as the optimizer counted]",
 )  # fmt: skip
+@click.option(
+    "--replicated",
+    type=click.Choice(["once", "every"]),
+    default="once",
+    show_default=True,
+    help="Of several ranks: record weights that they hold alike by one of them, or by each.",
+)
 @click.argument("program", metavar="SCRIPT.py [ARGS]...", nargs=-1, type=click.UNPROCESSED)
 def record(
     out: str | None,
@@ -513,13 +522,20 @@ def record(
     commit_steps: int | None,
     commit_seconds: float,
     durable: bool,
+    replicated: Literal["once", "every"],
     program: tuple[str, ...],
     **settings: Any,
 ) -> None:
     """Run a training script as it is, and record it.
 
-    Everything after SCRIPT.py goes to the script. The exit code is the script's.
+    Everything after SCRIPT.py goes to the script. The exit code is the script's. In the place of SCRIPT.py there may be
+    torchrun with its options and its script: then each of its processes is recorded, into one trace.
     """
+    if module == "torch.distributed.run" or (module is None and program[:1] == ("torchrun",)):
+        from tracer.launch import torchrun
+
+        with _wrong_usage():
+            torchrun(program[module is None :], click.get_current_context().meta.get("options", []))
     if module is None and not program:
         raise click.UsageError("there is no script to run: trace record [OPTIONS] SCRIPT.py [ARGS]...")
     arguments = program if module is not None else program[1:]
@@ -560,6 +576,7 @@ def record(
         commit_steps=commit_steps,
         commit_seconds=commit_seconds,
         durable=durable,
+        replicated=replicated,
     )
     _say_what_was_recorded(target)
     click.get_current_context().exit(code)

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import CodeType, ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -59,6 +59,7 @@ def run(
     commit_steps: int | None = None,
     commit_seconds: float = COMMIT_SECONDS,
     durable: bool = False,
+    replicated: Literal["once", "every"] = "once",
 ) -> int:
     """Run a training script, or a module as ``python -m`` does, and record it.
 
@@ -86,7 +87,7 @@ def run(
         The global step that the script's checkpoint goes on with; by default as its optimizer counted.
     compression : str or mapping
         How the data is compressed; as in `tracer.record`.
-    queue_bytes, on_full, commit_steps, commit_seconds, durable
+    queue_bytes, on_full, commit_steps, commit_seconds, durable, replicated
         As in `tracer.record`.
 
     Returns
@@ -126,6 +127,7 @@ def run(
         commit_steps=commit_steps,
         commit_seconds=commit_seconds,
         durable=durable,
+        replicated=replicated,
     )
     argv = [str(main.__file__) if module else script, *arguments]
     first_path = os.getcwd() if module else os.path.dirname(os.path.abspath(script))
@@ -143,6 +145,35 @@ def run(
     if status == 0 and (not session.recorded or session.exporter.steps_seen == 0):
         raise TraceError(f"{script} ended, but no training step was seen, so nothing is recorded: {session.why_not()}")
     return status
+
+
+def torchrun(arguments: Sequence[str], options: Sequence[str]) -> NoReturn:
+    """Become torchrun, with processes that each record the script that they run.
+
+    Parameters
+    ----------
+    arguments : sequence of str
+        Of torchrun: its options, the script or (after ``-m``) the module, and what goes to that.
+    options : sequence of str
+        Of ``trace record``.
+
+    Raises
+    ------
+    CaptureError
+        If what torchrun is to run is no Python.
+    """
+    from torch.distributed.run import get_args_parser
+
+    given = get_args_parser().parse_args(list(arguments))
+    if given.no_python:
+        raise CaptureError("with --no-python, torchrun runs any program; what is recorded is a Python script or module")
+    before = list(arguments[: len(arguments) - len(given.training_script_args) - 1])
+    before = [one for one in before if one not in ("-m", "--module")]
+    script = [*(["--module"] if given.module else []), given.training_script, *given.training_script_args]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    command = [sys.executable, "-m", "torch.distributed.run", *before, "-m", "cli", "record", *options, *script]
+    os.execv(sys.executable, command)
 
 
 def lighter_on_evaluation(capture: Capture) -> tuple[Capture, ...]:
