@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import tracer
 from tests import two_ranks
-from tracer import Collect, ModuleMessage, TraceReader, TraceWriter
+from tracer import Collect, ModuleMessage, TraceReader, TraceWriter, assembly
 from tracer.errors import CaptureError, TraceCorruptError, TraceError
 from tracer.layout import part_name
 from tracer.placement import Placement, cover
@@ -429,6 +429,26 @@ def test_any_blocks_are_put_together(tmp_path: Path, suffix: str, seed: int) -> 
         assert [(one.rank, one.global_step) for one in reader] == [(last, 0), (last, 1)]
     with TraceReader(path, assemble=False) as reader:
         assert len(reader) == 2 * len(boxes)
+
+
+def test_ranks_that_change_during_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step has parts of its own, as after restarts with more or fewer ranks; in several goes."""
+    monkeypatch.setattr(assembly, "TABLE", 50)
+    path, size, steps = tmp_path / "run.zarr", 12, 30
+    with TraceWriter(path) as writer:
+        for step in range(steps):
+            cuts = [0, *range(1 + step % 5, size, 1 + step % 5), size]
+            for rank, (begin, end) in enumerate(itertools.pairwise(cuts)):
+                placement = {"replicas": [rank], "shape": [size], "offsets": [begin], "sizes": [end - begin]}
+                where = {"global_step": step, "train_step": step, "epoch": 0, "rank": rank}
+                data = torch.arange(float(begin), float(end)) + 100 * step
+                message = ModuleMessage(kind="weights", module="fc", data=data, **where)
+                writer.write(message, {"placement": placement})
+    with TraceReader(path) as reader:
+        assert reader.problems == []
+        found, data = reader.array("weights", "fc")
+        assert found.tolist() == [*range(steps)]
+        np.testing.assert_array_equal(data, np.arange(12.0) + 100 * np.arange(steps)[:, None])
 
 
 def test_a_step_that_a_killed_rank_did_not_finish(tmp_path: Path) -> None:
