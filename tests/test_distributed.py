@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tracer import Collect, ModuleMessage, TraceReader, TraceWriter, assembly
 from tracer.errors import CaptureError, TraceCorruptError, TraceError
 from tracer.layout import part_name
 from tracer.placement import Placement, cover
+from tracer.stores import zarr
 
 ROOT = Path(__file__).parent.parent
 GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
@@ -311,6 +313,39 @@ def test_the_same_names_as_on_one_process(ddp: Path, fsdp: Path, tmp_path: Path)
         with TraceReader(trace_of(ddp if name in DDP else fsdp, name)) as reader:
             assert names(reader) == expected, name
             assert [one["name"] for one in reader.header["model"]["parameters"]] == structure, name
+
+
+@needs_gloo
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")  # of torch
+def test_a_sharded_model_on_one_rank(tmp_path: Path) -> None:
+    """The one part is the whole; a probe, whose forward would wait for other ranks, is refused before it runs."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = model[0].weight._local_tensor.clone()
+        with tracer.record(tmp_path / "run.zarr", model, optimizer, strict=True) as run:
+            with pytest.raises(CaptureError, match="a pass of one rank waits for all others"):
+                run.probe("fixed", torch.ones(2, 3))
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+    finally:
+        torch.distributed.destroy_process_group()
+    with TraceReader(tmp_path / "run.zarr") as reader:
+        assert reader.problems == []
+        assert torch.equal(values(reader, "weights", "0")[0], before)
+
+
+def test_ranks_that_begin_at_once(tmp_path: Path) -> None:
+    """Each writes the attributes of the root; none finds that another has taken its file away."""
+    with ThreadPoolExecutor(4) as threads:
+        made = [threads.submit(zarr._replace, tmp_path, {"attributes": {"n": n}}, False) for n in range(400)]
+        for one in made:
+            one.result()
+    assert [file.name for file in tmp_path.iterdir()] == ["zarr.json"]
 
 
 # -- trace record -----------------------------------------------------------------------------------------------------
