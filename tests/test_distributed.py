@@ -191,6 +191,7 @@ def test_replicated_weights_are_recorded_once(ddp: Path) -> None:
         with TraceReader(path, assemble=False) as reader:
             by = {kind: {one.rank for one in reader.streams if one.kind == kind and one.count} for kind in once}
             each = {one.rank for one in reader.streams if one.kind == "activations" and one.count}
+            assert len({part.header["run_id"] for part in reader._parts}) == 1
         assert each == set(ranks)
         assert all(of == (set(ranks) if name == "every" else {ranks[0]}) for of in by.values()), name
         assert tracer.verify(path).complete
