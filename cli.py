@@ -441,6 +441,8 @@ class RecordCommand(Command):
         position = 0
         while position < len(args) and args[position].startswith("-") and args[position] not in ("-", "--"):
             name, equals, _ = args[position].partition("=")
+            if name != "--module":
+                ctx.meta["options"] = args[: position + (2 if takes_value.get(args[position]) and not equals else 1)]
             position += 2 if takes_value.get(args[position]) and not equals else 1
             if name == "--module":
                 args = [*args[:position], "--", *args[position:]]
@@ -533,6 +535,13 @@ def _wrong_settings() -> Iterator[None]:
     help="With --resume: the step that the checkpoint goes on with.  [default: as the optimizer counted]",
 )  # fmt: skip
 @click.option(
+    "--replicated",
+    type=click.Choice(["once", "every"]),
+    default="once",
+    show_default=True,
+    help="Of several ranks: record weights that they hold alike by one of them, or by each.",
+)
+@click.option(
     "--max-bytes", type=Size(), metavar="SIZE",
     help="Bound of the trace, such as 500MB or 2GiB, before compression, all ranks and attempts together: the first "
     "step that does not fit as a whole ends the recording; the script goes on.",
@@ -576,12 +585,14 @@ def record(
     only_dry_run: bool,
     run_steps: int | None,
     as_json: bool,
+    replicated: Literal["once", "every"],
     program: tuple[str, ...],
     **settings: Any,
 ) -> None:
     """Run a training script as it is, and record it.
 
-    Everything after SCRIPT.py goes to the script. The exit code is the script's.
+    Everything after SCRIPT.py goes to the script. The exit code is the script's. In the place of SCRIPT.py there may be
+    torchrun with its options and its script: then each of its processes is recorded, into one trace.
 
     --certify and --dry-run run the script's first steps in processes of their own, which begin with the same seeds, and
     end it with SystemExit. Their output is thrown away, but what they write to files, or send, they write and send;
@@ -591,6 +602,11 @@ def record(
     TRACE_RECORD_MAX_BYTES=2GiB, TRACE_RECORD_DURABLE=1; several values are separated by spaces (TRACE_RECORD_KIND). The
     command line wins. With TRACE_DISABLE=1 the script runs without being recorded.
     """
+    if module == "torch.distributed.run" or (module is None and program[:1] == ("torchrun",)):
+        from tracer.launch import torchrun
+
+        with _wrong_usage():
+            torchrun(program[module is None :], click.get_current_context().meta.get("options", []))
     if module is None and not program:
         raise click.UsageError("there is no script to run: trace record [OPTIONS] SCRIPT.py [ARGS]...")
     arguments = program if module is not None else program[1:]
@@ -677,6 +693,7 @@ def record(
         durable=durable,
         max_bytes=max_bytes,
         certificate=certificate,
+        replicated=replicated,
     )
     _say_what_was_recorded(target)
     click.get_current_context().exit(code)

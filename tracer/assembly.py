@@ -18,6 +18,8 @@ from tracer.placement import Placement, cover
 WHOLE = -2
 """The pool of a row that stands for a tensor of several parts: its offset says which of `Assembly.blocks` it belongs
 to, and its checksum is the place there."""
+TABLE = 1 << 20
+"""Entries of the table of steps and ranks that is looked at in one go."""
 _LATE = frozenset({"batch_finished", "epoch_finished"})
 """Events that follow the weights of a step."""
 
@@ -94,11 +96,18 @@ class _Work:
         ranks = np.array([stream.rank for stream in streams] or [0], np.int64)
         self.rank = ranks[journal[:, Column.STREAM]]  # whose row each is
         self.there = np.ones(len(journal), bool) if only is None else np.isin(self.rank, list(only))
+        self.own = self.there.copy()
         self.borrowed = np.zeros(len(journal), bool)
         self.blocks: list[Block] = []
         self.wholes: list[tuple[NDArray[np.int64], int]] = []
         self.broken: dict[str, int] = {}
         self.shape_ids = {shape: number for number, shape in enumerate(self.shapes)}
+        # the rows of each stream, in order
+        self.by_stream = np.argsort(journal[:, Column.STREAM], kind="stable")
+        self.begins = np.searchsorted(journal[self.by_stream, Column.STREAM], np.arange(len(streams) + 1)).tolist()
+
+    def rows_of(self, stream: int) -> NDArray[np.int64]:
+        return self.by_stream[self.begins[stream] : self.begins[stream + 1]]
 
     def families(self) -> list[list[int]]:
         """Streams with the parts of one tensor."""
@@ -107,6 +116,8 @@ class _Work:
             place = one.placement
             # what was chosen, or made, of each part by itself is no part of the whole any more
             if place is None or place.sizes is None or place.offsets is None or set(_rest(one)) - {"dtype"}:
+                continue
+            if not len(self.rows_of(number)):
                 continue
             key = repr((one.kind, one.module, one.tag, one.leaf, one.dtype, _rest(one), place.shape))
             found.setdefault(key, []).append(number)
@@ -120,36 +131,39 @@ class _Work:
             assert place is not None
             boxes.append((place.offsets or (), place.sizes or ()))
             shape = place.shape or ()
-        rows = np.flatnonzero(np.isin(self.recorded[:, Column.STREAM], family))
-        if not len(rows):
-            return
+        rows = np.sort(np.concatenate([self.rows_of(number) for number in family]))
         found = self.recorded[rows]
         member = np.searchsorted(np.array(family), found[:, Column.STREAM])
         steps, group = np.unique(found[:, [Column.GLOBAL_STEP, Column.CALL]], axis=0, return_inverse=True)
         group = group.reshape(-1)
         # a row that is not as large as its stream says is no part
         expected = np.array([self.shape_ids.get(sizes, -1) for _, sizes in boxes], np.int64)
-        fits = found[:, Column.SHAPE] == expected[member]
-        table = np.full((len(steps), len(family)), -1, np.int64)
-        table[group[fits], member[fits]] = rows[fits]
+        usable = np.flatnonzero(found[:, Column.SHAPE] == expected[member])
+        usable = usable[np.argsort(group[usable], kind="stable")]
         complete = np.zeros(len(steps), bool)
-        masks, which = np.unique(table >= 0, axis=0, return_inverse=True)
-        which = which.reshape(-1)
-        chosen: list[tuple[NDArray[np.int64], list[int]]] = []
-        for number, mask in enumerate(masks):
-            members = np.flatnonzero(mask).tolist()
-            needed = cover(shape, [boxes[one] for one in members])
-            if needed is not None and members:
-                groups = np.flatnonzero(which == number)
-                complete[groups] = True
-                chosen.append((groups, [members[one] for one in needed]))
+        chosen: list[tuple[NDArray[np.int64], list[int], list[int]]] = []
+        height = max(1, TABLE // len(family))
+        # some steps at a time: streams that hardly ever occur would make one large table of nothing
+        for begin in range(0, len(steps), height):
+            low, high = np.searchsorted(group[usable], [begin, begin + height]).tolist()
+            mine = usable[low:high]
+            table = np.full((min(height, len(steps) - begin), len(family)), -1, np.int64)
+            table[group[mine] - begin, member[mine]] = rows[mine]
+            masks, which = np.unique(table >= 0, axis=0, return_inverse=True)
+            which = which.reshape(-1)
+            for number, mask in enumerate(masks):
+                members = np.flatnonzero(mask).tolist()
+                needed = cover(shape, [boxes[one] for one in members]) if members else None
+                if needed is not None:
+                    groups = np.flatnonzero(which == number)
+                    complete[begin + groups] = True
+                    chosen.append((table[groups][:, members], members, needed))
         lost = rows[~complete[group]]
-        if complete.any():
-            own = self.there.copy()
+        if chosen:
             self.there[rows] = False
-            for groups, needed in chosen:
-                self._stand(table[groups], needed, family, boxes, shape, own)
-        if len(lost) and (complete.any() or self.there[lost].any()):
+            for parts, members, needed in chosen:
+                self._stand(parts, needed, family, [boxes[one] for one in members], shape)
+        if len(lost) and (chosen or self.there[lost].any()):
             one = self.streams[family[0]]
             self.broken[one.kind] = self.broken.get(one.kind, 0) + int((~complete).sum())
 
@@ -160,20 +174,22 @@ class _Work:
         family: list[int],
         boxes: list[tuple[tuple[int, ...], tuple[int, ...]]],
         shape: tuple[int, ...],
-        own: NDArray[np.bool_],
     ) -> None:
-        """Let a row of each group, if possible of a rank that is looked at, stand for the tensor of all its parts."""
+        """Let a row of each line, if possible of a rank that is looked at, stand for the tensor of all its parts."""
         never = len(self.recorded)
-        mine = np.where((table >= 0) & own[table], table, never).min(axis=1)
+        mine = np.where(self.own[table], table, never).min(axis=1)
         borrowed = mine == never
-        first = np.where(borrowed, np.where(table >= 0, table, never).min(axis=1), mine)
+        first = np.where(borrowed, table.min(axis=1), mine)
         holders = {rank for number in family for rank in self._holders(self.streams[number])}
         if borrowed.any():
             theirs = holders & (self.only or frozenset())
             if not theirs:
-                return
-            self.rank[first[borrowed]] = min(theirs)
-            self.borrowed[first[borrowed]] = True
+                first, table, borrowed = first[~borrowed], table[~borrowed], borrowed[~borrowed]
+            else:
+                self.rank[first[borrowed]] = min(theirs)
+                self.borrowed[first[borrowed]] = True
+        if not len(first):
+            return
         self.there[first] = True
         if shape not in self.shape_ids:
             self.shape_ids[shape] = len(self.shapes)
@@ -189,7 +205,7 @@ class _Work:
         self.journal[first, Column.SHAPE] = self.shape_ids[shape]
         parts = table[:, needed]
         # read as what they become, since their own streams are not there any more
-        self.wholes.append((parts, int(self.journal[first[0], Column.STREAM])))
+        self.wholes.append((parts, next(iter(numbers.values()))))
         self.journal[first, Column.COUNT] = self.recorded[parts, Column.COUNT].sum(axis=1)
         self.blocks.append(Block(parts, [boxes[one][0] for one in needed], [boxes[one][1] for one in needed]))
 
@@ -215,7 +231,7 @@ class _Work:
                 continue
             theirs = self.only & {*place.replicas}
             if theirs and (one.kind, one.module, one.tag, one.leaf) not in known:
-                rows = np.flatnonzero(self.recorded[:, Column.STREAM] == number)
+                rows = self.rows_of(number)
                 self.there[rows] = self.borrowed[rows] = True
                 self.rank[rows] = min(theirs)
                 self.journal[rows, Column.STREAM] = len(self.streams)

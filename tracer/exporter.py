@@ -246,10 +246,10 @@ class Exporter:
         if not isinstance(model, nn.Module):
             raise CaptureError(f"the model is a torch.nn.Module, not {type(model).__name__}")
         root = unwrap(model)
-        outer = model
-        while outer is not root:
+        outer: nn.Module | None = model
+        while outer is not None and outer is not root:
             self._stands_around(outer)
-            outer = wrapped_by(outer) or root
+            outer = wrapped_by(outer)
         if self._root is not None and self._root is not root:
             raise CaptureError("this exporter already has a model; use another exporter for another model")
         if self._root is None:

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -65,6 +65,7 @@ def run(
     max_bytes: int | None = None,
     certificate: Certificate | None = None,
     began: Callable[[Run], None] | None = None,
+    replicated: Literal["once", "every"] = "once",
 ) -> int:
     """Run a training script, or a module as ``python -m`` does, and record it.
 
@@ -92,7 +93,7 @@ def run(
         The global step that the script's checkpoint goes on with; by default as its optimizer counted.
     compression : str or mapping
         How the data is compressed; as in `tracer.record`.
-    queue_bytes, on_full, commit_steps, commit_seconds, durable, max_bytes, certificate
+    queue_bytes, on_full, commit_steps, commit_seconds, durable, replicated, max_bytes, certificate
         As in `tracer.record`.
     began : callable, optional
         Called with the recording before the script begins.
@@ -136,6 +137,7 @@ def run(
         durable=durable,
         max_bytes=max_bytes,
         certificate=certificate,
+        replicated=replicated,
     )
     if began is not None:
         began(session.run)
@@ -175,6 +177,35 @@ def unwatched(script: str, arguments: Sequence[str] = (), *, module: bool = Fals
         except BaseException as raised:
             error = raised
     return _status(error)
+
+
+def torchrun(arguments: Sequence[str], options: Sequence[str]) -> NoReturn:
+    """Become torchrun, with processes that each record the script that they run.
+
+    Parameters
+    ----------
+    arguments : sequence of str
+        Of torchrun: its options, the script or (after ``-m``) the module, and what goes to that.
+    options : sequence of str
+        Of ``trace record``.
+
+    Raises
+    ------
+    CaptureError
+        If what torchrun is to run is no Python.
+    """
+    from torch.distributed.run import get_args_parser
+
+    given = get_args_parser().parse_args(list(arguments))
+    if given.no_python:
+        raise CaptureError("with --no-python, torchrun runs any program; what is recorded is a Python script or module")
+    before = list(arguments[: len(arguments) - len(given.training_script_args) - 1])
+    before = [one for one in before if one not in ("-m", "--module")]
+    script = [*(["--module"] if given.module else []), given.training_script, *given.training_script_args]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    command = [sys.executable, "-m", "torch.distributed.run", *before, "-m", "cli", "record", *options, *script]
+    os.execv(sys.executable, command)
 
 
 def lighter_on_evaluation(capture: Capture) -> tuple[Capture, ...]:

@@ -7,9 +7,11 @@ journals together: attempts follow each other, and the steps that a later one tr
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import platform
+import re
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -467,6 +469,23 @@ def this_process(environment: Mapping[str, str] = os.environ) -> Process:
     return Process(rank, size, "/".join(f"{name}={environment[name]}" for name in _LAUNCH if name in environment))
 
 
+def run_id_of(path: Location | str, process: Process) -> str | None:
+    """What the ranks of a launch call a run, if they can know without asking each other; None if they cannot.
+
+    Examples
+    --------
+    >>> one, other = (Process(rank, 2, "TORCHELASTIC_RUN_ID=6f1c2a90-77ab/MASTER_PORT=0") for rank in (0, 1))
+    >>> run_id_of("run.zarr", one) == run_id_of("run.zarr", other) != run_id_of("next.zarr", one)
+    True
+    >>> run_id_of("run.zarr", Process(0, 2, "TORCHELASTIC_RUN_ID=none/MASTER_PORT=29500"))
+    """
+    launch = process.launch or ""
+    # torchrun calls every run "none", unless it is told a name or is --standalone
+    if re.search(r"TORCHELASTIC_RUN_ID=(?!none(/|$))[^/]|SLURM_JOB_ID=\d", launch) is None:
+        return None
+    return hashlib.sha256(f"{launch} {path}".encode()).hexdigest()[:12]
+
+
 def claim(
     path: Location, process: Process, ranks: Sequence[int], *, overwrite: bool = False, resume: bool = False
 ) -> tuple[int, str | None]:
@@ -487,7 +506,7 @@ def claim(
     -------
     attempt : int
     run_id : str or None
-        Of the run that goes on; None if it is a new one.
+        Of the run that goes on, or that other ranks began or are beginning; None if it is new.
 
     Raises
     ------
@@ -502,7 +521,7 @@ def claim(
     refuse_living(path, [one for one in parts if one in mine or one not in of_this_launch])
     if resume:
         before = [one.attempt for one in parts if one in mine or one not in of_this_launch]
-        return 1 + max(before, default=-1), next((one.run_id for one in parts), None)
+        return 1 + max(before, default=-1), next((one.run_id for one in parts), run_id_of(path, process))
     if overwrite:
         for one in parts:
             if one.rank == process.rank or (process.rank == min(ranks) and one.rank not in ranks):
@@ -510,7 +529,7 @@ def claim(
     # a rank may be done before another begins; but a launch can look like one of long ago
     elif mine or any((one.ended and not one.fresh) or one not in of_this_launch for one in parts):
         raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
-    return 0, next((one.run_id for one in of_this_launch if one not in mine), None)
+    return 0, next((one.run_id for one in of_this_launch if one not in mine), run_id_of(path, process))
 
 
 @dataclass(frozen=True, slots=True)

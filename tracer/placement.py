@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tracer.layout import is_shape
 
 MOST_PARTS = 4096
 """Parts of one tensor, at most: more are not put together."""
 _MOST_REPLICAS = 1 << 20
+_ORDINARY = (Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,15 +143,15 @@ def is_distributed(tensor: Tensor) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """What this process has in memory of a tensor: the shard of a DTensor; every other tensor as it is.
 
-    Nothing is sent or awaited but what the training itself has sent for.
+    Nothing is sent, and nothing is awaited but what the training itself has sent for.
     """
-    if not is_distributed(tensor):
+    if type(tensor) in _ORDINARY:
         return tensor
-    shard: Any = tensor._local_tensor  # type: ignore[attr-defined]  # of a DTensor; to_local() is a step of autograd
-    if hasattr(shard, "trigger_wait"):  # the training's own collective, whose result it will use
-        shard = shard.trigger_wait()
-    found: Tensor = shard.detach()
-    return found
+    found: Any = tensor._local_tensor if is_distributed(tensor) else tensor  # type: ignore[attr-defined]  # of a DTensor
+    if hasattr(found, "trigger_wait"):  # the training's own collective is not over; its result is used next
+        found = found.trigger_wait()
+    own: Tensor = found if found is tensor else found.detach()
+    return own
 
 
 def placement_of(tensor: Tensor) -> dict[str, Any] | None:

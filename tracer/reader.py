@@ -264,10 +264,10 @@ class TraceReader:
             for part in (*self._parts, *self._others)
         ]
 
-    def of_rank(self, rank: int, *, assemble: bool = True) -> TraceReader:
+    def of_rank(self, rank: int, *, assemble: bool | None = None) -> TraceReader:
         """A reader of one rank of this trace, which shares the open files and ends when this one is closed.
 
-        It is this one itself if that has no other ranks.
+        It is this one itself if that has no other ranks, and assembles as this one does if that is not said.
 
         Raises
         ------
@@ -276,6 +276,7 @@ class TraceReader:
         """
         if rank not in self.ranks:
             raise CaptureError(f"{self.path} has nothing of rank {rank}; it has {_list(self.ranks)}")
+        assemble = self._assemble if assemble is None else assemble
         if self.ranks == [rank] and (assemble is self._assemble or not self._others):
             return self
         view = object.__new__(TraceReader)

@@ -165,7 +165,7 @@ def replay(
 
         following = follow and reader.status == "recording"
         # what other ranks recorded comes when they commit it, which may be later than what would follow it
-        reader = reader.of_rank(chosen, assemble=not following)
+        reader = reader.of_rank(chosen, assemble=False if following else None)
         todo = planned(0)
         if todo.missing and not following:
             raise CaptureError("; ".join(todo.missing))

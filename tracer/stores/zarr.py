@@ -532,7 +532,8 @@ def _pwrite(file: int, parts: list[Any], size: int, offset: int) -> None:
 
 
 def _replace(folder: Path, document: Mapping[str, Any], durable: bool) -> None:
-    temporary = folder / ".zarr.json.part"
+    # two ranks of a run may write the root at the same time
+    temporary = folder / f".zarr.json.{os.getpid()}.{os.urandom(4).hex()}.part"
     try:
         text = json.dumps(document)
     except (TypeError, ValueError) as error:
