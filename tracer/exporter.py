@@ -155,6 +155,7 @@ class Exporter:
         # by what they hang on, method and name: that, the hook, and its handle
         self._hung: dict[tuple[int, str, str], tuple[Any, Hook, Any]] = {}
         self._former: dict[tuple[int, str, str], tuple[Any, Hook, Any]] = {}
+        self._known: dict[tuple[str, str], tuple[bool, bool]] = {}  # which hooks were called, and which are off
         self._leaf_handles: list[Any] = []
         self._probes: list[_Probe] = []
         self._sampling: dict[tuple[str, str | None, str, str], dict[str, Any] | None] = {}
@@ -740,7 +741,9 @@ class Exporter:
         """Put hooks where a receiver wants something, and nowhere else; called when receivers or modules change."""
         if not self._attached:
             return
-        states = {(name, method): hook for (_, method, name), (_, hook, _) in self._hung.items()}
+        # of all that were ever there: one that nobody needed for a while has still been called before
+        for (_, method, name), (_, hook, _) in self._hung.items():
+            self._known[name, method] = hook.fired, hook.off
         self._former, self._hung, self._streams, self._heard_tags = self._hung, {}, {}, {}
         self._dull = (-1, False)
         receivers = self.message_bus.receivers
@@ -806,9 +809,8 @@ class Exporter:
             and any(id(part) in hung for part in one.modules())
         ]
         for (_, method, name), (_, hook, _) in self._hung.items():
-            before = states.get((name, method))
-            if before is not None:
-                hook.fired, hook.off = before.fired, before.off
+            if (name, method) in self._known:
+                hook.fired, hook.off = self._known[name, method]
 
     def _takes_hooks(self, path: str, module: nn.Module) -> bool:
         if isinstance(module, torch.jit.ScriptModule):
