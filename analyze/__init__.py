@@ -13,11 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from analyze.metrics.accuracy import accuracy
+    from analyze.metrics.activation_rate import ActivationRate, activation_rate
+    from analyze.metrics.churn import Churn, churn
+    from analyze.metrics.classification_report import ClassificationReport, classification_report
+    from analyze.metrics.descent_cosine import DescentCosine, descent_cosine
+    from analyze.metrics.distance import Distance, distance
+    from analyze.metrics.forgetting import Forgetting, forgetting
+    from analyze.metrics.gradient_geometry import GradientGeometry, gradient_geometry
     from analyze.metrics.histogram import Histogram, histogram
     from analyze.metrics.loss import Loss, loss
     from analyze.metrics.mean import Mean, mean
     from analyze.metrics.message_mean import MessageMean, message_mean
     from analyze.metrics.norm import Norm, norm
+    from analyze.metrics.path_length import PathLength, path_length
     from analyze.metrics.pooled_accuracy import TestAccuracy, test_accuracy
     from analyze.metrics.ratio import Ratio, ratio
     from analyze.metrics.spectral_norm import SpectralNorm, spectral_norm
@@ -35,11 +43,19 @@ _OTHERS = {"accuracy": "metrics.accuracy", "analyze": "results", "Results": "res
 
 __all__ = [
     "SVCCA",
+    "ActivationRate",
+    "Churn",
+    "ClassificationReport",
+    "DescentCosine",
+    "Distance",
+    "Forgetting",
+    "GradientGeometry",
     "Histogram",
     "Loss",
     "Mean",
     "MessageMean",
     "Norm",
+    "PathLength",
     "Ratio",
     "Results",
     "SpectralNorm",
@@ -48,14 +64,22 @@ __all__ = [
     "TrainAccuracy",
     "Variance",
     "accuracy",
+    "activation_rate",
     "analyze",
+    "churn",
+    "classification_report",
+    "descent_cosine",
     "describe",
+    "distance",
+    "forgetting",
+    "gradient_geometry",
     "histogram",
     "loss",
     "mean",
     "message_mean",
     "norm",
     "parse",
+    "path_length",
     "ratio",
     "spectral_norm",
     "subscribers",

@@ -25,11 +25,19 @@ GROUP = "tracer.subscribers"
 """The group of entry points under which other packages name their subscribers."""
 
 BUILT_IN: Mapping[str, str] = {
+    "activation_rate": "analyze.metrics.activation_rate:ActivationRate",
+    "churn": "analyze.metrics.churn:Churn",
+    "classification_report": "analyze.metrics.classification_report:ClassificationReport",
+    "descent_cosine": "analyze.metrics.descent_cosine:DescentCosine",
+    "distance": "analyze.metrics.distance:Distance",
+    "forgetting": "analyze.metrics.forgetting:Forgetting",
+    "gradient_geometry": "analyze.metrics.gradient_geometry:GradientGeometry",
     "histogram": "analyze.metrics.histogram:Histogram",
     "loss": "analyze.metrics.loss:Loss",
     "mean": "analyze.metrics.mean:Mean",
     "message_mean": "analyze.metrics.message_mean:MessageMean",
     "norm": "analyze.metrics.norm:Norm",
+    "path_length": "analyze.metrics.path_length:PathLength",
     "ratio": "analyze.metrics.ratio:Ratio",
     "spectral_norm": "analyze.metrics.spectral_norm:SpectralNorm",
     "sum": "analyze.metrics.sum:Sum",
