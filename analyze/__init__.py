@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from analyze.metrics.descent_cosine import DescentCosine, descent_cosine
     from analyze.metrics.distance import Distance, distance
     from analyze.metrics.forgetting import Forgetting, forgetting
+    from analyze.metrics.freeze import Freeze, freeze
     from analyze.metrics.gradient_geometry import GradientGeometry, gradient_geometry
+    from analyze.metrics.gradient_noise import GradientNoise, gradient_noise
     from analyze.metrics.histogram import Histogram, histogram
+    from analyze.metrics.learning_rate_from_ratio import LearningRateFromRatio, learning_rate_from_ratio
     from analyze.metrics.loss import Loss, loss
     from analyze.metrics.mean import Mean, mean
     from analyze.metrics.message_mean import MessageMean, message_mean
@@ -49,8 +52,11 @@ __all__ = [
     "DescentCosine",
     "Distance",
     "Forgetting",
+    "Freeze",
     "GradientGeometry",
+    "GradientNoise",
     "Histogram",
+    "LearningRateFromRatio",
     "Loss",
     "Mean",
     "MessageMean",
@@ -72,8 +78,11 @@ __all__ = [
     "describe",
     "distance",
     "forgetting",
+    "freeze",
     "gradient_geometry",
+    "gradient_noise",
     "histogram",
+    "learning_rate_from_ratio",
     "loss",
     "mean",
     "message_mean",
