@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from analyze.metrics.accuracy import accuracy
     from analyze.metrics.activation_rate import ActivationRate, activation_rate
+    from analyze.metrics.alpha import Alpha, alpha
     from analyze.metrics.churn import Churn, churn
     from analyze.metrics.classification_report import ClassificationReport, classification_report
     from analyze.metrics.descent_cosine import DescentCosine, descent_cosine
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from analyze.metrics.path_length import PathLength, path_length
     from analyze.metrics.pooled_accuracy import TestAccuracy, test_accuracy
     from analyze.metrics.ratio import Ratio, ratio
+    from analyze.metrics.sample_norm import SampleNorm, sample_norm
     from analyze.metrics.spectral_norm import SpectralNorm, spectral_norm
     from analyze.metrics.sum import Sum, sum  # noqa: A004 - analyze.sum, as in numpy.sum
     from analyze.metrics.svcca import SVCCA, svcca
@@ -47,6 +49,7 @@ _OTHERS = {"accuracy": "metrics.accuracy", "analyze": "results", "Results": "res
 __all__ = [
     "SVCCA",
     "ActivationRate",
+    "Alpha",
     "Churn",
     "ClassificationReport",
     "DescentCosine",
@@ -64,6 +67,7 @@ __all__ = [
     "PathLength",
     "Ratio",
     "Results",
+    "SampleNorm",
     "SpectralNorm",
     "Sum",
     "TestAccuracy",
@@ -71,6 +75,7 @@ __all__ = [
     "Variance",
     "accuracy",
     "activation_rate",
+    "alpha",
     "analyze",
     "churn",
     "classification_report",
@@ -90,6 +95,7 @@ __all__ = [
     "parse",
     "path_length",
     "ratio",
+    "sample_norm",
     "spectral_norm",
     "subscribers",
     "sum",

@@ -26,6 +26,7 @@ GROUP = "tracer.subscribers"
 
 BUILT_IN: Mapping[str, str] = {
     "activation_rate": "analyze.metrics.activation_rate:ActivationRate",
+    "alpha": "analyze.metrics.alpha:Alpha",
     "churn": "analyze.metrics.churn:Churn",
     "classification_report": "analyze.metrics.classification_report:ClassificationReport",
     "descent_cosine": "analyze.metrics.descent_cosine:DescentCosine",
@@ -42,6 +43,7 @@ BUILT_IN: Mapping[str, str] = {
     "norm": "analyze.metrics.norm:Norm",
     "path_length": "analyze.metrics.path_length:PathLength",
     "ratio": "analyze.metrics.ratio:Ratio",
+    "sample_norm": "analyze.metrics.sample_norm:SampleNorm",
     "spectral_norm": "analyze.metrics.spectral_norm:SpectralNorm",
     "sum": "analyze.metrics.sum:Sum",
     "svcca": "analyze.metrics.svcca:SVCCA",
@@ -160,9 +162,9 @@ def describe(name: str) -> dict[str, Any]:
     -------
     dict
         ``name``, ``class`` (its dotted path), ``summary`` (the first sentence of the docstring), ``parameters`` (each
-        with
-        ``name``, ``default``, ``required`` and ``type``), ``needs`` and ``produces`` (lists of kinds, with the default
-        parameters; empty if one has no default), ``docstring``.
+        with ``name``, ``default``, ``required`` and ``type``), ``needs`` and ``produces`` (lists of kinds, with the
+        default parameters; empty if one has no default), ``scope``, ``mergeable``, ``version`` and ``invariances`` (as
+        of `tracer.Subscriber`), ``docstring``.
 
     Examples
     --------
@@ -195,6 +197,10 @@ def describe(name: str) -> dict[str, Any]:
         ],
         "needs": needs,
         "produces": produces,
+        "scope": cls.scope,
+        "mergeable": cls.mergeable,
+        "version": cls.version,
+        "invariances": list(cls.invariances),
         "docstring": docstring,
     }
 
