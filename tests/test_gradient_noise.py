@@ -24,7 +24,16 @@ from analyze.metrics.sample_gram import SampleGram, bias_gram, conv_gram, linear
 from tracer import Capture, Collect, Message, MessageError, ModuleMessage, NetworkMessage
 
 BOARD = tuple(
-    "norm_test inner_product_test orthogonality_test noise_scale variance gsnr early_stopping cabs".split()
+    [
+        "norm_test",
+        "inner_product_test",
+        "orthogonality_test",
+        "noise_scale",
+        "variance",
+        "gsnr",
+        "early_stopping",
+        "cabs",
+    ]
 )
 
 
@@ -226,8 +235,6 @@ def replayed(path: Path, rule: analyze.GradientNoise) -> list[dict[str, float]]:
         if message.kind in rule.produces and message.data is not None:
             what = message.kind.removeprefix("layer_gradients_")
             steps.setdefault(message.global_step, {})[what] = float(message.data)
-                message.data
-            )
     return [steps[step] for step in sorted(steps)]
 
 
