@@ -23,17 +23,15 @@ import tracer
 from analyze.metrics.sample_gram import SampleGram, bias_gram, conv_gram, linear_gram
 from tracer import Capture, Collect, Message, MessageError, ModuleMessage, NetworkMessage
 
-BOARD = tuple(
-    [
-        "norm_test",
-        "inner_product_test",
-        "orthogonality_test",
-        "noise_scale",
-        "variance",
-        "gsnr",
-        "early_stopping",
-        "cabs",
-    ]
+BOARD = (
+    "norm_test",
+    "inner_product_test",
+    "orthogonality_test",
+    "noise_scale",
+    "variance",
+    "gsnr",
+    "early_stopping",
+    "cabs",
 )
 
 
