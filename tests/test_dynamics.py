@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import analyze
 import tracer
 from analyze import registry
+from analyze.invariances import INVARIANCES
 from analyze.metrics.classification_report import correctness
 from analyze.metrics.cosine import cosine
 from tracer import Collect, Message, MessageError, ModuleMessage, NetworkMessage, Subscriber
@@ -526,3 +527,73 @@ def test_ids_that_do_not_fit_are_nan() -> None:
 def test_correctness_knows_what_does_not_count() -> None:
     """1, 0 and -1; NaN among the scores is wrong."""
     assert correctness([[math.nan, 1.0], [0.0, 1.0], [0.0, 1.0]], [1, 1, -100]).tolist() == [0, 1, -1]
+
+
+# -- what all of them promise -----------------------------------------------------------------------------------------
+
+FAMILY = (
+    "activation_rate",
+    "alpha",
+    "churn",
+    "classification_report",
+    "descent_cosine",
+    "distance",
+    "forgetting",
+    "gradient_geometry",
+    "path_length",
+    "ratio",
+    "sample_norm",
+    "test_accuracy",
+    "train_accuracy",
+)
+CHANGES = [(name, word) for name in FAMILY for word in registry.find(name).invariances]
+
+
+def heard_of(name: str, seed: int, change: Any = None) -> list[Message]:
+    """Three steps of what a subscriber takes, changed alike in all messages, and what it says to them."""
+    rule = registry.parse(name)
+    random = np.random.default_rng(seed)
+    tag = "default" if rule.subscriptions[0].tag == "default" else "eval"
+    messages: list[Message] = []
+    for step in range(3):
+        for kind in sorted(rule.needs):
+            x = random.standard_normal((12, 5))
+            if kind == "input_labels":
+                x = random.integers(0, 5, (12,)).astype(float)
+            elif name == "activation_rate":
+                x = np.maximum(x, 0)
+            if change is not None:  # the same numbers for every message, so that all are changed alike
+                x = change(x, np.random.default_rng(seed + 1))
+            make = of_network if kind in ("network_output", "input_labels") else of_module
+            data = torch.from_numpy(np.ascontiguousarray(x))
+            messages.append(make(kind, data.long() if kind == "input_labels" else data, step, tag=tag))
+    return told(rule, messages)
+
+
+def test_changes_are_declared() -> None:
+    """Each of the family declares what it is invariant to."""
+    assert {name for name, _ in CHANGES} == set(FAMILY)
+
+
+@pytest.mark.parametrize(("name", "word"), CHANGES)
+@given(seed=st.integers(0, 2**20))
+@settings(max_examples=10, deadline=None)
+def test_declared_invariances_hold(name: str, word: str, seed: int) -> None:
+    """What a class says it cannot tell apart, it answers alike, to 1e-10."""
+    plain, changed = heard_of(name, seed), heard_of(name, seed, INVARIANCES[word])
+    assert plain
+    for one, other in zip(plain, changed, strict=True):
+        assert one.data is not None
+        assert other.data is not None
+        if one.kind.endswith("forgetting_counts"):  # of each datapoint: in another order
+            assert sorted(one.data.tolist()) == sorted(other.data.tolist())
+        else:
+            assert torch.allclose(one.data, other.data, rtol=1e-10, atol=1e-12, equal_nan=True), one.kind
+
+
+def test_labels_stay_with_their_datapoints() -> None:
+    """Permuting outputs and not labels is told apart, so that the test above can fail."""
+    output, labels = scored(40, 5)
+    turned = torch.randperm(40)
+    one, other = (analyze.classification_report(x, labels).accuracy for x in (output, output[turned]))
+    assert one > 0.5 > other
