@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from analyze.metrics.accuracy import accuracy
     from analyze.metrics.activation_rate import ActivationRate, activation_rate
+    from analyze.metrics.adam_moments import AdamMoments, adam_moments
     from analyze.metrics.alpha import Alpha, alpha
     from analyze.metrics.churn import Churn, churn
     from analyze.metrics.classification_report import ClassificationReport, classification_report
@@ -49,6 +50,7 @@ _OTHERS = {"accuracy": "metrics.accuracy", "analyze": "results", "Results": "res
 __all__ = [
     "SVCCA",
     "ActivationRate",
+    "AdamMoments",
     "Alpha",
     "Churn",
     "ClassificationReport",
@@ -75,6 +77,7 @@ __all__ = [
     "Variance",
     "accuracy",
     "activation_rate",
+    "adam_moments",
     "alpha",
     "analyze",
     "churn",

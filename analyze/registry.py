@@ -26,6 +26,7 @@ GROUP = "tracer.subscribers"
 
 BUILT_IN: Mapping[str, str] = {
     "activation_rate": "analyze.metrics.activation_rate:ActivationRate",
+    "adam_moments": "analyze.metrics.adam_moments:AdamMoments",
     "alpha": "analyze.metrics.alpha:Alpha",
     "churn": "analyze.metrics.churn:Churn",
     "classification_report": "analyze.metrics.classification_report:ClassificationReport",

@@ -38,7 +38,7 @@ def test_class_data_is_known(name: str) -> None:
     assert cls.mergeable == (cls.merge is not Subscriber.merge)
 
 
-PENDING = {"condition_number", "adam_moments"}
+PENDING = {"condition_number"}
 """Counterparts that the table names and the registry does not have yet."""
 
 

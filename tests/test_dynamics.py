@@ -187,6 +187,41 @@ def test_alpha_needs_two_steps_in_a_row() -> None:
     assert {one.global_step for one in said} == {2}
 
 
+def test_moments_are_those_of_torch_adam(tmp_path: Path) -> None:
+    """In a recorded run of Adam, the step is the update, and the moments are those in the optimizer's state."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02, betas=(0.8, 0.95), eps=1e-6)
+    x, y, heard = torch.randn(16, 6).double(), torch.randint(4, (16,)), Collect()
+    rule = analyze.AdamMoments(learning_rate=0.02, beta1=0.8, beta2=0.95, eps=1e-6)
+    receivers = [rule, analyze.Norm("weight_updates"), heard]
+    loss, seconds = nn.CrossEntropyLoss(), []
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, loss=loss, receivers=receivers, strict=True):
+        for step in range(1, 8):
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()
+            second = optimizer.state[model.weight]["exp_avg_sq"] / (1 - 0.95**step)
+            seconds.append((float(second.norm()), float((0.02 / (second.sqrt() + 1e-6)).mean())))
+    updates = series(heard, "weight_updates_norm2")
+    assert series(heard, "weight_gradients_adam_step_norm") == pytest.approx(updates, rel=1e-12)
+    assert series(heard, "weight_gradients_adam_second_norm") == pytest.approx([a for a, _ in seconds], rel=1e-12)
+    assert series(heard, "weight_gradients_adam_rate_mean") == pytest.approx([b for _, b in seconds], rel=1e-12)
+
+
+def test_moments_edges() -> None:
+    """Nothing has no moments; shapes that differ and parameters out of range are errors; a new shape begins anew."""
+    assert math.isnan(float(analyze.adam_moments([])))
+    with pytest.raises(MessageError, match="one shape"):
+        analyze.adam_moments([[1.0], [1.0, 2.0]])
+    for wrong in ({"beta1": 1.0}, {"eps": -1.0}, {"learning_rate": math.nan}):
+        with pytest.raises(MessageError):
+            analyze.AdamMoments(**wrong)  # type: ignore[arg-type]
+    messages = [of_module("weight_gradients", g, step) for step, g in enumerate([[3.0], [1.0, 2.0]])]
+    said = told(analyze.AdamMoments(eps=0.0), messages)
+    assert series(said, "weight_gradients_adam_first_norm") == pytest.approx([3.0, math.sqrt(5)], rel=1e-14)
+
+
 # -- activity ---------------------------------------------------------------------------------------------------------
 
 
@@ -533,6 +568,7 @@ def test_correctness_knows_what_does_not_count() -> None:
 
 FAMILY = (
     "activation_rate",
+    "adam_moments",
     "alpha",
     "churn",
     "classification_report",
