@@ -47,6 +47,33 @@ class Former(NamedTuple):
     remark: str = ""
 
 
+class Deviation(NamedTuple):
+    """A row of the table of other programs' numbers: what is asked, what the other one answers, and what we do."""
+
+    system: str
+    name: str
+    asked: str
+    theirs: str
+    ours: str
+    reason: str
+
+
+DEVIATIONS: tuple[Deviation, ...] = (
+    Deviation(
+        "monitorch", "GradientGeometry", "cosine of two equal gradients of norm 3e-6", "0.0009", "1",
+        "it adds 1e-8 to the product of the norms",
+    ),
+    Deviation(
+        "monitorch", "GradientGeometry", "cosine at the first step", "0", "no answer", "there is no gradient before",
+    ),
+    Deviation(
+        "ikkuna", "TestAccuracySubscriber", "accuracy of 64 right and 3 wrong, in batches of 64", "0.5", "0.9552",
+        "it averages the accuracies of batches",
+    ),
+)  # fmt: skip
+"""Where programs that people come from give other numbers; `tests/test_catalogue.py` computes both."""
+
+
 FORMER: tuple[Former, ...] = (
     Former("ikkuna", "MeanSubscriber", "mean"),
     Former("ikkuna", "VarianceSubscriber", "variance"),
@@ -162,6 +189,12 @@ would have done to a recorded run. In a live run `tracer.Actor(model, optimizer)
 it: at the end of the step for answers about training passes, at once for those about probes. Metrics themselves never
 touch the model.
 
+## Other numbers elsewhere
+
+| system | name | asked for | says | here | because |
+|---|---|---|---|---|---|
+{deviations}
+
 ## Old names
 
 Every subscriber of ikkuna, every preprocessor of monitorch and the quantities of cockpit, and what asks the same.
@@ -179,7 +212,8 @@ def _page() -> Iterator[str]:
     for one in told:
         yield ""
         yield from _metric(one)
-    yield _ACTIONS
+    rows = "\n".join(f"| {' | '.join(row)} |" for row in DEVIATIONS)
+    yield _ACTIONS.replace("{deviations}", rows)
     for row in FORMER:
         known = row.wish.partition(":")[0] in registry.BUILT_IN
         yield f"| {row.system} | `{row.name}` | {f'`{row.wish}`' if known else 'none'} | {row.remark} |"

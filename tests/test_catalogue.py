@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import analyze
 from analyze import catalogue, registry
 from analyze.invariances import INVARIANCES
+from cli import main
 from tracer import Subscriber
 
 ROOT = Path(__file__).parent.parent
@@ -36,6 +39,29 @@ def test_class_data_is_known(name: str) -> None:
     assert cls.scope in catalogue.SCOPES
     assert set(cls.invariances) <= set(INVARIANCES)
     assert cls.mergeable == (cls.merge is not Subscriber.merge)
+
+
+def test_the_page_can_be_printed() -> None:
+    """`trace subscribers --markdown` prints the page, and takes no name beside it."""
+    printed = CliRunner().invoke(main, ["subscribers", "--markdown"])
+    assert (printed.exit_code, printed.stdout) == (0, catalogue.markdown())
+    wrong = CliRunner().invoke(main, ["subscribers", "norm", "--markdown"])
+    assert wrong.exit_code == 2
+    assert "neither a NAME nor --json" in wrong.stderr
+
+
+def test_other_numbers_are_those_of_their_recipes() -> None:
+    """What the table says of others follows from what they do, and what it says of us from what we do."""
+    said = {(row.name, row.asked): (row.theirs, row.ours) for row in catalogue.DEVIATIONS}
+    g = np.full(9, 1e-6)
+    theirs = g @ g / (np.linalg.norm(g) ** 2 + 1e-8)
+    ours = analyze.gradient_geometry(g, g).cosine
+    equal = said["GradientGeometry", "cosine of two equal gradients of norm 3e-6"]
+    assert equal == (f"{theirs:.4f}", f"{ours:g}")
+    batches = [(np.eye(2)[[0] * 64], [0] * 64), (np.eye(2)[[0] * 3], [1] * 3)]
+    theirs = np.mean([analyze.accuracy(*batch) for batch in batches])
+    asked = said["TestAccuracySubscriber", "accuracy of 64 right and 3 wrong, in batches of 64"]
+    assert asked == (f"{theirs:g}", f"{analyze.test_accuracy(batches):.4f}")
 
 
 PENDING = {"condition_number"}

@@ -301,6 +301,22 @@ def test_shared_layers_sum_over_their_uses(tmp_path: Path) -> None:
         assert found[what] == pytest.approx(expected[what], rel=1e-12), what
 
 
+def test_several_losses_of_one_pass(tmp_path: Path) -> None:
+    """A pass with two calls of the loss is one pass: the board is of the gradient of their sum."""
+    model = nn.Linear(5, 3).double()
+    x, y = torch.randn(8, 5).double(), torch.randint(3, (8,))
+    expected = board(per_sample(model, x, y, lambda out, y: 1.5 * F.cross_entropy(out, y)), 1.0)
+    loss, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, loss=loss, capture=Capture(kinds=tracer.KINDS)):
+        output = model(x)
+        (loss(output, y) + 0.5 * loss(output, y)).backward()
+        optimizer.step()
+    (found,) = replayed(tmp_path / "run.zarr", analyze.GradientNoise())
+    assert (found["coverage"], found["samples"]) == (1, 8)
+    for what in BOARD[:-1]:
+        assert found[what] == pytest.approx(expected[what], rel=1e-12), what
+
+
 def test_a_summed_loss(tmp_path: Path) -> None:
     """With reduction="sum" the per-sample gradients are the same as with the mean."""
     model, (x, y) = convolutional(), images(10, 5)

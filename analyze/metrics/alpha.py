@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -118,7 +118,7 @@ class Alpha(Subscriber):
         bias: bool = True,
         tag: str | None = DEFAULT_TAG,
         subsample: int = 1,
-        modules: str | tuple[str, ...] | None = None,
+        modules: str | Iterable[str] | None = None,
     ) -> None:
         pairs = [(kind, gradients), *([(bias_updates, bias_gradients)] if bias else [])]
         kinds = [one for pair in pairs for one in pair]

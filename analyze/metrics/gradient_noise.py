@@ -312,7 +312,7 @@ class GradientNoise(Subscriber):
 
     def _answers(self, tag: str, over: _Step) -> Iterator[Message]:
         losses = over.heard.get(self.loss, {}).get(None, {})
-        passes = max(len(losses), 1)
+        passes = self._passes(over, len(losses))
         grams: list[SampleGram] = []
         elements = covered = 0
         wrong = right = 0.0
@@ -351,6 +351,14 @@ class GradientNoise(Subscriber):
                 tag=tag,
                 data=answer(number),
             )
+
+    def _passes(self, over: _Step, losses: int) -> int:
+        """How many forward passes the step accumulated: one for each loss, unless every pass has several losses."""
+        trained = over.heard.get(self.weights, {})
+        calls = [len(one) for module, one in over.heard.get(self.kind, {}).items() if module in trained]
+        if losses > 0 and (not calls or any(count % losses == 0 for count in calls)):
+            return losses
+        return min(calls, default=1)
 
     def _layer(
         self, over: _Step, module: str | None, passes: int, recorded: Sequence[NDArray[Any]]
