@@ -329,15 +329,62 @@ def test_a_summed_loss(tmp_path: Path) -> None:
     assert summed["residual"] < 1e-13
 
 
+@pytest.mark.parametrize("eps", [1e-5, 1e-6])
+def test_normalisations_are_covered(tmp_path: Path, eps: float) -> None:
+    """Layer and RMS normalisations, of vectors and sequences, agree with autograd to 1e-12."""
+    model = nn.Sequential(
+        nn.Linear(6, 5), nn.LayerNorm(5, eps=eps), nn.Linear(5, 4), nn.RMSNorm(4, eps=eps), nn.Flatten(),
+        nn.Linear(12, 3),
+    ).double()  # fmt: skip
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    x, y = torch.randn(9, 3, 6).double(), torch.randint(3, (9,))
+    expected = board(per_sample(model, x, y), float(F.cross_entropy(model(x), y).detach()))
+    recorded(tmp_path / "norm.zarr", model, [(x, y)])
+    (found,) = replayed(tmp_path / "norm.zarr", analyze.GradientNoise())
+    assert found["coverage"] == 1
+    assert found["residual"] < 1e-13
+    for what in BOARD:
+        assert found[what] == pytest.approx(expected[what], rel=1e-12), what
+
+
+def test_batch_normalisations_are_covered(tmp_path: Path) -> None:
+    """Their gradient is found from what came back through each sample, also with accumulated batches."""
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.InstanceNorm2d(4, affine=True), nn.Flatten(),
+        nn.Linear(144, 5), nn.BatchNorm1d(5), nn.Linear(5, 3),
+    ).double()  # fmt: skip
+    recorded(tmp_path / "run.zarr", model, [images(8, 1), images(8, 2)], passes=2)
+    (found,) = replayed(tmp_path / "run.zarr", analyze.GradientNoise())
+    assert (found["coverage"], found["samples"]) == (1, 16)
+    assert found["residual"] < 1e-12
+
+
+def test_embeddings_are_covered(tmp_path: Path) -> None:
+    """Ids that repeat within and across samples, and padding, agree with autograd to 1e-12."""
+    model = nn.Sequential(nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 5), nn.Flatten(), nn.Linear(30, 3)).double()
+    x, y = torch.randint(6, (10, 6)), torch.randint(3, (10,))
+    assert (x == 0).any()
+    expected = board(per_sample(model, x, y), float(F.cross_entropy(model(x), y).detach()))
+    recorded(tmp_path / "run.zarr", model, [(x, y)])
+    (found,) = replayed(tmp_path / "run.zarr", analyze.GradientNoise())
+    assert found["coverage"] == 1
+    assert found["residual"] < 1e-13
+    for what in BOARD:
+        assert found[what] == pytest.approx(expected[what], rel=1e-12), what
+
+
 def test_what_is_not_covered_is_told(tmp_path: Path) -> None:
-    """Normalisations and embeddings are not covered; padding that is no zeros shows in the residual."""
-    model = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 3, bias=False)).double()
+    """Statistics of evaluation are not covered; padding that is no zeros shows in the residual."""
+    model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Linear(12, 3, bias=False)).double()
+    model[1].eval()
     x, y = torch.randn(9, 6).double(), torch.randint(3, (9,))
     gradients = per_sample(model, x, y)
     expected = board({name: gradients[name] for name in ("0.weight", "0.bias", "2.weight")}, 1.0)
     recorded(tmp_path / "norm.zarr", model, [(x, y)])
     (found,) = replayed(tmp_path / "norm.zarr", analyze.GradientNoise())
-    assert found["coverage"] == pytest.approx((24 + 4 + 12) / (24 + 4 + 8 + 12), rel=1e-15)
+    assert found["coverage"] == pytest.approx((72 + 12 + 36) / (72 + 12 + 24 + 36), rel=1e-15)
     assert found["norm_test"] == pytest.approx(expected["norm_test"], rel=1e-12)
 
     circular = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), nn.Flatten(), nn.Linear(192, 3))

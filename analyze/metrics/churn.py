@@ -67,9 +67,10 @@ def predictions(output: Array, class_axis: int = 1) -> NDArray[np.int64]:
     if scores.dtype.kind == "c":
         raise MessageError("a prediction needs real scores, not complex ones")
     nan = np.isnan(scores) if scores.dtype.kind == "f" else np.zeros(scores.shape, dtype=np.bool_)
-    if scores.ndim < 2 or (scores.shape[class_axis] == 1 if -scores.ndim <= class_axis < scores.ndim else False):
+    inside = -scores.ndim <= class_axis < scores.ndim
+    if scores.ndim < 2 or (inside and scores.shape[class_axis] == 1):
         return np.where(nan, -1, scores > 0).reshape(-1).astype(np.int64)
-    if not -scores.ndim <= class_axis < scores.ndim or scores.shape[class_axis] == 0:
+    if not inside or scores.shape[class_axis] == 0:
         raise MessageError(f"an output of shape {scores.shape} has no classes along axis {class_axis}")
     return np.where(nan.any(class_axis), -1, scores.argmax(class_axis)).reshape(-1).astype(np.int64)
 

@@ -344,7 +344,7 @@ class ClassificationReport(Subscriber):
     """
 
     name = "classification_report"
-    scope = "step"
+    scope = "stream"
     mergeable = True
     invariances = ("rows",)
 

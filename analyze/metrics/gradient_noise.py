@@ -18,7 +18,15 @@ from torch import Tensor
 
 from analyze.metrics.cosine import cosine
 from analyze.metrics.inputs import answer, as_array, as_float64, carries_data
-from analyze.metrics.sample_gram import SampleGram, bias_gram, conv_gram, linear_gram, output_size
+from analyze.metrics.sample_gram import (
+    SampleGram,
+    bias_gram,
+    conv_gram,
+    embedding_gram,
+    linear_gram,
+    output_size,
+    scale_gram,
+)
 from tracer.errors import MessageError
 from tracer.messages import DEFAULT_TAG, Message, NetworkMessage
 from tracer.subscriber import Subscriber
@@ -190,7 +198,8 @@ class GradientNoise(Subscriber):
     and :math:`O(B^2)` for each weight. Both in float64 on one core.
     *Invariant to* the order of the datapoints.
     *Edge values*: NaN with fewer than two samples, without a layer that is covered, and for tests where g is 0.
-    Covered are linear layers and convolutions padded with zeros, also when they are called several times;
+    Covered are linear layers and convolutions padded with zeros, also when they are called several times, embeddings,
+    and batch, layer, instance and RMS normalisations;
     ``{kind}_coverage`` is the share of the recorded parameters' elements that are theirs. ``{kind}_residual`` is
     :math:`\|g - \hat g\| / \|\hat g\|` against their recorded gradients: about 1e-7 in float32 if all is right, more
     after clipping, with shared weights, or if the geometry of a convolution was not found. With batch normalisation the
@@ -379,12 +388,19 @@ class GradientNoise(Subscriber):
             d = [_joined([gradients[call] for call in calls[use::uses]]) for use in range(uses)]
             if self.reduction == "sum":
                 d = [one / len(one) for one in d]
-            if weight.ndim == 2:
+            ids = [as_array(inputs[call]) for call in calls]
+            if weight.ndim == 2 and all(one.dtype.kind in "iu" for one in ids):
+                found = [_embedding([np.concatenate(ids[use::uses]) for use in range(uses)], d, weight)]
+                channel_axis = -1
+            elif weight.ndim == 2:
                 found = [_linear(a, d, weight.shape)]
                 channel_axis = -1
             elif weight.ndim > 2 and uses == 1 and d[0].ndim == weight.ndim and d[0].shape[1] == weight.shape[0]:
                 found = [self._convolution(a[0], d[0], weight)]
                 channel_axis = 1
+            elif weight.ndim == 1 and uses == 1:
+                gram, channel_axis = _normalisation([as_float64(inputs[call]) for call in calls], d[0], weight)
+                found = [gram]
             else:
                 return
             for one in biases:
@@ -453,6 +469,51 @@ def _geometries(
                 found += 1
                 if found == _CANDIDATES:
                     return
+
+
+def _embedding(ids: Sequence[NDArray[Any]], d: Sequence[NDArray[np.float64]], weight: NDArray[Any]) -> SampleGram:
+    """Of an embedding; a row whose recorded gradient is exactly 0 is that of padding, and -1 is no row."""
+    known = np.concatenate([one.reshape(len(one), -1) for one in ids], axis=1).astype(np.int64)
+    if known.size and known.min() >= 0 and known.max() < len(weight):
+        known = np.where(np.asarray(weight.any(axis=1))[known], known, -1)
+    return embedding_gram(known, _positions(d), (weight.shape[0], weight.shape[1]))
+
+
+_EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3)
+"""What normalisations add to a variance; the first is PyTorch's."""
+
+
+def _normalisation(
+    parts: Sequence[NDArray[np.float64]], d: NDArray[np.float64], weight: NDArray[Any]
+) -> tuple[SampleGram, int]:
+    """Of the scale of a batch, layer, instance or RMS normalisation: of that whose gradient is most alike."""
+    best: tuple[float, SampleGram, int] | None = None
+    for channel_axis, axes, centred in _normalisations(d.ndim):
+        if d.shape[channel_axis] != weight.size:
+            continue
+        for eps in _EPSILONS:
+            normalised = []
+            for part in parts:  # each pass of a step has statistics of its own
+                middle = part.mean(axes, keepdims=True) if centred else 0.0
+                spread = np.square(part - middle).mean(axes, keepdims=True)
+                normalised.append((part - middle) / np.sqrt(spread + eps))
+            gram = scale_gram(np.concatenate(normalised), d, channel_axis)
+            likeness = cosine(gram.mean, weight)
+            if best is None or likeness > best[0]:
+                best = likeness, gram, channel_axis
+    if best is None or not best[0] > 0.999:
+        raise MessageError(f"no normalisation of inputs of shape {parts[0].shape} has the recorded gradient")
+    return best[1], best[2]
+
+
+def _normalisations(dimensions: int) -> Iterator[tuple[int, tuple[int, ...], bool]]:
+    """Of each that is known: the axis of the channels, the axes of the statistics, whether the mean is taken off."""
+    yield -1, (dimensions - 1,), True  # layer
+    yield -1, (dimensions - 1,), False  # RMS
+    if dimensions > 1:
+        yield 1, (0, *range(2, dimensions)), True  # batch
+    if dimensions > 2:
+        yield 1, tuple(range(2, dimensions)), True  # instance
 
 
 def _joined(parts: Sequence[Tensor]) -> NDArray[np.float64]:

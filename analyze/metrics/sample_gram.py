@@ -9,6 +9,7 @@ Shapes: b samples, l positions, o outputs, i inputs (of a convolution: of one gr
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -97,6 +98,80 @@ def bias_gram(gradients: Array, channel_axis: int = -1) -> SampleGram:
     d = np.moveaxis(d, channel_axis, -1)
     d_bo = np.ascontiguousarray(d.reshape(len(d), -1, d.shape[-1]).sum(1)) * len(d)
     return SampleGram(d_bo @ d_bo.T, d_bo.mean(0), np.square(d_bo).mean(0))
+
+
+def embedding_gram(ids: Array, gradients: Array, shape: tuple[int, int]) -> SampleGram:
+    """Of the weight (v, o) of an embedding.
+
+    Parameters
+    ----------
+    ids : array (b, ...) of integers
+        From 0 to below v; others, such as that of padding, have no gradient.
+    gradients : array (b, ..., o)
+        Of the mean loss with respect to the layer's output.
+    shape : (v, o)
+
+    Raises
+    ------
+    MessageError
+        If the shapes do not fit each other, or the ids are no integers.
+
+    Examples
+    --------
+    >>> found = embedding_gram([[0, 2], [2, 2]], [[[1.0], [2.0]], [[3.0], [-1.0]]], (3, 1))
+    >>> found.gram.tolist(), found.mean.tolist()
+    ([[20.0, 16.0], [16.0, 16.0]], [[1.0], [0.0], [4.0]])
+    """
+    known = as_array(ids)
+    _, d = _batches(known, gradients)
+    if known.dtype.kind not in "iu" or d.shape != (*known.shape, shape[1]):
+        raise MessageError(f"ids of shape {known.shape} and output gradients of {d.shape} are of no embedding {shape}")
+    b, samples = len(d), np.repeat(np.arange(len(d)), known.size // len(d))
+    flat, d_to = known.reshape(-1), d.reshape(known.size, shape[1])
+    inside = (flat >= 0) & (flat < shape[0])
+    flat, samples, d_to = flat[inside], samples[inside], d_to[inside]
+    gram, mean, second = np.zeros((b, b)), np.zeros(shape), np.zeros(shape)
+    if flat.size == 0:
+        return SampleGram(gram, mean, second)
+    # tokens by id, then by sample: the gradient of a row of the weight is the sum over its tokens in each sample
+    order = np.lexsort((samples, flat))
+    flat, samples = flat[order], samples[order]
+    begins = np.flatnonzero(np.r_[True, (flat[1:] != flat[:-1]) | (samples[1:] != samples[:-1])])
+    g_po = np.add.reduceat(d_to[order], begins, axis=0) * b
+    flat, samples = flat[begins], samples[begins]
+    rows = np.flatnonzero(np.r_[True, flat[1:] != flat[:-1]])
+    mean[flat[rows]] = np.add.reduceat(g_po, rows, axis=0) / b
+    second[flat[rows]] = np.add.reduceat(np.square(g_po), rows, axis=0) / b
+    for begin, end in itertools.pairwise([*rows.tolist(), len(flat)]):
+        who, g_no = samples[begin:end], g_po[begin:end]
+        gram[np.ix_(who, who)] += g_no @ g_no.T
+    return SampleGram(gram, mean, second)
+
+
+def scale_gram(normalised: Array, gradients: Array, channel_axis: int = -1) -> SampleGram:
+    """Of the weight (c,) that scales what a normalisation has normalised.
+
+    Parameters
+    ----------
+    normalised, gradients : arrays (b, ...) of one shape
+        What is scaled, and the gradient of the mean loss with respect to the layer's output.
+    channel_axis : int
+        The axis with c entries.
+
+    Raises
+    ------
+    MessageError
+        If the shapes differ, or have no such axis.
+
+    Examples
+    --------
+    >>> scale_gram([[1.0], [-1.0]], [[0.5], [0.25]]).gram.tolist()
+    [[1.0, -0.5], [-0.5, 0.25]]
+    """
+    a, d = _batches(normalised, gradients)
+    if a.shape != d.shape:
+        raise MessageError(f"inputs of shape {a.shape} and output gradients of {d.shape} are of no normalisation")
+    return bias_gram(a * d, channel_axis)
 
 
 def conv_gram(
