@@ -487,6 +487,10 @@ def _normalisation(
     parts: Sequence[NDArray[np.float64]], d: NDArray[np.float64], weight: NDArray[Any]
 ) -> tuple[SampleGram, int]:
     """Of the scale of a batch, layer, instance or RMS normalisation: of that whose gradient is most alike."""
+    if any(part.size == 0 or part.ndim != d.ndim for part in parts):
+        raise MessageError(
+            f"inputs of shape {parts[0].shape} and output gradients of {d.shape} are of no normalisation"
+        )
     best: tuple[float, SampleGram, int] | None = None
     for channel_axis, axes, centred in _normalisations(d.ndim):
         if d.shape[channel_axis] != weight.size:
