@@ -633,3 +633,30 @@ def test_labels_stay_with_their_datapoints() -> None:
     turned = torch.randperm(40)
     one, other = (analyze.classification_report(x, labels).accuracy for x in (output, output[turned]))
     assert one > 0.5 > other
+
+
+SHAPES = st.lists(st.integers(0, 4), min_size=0, max_size=5).map(tuple)
+DTYPES = st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64, torch.bfloat16])
+
+
+@pytest.mark.parametrize("name", [*FAMILY, "gradient_noise"])
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_no_mixture_of_shapes_ends_a_replay(name: str, data: st.DataObject) -> None:
+    """Whatever shapes and types meet in one step, and follow one another, there are answers and no exception."""
+    rule = registry.parse(name)
+    tag = "default" if rule.subscriptions[0].tag == "default" else "eval"
+    messages: list[Message] = []
+    for step in range(2):
+        for kind in sorted(rule.needs):
+            for call in range(data.draw(st.integers(0, 2)) if tracer.KINDS[kind].per_call else 1):
+                shape, dtype = data.draw(SHAPES), data.draw(DTYPES)
+                x = (torch.randn(shape) * data.draw(st.sampled_from([0.0, 1.0, 3.0, 1e30, math.nan]))).nan_to_num(
+                    nan=0.0 if not dtype.is_floating_point else math.nan
+                )
+                make = of_network if tracer.KINDS[kind].network else of_module
+                messages.append(make(kind, x.clamp(-9, 9).to(dtype), step, tag=tag, call=call))
+    for said in told(rule, messages):
+        assert said.kind in rule.produces
+        assert said.data is not None
+        assert said.data.dtype in (torch.float64, torch.int64)
