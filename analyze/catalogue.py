@@ -216,7 +216,9 @@ def _page() -> Iterator[str]:
     yield _ACTIONS.replace("{deviations}", rows)
     for row in FORMER:
         known = row.wish.partition(":")[0] in registry.BUILT_IN
-        yield f"| {row.system} | `{row.name}` | {f'`{row.wish}`' if known else 'none'} | {row.remark} |"
+        elsewhere = not row.wish and row.remark.startswith("`")  # no metric, but something else of this project
+        now, remark = (row.remark, "") if elsewhere else (f"`{row.wish}`" if known else "none", row.remark)
+        yield f"| {row.system} | `{row.name}` | {now} | {remark} |"
 
 
 def _metric(told: dict[str, Any]) -> Iterator[str]:
