@@ -75,7 +75,7 @@ def linear_gram(inputs: Array, gradients: Array) -> SampleGram:
     b, positions = len(a), math.prod(a.shape[1:-1])
     a_bli, d_bol = a.reshape(b, positions, -1), _swapped(d.reshape(b, positions, -1))
     width = max(1, _BLOCK // max(1, b * max(positions, d_bol.shape[1])))
-    blocks = (a_bli[:, :, start : start + width] for start in range(0, a_bli.shape[2], width))
+    blocks = (np.ascontiguousarray(a_bli[:, :, start : start + width]) for start in range(0, a_bli.shape[2], width))
     return _summed(d_bol, blocks, (d_bol.shape[1], a_bli.shape[2]))
 
 
@@ -279,12 +279,12 @@ def _swapped(d_blo: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _patches(windows: NDArray[np.float64], dimensions: int) -> NDArray[np.float64]:
-    """(b, c, *out, *kernel) → (b, positions, c * taps)."""
+    """(b, c, *out, *kernel) → (b, positions, c * taps): a view, because rows of positions are what is fast to copy."""
     out = tuple(range(2, 2 + dimensions))
     taps = tuple(range(2 + dimensions, 2 + 2 * dimensions))
-    moved = windows.transpose(0, *out, 1, *taps)
     positions, entries = math.prod(windows.shape[2 : 2 + dimensions]), math.prod(windows.shape[2 + dimensions :])
-    return np.ascontiguousarray(moved).reshape(len(windows), positions, windows.shape[1] * entries)
+    rows = np.ascontiguousarray(windows.transpose(0, 1, *taps, *out))
+    return rows.reshape(len(windows), windows.shape[1] * entries, positions).swapaxes(1, 2)
 
 
 def _summed(d_bol: NDArray[np.float64], blocks: Iterator[NDArray[Any]], shape: tuple[int, int]) -> SampleGram:
@@ -292,7 +292,7 @@ def _summed(d_bol: NDArray[np.float64], blocks: Iterator[NDArray[Any]], shape: t
     b = len(d_bol)
     gram, means, seconds = np.zeros((b, b)), [], []
     for a_bli in blocks:
-        g_bn = np.matmul(d_bol, np.ascontiguousarray(a_bli)).reshape(b, -1)
+        g_bn = np.matmul(d_bol, a_bli).reshape(b, -1)
         g_bn *= b
         gram += g_bn @ g_bn.T
         means.append(g_bn.mean(0).reshape(shape[0], -1))
