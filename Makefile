@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/installed
 # the tests' models are tiny: more threads than processes only wait for each other
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-slow lint bench clean
+.PHONY: help demo test test-slow lint docs bench clean
 
 help: ## say what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -26,6 +26,10 @@ lint: $(INSTALLED) ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(INSTALLED) ## docs/metrics.md, from the docstrings of the metrics
+	$(BIN)/trace subscribers --markdown > docs/metrics.md.new
+	mv docs/metrics.md.new docs/metrics.md
+
 bench: $(INSTALLED) ## what recording and storing cost, measured in one run
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/hooks.py
@@ -33,6 +37,7 @@ bench: $(INSTALLED) ## what recording and storing cost, measured in one run
 	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/objects.py
+	$(BIN)/python benchmarks/metrics_dynamics.py
 
 clean: ## forget the environment and the caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info

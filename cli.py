@@ -1187,11 +1187,17 @@ def convert(src: str, dst: str, chunk_bytes: int, compression: tuple[str, ...], 
 
 @main.command(cls=Command)
 @click.argument("name", required=False)
+@click.option("--markdown", is_flag=True, help="Print the page docs/metrics.md, which describes all built-in metrics.")
 @_as_json
-def subscribers(name: str | None, as_json: bool) -> None:
+def subscribers(name: str | None, markdown: bool, as_json: bool) -> None:
     """List the metrics that can be asked; with a NAME, its parameters and what it needs."""
-    from analyze import registry
+    from analyze import catalogue, registry
 
+    if markdown:
+        if name or as_json:
+            raise click.UsageError("--markdown describes all metrics; it takes neither a NAME nor --json")
+        click.echo(catalogue.markdown(), nl=False)
+        return
     with _wrong_usage():
         told = [registry.describe(one) for one in ([name] if name else registry.subscribers())]
     if as_json:
@@ -1205,6 +1211,8 @@ def subscribers(name: str | None, as_json: bool) -> None:
 
 
 def _subscriber_page(told: Mapping[str, Any]) -> Iterator[str]:
+    from analyze.catalogue import SCOPES
+
     yield f"{told['name']} ({told['class']})"
     options = [
         f"{one['name']}={'VALUE' if one['required'] else _cell_or_none(one['default'])}" for one in told["parameters"]
@@ -1214,6 +1222,9 @@ def _subscriber_page(told: Mapping[str, Any]) -> Iterator[str]:
         yield f"  needs      {', '.join(told['needs'])}"
     if told["produces"]:
         yield f"  answers    {', '.join(told['produces'])}"
+    if told["invariances"]:
+        yield f"  invariant  {', '.join(told['invariances'])}"
+    yield f"  remembers  {SCOPES[told['scope']]}{'; mergeable' if told['mergeable'] else ''}"
     yield ""
     yield told["docstring"]
 

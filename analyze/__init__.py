@@ -13,13 +13,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from analyze.metrics.accuracy import accuracy
+    from analyze.metrics.activation_rate import ActivationRate, activation_rate
+    from analyze.metrics.adam_moments import AdamMoments, adam_moments
+    from analyze.metrics.alpha import Alpha, alpha
+    from analyze.metrics.churn import Churn, churn
+    from analyze.metrics.classification_report import ClassificationReport, classification_report
+    from analyze.metrics.descent_cosine import DescentCosine, descent_cosine
+    from analyze.metrics.distance import Distance, distance
+    from analyze.metrics.forgetting import Forgetting, forgetting
+    from analyze.metrics.freeze import Freeze, freeze
+    from analyze.metrics.gradient_geometry import GradientGeometry, gradient_geometry
+    from analyze.metrics.gradient_noise import GradientNoise, gradient_noise
     from analyze.metrics.histogram import Histogram, histogram
+    from analyze.metrics.learning_rate_from_ratio import LearningRateFromRatio, learning_rate_from_ratio
     from analyze.metrics.loss import Loss, loss
     from analyze.metrics.mean import Mean, mean
     from analyze.metrics.message_mean import MessageMean, message_mean
     from analyze.metrics.norm import Norm, norm
+    from analyze.metrics.path_length import PathLength, path_length
     from analyze.metrics.pooled_accuracy import TestAccuracy, test_accuracy
     from analyze.metrics.ratio import Ratio, ratio
+    from analyze.metrics.sample_norm import SampleNorm, sample_norm
     from analyze.metrics.spectral_norm import SpectralNorm, spectral_norm
     from analyze.metrics.sum import Sum, sum  # noqa: A004 - analyze.sum, as in numpy.sum
     from analyze.metrics.svcca import SVCCA, svcca
@@ -35,28 +49,56 @@ _OTHERS = {"accuracy": "metrics.accuracy", "analyze": "results", "Results": "res
 
 __all__ = [
     "SVCCA",
+    "ActivationRate",
+    "AdamMoments",
+    "Alpha",
+    "Churn",
+    "ClassificationReport",
+    "DescentCosine",
+    "Distance",
+    "Forgetting",
+    "Freeze",
+    "GradientGeometry",
+    "GradientNoise",
     "Histogram",
+    "LearningRateFromRatio",
     "Loss",
     "Mean",
     "MessageMean",
     "Norm",
+    "PathLength",
     "Ratio",
     "Results",
+    "SampleNorm",
     "SpectralNorm",
     "Sum",
     "TestAccuracy",
     "TrainAccuracy",
     "Variance",
     "accuracy",
+    "activation_rate",
+    "adam_moments",
+    "alpha",
     "analyze",
+    "churn",
+    "classification_report",
+    "descent_cosine",
     "describe",
+    "distance",
+    "forgetting",
+    "freeze",
+    "gradient_geometry",
+    "gradient_noise",
     "histogram",
+    "learning_rate_from_ratio",
     "loss",
     "mean",
     "message_mean",
     "norm",
     "parse",
+    "path_length",
     "ratio",
+    "sample_norm",
     "spectral_norm",
     "subscribers",
     "sum",

@@ -25,12 +25,26 @@ GROUP = "tracer.subscribers"
 """The group of entry points under which other packages name their subscribers."""
 
 BUILT_IN: Mapping[str, str] = {
+    "activation_rate": "analyze.metrics.activation_rate:ActivationRate",
+    "adam_moments": "analyze.metrics.adam_moments:AdamMoments",
+    "alpha": "analyze.metrics.alpha:Alpha",
+    "churn": "analyze.metrics.churn:Churn",
+    "classification_report": "analyze.metrics.classification_report:ClassificationReport",
+    "descent_cosine": "analyze.metrics.descent_cosine:DescentCosine",
+    "distance": "analyze.metrics.distance:Distance",
+    "forgetting": "analyze.metrics.forgetting:Forgetting",
+    "freeze": "analyze.metrics.freeze:Freeze",
+    "gradient_geometry": "analyze.metrics.gradient_geometry:GradientGeometry",
+    "gradient_noise": "analyze.metrics.gradient_noise:GradientNoise",
     "histogram": "analyze.metrics.histogram:Histogram",
+    "learning_rate_from_ratio": "analyze.metrics.learning_rate_from_ratio:LearningRateFromRatio",
     "loss": "analyze.metrics.loss:Loss",
     "mean": "analyze.metrics.mean:Mean",
     "message_mean": "analyze.metrics.message_mean:MessageMean",
     "norm": "analyze.metrics.norm:Norm",
+    "path_length": "analyze.metrics.path_length:PathLength",
     "ratio": "analyze.metrics.ratio:Ratio",
+    "sample_norm": "analyze.metrics.sample_norm:SampleNorm",
     "spectral_norm": "analyze.metrics.spectral_norm:SpectralNorm",
     "sum": "analyze.metrics.sum:Sum",
     "svcca": "analyze.metrics.svcca:SVCCA",
@@ -149,9 +163,9 @@ def describe(name: str) -> dict[str, Any]:
     -------
     dict
         ``name``, ``class`` (its dotted path), ``summary`` (the first sentence of the docstring), ``parameters`` (each
-        with
-        ``name``, ``default``, ``required`` and ``type``), ``needs`` and ``produces`` (lists of kinds, with the default
-        parameters; empty if one has no default), ``docstring``.
+        with ``name``, ``default``, ``required`` and ``type``), ``needs`` and ``produces`` (lists of kinds, with the
+        default parameters; empty if one has no default), ``scope``, ``mergeable``, ``version`` and ``invariances`` (as
+        of `tracer.Subscriber`), ``docstring``.
 
     Examples
     --------
@@ -184,6 +198,10 @@ def describe(name: str) -> dict[str, Any]:
         ],
         "needs": needs,
         "produces": produces,
+        "scope": cls.scope,
+        "mergeable": cls.mergeable,
+        "version": cls.version,
+        "invariances": list(cls.invariances),
         "docstring": docstring,
     }
 

@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.subscription": {"tracer.messages"},
     "tracer.bus": {"tracer.messages", "tracer.subscription"},
     "tracer.subscriber": {"tracer.messages", "tracer.subscription", "tracer.bus"},
+    "tracer.actions": {"tracer.messages", "tracer.bus"},
     "tracer.capture": {"tracer.messages", "tracer.subscription"},
     "tracer.stores": set(),
     "tracer.stores.*": {"tracer.stores", "tracer.stores.codecs"},

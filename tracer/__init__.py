@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tracer.actions import Actor
     from tracer.bus import Collect, MessageBus, Receiver, get_default_bus
     from tracer.capture import Capture
     from tracer.certify import Certificate, certify
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "actions": ("Actor",),
     "bus": ("Collect", "MessageBus", "Receiver", "get_default_bus"),
     "capture": ("Capture",),
     "certify": ("Certificate", "certify"),
@@ -73,6 +75,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "KINDS",
+    "Actor",
     "CallbackSubscriber",
     "Capture",
     "CaptureError",

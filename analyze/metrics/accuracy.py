@@ -74,12 +74,12 @@ def counts(output: Array, labels: Array, *, ignore_index: int = IGNORED, thresho
     scores, truth = as_array(output), as_array(labels)
     if scores.dtype.kind == "c" or truth.dtype.kind == "c":
         raise MessageError("an accuracy needs real outputs and labels, not complex ones")
-    binary = _binary(scores, truth, threshold)
+    binary = yes_no(scores, truth, threshold)
     if binary is not None:
         predicted, wanted, valid = binary
         counted = truth.reshape(wanted.shape) != ignore_index
     else:
-        axis = _class_axis(scores, truth)
+        axis = class_axis(scores, truth)
         if scores.shape[axis] == 0:
             raise MessageError(f"an accuracy needs at least one class, but the output has the shape {scores.shape}")
         if truth.shape == scores.shape:
@@ -93,7 +93,7 @@ def counts(output: Array, labels: Array, *, ignore_index: int = IGNORED, thresho
     return int(np.count_nonzero((predicted == wanted) & valid & counted)), int(np.count_nonzero(counted))
 
 
-def _binary(
+def yes_no(
     scores: NDArray[Any], truth: NDArray[Any], threshold: float
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]] | None:
     """Predictions, labels and validity of a yes/no question, or None if this is none."""
@@ -106,7 +106,7 @@ def _binary(
     return flat > threshold, truth.reshape(flat.shape) > 0.5, ~np.isnan(flat)
 
 
-def _class_axis(scores: NDArray[Any], truth: NDArray[Any]) -> int:
+def class_axis(scores: NDArray[Any], truth: NDArray[Any]) -> int:
     """The axis of the output that counts classes, given the shape of the labels."""
     if scores.ndim == 1 and truth.ndim == 0:
         return 0

@@ -52,9 +52,12 @@ class Loss(Subscriber):
 
     Notes
     -----
+    *Formula*: the recorded number, or the mean of the recorded numbers.
+    *Cost*: O(1) for a number.
     *Invariant to* nothing: it is the recorded number.
     *Edge values*: NaN for an empty loss. Never raises during a replay.
-    *Source*: ikkuna's ``LossSubscriber``.
+    *Source*: the loss function's own output.
+    *Formerly*: ikkuna ``LossSubscriber``; monitorch ``LossModule``; cockpit ``Loss``.
 
     Examples
     --------
@@ -66,6 +69,7 @@ class Loss(Subscriber):
     """
 
     name = "loss"
+    scope = "message"
 
     def __init__(
         self,

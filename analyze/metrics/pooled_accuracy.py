@@ -89,12 +89,15 @@ class TestAccuracy(Subscriber):
 
     Notes
     -----
+    *Formula*: :math:`\sum_b \mathrm{correct}_b / \sum_b n_b` over the batches b of a pass.
+    *Cost*: O(n c) for n datapoints and c classes.
     *Invariant to* the order of the datapoints and how they are cut into batches, and to increasing maps of the scores.
     *Edge values*: NaN if no label counts, or if outputs and labels of a batch do not fit each other. Never raises
     during a replay.
     *Memory*: the counts of the pass that is going on, for each tag; part of `state_dict`.
-    *Source*: the share of correct predictions. ikkuna's ``TestAccuracySubscriber`` averages the batches' accuracies,
-    which is another number if the last batch is short.
+    *Source*: the share of correct predictions.
+    *Formerly*: ikkuna ``TestAccuracySubscriber``, which averages the batches' accuracies: another number if the last
+    batch is short.
 
     Examples
     --------
@@ -117,6 +120,9 @@ class TestAccuracy(Subscriber):
 
     __test__ = False  # pytest takes classes called Test... for tests
     name = "test_accuracy"
+    scope = "step"
+    mergeable = True
+    invariances = ("rows",)
 
     def __init__(
         self,
@@ -166,6 +172,26 @@ class TestAccuracy(Subscriber):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting where another stopped."""
         self._passes = {tag: _Pass(**now) for tag, now in state["passes"].items()}
+
+    def merge(self, state: Mapping[str, Any]) -> None:
+        """Count together with another that heard other batches of the same passes.
+
+        Raises
+        ------
+        MessageError
+            If the two are in the middle of different passes of one tag: no counts say which answers come first.
+        """
+        for tag, other in state["passes"].items():
+            mine = self._passes.setdefault(tag, _Pass(**{**other, "correct": 0, "total": 0}))
+            if mine.global_step != other["global_step"]:
+                raise MessageError(
+                    f"the passes of tag {tag!r} at global steps {mine.global_step} and {other['global_step']} are two"
+                )
+            mine.correct, mine.total = mine.correct + other["correct"], mine.total + other["total"]
+            mine.fits = mine.fits and other["fits"]
+            mine.train_step, mine.epoch = max(
+                (mine.train_step, mine.epoch), (other["train_step"], other["epoch"]), key=lambda at: (at[1], at[0])
+            )
 
     @staticmethod
     def _answer(tag: str, over: _Pass) -> Message:

@@ -67,11 +67,16 @@ class Ratio(Subscriber):
 
     Notes
     -----
+    *Formula*: the quotient of two p-norms, each of all elements.
+    *Needs*: both kinds at one step; a replay derives updates from consecutive weights.
+    *Cost*: one pass over both, O(n).
     *Invariant to* a common scale of both, and to the order and signs of the elements.
     *Edge values*: 0/0 is NaN, x/0 is infinity; NaN where NaN occurs. A step in which one of the two is missing has no
     answer. Never raises during a replay.
-    *Source*: ikkuna's ``RatioSubscriber``; the 1e-3 is A. Karpathy, "CS231n, Neural Networks Part 3", section "Ratio of
-    weights:updates".
+    *Numerics*: both norms as in `norm`, float64; there is no epsilon.
+    *Source*: A. Karpathy, "CS231n, Neural Networks Part 3", section "Ratio of weights:updates", for the ratio and the
+    1e-3.
+    *Formerly*: ikkuna ``RatioSubscriber``; smdebug ``WeightUpdateRatio`` (which adds 1e-9 to the divisor).
 
     Examples
     --------
@@ -87,6 +92,8 @@ class Ratio(Subscriber):
     """
 
     name = "ratio"
+    scope = "message"
+    invariances = ("order", "sign", "scale")
 
     def __init__(
         self,

@@ -42,10 +42,14 @@ class TrainAccuracy(Subscriber):
 
     Notes
     -----
+    *Formula*: the share of datapoints whose largest score is that of their label.
+    *Cost*: O(n c) for n datapoints and c classes.
     *Invariant to* the order of the datapoints, and to increasing maps of the scores that are common to all classes.
     *Edge values*: NaN if no label counts, or if outputs and labels do not fit each other. A pass without labels has no
     answer. Never raises during a replay.
-    *Source*: ikkuna's ``TrainAccuracySubscriber``.
+    *Source*: the share of correct predictions. For all batches of an epoch together ask
+    ``classification_report:tag=default,per=epoch``.
+    *Formerly*: ikkuna ``TrainAccuracySubscriber``.
 
     Examples
     --------
@@ -60,6 +64,8 @@ class TrainAccuracy(Subscriber):
     """
 
     name = "train_accuracy"
+    scope = "message"
+    invariances = ("rows",)
 
     def __init__(
         self,

@@ -1,0 +1,279 @@
+"""The catalogue of metrics: what each docstring says, by its headings, and the page that is made of all of them."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import analyze
+from analyze import registry
+
+HEADINGS = (
+    "Formula",
+    "Needs",
+    "Cost",
+    "Invariant to",
+    "Edge values",
+    "Memory",
+    "Numerics",
+    "Source",
+    "Formerly",
+)
+"""The headings of a metric's Notes, in their order."""
+
+SCOPES = {
+    "message": "nothing: each message or bundle is answered by itself",
+    "stream": "the steps of one stream: of a module, or the network, under one tag",
+    "step": "the streams of one step under one tag",
+    "pair": "two streams",
+    "everything": "the whole run, in its order",
+}
+"""What each scope of `tracer.Subscriber` says."""
+
+_REMEMBERS = {"message": "nothing", "stream": "a stream", "step": "a step", "pair": "a pair", "everything": "the run"}
+
+_HEADING = re.compile(rf"(?m)^\*({'|'.join(HEADINGS)})\*:?\s")
+
+
+class Former(NamedTuple):
+    """A row of the table from old names to new: the wish for `analyze.parse` (or none), and a remark."""
+
+    system: str
+    name: str
+    wish: str
+    remark: str = ""
+
+
+class Deviation(NamedTuple):
+    """A row of the table of other programs' numbers: what is asked, what the other one answers, and what we do."""
+
+    system: str
+    name: str
+    asked: str
+    theirs: str
+    ours: str
+    reason: str
+
+
+DEVIATIONS: tuple[Deviation, ...] = (
+    Deviation(
+        "monitorch", "GradientGeometry", "cosine of two equal gradients of norm 3e-6", "0.0009", "1",
+        "it adds 1e-8 to the product of the norms",
+    ),
+    Deviation(
+        "monitorch", "GradientGeometry", "cosine at the first step", "0", "no answer", "there is no gradient before",
+    ),
+    Deviation(
+        "ikkuna", "TestAccuracySubscriber", "accuracy of 64 right and 3 wrong, in batches of 64", "0.5", "0.9552",
+        "it averages the accuracies of batches",
+    ),
+)  # fmt: skip
+"""Where programs that people come from give other numbers; `tests/test_catalogue.py` computes both."""
+
+
+FORMER: tuple[Former, ...] = (
+    Former("ikkuna", "MeanSubscriber", "mean"),
+    Former("ikkuna", "VarianceSubscriber", "variance"),
+    Former("ikkuna", "SumSubscriber", "sum"),
+    Former("ikkuna", "NormSubscriber", "norm"),
+    Former("ikkuna", "SpectralNormSubscriber", "spectral_norm", "exact; three power iterations are 3-13 % off"),
+    Former("ikkuna", "ConditionNumberSubscriber", "condition_number", "the quotient; ikkuna's is the product"),
+    Former("ikkuna", "RatioSubscriber", "ratio"),
+    Former("ikkuna", "HistogramSubscriber", "histogram"),
+    Former("ikkuna", "LossSubscriber", "loss"),
+    Former("ikkuna", "MessageMeanSubscriber", "message_mean"),
+    Former("ikkuna", "TrainAccuracySubscriber", "train_accuracy"),
+    Former("ikkuna", "TestAccuracySubscriber", "test_accuracy", "of all samples; ikkuna's is the mean of the batches"),
+    Former("ikkuna", "SVCCASubscriber", "svcca", "truncated, as published; ikkuna's is a mean CCA"),
+    Former("ikkuna", "BatchedSVCCASubscriber", "svcca", "of a probe in batches: `run.probe(..., batch_size=)`"),
+    Former("ikkuna", "SVCCASubscriber(freeze_at=)", "freeze", "with `tracer.Actor` it freezes; ikkuna's did not"),
+    Former("ikkuna", "HessianEigenSubscriber", "", "curvature needs the model and its data, which no trace holds"),
+    Former("ikkuna", "CallbackSubscriber", "", "`tracer.CallbackSubscriber`"),
+    Former("ikkuna", "PlotSubscriber", "", "`trace replay --tensorboard DIR`, `Results.to_tensorboard`"),
+    Former("ikkuna's experiments", "RatioLRSubscriber", "learning_rate_from_ratio"),
+    Former("ikkuna's experiments", "ExponentialRatioLRSubscriber", "learning_rate_from_ratio:max_factor=500"),
+    Former(
+        "ikkuna's experiments", "SacredLoggingSubscriber", "", "`trace replay --out`, `Results.to_parquet` and others"
+    ),
+    Former("ikkuna's experiments", "BiasCorrectedMomentsSubscriber", "adam_moments"),
+    Former("monitorch", "OutputActivation", "activation_rate"),
+    Former("monitorch", "OutputNorm", "sample_norm", "`sample_rms` is its `normalize`"),
+    Former("monitorch", "OutputGradientGeometry", "gradient_geometry:kind=layer_gradients"),
+    Former("monitorch", "GradientGeometry", "gradient_geometry", "without its 1e-8; nothing, not 0, at the first step"),
+    Former("monitorch", "GradientActivation", "activation_rate:kind=weight_gradients"),
+    Former("monitorch", "ParameterDifferenceGeometry", "gradient_geometry:kind=weight_updates"),
+    Former("monitorch", "ParameterNorm", "norm:kind=weights"),
+    Former("monitorch", "ParameterCond", "condition_number", "monitorch's is its inverse"),
+    Former("monitorch", "LossModule", "loss"),
+    Former("monitorch", "ExplicitCall", "loss:kind=loss", "`run.log(kind, value)`, then any metric of that kind"),
+    Former("cockpit", "Loss", "loss"),
+    Former("cockpit", "Distance", "distance"),
+    Former("cockpit", "UpdateSize", "norm:kind=weight_updates"),
+    Former("cockpit", "GradNorm", "gradient_geometry"),
+    Former("cockpit", "GradHist1d", "histogram:kind=weight_gradients,bins=100,low=-2,high=2"),
+    Former("cockpit", "NormTest", "gradient_noise"),
+    Former("cockpit", "InnerTest", "gradient_noise"),
+    Former("cockpit", "OrthoTest", "gradient_noise"),
+    Former("cockpit", "MeanGSNR", "gradient_noise"),
+    Former("cockpit", "CABS", "gradient_noise"),
+    Former("cockpit", "EarlyStopping", "gradient_noise"),
+    Former("cockpit", "Alpha", "alpha", "from the slopes alone, which need no variances"),
+    Former("cockpit", "HessMaxEV, HessTrace, TICDiag, TICTrace", "", "curvature needs the model and its data"),
+)
+"""Every subscriber of ikkuna, every preprocessor of monitorch, the quantities of cockpit; with what asks the same."""
+
+
+def headings(docstring: str) -> dict[str, str]:
+    """What stands under each heading of the Notes of a docstring.
+
+    Examples
+    --------
+    >>> headings('''A metric.
+    ...
+    ... Notes
+    ... -----
+    ... *Cost*: O(n).
+    ... *Invariant to* the order
+    ... of the elements.
+    ... ''')
+    {'Cost': 'O(n).', 'Invariant to': 'the order of the elements.'}
+    """
+    text = _sections(docstring).get("Notes", "")
+    pieces = _HEADING.split(text)
+    return {name: " ".join(said.split()) for name, said in zip(pieces[1::2], pieces[2::2], strict=True)}
+
+
+def example(function: Any) -> list[str]:
+    """The lines of the examples in the docstring of a pure function.
+
+    Examples
+    --------
+    >>> example(headings)[-1]
+    "{'Cost': 'O(n).', 'Invariant to': 'the order of the elements.'}"
+    """
+    lines = []
+    for one in doctest.DocTestParser().get_examples(inspect.getdoc(function) or ""):
+        first, *others = one.source.splitlines()
+        lines += [f">>> {first}", *(f"... {line}".rstrip() for line in others), *one.want.splitlines()]
+    return lines
+
+
+def markdown() -> str:
+    """The page ``docs/metrics.md``, made of the registry and the docstrings of the built-in metrics."""
+    return "\n".join(_page()) + "\n"
+
+
+_INTRODUCTION = """# Metrics
+
+<!-- made by `make docs` (`trace subscribers --markdown`) from the docstrings: change those, not this page -->
+
+Every metric is asked by its name, live (`tracer.record(..., receivers=[...])`) or of a trace
+(`trace replay run.zarr --subscriber NAME:key=value,...`), and answers the same; its pure function is `analyze.NAME`.
+`trace subscribers NAME` shows what stands here, and its parameters.
+
+*Remembers* says what a metric has to have heard: one that remembers nothing gives the same values when only some steps
+or modules are replayed; the others measure from where the replay begins, unless they are given a saved state.
+*Mergeable*: what two of them remember of different messages can be put together.
+
+| name | says | takes | remembers |
+|---|---|---|---|"""
+
+_ACTIONS = """
+## Acting on answers
+
+`freeze` and `learning_rate_from_ratio` are rules: what they answer is what the rule would do. A replay shows what it
+would have done to a recorded run. In a live run `tracer.Actor(model, optimizer)`, given as a receiver beside them, does
+it: at the end of the step for answers about training passes, at once for those about probes. Metrics themselves never
+touch the model.
+
+## Other numbers elsewhere
+
+| system | name | asked for | says | here | because |
+|---|---|---|---|---|---|
+{deviations}
+
+## Old names
+
+Every subscriber of ikkuna, every preprocessor of monitorch and the quantities of cockpit, and what asks the same.
+
+| system | was | is | remark |
+|---|---|---|---|"""
+
+
+def _page() -> Iterator[str]:
+    told = [registry.describe(name) for name in sorted(registry.BUILT_IN)]
+    yield _INTRODUCTION
+    for one in told:
+        says = _plain(one["summary"]).replace("|", "\\|")
+        yield f"| [`{one['name']}`](#{one['name']}) | {says} | {_kinds(one['needs'])} | {_REMEMBERS[one['scope']]} |"
+    for one in told:
+        yield ""
+        yield from _metric(one)
+    rows = "\n".join(f"| {' | '.join(row)} |" for row in DEVIATIONS)
+    yield _ACTIONS.replace("{deviations}", rows)
+    for row in FORMER:
+        known = row.wish.partition(":")[0] in registry.BUILT_IN
+        elsewhere = not row.wish and row.remark.startswith("`")  # no metric, but something else of this project
+        now, remark = (row.remark, "") if elsewhere else (f"`{row.wish}`" if known else "none", row.remark)
+        yield f"| {row.system} | `{row.name}` | {now} | {remark} |"
+
+
+def _metric(told: dict[str, Any]) -> Iterator[str]:
+    docstring = told["docstring"]
+    said = headings(docstring)
+    yield f"## {told['name']}"
+    yield ""
+    yield _markup(told["summary"])
+    yield ""
+    yield f"- **Takes** {_kinds(told['needs'])}; **answers** {_kinds(told['produces'])}"
+    options = ", ".join(f"`{one['name']}={_value(one['default'])}`" for one in told["parameters"])
+    yield f"- **Parameters** {options}"
+    for heading in HEADINGS:
+        if heading == "Invariant to" and told["invariances"]:
+            words = ", ".join(f"*{word}*" for word in told["invariances"])
+            yield f"- **Invariant to** {_markup(said.get(heading, ''))} (Tested: {words}.)"
+        elif heading == "Memory":
+            merge = "Mergeable. " if told["mergeable"] else ""
+            memory = _sentence(_markup(said.get(heading, "")))
+            yield f"- **Remembers** {SCOPES[told['scope']]}. {merge}{memory}".rstrip()
+        elif heading in said:
+            yield f"- **{heading}** {_markup(said[heading])}"
+    yield "- **Example**"
+    yield ""
+    yield "  ```pycon"
+    for line in example(getattr(analyze, told["name"])):
+        yield f"  {line}"
+    yield "  ```"
+
+
+def _sections(docstring: str) -> dict[str, str]:
+    """The sections of a numpydoc docstring, by title; the text before the first has the title ''."""
+    pieces = re.split(r"(?m)^([A-Z]\w+)\n-{3,}\n", inspect.cleandoc(docstring))
+    return {"": pieces[0], **dict(zip(pieces[1::2], pieces[2::2], strict=True))}
+
+
+def _kinds(kinds: list[str]) -> str:
+    return ", ".join(f"`{kind}`" for kind in kinds)
+
+
+def _value(value: Any) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _markup(text: str) -> str:
+    """What docstrings are written in as the Markdown that GitHub shows, formulas included."""
+    text = re.sub(r":math:`([^`]+)`", lambda found: f"${found[1]}$", text)
+    return text.replace("``", "`")
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _plain(text: str) -> str:
+    """What stands before the first formula, which a table cannot hold."""
+    before, formula, _ = text.partition(":math:")
+    return _markup(before.rstrip(" :;,(") + "." if formula else before)

@@ -1,0 +1,61 @@
+"""The angle between two tensors of one shape: exact down to the smallest norms, without an epsilon."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analyze.metrics.inputs import Array, as_array, blocks
+from tracer.errors import MessageError
+
+
+def cosine(a: Array, b: Array) -> float:
+    r"""The cosine of the angle between two tensors: :math:`\langle a, b\rangle / (\|a\|\,\|b\|)`.
+
+    Parameters
+    ----------
+    a, b : arrays of one shape
+        Of complex numbers the real part of the inner product is taken.
+
+    Returns
+    -------
+    float
+        From -1 to 1; NaN if one of the norms is 0, and where NaN or infinity occurs.
+
+    Raises
+    ------
+    MessageError
+        If the shapes differ.
+
+    Examples
+    --------
+    >>> cosine([3e-6, 0.0], [6e-6, 0.0]), cosine([1.0, 0.0], [0.0, 2.0]), cosine([0.0], [1.0])
+    (1.0, 0.0, nan)
+    """
+    one, other = as_array(a), as_array(b)
+    if one.shape != other.shape:
+        raise MessageError(f"a cosine needs two tensors of one shape, not {one.shape} and {other.shape}")
+    with np.errstate(all="ignore"):
+        scales = _scale(one), _scale(other)
+        if not all(scale > 0 and math.isfinite(scale) for scale in scales):
+            return math.nan
+        sums = np.zeros(3)
+        for left, right in zip(blocks(one), blocks(other), strict=True):
+            left, right = _real(left / scales[0]), _real(right / scales[1])
+            sums += (left * right).sum(), np.square(left).sum(), np.square(right).sum()
+        product, left_square, right_square = sums.tolist()
+        # one root for both, so that equal tensors have exactly 1
+        return max(-1.0, min(1.0, product / math.sqrt(left_square * right_square)))
+
+
+def _scale(x: NDArray[Any]) -> float:
+    """The power of two below the largest modulus; 0, infinity or NaN as that is."""
+    largest = float(np.max([np.abs(block).max() for block in blocks(x)], initial=0.0))
+    return 2.0 ** (math.frexp(largest)[1] - 1) if largest > 0 and math.isfinite(largest) else largest
+
+
+def _real(block: NDArray[Any]) -> NDArray[np.float64]:
+    return block.view(np.float64) if block.dtype.kind == "c" else block

@@ -1,0 +1,93 @@
+"""The catalogue: the page is up to date, every metric says what it must, and every old name has its new one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import analyze
+from analyze import catalogue, registry
+from analyze.invariances import INVARIANCES
+from cli import main
+from tracer import Subscriber
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_page_is_up_to_date() -> None:
+    """docs/metrics.md is what `make docs` would write."""
+    written = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert written == catalogue.markdown(), "run `make docs`"
+
+
+@pytest.mark.parametrize("name", sorted(registry.BUILT_IN))
+def test_headings_stand_in_their_order(name: str) -> None:
+    """The Notes of each metric have the headings that the page is made of, each once and in one order."""
+    said = list(catalogue.headings(registry.describe(name)["docstring"]))
+    assert said == [heading for heading in catalogue.HEADINGS if heading in said]
+    assert {"Invariant to", "Edge values", "Source"} <= set(said)
+    assert catalogue.example(getattr(analyze, name)), f"the function {name} shows no example"
+
+
+@pytest.mark.parametrize("name", sorted(registry.BUILT_IN))
+def test_class_data_is_known(name: str) -> None:
+    """Scopes and invariances are words that this project knows."""
+    cls = registry.find(name)
+    assert cls.scope in catalogue.SCOPES
+    assert set(cls.invariances) <= set(INVARIANCES)
+    assert cls.mergeable == (cls.merge is not Subscriber.merge)
+
+
+def test_the_page_can_be_printed() -> None:
+    """`trace subscribers --markdown` prints the page, and takes no name beside it."""
+    printed = CliRunner().invoke(main, ["subscribers", "--markdown"])
+    assert (printed.exit_code, printed.stdout) == (0, catalogue.markdown())
+    wrong = CliRunner().invoke(main, ["subscribers", "norm", "--markdown"])
+    assert wrong.exit_code == 2
+    assert "neither a NAME nor --json" in wrong.stderr
+
+
+def test_other_numbers_are_those_of_their_recipes() -> None:
+    """What the table says of others follows from what they do, and what it says of us from what we do."""
+    said = {(row.name, row.asked): (row.theirs, row.ours) for row in catalogue.DEVIATIONS}
+    g = np.full(9, 1e-6)
+    theirs = g @ g / (np.linalg.norm(g) ** 2 + 1e-8)
+    ours = analyze.gradient_geometry(g, g).cosine
+    equal = said["GradientGeometry", "cosine of two equal gradients of norm 3e-6"]
+    assert equal == (f"{theirs:.4f}", f"{ours:g}")
+    batches = [(np.eye(2)[[0] * 64], [0] * 64), (np.eye(2)[[0] * 3], [1] * 3)]
+    theirs = np.mean([analyze.accuracy(*batch) for batch in batches])
+    asked = said["TestAccuracySubscriber", "accuracy of 64 right and 3 wrong, in batches of 64"]
+    assert asked == (f"{theirs:g}", f"{analyze.test_accuracy(batches):.4f}")
+
+
+PENDING = {"condition_number"}
+"""Counterparts that the table names and the registry does not have yet."""
+
+
+@pytest.mark.parametrize("row", catalogue.FORMER, ids=lambda row: f"{row.system}-{row.name}")
+def test_every_old_name_has_a_new_one(row: catalogue.Former) -> None:
+    """What the table of old names offers can be asked; where nothing asks the same, a remark says why or what to do."""
+    if not row.wish:
+        assert row.remark
+        return
+    name = row.wish.partition(":")[0]
+    if name in registry.BUILT_IN:
+        assert registry.parse(row.wish).produces
+    else:
+        assert name in PENDING
+
+
+def test_the_table_of_old_names_is_complete() -> None:
+    """All that ikkuna and monitorch offer is in it, once."""
+    names = [(row.system, row.name) for row in catalogue.FORMER]
+    assert len(set(names)) == len(names)
+    ikkuna = "Mean Variance Norm Sum SpectralNorm ConditionNumber Ratio Histogram Loss MessageMean TrainAccuracy"
+    ikkuna += " TestAccuracy BatchedSVCCA SVCCA HessianEigen Callback Plot"
+    monitorch = "OutputActivation OutputNorm OutputGradientGeometry GradientGeometry GradientActivation"
+    monitorch += " ParameterDifferenceGeometry ParameterNorm ParameterCond LossModule ExplicitCall"
+    assert {("ikkuna", f"{name}Subscriber") for name in ikkuna.split()} <= set(names)
+    assert {("monitorch", name) for name in monitorch.split()} <= set(names)

@@ -1,0 +1,483 @@
+"""The first-order board from a trace: against per-sample gradients of autograd, to 1e-12, and on real recordings."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+import analyze
+import tracer
+from analyze.metrics.sample_gram import SampleGram, bias_gram, conv_gram, linear_gram
+from tracer import Capture, Collect, Message, MessageError, ModuleMessage, NetworkMessage
+
+BOARD = (
+    "norm_test",
+    "inner_product_test",
+    "orthogonality_test",
+    "noise_scale",
+    "variance",
+    "gsnr",
+    "early_stopping",
+    "cabs",
+)
+
+
+def per_sample(model: nn.Module, x: Tensor, y: Tensor, loss: Any = F.cross_entropy) -> dict[str, Tensor]:
+    """Per-sample gradients of every parameter, by torch.func."""
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def of_one(parameters: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        value: Tensor = loss(functional_call(model, dict(parameters), (x[None],)), y[None])
+        return value
+
+    return vmap(grad(of_one), (None, 0, 0))(parameters, x, y)  # type: ignore[no-any-return]
+
+
+def board(gradients: Mapping[str, Tensor], loss: float, lr: float = 1.0, eps: float = 1e-5) -> dict[str, float]:
+    """The quantities as cockpit defines them, written out from per-sample gradients (b, p)."""
+    g_bp = torch.cat([one.reshape(len(one), -1) for one in gradients.values()], dim=1).double()
+    b = len(g_bp)
+    g = g_bp.mean(0)
+    square = g @ g
+    projections = g_bp @ g
+    orthogonal = g_bp - projections[:, None] / square * g
+    variance = g_bp.var(0)
+    return {
+        "norm_test": float(((g_bp - g).square().sum() / (b * (b - 1))).sqrt() / square.sqrt()),
+        "inner_product_test": float((projections.var() / b).sqrt() / square),
+        "orthogonality_test": float((orthogonal.square().sum() / (b * (b - 1))).sqrt() / square.sqrt()),
+        "noise_scale": float(variance.sum() / square),
+        "variance": float(variance.sum()),
+        "gsnr": float((g.square() / (g_bp.var(0, correction=0) + eps)).mean()),
+        "early_stopping": float(1 - b * (g.square() / (variance + eps)).mean()),
+        "cabs": float(lr * g_bp.var(0, correction=0).sum() / loss),
+    }
+
+
+# -- the identity -----------------------------------------------------------------------------------------------------
+
+
+def layer_of(name: str) -> tuple[nn.Module, tuple[int, ...]]:
+    """A layer in float64, and the shape of one datapoint."""
+    layers: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+        "linear": (nn.Linear(7, 5), (7,)),
+        "linear on a sequence": (nn.Linear(7, 5), (6, 7)),
+        "conv2d": (nn.Conv2d(3, 4, 3, padding=1), (3, 6, 7)),
+        "conv2d, strided, dilated, grouped": (nn.Conv2d(4, 6, (3, 2), 2, (1, 0), (1, 2), 2), (4, 8, 9)),
+        "depthwise": (nn.Conv2d(4, 4, 3, groups=4), (4, 5, 5)),
+        "conv1d": (nn.Conv1d(3, 4, 4, dilation=2), (3, 12)),
+        "conv3d": (nn.Conv3d(2, 3, (3, 2, 1), padding=(1, 0, 2)), (2, 4, 5, 3)),
+    }
+    layer, shape = layers[name]
+    return layer.double(), shape
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "linear",
+        "linear on a sequence",
+        "conv2d",
+        "conv2d, strided, dilated, grouped",
+        "depthwise",
+        "conv1d",
+        "conv3d",
+    ],
+)
+@pytest.mark.parametrize("block", [1 << 22, 50])
+def test_products_are_those_of_per_sample_gradients(name: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inner products, means and second moments of each layer agree with autograd to 1e-12, in blocks of any size."""
+    monkeypatch.setattr("analyze.metrics.sample_gram._BLOCK", block)
+    layer, shape = layer_of(name)
+    x = torch.randn(9, *shape, dtype=torch.float64)
+    target = torch.randn_like(layer(x))
+    gradients = per_sample(layer, x, target, lambda out, y: (out - y).square().sum())
+    output = layer(x)
+    output.retain_grad()
+    ((output - target).square().sum() / len(x)).backward()
+    assert output.grad is not None
+    if isinstance(layer, nn.Linear):
+        found = {"weight": linear_gram(x, output.grad), "bias": bias_gram(output.grad)}
+    else:
+        geometry = {key: getattr(layer, key) for key in ("stride", "padding", "dilation", "groups")}
+        kernel: Any = layer.kernel_size
+        found = {"weight": conv_gram(x, output.grad, kernel, **geometry), "bias": bias_gram(output.grad, 1)}
+    for parameter, one in found.items():
+        g = gradients[parameter]
+        flat = g.reshape(len(g), -1)
+        for ours, theirs in ((one.gram, flat @ flat.T), (one.mean, g.mean(0)), (one.second, g.square().mean(0))):
+            assert np.abs(ours - theirs.numpy()).max() <= 1e-12 * float(theirs.abs().max())
+
+
+def test_shapes_that_fit_no_layer_are_an_error() -> None:
+    """Each says what was found."""
+    with pytest.raises(MessageError, match="no linear layer"):
+        linear_gram(np.ones((2, 3, 4)), np.ones((2, 5)))
+    with pytest.raises(MessageError, match="need samples"):
+        linear_gram(np.ones((2, 3)), np.ones((3, 5)))
+    with pytest.raises(MessageError, match="no convolution"):
+        conv_gram(np.ones((2, 3, 4, 4)), np.ones((2, 3, 4, 4)), (3, 3))
+    with pytest.raises(MessageError, match="real"):
+        linear_gram(np.ones((2, 3)) * 1j, np.ones((2, 5)))
+    with pytest.raises(MessageError, match="as many samples"):
+        analyze.gradient_noise([linear_gram(np.ones((2, 3)), np.ones((2, 5))), bias_gram(np.ones((3, 5)))])
+
+
+@given(st.integers(2, 12), st.integers(1, 6), st.integers(0, 2**32 - 1))
+@settings(max_examples=40, deadline=None)
+def test_board_is_as_cockpit_defines_it(b: int, p: int, seed: int) -> None:
+    """Each quantity agrees with its definition from per-sample gradients, and does not depend on their order."""
+    random = np.random.default_rng(seed)
+    g_bp = random.standard_normal((b, p)) + 1
+    expected = board({"p": torch.from_numpy(g_bp)}, loss=0.7, lr=0.1)
+    for rows in (np.arange(b), random.permutation(b)):
+        g = g_bp[rows]
+        gram = SampleGram(g @ g.T, g.mean(0), np.square(g).mean(0))
+        found = analyze.gradient_noise([gram], loss=0.7, learning_rate=0.1)
+        for what, value in expected.items():
+            # the tests are roots of differences, which lose half of the digits where they are near 0
+            assert getattr(found, what) == pytest.approx(value, rel=1e-9, abs=1e-7), what
+        signal = float((g.mean(0) ** 2).sum()) - found.variance / b
+        if signal > 1e-9:
+            assert found.noise_scale_unbiased == pytest.approx(found.variance / signal, rel=1e-9)
+        elif signal < 0:
+            assert math.isnan(found.noise_scale_unbiased)
+        assert found.samples == b
+
+
+def test_unbiased_estimates_are_unbiased() -> None:
+    """The variance and the squared norm behind the noise scale have the right means over many batches."""
+    random = np.random.default_rng(0)
+    mean, sigma, b = np.array([0.5, -0.2, 0.1]), np.array([1.0, 0.5, 2.0]), 8
+    variances, signals = [], []
+    for _ in range(20_000):
+        g = mean + sigma * random.standard_normal((b, 3))
+        variance = float(g.var(0, ddof=1).sum())
+        variances.append(variance)
+        signals.append(float((g.mean(0) ** 2).sum()) - variance / b)
+    for values, expected in ((variances, float((sigma**2).sum())), (signals, float((mean**2).sum()))):
+        assert abs(np.mean(values) - expected) < 4 * np.std(values) / math.sqrt(len(values))
+
+
+def test_equal_gradients_have_no_noise() -> None:
+    """All tests are 0 then; one sample, or a zero gradient, has none: NaN."""
+    a, d = np.ones((4, 3)), np.ones((4, 2))
+    found = analyze.gradient_noise([linear_gram(a, d)], loss=1.0)
+    assert (found.norm_test, found.inner_product_test, found.noise_scale, found.cabs) == (0, 0, 0, 0)
+    assert found.orthogonality_test == pytest.approx(0, abs=1e-7)
+    assert math.isnan(float(analyze.gradient_noise([linear_gram(a[:1], d[:1])])))
+    assert math.isnan(analyze.gradient_noise([linear_gram(a, 0 * d)], loss=1.0).norm_test)
+    assert math.isnan(analyze.gradient_noise([]).gsnr)
+
+
+# -- from traces ------------------------------------------------------------------------------------------------------
+
+
+def convolutional() -> nn.Sequential:
+    """Layers of several geometries, one without bias, in float64."""
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(2, 4, 3, padding=1),
+            relu1=nn.ReLU(),
+            conv2=nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2, bias=False),
+            relu2=nn.ReLU(inplace=True),
+            conv3=nn.Conv2d(6, 6, (1, 3), padding=(0, 1)),
+            flatten=nn.Flatten(),
+            fc1=nn.Linear(6 * 4 * 4, 8),
+            tanh=nn.Tanh(),
+            fc2=nn.Linear(8, 3),
+        )
+    ).double()
+
+
+def recorded(
+    path: Path,
+    model: nn.Module,
+    batches: list[tuple[Tensor, Tensor]],
+    *,
+    passes: int = 1,
+    loss: Any = None,
+    lr: float = 0.1,
+) -> None:
+    """Train with SGD, and record what the board needs; `passes` batches accumulate in each step."""
+    loss = loss or nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    kinds = ("layer_inputs", "layer_gradients", "weight_gradients", "bias_gradients", "loss")
+    with tracer.record(path, model, optimizer, loss=loss, capture=Capture(kinds=kinds), strict=True):
+        for start in range(0, len(batches), passes):
+            optimizer.zero_grad()
+            for x, y in batches[start : start + passes]:
+                (loss(model(x), y) / passes).backward()
+            optimizer.step()
+
+
+def replayed(path: Path, rule: analyze.GradientNoise) -> list[dict[str, float]]:
+    """The board of each step."""
+    heard = Collect()
+    tracer.replay(path, rule, heard)
+    steps: dict[int, dict[str, float]] = {}
+    for message in heard:
+        if message.kind in rule.produces and message.data is not None:
+            what = message.kind.removeprefix("layer_gradients_")
+            steps.setdefault(message.global_step, {})[what] = float(message.data)
+    return [steps[step] for step in sorted(steps)]
+
+
+def images(n: int, seed: int) -> tuple[Tensor, Tensor]:
+    """A batch in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 2, 8, 8, generator=generator).double(), torch.randint(3, (n,), generator=generator)
+
+
+def test_board_of_a_recorded_convolutional_network(tmp_path: Path) -> None:
+    """Replay finds stride and padding by itself, covers all parameters, and agrees with autograd to 1e-12."""
+    model = convolutional()
+    batches = [images(10, 1), images(10, 2), images(7, 3)]
+    reference = copy.deepcopy(model)
+    recorded(tmp_path / "run.zarr", model, batches)
+    found = replayed(tmp_path / "run.zarr", analyze.GradientNoise(learning_rate=0.1))
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    assert len(found) == 3
+    for (x, y), one in zip(batches, found, strict=True):
+        loss = F.cross_entropy(reference(x), y)
+        expected = board(per_sample(reference, x, y), float(loss.detach()), lr=0.1)
+        assert one["coverage"] == 1
+        assert one["samples"] == len(x)
+        assert one["residual"] < 1e-14
+        for what in BOARD:
+            assert one[what] == pytest.approx(expected[what], rel=1e-12), what
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def test_accumulated_batches_are_one_batch(tmp_path: Path) -> None:
+    """Two micro-batches whose losses are halved have the board of the whole batch."""
+    model, (x, y) = convolutional(), images(12, 4)
+    recorded(tmp_path / "whole.zarr", copy.deepcopy(model), [(x, y)])
+    recorded(tmp_path / "parts.zarr", model, [(x[:6], y[:6]), (x[6:], y[6:])], passes=2)
+    (whole,), (parts,) = (replayed(tmp_path / name, analyze.GradientNoise()) for name in ("whole.zarr", "parts.zarr"))
+    assert (parts["coverage"], parts["samples"]) == (1, 12)
+    for what in (*BOARD, "residual"):
+        assert parts[what] == pytest.approx(whole[what], rel=1e-11, abs=1e-14), what
+
+
+class Twice(nn.Module):
+    """Uses one layer twice in a pass, and on a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.head = nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, t, 5) → (n, 3)."""
+        out: Tensor = self.head(torch.tanh(self.shared(torch.tanh(self.shared(x)))).mean(1))
+        return out
+
+
+def test_shared_layers_sum_over_their_uses(tmp_path: Path) -> None:
+    """A layer that a pass uses twice, on sequences, has the per-sample gradients of its sum."""
+    model = Twice().double()
+    x, y = torch.randn(8, 4, 5).double(), torch.randint(3, (8,))
+    expected = board(per_sample(model, x, y), float(F.cross_entropy(model(x), y).detach()))
+    recorded(tmp_path / "run.zarr", model, [(x, y)])
+    (found,) = replayed(tmp_path / "run.zarr", analyze.GradientNoise())
+    assert (found["coverage"], found["samples"]) == (1, 8)
+    assert found["residual"] < 1e-14
+    for what in BOARD:
+        assert found[what] == pytest.approx(expected[what], rel=1e-12), what
+
+
+def test_several_losses_of_one_pass(tmp_path: Path) -> None:
+    """A pass with two calls of the loss is one pass: the board is of the gradient of their sum."""
+    model = nn.Linear(5, 3).double()
+    x, y = torch.randn(8, 5).double(), torch.randint(3, (8,))
+    expected = board(per_sample(model, x, y, lambda out, y: 1.5 * F.cross_entropy(out, y)), 1.0)
+    loss, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, loss=loss, capture=Capture(kinds=tracer.KINDS)):
+        output = model(x)
+        (loss(output, y) + 0.5 * loss(output, y)).backward()
+        optimizer.step()
+    (found,) = replayed(tmp_path / "run.zarr", analyze.GradientNoise())
+    assert (found["coverage"], found["samples"]) == (1, 8)
+    for what in BOARD[:-1]:
+        assert found[what] == pytest.approx(expected[what], rel=1e-12), what
+
+
+def test_a_summed_loss(tmp_path: Path) -> None:
+    """With reduction="sum" the per-sample gradients are the same as with the mean."""
+    model, (x, y) = convolutional(), images(10, 5)
+    recorded(tmp_path / "mean.zarr", copy.deepcopy(model), [(x, y)])
+    recorded(tmp_path / "sum.zarr", model, [(x, y)], loss=nn.CrossEntropyLoss(reduction="sum"), lr=1e-3)
+    (mean,) = replayed(tmp_path / "mean.zarr", analyze.GradientNoise())
+    (summed,) = replayed(tmp_path / "sum.zarr", analyze.GradientNoise(reduction="sum"))
+    for what in (*BOARD, "coverage"):
+        assert summed[what] == pytest.approx(mean[what], rel=1e-11), what
+    assert summed["residual"] < 1e-13
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-6])
+def test_normalisations_are_covered(tmp_path: Path, eps: float) -> None:
+    """Layer and RMS normalisations, of vectors and sequences, agree with autograd to 1e-12."""
+    model = nn.Sequential(
+        nn.Linear(6, 5), nn.LayerNorm(5, eps=eps), nn.Linear(5, 4), nn.RMSNorm(4, eps=eps), nn.Flatten(),
+        nn.Linear(12, 3),
+    ).double()  # fmt: skip
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    x, y = torch.randn(9, 3, 6).double(), torch.randint(3, (9,))
+    expected = board(per_sample(model, x, y), float(F.cross_entropy(model(x), y).detach()))
+    recorded(tmp_path / "norm.zarr", model, [(x, y)])
+    (found,) = replayed(tmp_path / "norm.zarr", analyze.GradientNoise())
+    assert found["coverage"] == 1
+    assert found["residual"] < 1e-13
+    for what in BOARD:
+        assert found[what] == pytest.approx(expected[what], rel=1e-12), what
+
+
+def test_batch_normalisations_are_covered(tmp_path: Path) -> None:
+    """Their gradient is found from what came back through each sample, also with accumulated batches."""
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.InstanceNorm2d(4, affine=True), nn.Flatten(),
+        nn.Linear(144, 5), nn.BatchNorm1d(5), nn.Linear(5, 3),
+    ).double()  # fmt: skip
+    recorded(tmp_path / "run.zarr", model, [images(8, 1), images(8, 2)], passes=2)
+    (found,) = replayed(tmp_path / "run.zarr", analyze.GradientNoise())
+    assert (found["coverage"], found["samples"]) == (1, 16)
+    assert found["residual"] < 1e-12
+
+
+def test_embeddings_are_covered(tmp_path: Path) -> None:
+    """Ids that repeat within and across samples, and padding, agree with autograd to 1e-12."""
+    model = nn.Sequential(nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 5), nn.Flatten(), nn.Linear(30, 3)).double()
+    x, y = torch.randint(6, (10, 6)), torch.randint(3, (10,))
+    assert (x == 0).any()
+    expected = board(per_sample(model, x, y), float(F.cross_entropy(model(x), y).detach()))
+    recorded(tmp_path / "run.zarr", model, [(x, y)])
+    (found,) = replayed(tmp_path / "run.zarr", analyze.GradientNoise())
+    assert found["coverage"] == 1
+    assert found["residual"] < 1e-13
+    for what in BOARD:
+        assert found[what] == pytest.approx(expected[what], rel=1e-12), what
+
+
+def test_what_is_not_covered_is_told(tmp_path: Path) -> None:
+    """Statistics of evaluation are not covered; padding that is no zeros shows in the residual."""
+    model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Linear(12, 3, bias=False)).double()
+    model[1].eval()
+    x, y = torch.randn(9, 6).double(), torch.randint(3, (9,))
+    gradients = per_sample(model, x, y)
+    expected = board({name: gradients[name] for name in ("0.weight", "0.bias", "2.weight")}, 1.0)
+    recorded(tmp_path / "norm.zarr", model, [(x, y)])
+    (found,) = replayed(tmp_path / "norm.zarr", analyze.GradientNoise())
+    assert found["coverage"] == pytest.approx((72 + 12 + 36) / (72 + 12 + 24 + 36), rel=1e-15)
+    assert found["norm_test"] == pytest.approx(expected["norm_test"], rel=1e-12)
+
+    circular = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), nn.Flatten(), nn.Linear(192, 3))
+    recorded(tmp_path / "circular.zarr", circular.double(), [images(6, 1)])
+    (found,) = replayed(tmp_path / "circular.zarr", analyze.GradientNoise())
+    assert found["coverage"] == 1
+    assert found["residual"] > 0.01
+    (found,) = replayed(tmp_path / "circular.zarr", analyze.GradientNoise(modules="2"))
+    assert found["residual"] < 1e-14
+
+
+def test_clipping_shows_in_the_residual_only(tmp_path: Path) -> None:
+    """The board is of the gradients before clipping; the recorded ones, as the optimizer used them, are shorter."""
+    model, (x, y) = nn.Linear(4, 3).double(), (torch.randn(8, 4).double(), torch.randint(3, (8,)))
+    expected = board(per_sample(model, x, y), 1.0)
+    optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, loss=loss, capture=Capture(kinds=tracer.KINDS)):
+        loss(model(x), y).backward()
+        total = float(nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
+        optimizer.step()
+    (found,) = replayed(tmp_path / "run.zarr", analyze.GradientNoise())
+    assert found["norm_test"] == pytest.approx(expected["norm_test"], rel=1e-12)
+    assert found["residual"] == pytest.approx(total / 1e-3 - 1, rel=1e-4)
+
+
+def test_frozen_layers_do_not_count(tmp_path: Path) -> None:
+    """A layer that is not trained has no gradient, and is neither asked for nor covered."""
+    model, (x, y) = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)), (torch.randn(8, 4), torch.arange(8) % 3)
+    model.double()[0].requires_grad_(False)
+    gradients = per_sample(model, x.double(), y)
+    recorded(tmp_path / "run.zarr", model, [(x.double(), y)])
+    (found,) = replayed(tmp_path / "run.zarr", analyze.GradientNoise())
+    assert found["coverage"] == 1
+    expected = board({name: one for name, one in gradients.items() if name.startswith("2")}, 1.0)
+    assert found["norm_test"] == pytest.approx(expected["norm_test"], rel=1e-12)
+
+
+def test_what_is_missing_is_said_before_reading(tmp_path: Path) -> None:
+    """A trace without layer inputs, or without biases, gets a sentence; bias=False asks for none."""
+    model, x, y = nn.Linear(4, 3, bias=False), torch.randn(8, 4), torch.arange(8) % 3
+    recorded(tmp_path / "run.zarr", model, [(x, y)])
+    with pytest.raises(tracer.CaptureError, match="gradient_noise needs bias_gradients"):
+        replayed(tmp_path / "run.zarr", analyze.GradientNoise())
+    (found,) = replayed(tmp_path / "run.zarr", analyze.GradientNoise(bias=False))
+    assert found["coverage"] == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"reduction": "none"},
+        {"learning_rate": -1.0},
+        {"eps": math.nan},
+        {"stride": 0},
+        {"padding": True},
+        {"inputs": "layer_gradients"},
+        {"loss": "batch_started"},
+    ],
+)
+def test_wrong_parameters_are_errors(wrong: dict[str, Any]) -> None:
+    """Each is refused before anything is asked."""
+    with pytest.raises(MessageError):
+        analyze.GradientNoise(**wrong)
+
+
+def test_a_given_geometry_is_taken() -> None:
+    """Stride, padding and dilation that are given are not searched for; one that does not fit is not covered."""
+    conv = nn.Conv2d(1, 2, 3, padding=2, dilation=2).double()
+    x = torch.randn(5, 1, 6, 6).double()
+    out = conv(x)
+    out.retain_grad()
+    out.square().sum(dim=(1, 2, 3)).mean().backward()
+    assert out.grad is not None
+    assert conv.weight.grad is not None
+    where: dict[str, Any] = {"global_step": 0, "train_step": 0, "epoch": 0}
+    messages: list[Message] = [
+        ModuleMessage(kind="layer_inputs", module="c", data=x, **where),
+        ModuleMessage(kind="layer_gradients", module="c", data=out.grad, **where),
+        ModuleMessage(kind="weight_gradients", module="c", data=conv.weight.grad, **where),
+        NetworkMessage(kind="loss", data=torch.tensor(1.0), **where),
+    ]
+    for given_, covered, right in (
+        ({}, 1, True),
+        ({"dilation": 2}, 1, True),
+        ({"dilation": 2, "padding": 2, "stride": 1}, 1, True),
+        ({"dilation": 1}, 1, False),
+        ({"padding": 0}, 0, False),
+    ):
+        rule = analyze.GradientNoise(bias=False, **given_)  # type: ignore[arg-type]
+        for message in messages:
+            assert not list(rule.receive(message))
+        said = {
+            one.kind.removeprefix("layer_gradients_"): float(one.data) for one in rule.finish() if one.data is not None
+        }
+        assert said["coverage"] == covered, given_
+        assert (said["residual"] < 1e-12) == right, given_
