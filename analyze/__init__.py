@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from analyze.metrics.message_mean import MessageMean, message_mean
     from analyze.metrics.norm import Norm, norm
     from analyze.metrics.pooled_accuracy import TestAccuracy, test_accuracy
+    from analyze.metrics.quantiles import Quantiles, quantiles
     from analyze.metrics.ratio import Ratio, ratio
     from analyze.metrics.spectral_norm import SpectralNorm, spectral_norm
+    from analyze.metrics.statistics import Statistics, statistics, statistics_of_tensors
     from analyze.metrics.sum import Sum, sum  # noqa: A004 - analyze.sum, as in numpy.sum
     from analyze.metrics.svcca import SVCCA, svcca
     from analyze.metrics.train_accuracy import TrainAccuracy, train_accuracy
@@ -28,9 +30,12 @@ if TYPE_CHECKING:
     from analyze.registry import describe, parse, subscribers
     from analyze.results import Results, analyze
 
-_OTHERS = {"accuracy": "metrics.accuracy", "analyze": "results", "Results": "results"} | dict.fromkeys(
-    ("describe", "parse", "subscribers"), "registry"
-)
+_OTHERS = {
+    "accuracy": "metrics.accuracy",
+    "analyze": "results",
+    "Results": "results",
+    "statistics_of_tensors": "metrics.statistics",
+} | dict.fromkeys(("describe", "parse", "subscribers"), "registry")
 """Public name → its home, for the names that no registered metric brings."""
 
 __all__ = [
@@ -40,9 +45,11 @@ __all__ = [
     "Mean",
     "MessageMean",
     "Norm",
+    "Quantiles",
     "Ratio",
     "Results",
     "SpectralNorm",
+    "Statistics",
     "Sum",
     "TestAccuracy",
     "TrainAccuracy",
@@ -56,8 +63,11 @@ __all__ = [
     "message_mean",
     "norm",
     "parse",
+    "quantiles",
     "ratio",
     "spectral_norm",
+    "statistics",
+    "statistics_of_tensors",
     "subscribers",
     "sum",
     "svcca",

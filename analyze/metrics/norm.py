@@ -9,6 +9,7 @@ from typing import final
 import numpy as np
 
 from analyze.metrics.inputs import Array, answer, as_array, blocks, subscription_to
+from analyze.metrics.moments import NEEDS, derive, moments, shared
 from tracer.errors import MessageError
 from tracer.messages import DEFAULT_TAG, Message, derived
 from tracer.subscriber import Subscriber
@@ -45,6 +46,9 @@ def norm(x: Array, order: float = 2) -> float:
     array = as_array(x)
     if array.size == 0:
         return 0.0
+    if order in _SHARED and array.dtype.kind != "c":
+        name = _SHARED[order]
+        return float(derive(moments(array, NEEDS[name]), (name,))[name][0])
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         if order == 1:
             return float(np.sum([np.abs(block).sum() for block in blocks(array)]))
@@ -59,6 +63,10 @@ def norm(x: Array, order: float = 2) -> float:
             return largest
         scale = 2.0 ** min(max(math.frexp(largest)[1] - 1, -1000), 1000)
         return _root(_power_sum(array, order, scale), order) * scale
+
+
+_SHARED = {1: "norm1", 2: "norm2", math.inf: "norminf"}
+"""The orders that need no power of each number; of real data they are had in one pass with other statistics."""
 
 
 def check_order(order: object) -> None:
@@ -133,6 +141,9 @@ class Norm(Subscriber):
     """
 
     name = "norm"
+    scope = "message"
+    version = 2
+    invariances = ("order", "sign")
 
     def __init__(
         self,
@@ -150,4 +161,9 @@ class Norm(Subscriber):
     def compute(self, message_or_bundle: Message) -> Iterator[Message]:
         """Answer one message with its norm."""
         message = message_or_bundle
-        yield derived(message, self.produces[0], answer(norm(as_array(message.data), self.order)))
+        data = message.data
+        if self.order in _SHARED and data is not None and not data.is_complex():
+            value = shared(message, _SHARED[self.order])
+        else:
+            value = norm(as_array(data), self.order)
+        yield derived(message, self.produces[0], answer(value))
