@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from analyze.metrics.accuracy import accuracy
+    from analyze.metrics.aggregate import Aggregate, aggregate
+    from analyze.metrics.ema import EMA, ema
     from analyze.metrics.histogram import Histogram, histogram
     from analyze.metrics.loss import Loss, loss
     from analyze.metrics.mean import Mean, mean
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from analyze.metrics.svcca import SVCCA, svcca
     from analyze.metrics.train_accuracy import TrainAccuracy, train_accuracy
     from analyze.metrics.variance import Variance, variance
+    from analyze.over_time import statistics_over_time
     from analyze.registry import describe, parse, subscribers
     from analyze.results import Results, analyze
 
@@ -35,11 +38,14 @@ _OTHERS = {
     "analyze": "results",
     "Results": "results",
     "statistics_of_tensors": "metrics.statistics",
+    "statistics_over_time": "over_time",
 } | dict.fromkeys(("describe", "parse", "subscribers"), "registry")
 """Public name → its home, for the names that no registered metric brings."""
 
 __all__ = [
+    "EMA",
     "SVCCA",
+    "Aggregate",
     "Histogram",
     "Loss",
     "Mean",
@@ -55,8 +61,10 @@ __all__ = [
     "TrainAccuracy",
     "Variance",
     "accuracy",
+    "aggregate",
     "analyze",
     "describe",
+    "ema",
     "histogram",
     "loss",
     "mean",
@@ -68,6 +76,7 @@ __all__ = [
     "spectral_norm",
     "statistics",
     "statistics_of_tensors",
+    "statistics_over_time",
     "subscribers",
     "sum",
     "svcca",

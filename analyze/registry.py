@@ -25,6 +25,8 @@ GROUP = "tracer.subscribers"
 """The group of entry points under which other packages name their subscribers."""
 
 BUILT_IN: Mapping[str, str] = {
+    "aggregate": "analyze.metrics.aggregate:Aggregate",
+    "ema": "analyze.metrics.ema:EMA",
     "histogram": "analyze.metrics.histogram:Histogram",
     "loss": "analyze.metrics.loss:Loss",
     "mean": "analyze.metrics.mean:Mean",
