@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import analyze
+from analyze.invariances import INVARIANCES
 from analyze.metrics import moments as moments_module
 from analyze.metrics.moments import BLOCK, NEEDS, ROW, Moments, Need, derive, moments, moments_of_channels
 from analyze.metrics.sketch import Sketch, sketch
@@ -515,6 +516,83 @@ def test_edges_of_quantiles() -> None:
     assert analyze.parse("quantiles:probabilities=0.05+0.5").probabilities == (0.05, 0.5)  # type: ignore[attr-defined]
     assert analyze.parse("quantiles:probabilities=0.5").probabilities == (0.5,)  # type: ignore[attr-defined]
     assert analyze.Quantiles(probabilities=0.5).probabilities == (0.5,)
+
+
+# -- histograms ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["exact", "sketch"])
+def test_histograms_with_details(method: Any) -> None:
+    """Both methods count all finite elements, and tell exactly how many are zero, NaN and infinite."""
+    x = of(5000)
+    x[:7], x[7:9], x[9] = NAN, INF, -INF
+    said = list(analyze.Histogram(bins=8, method=method, details=True).compute(message(x)))
+    assert [one.kind.removeprefix("weights_histogram") for one in said] == ["", "_edges", "_zeros", "_nan", "_inf"]
+    counts, edges, *rest = [one.data.numpy() for one in said if one.data is not None]
+    finite = x[torch.isfinite(x)].double().numpy()
+    exact, exact_edges = np.histogram(finite, 8)
+    np.testing.assert_allclose(edges, exact_edges, rtol=1e-14)
+    assert counts.sum() == exact.sum() == finite.size
+    assert np.abs(counts - exact).max() <= (0 if method == "exact" else 25)
+    assert [int(one) for one in rest] == [np.sum(finite == 0), 7, 3]
+
+
+def test_sketched_histograms_of_degenerate_data() -> None:
+    """Equal, empty, extreme and cut ranges have the same total by both methods."""
+    for x, ends in (
+        ([3.0, 3.0], {}),
+        ([-1.7e308, 0.0, 1.7e308], {}),
+        ([1.0, 2.0, 3.0, 4.0], {"low": 1.5, "high": 3.5}),
+        ([1.0], {"low": 2.0}),
+        ([], {"low": 0.0, "high": 1.0}),
+        ([NAN], {}),
+        ([0.0, 0.0, 5e-324], {}),
+    ):
+        one, other = (analyze.histogram(x, 4, method=method, **ends) for method in ("exact", "sketch"))  # type: ignore[arg-type]
+        assert one.counts.sum() == other.counts.sum(), x
+        np.testing.assert_allclose(other.edges, one.edges, rtol=1e-12, atol=1e-323)
+    with pytest.raises(MessageError, match="'exact' or 'sketch', not 'fast'"):
+        analyze.Histogram(method="fast")  # type: ignore[arg-type]
+
+
+# -- what changes nothing -----------------------------------------------------------------------------------------
+
+DECLARED = [
+    analyze.Mean("weights"),
+    analyze.Sum("weights"),
+    analyze.Variance("weights"),
+    *(analyze.Norm(order=order) for order in (1, 2, INF, 3)),
+    analyze.Statistics(which=(*SUMS, "min", "max", "median", "sparsity")),
+    analyze.Quantiles(),
+    analyze.Histogram(),
+    analyze.Histogram(method="sketch"),
+    analyze.Aggregate("weights", which="mean+std+median+iqr"),
+]
+
+
+@pytest.mark.parametrize("subscriber", DECLARED, ids=lambda one: "-".join(one.produces[:1]))
+def test_declared_invariances_hold(subscriber: Any) -> None:
+    """Each change of the data that a class declares harmless changes none of its answers beyond rounding."""
+    assert subscriber.invariances
+
+    @settings(max_examples=15, deadline=None)
+    @given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 120))
+    def check(seed: int, rows: int, columns: int) -> None:
+        random = np.random.default_rng(seed)
+        x = random.standard_normal((rows, columns)) * (random.random((rows, columns)) > 0.2)
+        for word in subscriber.invariances:
+            changed = INVARIANCES[word](x, random)
+            one, other = (
+                [
+                    answer.data.numpy()
+                    for answer in (*subscriber.receive(message(torch.from_numpy(data.copy()))), *subscriber.finish())
+                ]
+                for data in (x, changed)
+            )
+            for before, after in zip(one, other, strict=True):
+                np.testing.assert_allclose(after, before, rtol=1e-9, atol=1e-9, err_msg=word)
+
+    check()
 
 
 # -- sketches ---------------------------------------------------------------------------------------------------

@@ -55,10 +55,13 @@ class Mean(Subscriber):
 
     Notes
     -----
+    *Formula*: :math:`\frac1n \sum_i x_i`.
+    *Cost*: one pass over the data, which mean, sum, variance and norms that are asked together share.
     *Invariant to* the order and shape of the elements; scales with the data and shifts with it.
     *Edge values*: NaN for empty or complex data and where NaN occurs. Never raises during a replay.
-    *Numerics*: float64 sums over blocks, relative error about 1e-15 of mean :math:`|x|`.
-    *Source*: the arithmetic mean; ikkuna's ``MeanSubscriber``.
+    *Numerics*: float64 sums over rows of 2048 elements, error about 1e-15 of mean :math:`|x|`.
+    *Source*: the arithmetic mean.
+    *Formerly*: ikkuna's ``MeanSubscriber``.
 
     Examples
     --------

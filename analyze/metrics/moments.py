@@ -143,7 +143,7 @@ def moments(x: Array, need: Need, *, single: bool = False) -> Moments:
         low, high, exponent = 0.0, 0.0, 0
         wide, single = _is_wide(array), single and array.dtype == np.float32 and Need.HIGHER not in need
         if wide or single or Need.EXTREMES in need:
-            low, high = _extremes(flat)
+            low, high = extremes(flat)
             exponent = int(_exponents(np.array([max(abs(low), abs(high))]))[0]) if wide else 0
             single = single and _SMALL < max(abs(low), abs(high)) < _LARGE
         tables = np.zeros((-(-flat.size // ROW), len(_NAMES)))
@@ -180,11 +180,11 @@ def moments(x: Array, need: Need, *, single: bool = False) -> Moments:
 
 def _rows(part: NDArray[Any], exponent: int) -> Iterator[NDArray[Any]]:
     """The numbers of a block as float64: the whole rows, and the last one."""
-    buffer = _buffer(len(part), 0)
-    np.copyto(buffer, part, casting="unsafe")
+    values = buffer(len(part), 0)
+    np.copyto(values, part, casting="unsafe")
     if exponent:
-        np.ldexp(buffer, -exponent, out=buffer)
-    return _whole_rows(buffer)
+        np.ldexp(values, -exponent, out=values)
+    return _whole_rows(values)
 
 
 def _whole_rows(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
@@ -203,11 +203,11 @@ def moments_of_channels(x: Array, need: Need, axis: int) -> Moments:
     with np.errstate(all="ignore"):
         for chunk in _chunks_of_channels(array.reshape(outer, channels, inner)):
             size = chunk.shape[0] * chunk.shape[2]
-            buffer = _buffer(channels * size, 0)
+            values = buffer(channels * size, 0)
             # the channels come first, each with its elements in logical order
-            rows = buffer.reshape(channels, chunk.shape[0], chunk.shape[2])
+            rows = values.reshape(channels, chunk.shape[0], chunk.shape[2])
             np.copyto(rows, chunk.transpose(1, 0, 2), casting="unsafe")
-            tables.append(_of_rows(buffer.reshape(channels, size), need, wide=_is_wide(array)))
+            tables.append(_of_rows(values.reshape(channels, size), need, wide=_is_wide(array)))
         return Moments(need, _united(np.stack(tables))) if tables else Moments.empty(need, channels)
 
 
@@ -229,7 +229,7 @@ def moments_of_tensors(x_tn: NDArray[Any], need: Need, *, single: bool = False) 
                 if wrong.size:
                     table[:, wrong] = _of_rows(chunk[wrong].astype(np.float64), need, wide=False)
             else:
-                rows = _buffer(chunk.size, 0).reshape(chunk.shape)
+                rows = buffer(chunk.size, 0).reshape(chunk.shape)
                 np.copyto(rows, chunk, casting="unsafe")
                 table = _of_rows(rows, need, wide=_is_wide(x_tn))
             tables.append(table)
@@ -341,7 +341,7 @@ def _deviations(rows: NDArray[np.float64], need: Need, table: _Table, cancelled:
     second = np.maximum(_dots(rows, rows) - size * rest * rest, 0.0)
     table[M2] = np.where(cancelled, second, table[M2])
     if Need.HIGHER in need:
-        squared = np.square(rows, out=_buffer(rows.size, 1).reshape(rows.shape))
+        squared = np.square(rows, out=buffer(rows.size, 1).reshape(rows.shape))
         third, fourth = _dots(rows, squared), _dots(squared, squared)
         table[M3] = third - rest * (3 * second + size * rest * rest)
         table[M4] = fourth - rest * (4 * third - rest * (6 * second + 3 * size * rest * rest))
@@ -368,7 +368,7 @@ def _exponents(largest: NDArray[np.float64]) -> NDArray[np.int64]:
     return exponents
 
 
-def _extremes(flat: NDArray[Any]) -> tuple[float, float]:
+def extremes(flat: NDArray[Any]) -> tuple[float, float]:
     """The least and the greatest, without the sign of a zero; NaN where there is one."""
     if flat.dtype.kind == "f" and flat.flags.writeable and flat.dtype.isnative and flat.strides[0] > 0:
         low, high = torch.aminmax(torch.from_numpy(flat))  # one pass, where NumPy takes two
@@ -412,7 +412,7 @@ class _Memory(threading.local):
 _memory = _Memory()
 
 
-def _buffer(size: int, number: int) -> NDArray[np.float64]:
+def buffer(size: int, number: int) -> NDArray[np.float64]:
     """Memory for so many float64; its content is what was last in it."""
     if size > BLOCK:
         return np.empty(size)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from analyze.metrics.inputs import Array, as_array, as_float64, subscription_to
-from analyze.metrics.sketch import keys_of_float32
+from analyze.metrics.sketch import counts_by_key, keys_of_float32
 from tracer.errors import MessageError
 from tracer.messages import DEFAULT_TAG, Message, derived
 from tracer.subscriber import Subscriber
@@ -75,7 +75,7 @@ def _of_few(values: NDArray[np.float64], wanted: Sequence[float]) -> NDArray[np.
 def _of_many(flat: NDArray[Any], wanted: Sequence[float]) -> NDArray[np.float64]:
     """Of float32: count the numbers by their upper 16 bits, then sort only those that share them with a quantile."""
     keys = keys_of_float32(flat)
-    counts = np.bincount(keys, minlength=65536)
+    counts = counts_by_key(flat)
     # from the most negative, whose keys begin with a set bit and fall, to the greatest
     ordered = np.concatenate([np.arange(65535, 32767, -1), np.arange(32768)])
     ends = np.cumsum(counts[ordered])

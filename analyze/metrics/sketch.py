@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from analyze.metrics.inputs import Array, as_array
+from analyze.metrics.moments import BLOCK, buffer, extremes
 
 _INFINITY, _SIGN = 0x7F80, 0x8000
 
@@ -143,10 +144,7 @@ def sketch(x: Array) -> Sketch:
     found = Sketch(np.zeros(65536, np.int64))
     if flat.size == 0 or flat.dtype.kind == "c":
         return found
-    counts = np.zeros(65536, np.int64)
-    for start in range(0, flat.size, _AT_ONCE):
-        part = flat[start : start + _AT_ONCE]
-        counts += np.bincount(keys_of_float32(_as_float32(part)), minlength=65536)
+    counts = counts_by_key(flat)
     infinite = int(counts[_INFINITY]), int(counts[_INFINITY | _SIGN])
     found.nan = int(counts[_INFINITY + 1 : _SIGN].sum() + counts[(_INFINITY | _SIGN) + 1 :].sum())
     if any(infinite):  # some NaN have the upper bits of an infinity
@@ -161,11 +159,19 @@ def sketch(x: Array) -> Sketch:
     found.counts = counts
     finite = flat if not (found.nan or any(infinite)) else flat[np.isfinite(flat)]
     if finite.size:
-        found.low, found.high = float(np.minimum.reduce(finite)) + 0.0, float(np.maximum.reduce(finite)) + 0.0
+        found.low, found.high = extremes(finite)
     return found
 
 
-_AT_ONCE = 2**20
+def counts_by_key(flat: NDArray[Any]) -> NDArray[np.int64]:
+    """How many numbers of a vector have each of the 65536 combinations of upper bits, as float32."""
+    counts = np.zeros(65536, np.int64)
+    for start in range(0, flat.size, BLOCK):
+        keys = keys_of_float32(_as_float32(flat[start : start + BLOCK]))
+        numbers = buffer(len(keys), 0).view(np.int64)  # what bincount would else make anew
+        np.copyto(numbers, keys)
+        counts += np.bincount(numbers, minlength=65536)
+    return counts
 
 
 def _as_float32(part: NDArray[Any]) -> NDArray[np.float32]:

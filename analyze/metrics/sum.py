@@ -54,10 +54,13 @@ class Sum(Subscriber):
 
     Notes
     -----
+    *Formula*: :math:`\sum_i x_i`.
+    *Cost*: one pass over the data, which mean, sum, variance and norms that are asked together share.
     *Invariant to* the order and shape of the elements; scales with the data.
     *Edge values*: 0 for empty data, NaN for complex data and where NaN occurs. Never raises during a replay.
-    *Numerics*: float64 sums over blocks, error about 1e-15 of the sum of :math:`|x|`.
-    *Source*: ikkuna's ``SumSubscriber``.
+    *Numerics*: float64 sums over rows of 2048 elements, error about 1e-15 of the sum of :math:`|x|`.
+    *Source*: the sum.
+    *Formerly*: ikkuna's ``SumSubscriber``.
 
     Examples
     --------

@@ -78,12 +78,16 @@ class Variance(Subscriber):
 
     Notes
     -----
+    *Formula*: :math:`\frac1{n-\mathrm{ddof}} \sum_i |x_i-\bar x|^2`.
+    *Cost*: one pass over the data, which mean, sum, variance and norms that are asked together share.
     *Invariant to* the order and shape of the elements and to adding a constant; scales with the square of the data.
     *Edge values*: NaN for data with no more than `ddof` elements, and where NaN or infinity occurs. Never raises
     during a replay.
-    *Numerics*: deviations from each block's own mean, merged in float64, so an offset of 1e8 does no harm.
+    *Numerics*: float64 sums over rows of 2048 elements, about each row's own mean where that is large; so an offset of
+    1e8 does no harm.
     *Source*: Chan, Golub, LeVeque, "Algorithms for computing the sample variance", The American Statistician 37 (1983),
-    eq. 2.1; ikkuna's ``VarianceSubscriber``.
+    eq. 2.1.
+    *Formerly*: ikkuna's ``VarianceSubscriber``; monitorch's running variance (which has ddof 0).
 
     Examples
     --------
