@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import analyze
 from analyze.invariances import INVARIANCES
 from analyze.metrics import moments as moments_module
-from analyze.metrics.moments import BLOCK, NEEDS, ROW, Moments, Need, derive, moments, moments_of_channels
+from analyze.metrics.moments import BLOCK, NEEDS, ROW, Moments, derive, has, moments, moments_of_channels, needs_of
 from analyze.metrics.sketch import Sketch, sketch
 from analyze.metrics.statistics import channel_axis
 from tracer import Collect, MessageBus, MessageError, ModuleMessage
@@ -207,6 +207,13 @@ def test_what_else_is_asked_changes_no_bit(x: torch.Tensor) -> None:
     assert (analyze.variance(x) == together.variance) or together.count == 1
     for order in (1, 2, INF, 3):
         assert analyze.norm(x, order) == together[f"norm{order:g}"]
+
+
+def test_norms_take_no_second_moments() -> None:
+    """What a norm needs is less than what a variance needs, and a variance has what a norm needs."""
+    assert has(NEEDS["variance"], NEEDS["norm2"])
+    assert not has(NEEDS["norm2"], NEEDS["variance"])
+    assert all(has(NEEDS[name], NEEDS["std"]) for name in ("variance", "skewness", "kurtosis"))
 
 
 def test_layouts_and_threads_change_no_bit() -> None:
@@ -399,9 +406,7 @@ def test_moments_of_parts_merge_to_those_of_the_whole(sizes: list[int], seed: in
     """However data is cut, and in whatever order the parts are merged, the whole comes out, to 1e-12."""
     generator = np.random.default_rng(seed)
     parts = [(generator.standard_normal(size) + 3) * scale for size in sizes]
-    need = Need(0)
-    for one in NEEDS.values():
-        need |= one
+    need = needs_of(NEEDS)
     whole = moments(np.concatenate(parts), need)
     found = [moments(part, need) for part in parts]
     for order in itertools.islice(itertools.permutations(found), 6):
@@ -431,7 +436,7 @@ def test_single_statistics_share_a_pass(monkeypatch: pytest.MonkeyPatch) -> None
     passes: list[int] = []
     original = moments_module.moments
 
-    def counted(x: Any, need: Need) -> Moments:
+    def counted(x: Any, need: int) -> Moments:
         passes.append(x.size)
         return original(x, need)
 

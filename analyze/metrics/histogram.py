@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import Array, as_array, as_float64, subscription_to
+from analyze.metrics.inputs import Array, as_array, subscription_to
+from analyze.metrics.moments import BLOCK, extremes
 from analyze.metrics.sketch import sketch
 from analyze.metrics.statistics import statistics
 from tracer.errors import MessageError
@@ -71,9 +72,10 @@ def histogram(
         found = sketch(array)
         size, ends = found.finite, (found.low, found.high)
     else:
-        values = as_float64(array).reshape(-1)
-        values = values[np.isfinite(values)]
-        size, ends = values.size, (float(values.min()), float(values.max())) if values.size else (math.nan, math.nan)
+        values = array.reshape(-1)
+        if values.size and not all(map(math.isfinite, extremes(values))):
+            values = values[np.isfinite(values)]
+        size, ends = values.size, extremes(values) if values.size else (math.nan, math.nan)
     if size == 0 and (low is None or high is None):
         return nothing
     least = float(low) if low is not None else ends[0]
@@ -87,13 +89,21 @@ def histogram(
         edges[-1] = greatest
         return Counts(found.histogram(edges), edges)
     if not math.isfinite(greatest - least):  # the width of the range is beyond float64: count quarters instead
-        quarter = histogram(values / 4, bins, least / 4, greatest / 4)
+        quarter = _counted(values, np.linspace(least / 4, greatest / 4, bins + 1), 4.0)
         return Counts(quarter.counts, quarter.edges * 4)
-    try:
-        counted, edges = np.histogram(values, bins, (least, greatest))
-    except ValueError:  # the range holds fewer numbers than bins: some bins are empty intervals
-        counted, edges = np.histogram(values, np.linspace(least, greatest, bins + 1))
-    return Counts(counted.astype(np.int64), edges.astype(np.float64))
+    return _counted(values, np.linspace(least, greatest, bins + 1), 1.0)
+
+
+def _counted(values: NDArray[Any], edges: NDArray[np.float64], divisor: float) -> Counts:
+    """How many of the numbers, divided by a power of two, lie in each bin; block by block, as float64."""
+    counts = np.zeros(len(edges) - 1, np.int64)
+    for start in range(0, values.size, BLOCK):
+        block = values[start : start + BLOCK].astype(np.float64) / divisor
+        try:
+            counts += np.histogram(block, len(counts), (edges[0], edges[-1]))[0]
+        except ValueError:  # the range holds fewer numbers than bins: some bins are empty intervals
+            counts += np.histogram(block, edges)[0]
+    return Counts(counts, edges)
 
 
 def _check(bins: object, low: Any, high: Any, method: object) -> None:
