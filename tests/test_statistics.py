@@ -314,6 +314,8 @@ def test_wrong_wishes(wrong: dict[str, Any], sentence: str) -> None:
         ((3, 5, 64, 65), -3),
         ((2, 7, 6), 2),
         ((1, BLOCK + 3), 1),
+        ((BLOCK // ROW + 2, ROW + 5), 0),
+        ((300 * ROW, 1), 1),
         ((4, 0), 0),
         ((0, 4), 1),
     ],

@@ -204,16 +204,32 @@ def moments_of_channels(x: Array, need: int, axis: int) -> Moments:
     """Of each of the slices of an array along an axis."""
     array = as_array(x)
     outer, channels, inner = _split(array.shape, axis)
-    tables = []
+    view, wide = array.reshape(outer, channels, inner), _is_wide(array)
+    if array.size == 0:
+        return Moments.empty(need, channels)
+    # so many channels, entries and elements of each at once that each channel has a row, and all together a block
+    elements = min(inner, ROW)
+    entries = min(outer, ROW // elements)
+    together = min(channels, BLOCK // (elements * entries))
+    groups = []
     with np.errstate(all="ignore"):
-        for chunk in _chunks_of_channels(array.reshape(outer, channels, inner)):
-            size = chunk.shape[0] * chunk.shape[2]
-            values = buffer(channels * size, 0)
-            # the channels come first, each with its elements in logical order
-            rows = values.reshape(channels, chunk.shape[0], chunk.shape[2])
-            np.copyto(rows, chunk.transpose(1, 0, 2), casting="unsafe")
-            tables.append(_of_rows(values.reshape(channels, size), need, wide=_is_wide(array)))
-        return Moments(need, _united(np.stack(tables))) if tables else Moments.empty(need, channels)
+        for first in range(0, channels, together):
+            tables: list[_Table] = []
+            for start in range(0, outer, entries):
+                for begin in range(0, inner, elements):
+                    chunk = view[start : start + entries, first : first + together, begin : begin + elements]
+                    chunk = chunk.transpose(1, 0, 2)  # the channels first, each with its elements in logical order
+                    rows = buffer(chunk.size, 0)
+                    np.copyto(rows.reshape(chunk.shape), chunk, casting="unsafe")
+                    tables.append(_of_rows(rows.reshape(len(chunk), -1), need, wide=wide))
+                    if len(tables) == _AT_ONCE:
+                        tables = [_united(np.stack(tables))]
+            groups.append(_united(np.stack(tables)))
+        return Moments(need, np.concatenate(groups, axis=1))
+
+
+_AT_ONCE = 256
+"""So many tables of a channel are united at a time, so that memory does not grow with the data."""
 
 
 def moments_of_tensors(x_tn: NDArray[Any], need: int, *, single: bool = False) -> Moments:
@@ -313,15 +329,16 @@ _SMALL, _LARGE = 1e-15, 1e15
 
 def _single_sums(rows: NDArray[np.float32], need: int, table: _Table) -> None:
     """The same sums, over short pieces in float32."""
-    size = rows.shape[1]
-    even = size // SHORT * SHORT
-    pieces = rows[:, :even].reshape(len(rows), -1, SHORT), rows[:, None, even:]
-    ones = _ONES_OF_32_BITS[:SHORT], _ONES_OF_32_BITS[: size - even]
-    for piece, one in zip(pieces, ones, strict=True):
-        table[TOTAL] += np.add.reduce(_dots(piece, one), axis=1, dtype=np.float64)
+    even = rows.shape[1] // SHORT * SHORT
+    for piece in (rows[:, :even].reshape(len(rows), -1, SHORT), rows[:, None, even:]):
+        if not piece.size:
+            continue
+        ones = _ONES_OF_32_BITS[: piece.shape[2]]
+        if need & Need.TOTAL:
+            table[TOTAL] += np.add.reduce(_dots(piece, ones), axis=1, dtype=np.float64)
         table[SQUARES] += np.add.reduce(_dots(piece, piece), axis=1, dtype=np.float64)
         if need & Need.ABSOLUTE:
-            table[ABSOLUTE] += np.add.reduce(_dots(np.abs(piece), one), axis=1, dtype=np.float64)
+            table[ABSOLUTE] += np.add.reduce(_dots(np.abs(piece), ones), axis=1, dtype=np.float64)
 
 
 _CANCELLED = 64.0, 4.0
@@ -403,18 +420,6 @@ def _split(shape: tuple[int, ...], axis: int) -> tuple[int, int, int]:
         raise MessageError(f"an array of shape {shape} has no axis {axis}")
     axis %= len(shape)
     return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
-
-
-def _chunks_of_channels(view: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    """Parts of an array (outer, channels, inner), along its outer and if need be its inner axis, of about a block."""
-    outer, channels, inner = view.shape
-    if view.size == 0:
-        return
-    at_once = max(1, min(inner, ROW, BLOCK // channels))
-    together = max(1, min(ROW, BLOCK // channels) // inner) if at_once == inner else 1
-    for start in range(0, outer, together):
-        for begin in range(0, inner, at_once):
-            yield view[start : start + together, :, begin : begin + at_once]
 
 
 class _Memory(threading.local):
