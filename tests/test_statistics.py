@@ -216,6 +216,34 @@ def test_norms_take_no_second_moments() -> None:
     assert all(has(NEEDS[name], NEEDS["std"]) for name in ("variance", "skewness", "kurtosis"))
 
 
+@pytest.mark.parametrize("precision", ["double", "single"])
+@pytest.mark.parametrize("size", [7, ROW, 3 * ROW + 5])
+def test_data_is_left_alone(size: int, precision: Any) -> None:
+    """No statistic writes into the data, of whatever size and dtype; data that cannot be written to is as good."""
+    for dtype in (np.float32, np.float64):
+        x = (of(size).numpy() + 5).astype(dtype)
+        before = x.copy()
+        once = analyze.statistics(x, EVERYTHING, precision=precision)
+        per_channel = analyze.statistics(x.reshape(1, -1), EVERYTHING, per="channel")
+        sketch(x), analyze.quantiles(x), analyze.histogram(x), analyze.histogram(x, method="sketch")
+        np.testing.assert_array_equal(x, before)
+        x.flags.writeable = False
+        assert analyze.statistics(x, EVERYTHING, precision=precision) == once
+        assert per_channel.max[0] == once.max
+        assert analyze.statistics(x[::-1], "max+min") == {"max": once.max, "min": once.min}
+        assert analyze.statistics(x.astype(x.dtype.newbyteorder()), EVERYTHING) == analyze.statistics(x, EVERYTHING)
+
+
+def test_without_vecdot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where NumPy has no vecdot, einsum stands in for it."""
+    x = of(3 * ROW + 5) + 3
+    once = analyze.statistics(x, EVERYTHING)
+    once_single = analyze.statistics(x, precision="single")
+    monkeypatch.setattr(moments_module, "_dots", moments_module._einsum_dots)
+    assert analyze.statistics(x, EVERYTHING) == pytest.approx(once, rel=1e-12)
+    assert analyze.statistics(x, precision="single") == pytest.approx(once_single, rel=1e-5)
+
+
 def test_layouts_and_threads_change_no_bit() -> None:
     """The same elements in another memory layout, or with more threads, give the same bits."""
     x = of(8, 16, 32, 33)

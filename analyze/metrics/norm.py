@@ -125,7 +125,7 @@ class Norm(Subscriber):
     -----
     *Formula*: :math:`(\sum_i |x_i|^p)^{1/p}`; for p = inf, :math:`\max_i |x_i|`.
     *Cost*: for p = 1, 2 and inf one pass over the data, which mean, sum, variance and norms that are asked together
-    share; for other p about twenty times as much.
+    share; for other p about ten times as much.
     *Invariant to* the order, shape and signs of the elements; scales with the data.
     *Edge values*: 0 for empty data; NaN where NaN occurs, else infinity where infinity occurs. Never raises during a
     replay.
