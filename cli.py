@@ -1243,7 +1243,8 @@ def _without_formulas(summary: str) -> str:
 @_trace_argument
 @click.option(
     "-s", "--subscriber", "specs", metavar="NAME[:key=value,...]", multiple=True, required=True,
-    help="Ask this metric; may be repeated. Also path/to/file.py:ClassName[:key=value,...].",
+    help="Ask this metric; may be repeated, with as=LABEL to tell two of one name apart. Also "
+    "path/to/file.py:ClassName[:key=value,...].",
 )  # fmt: skip
 @_filters
 @click.option("--out", metavar="FILE", help="Write the answers: .parquet, .csv, .jsonl, or as a trace: .zarr, .h5.")

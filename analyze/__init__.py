@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from analyze.metrics.accuracy import accuracy
     from analyze.metrics.activation_rate import ActivationRate, activation_rate
     from analyze.metrics.adam_moments import AdamMoments, adam_moments
+    from analyze.metrics.aggregate import Aggregate, aggregate
     from analyze.metrics.alpha import Alpha, alpha
     from analyze.metrics.churn import Churn, churn
     from analyze.metrics.classification_report import ClassificationReport, classification_report
     from analyze.metrics.descent_cosine import DescentCosine, descent_cosine
     from analyze.metrics.distance import Distance, distance
+    from analyze.metrics.ema import EMA, ema
     from analyze.metrics.forgetting import Forgetting, forgetting
     from analyze.metrics.freeze import Freeze, freeze
     from analyze.metrics.gradient_geometry import GradientGeometry, gradient_geometry
@@ -32,25 +34,34 @@ if TYPE_CHECKING:
     from analyze.metrics.norm import Norm, norm
     from analyze.metrics.path_length import PathLength, path_length
     from analyze.metrics.pooled_accuracy import TestAccuracy, test_accuracy
+    from analyze.metrics.quantiles import Quantiles, quantiles
     from analyze.metrics.ratio import Ratio, ratio
     from analyze.metrics.sample_norm import SampleNorm, sample_norm
     from analyze.metrics.spectral_norm import SpectralNorm, spectral_norm
+    from analyze.metrics.statistics import Statistics, statistics, statistics_of_tensors
     from analyze.metrics.sum import Sum, sum  # noqa: A004 - analyze.sum, as in numpy.sum
     from analyze.metrics.svcca import SVCCA, svcca
     from analyze.metrics.train_accuracy import TrainAccuracy, train_accuracy
     from analyze.metrics.variance import Variance, variance
+    from analyze.over_time import statistics_over_time
     from analyze.registry import describe, parse, subscribers
     from analyze.results import Results, analyze
 
-_OTHERS = {"accuracy": "metrics.accuracy", "analyze": "results", "Results": "results"} | dict.fromkeys(
-    ("describe", "parse", "subscribers"), "registry"
-)
+_OTHERS = {
+    "accuracy": "metrics.accuracy",
+    "analyze": "results",
+    "Results": "results",
+    "statistics_of_tensors": "metrics.statistics",
+    "statistics_over_time": "over_time",
+} | dict.fromkeys(("describe", "parse", "subscribers"), "registry")
 """Public name → its home, for the names that no registered metric brings."""
 
 __all__ = [
+    "EMA",
     "SVCCA",
     "ActivationRate",
     "AdamMoments",
+    "Aggregate",
     "Alpha",
     "Churn",
     "ClassificationReport",
@@ -67,10 +78,12 @@ __all__ = [
     "MessageMean",
     "Norm",
     "PathLength",
+    "Quantiles",
     "Ratio",
     "Results",
     "SampleNorm",
     "SpectralNorm",
+    "Statistics",
     "Sum",
     "TestAccuracy",
     "TrainAccuracy",
@@ -78,6 +91,7 @@ __all__ = [
     "accuracy",
     "activation_rate",
     "adam_moments",
+    "aggregate",
     "alpha",
     "analyze",
     "churn",
@@ -85,6 +99,7 @@ __all__ = [
     "descent_cosine",
     "describe",
     "distance",
+    "ema",
     "forgetting",
     "freeze",
     "gradient_geometry",
@@ -97,9 +112,13 @@ __all__ = [
     "norm",
     "parse",
     "path_length",
+    "quantiles",
     "ratio",
     "sample_norm",
     "spectral_norm",
+    "statistics",
+    "statistics_of_tensors",
+    "statistics_over_time",
     "subscribers",
     "sum",
     "svcca",

@@ -27,11 +27,13 @@ GROUP = "tracer.subscribers"
 BUILT_IN: Mapping[str, str] = {
     "activation_rate": "analyze.metrics.activation_rate:ActivationRate",
     "adam_moments": "analyze.metrics.adam_moments:AdamMoments",
+    "aggregate": "analyze.metrics.aggregate:Aggregate",
     "alpha": "analyze.metrics.alpha:Alpha",
     "churn": "analyze.metrics.churn:Churn",
     "classification_report": "analyze.metrics.classification_report:ClassificationReport",
     "descent_cosine": "analyze.metrics.descent_cosine:DescentCosine",
     "distance": "analyze.metrics.distance:Distance",
+    "ema": "analyze.metrics.ema:EMA",
     "forgetting": "analyze.metrics.forgetting:Forgetting",
     "freeze": "analyze.metrics.freeze:Freeze",
     "gradient_geometry": "analyze.metrics.gradient_geometry:GradientGeometry",
@@ -43,9 +45,11 @@ BUILT_IN: Mapping[str, str] = {
     "message_mean": "analyze.metrics.message_mean:MessageMean",
     "norm": "analyze.metrics.norm:Norm",
     "path_length": "analyze.metrics.path_length:PathLength",
+    "quantiles": "analyze.metrics.quantiles:Quantiles",
     "ratio": "analyze.metrics.ratio:Ratio",
     "sample_norm": "analyze.metrics.sample_norm:SampleNorm",
     "spectral_norm": "analyze.metrics.spectral_norm:SpectralNorm",
+    "statistics": "analyze.metrics.statistics:Statistics",
     "sum": "analyze.metrics.sum:Sum",
     "svcca": "analyze.metrics.svcca:SVCCA",
     "test_accuracy": "analyze.metrics.pooled_accuracy:TestAccuracy",
@@ -53,6 +57,9 @@ BUILT_IN: Mapping[str, str] = {
     "variance": "analyze.metrics.variance:Variance",
 }
 """Registry name → where the class is. A name here wins over an entry point of the same name."""
+
+_LABEL = "as"
+"""The parameter that every subscriber has; no constructor can have one of this name, which is a keyword of Python."""
 
 _IN_FILE = re.compile(r"(?P<path>.*\.py):(?P<name>[^\W\d]\w*)(?::(?P<options>.*))?", re.DOTALL)
 
@@ -108,7 +115,8 @@ def parse(text: str) -> Subscriber:
         The name is that of a registered subscriber, or ``path/to/file.py:ClassName``. Values are integers, numbers,
         ``true``,
         ``false``, ``none`` or words; ``a+b`` is the tuple of a and b. Where a parameter takes words, ``7`` is a word
-        too.
+        too. Every subscriber has the parameter ``as``, a label that is appended to the kinds of its answers, so that
+        two of one name can be asked at once: ``"svcca:lag=1"`` and ``"svcca:lag=5,as=lag5"``.
 
     Raises
     ------
@@ -122,6 +130,8 @@ def parse(text: str) -> Subscriber:
     >>> probe = parse("svcca:threshold=0.9,tag=probe,modules=conv*+fc*")
     >>> probe.produces, probe.threshold, probe.subscriptions[0].modules
     (('activations_svcca',), 0.9, ('conv*', 'fc*'))
+    >>> parse("svcca:lag=5,as=lag5").produces
+    ('activations_svcca_lag5',)
     """
     in_file = _IN_FILE.fullmatch(text)
     if in_file is not None:
@@ -137,14 +147,16 @@ def parse(text: str) -> Subscriber:
             raise MessageError(f"{option!r} in {text!r} is not of the form key=value")
         if key in given:
             raise MessageError(f"{text!r} gives {key} twice")
-        if key not in parameters and not _takes_any(cls):
+        if key not in parameters and key != _LABEL and not _takes_any(cls):
             raise MessageError(f"{name} has no parameter {key!r}; it has {', '.join(parameters) or 'none'}")
-        given[key] = _value(value, parameters.get(key), f"{name}'s {key}")
+        given[key] = value if key == _LABEL else _value(value, parameters.get(key), f"{name}'s {key}")
     missing = [key for key, one in parameters.items() if one.default is one.empty and key not in given]
     if missing:
         raise MessageError(f"{name} needs a value for {', '.join(missing)}; write {name}:{missing[0]}=VALUE")
+    label = given.pop(_LABEL, None)
     try:
-        return cls(**given)
+        made = cls(**given)
+        return made if label is None else made.labelled(label)
     except (TypeError, ValueError) as error:
         if isinstance(error, TracerError):
             raise

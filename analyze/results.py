@@ -629,6 +629,8 @@ def _new_file(path: PathLike, overwrite: bool) -> Iterator[Path]:
 def _for_tensorboard(results: Results, writer: Any) -> None:
     streams = {(stream.trace, stream.kind) for stream in results._streams}
     several = len(results.traces) > 1
+    # the edges of a histogram may have a label after them: weights_histogram_edges_fine
+    edges_of = {(trace, kind.replace("_edges", "", 1)): kind for trace, kind in streams if "_edges" in kind}
     counted: dict[tuple[Any, ...], torch.Tensor] = {}
     for position, message in enumerate(results.messages()):
         stream = results._streams[results._stream[position]]
@@ -642,8 +644,8 @@ def _for_tensorboard(results: Results, writer: Any) -> None:
         place = (stream.trace, stream.module, stream.tag, stream.leaf, message.call, message.global_step)
         if message.data is None:
             continue
-        if (stream.trace, f"{stream.kind}_edges") in streams:
-            counted[(*place, f"{stream.kind}_edges", name)] = message.data
+        if (stream.trace, stream.kind) in edges_of:
+            counted[(*place, edges_of[stream.trace, stream.kind], name)] = message.data
             continue
         waiting = next((key for key in counted if key[:-1] == (*place, stream.kind)), None)
         if waiting is not None:

@@ -264,9 +264,28 @@ def test_parse_values() -> None:
     assert [type(one).__name__ for one in registry.instances("mean")] == ["Mean"]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_every_subscriber_takes_a_label(name: str) -> None:
+    """With a label it answers the same in other kinds, so that two of one name can be asked on one bus."""
+    plain, labelled = registry.parse(name), registry.parse(f"{name}:as=other")
+    assert labelled.produces == tuple(f"{kind}_other" for kind in plain.produces)
+    bus, heard = MessageBus(), Collect(*plain.produces, *labelled.produces)
+    for kind in plain.needs - set(KINDS):
+        bus.register_topic(kind)
+    for receiver in (plain, labelled, heard):
+        bus.register(receiver)
+    for message in stream(sorted(plain.needs), tag_of(plain), steps=5):
+        bus.publish(message)
+    bus.finish()
+    for one, other in zip(plain.produces, labelled.produces, strict=True):
+        assert [said.data.tolist() for said in heard.of(one)] == [said.data.tolist() for said in heard.of(other)] != []
+
+
 @pytest.mark.parametrize(
     ("text", "error", "sentence"),
     [
+        ("svcca:as=", MessageError, "a label is a word"),
+        ("svcca:as=a,as=b", MessageError, "gives as twice"),
         ("spectral_nrom", UnknownNameError, "did you mean 'spectral_norm'"),
         ("", UnknownNameError, "no subscriber ''"),
         ("svcca:treshold=1", MessageError, "no parameter 'treshold'; it has kind, threshold, lag"),

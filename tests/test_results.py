@@ -431,8 +431,9 @@ def test_tensorboard(results: analyze.Results, tmp_path: Path, monkeypatch: pyte
     answers.add(message("loss_value", 0.5, 3, None))
     answers.add(message("activations_mean", 2.0, 4, "lstm", leaf="1", call=1, tag="probe"))
     answers.add(message("pair", [1.0, 2.0], 5))
-    for one in analyze.Histogram(bins=2).compute(message("weights", [0.0, 1.0, 4.0], 6)):
-        answers.add(one)
+    for histogram in (analyze.Histogram(bins=2), analyze.Histogram(bins=2).labelled("fine")):
+        for one in histogram.compute(message("weights", [0.0, 1.0, 4.0], 6)):
+            answers.add(one)
     answers.to_tensorboard(tmp_path)
     assert calls == [
         ("open", str(tmp_path)),
@@ -441,6 +442,7 @@ def test_tensorboard(results: analyze.Results, tmp_path: Path, monkeypatch: pyte
         ("pair/fc[0]", 1.0, 5),
         ("pair/fc[1]", 2.0, 5),
         ("weights_histogram/fc", 3, [2.0, 4.0], [2, 1], 6),
+        ("weights_histogram_fine/fc", 3, [2.0, 4.0], [2, 1], 6),
         ("close",),
     ]
 

@@ -107,6 +107,44 @@ def test_no_memory_by_default() -> None:
         one.load_state_dict({"seen": 3})
 
 
+def test_labels_are_appended_to_kinds() -> None:
+    """Two of one class stand on one bus once one has a label, whether or not its class takes kinds from `produces`."""
+
+    class Both(Subscriber):
+        def __init__(self) -> None:
+            super().__init__(Subscription("weights"), produces=("weights_a", "weights_b"))
+
+        def compute(self, message: Message) -> Iterator[Message]:
+            yield derived(message, "weights_a", torch.ones(1))
+            yield derived(message, self.produces[1], torch.zeros(1))
+
+        def conclude(self) -> Iterator[Message]:
+            yield of("weights_b", 9)
+
+    bus, heard = MessageBus(), Collect("weights_*")
+    bus.register(Both())
+    with pytest.raises(MessageError, match=r"both Both and Both produce weights_a; .* Both:as=LABEL .* weights_a_LAB"):
+        bus.register(Both())
+    labelled = Both()
+    assert labelled.labelled("x.1") is labelled
+    assert labelled.produces == ("weights_a_x.1", "weights_b_x.1")
+    bus.register(labelled)
+    bus.register(heard)
+    bus.publish(of("weights"))
+    bus.finish()
+    kinds = ["weights_a", "weights_b", "weights_a_x.1", "weights_b_x.1", "weights_b", "weights_b_x.1"]
+    assert [one.kind for one in heard] == kinds
+    with pytest.raises(MessageError, match="Both has a label already: it produces weights_a_x"):
+        labelled.labelled("y")
+    for wrong in ("", "a b", "a/b", 3):
+        with pytest.raises(MessageError, match="a label is a word of letters, digits"):
+            Both().labelled(wrong)  # type: ignore[arg-type]
+    clash = CallbackSubscriber("weights", print)
+    clash.produces = ("a", "a_b")
+    with pytest.raises(MessageError, match=r"without the label 'b' .* produces a_b: take another"):
+        clash.labelled("b")
+
+
 def test_malformed_subscribers_are_refused() -> None:
     """A subscriber needs a subscription, and a `compute`."""
     for wrong in ((), ["weights"], [None]):

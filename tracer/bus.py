@@ -150,7 +150,10 @@ class MessageBus:
         for kind in produces:
             for other in self._receivers:
                 if kind in getattr(other, "produces", ()):
-                    raise MessageError(f"both {describe(other)} and {describe(receiver)} produce {kind}")
+                    raise MessageError(
+                        f"both {describe(other)} and {describe(receiver)} produce {kind}; give one of them a label, "
+                        f"{describe(receiver)}:as=LABEL or in Python .labelled('LABEL'), and it produces {kind}_LABEL"
+                    )
         for kind in produces:
             self.register_topic(kind)
         self._receivers = (*self._receivers, receiver)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeAlias
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from tracer.bus import Receiver, describe
 from tracer.errors import MessageError
@@ -73,6 +75,45 @@ class Subscriber(ABC):
         if not self.subscriptions or not all(isinstance(one, Subscription) for one in self.subscriptions):
             raise MessageError(f"{type(self).__name__} needs at least one Subscription, not {subscriptions!r}")
         self.produces: tuple[str, ...] = (produces,) if isinstance(produces, str) else tuple(produces)
+        self._labels: dict[str, str] = {}
+
+    def labelled(self, label: str) -> Self:
+        """Append ``_{label}`` to the kinds of all its answers, so that two of one class can be asked at once.
+
+        On a command line, ``name:as=LABEL``.
+
+        Parameters
+        ----------
+        label : str
+            Letters, digits and ``_ . + -``.
+
+        Returns
+        -------
+        Subscriber
+            Itself.
+
+        Raises
+        ------
+        MessageError
+            If the label is no such word, makes a kind that it has already, or if there is a label already.
+
+        Examples
+        --------
+        >>> CallbackSubscriber("loss", print).labelled("printed").produces
+        ()
+        """
+        if not isinstance(label, str) or not re.fullmatch(r"[\w.+-]+", label):
+            raise MessageError(f"a label is a word of letters, digits and _ . + -, not {label!r}")
+        if self._labels:
+            raise MessageError(f"{describe(self)} has a label already: it produces {', '.join(self.produces)}")
+        labels = {kind: f"{kind}_{label}" for kind in self.produces}
+        taken = sorted(labels.keys() & labels.values())
+        if taken:
+            raise MessageError(
+                f"without the label {label!r} {describe(self)} produces {', '.join(taken)}: take another"
+            )
+        self._labels, self.produces = labels, tuple(labels.values())
+        return self
 
     @abstractmethod
     def compute(self, message_or_bundle: Any) -> Iterable[Message] | None:
@@ -133,17 +174,26 @@ class Subscriber(ABC):
         for subscription in self.subscriptions:
             if subscription.wants(message.kind, message.key, message.tag, message.step):
                 for taken in subscription.take(message):
-                    yield from self.compute(taken) or ()
+                    yield from self._as_labelled(self.compute(taken))
 
     def finish(self) -> Iterator[Message]:
         """Answer what the subscriptions still held back, then conclude."""
         for subscription in self.subscriptions:
             for taken in subscription.finish():
-                yield from self.compute(taken) or ()
-        yield from self.conclude()
+                yield from self._as_labelled(self.compute(taken))
+        yield from self._as_labelled(self.conclude())
 
     def close(self) -> None:
         """Let go of files and threads; most subscribers have none."""
+
+    def _as_labelled(self, answers: Iterable[Message] | None) -> Iterable[Message]:
+        """The same answers; of a class that does not take the kinds from `produces`, under those that it is to have."""
+        if not answers or not self._labels:
+            return answers or ()
+        return (
+            replace(answer, kind=self._labels[answer.kind]) if answer.kind in self._labels else answer
+            for answer in answers
+        )
 
 
 class CallbackSubscriber(Subscriber):

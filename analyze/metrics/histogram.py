@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import Array, as_array, as_float64, subscription_to
+from analyze.metrics.inputs import Array, as_array, subscription_to
+from analyze.metrics.moments import BLOCK, extremes
+from analyze.metrics.sketch import sketch
+from analyze.metrics.statistics import statistics
 from tracer.errors import MessageError
 from tracer.messages import DEFAULT_TAG, Message, derived
 from tracer.subscriber import Subscriber
@@ -23,7 +26,12 @@ class Counts(NamedTuple):
     edges: NDArray[np.float64]
 
 
-def histogram(x: Array, bins: int = 50, low: float | None = None, high: float | None = None) -> Counts:
+Method = Literal["exact", "sketch"]
+
+
+def histogram(
+    x: Array, bins: int = 50, low: float | None = None, high: float | None = None, method: Method = "exact"
+) -> Counts:
     """Count the elements in equal bins, each with its lower edge and without its upper, the last with both.
 
     Parameters
@@ -32,6 +40,9 @@ def histogram(x: Array, bins: int = 50, low: float | None = None, high: float | 
     bins : int
     low, high : float or None
         The range. None means the least and the greatest finite element (a half below and above it, if all are equal).
+    method : {"exact", "sketch"}
+        ``"sketch"`` counts by the upper 16 bits of each number and derives the bins from that, four times as fast: a
+        number within 0.8 % of an edge may be counted on its other side.
 
     Returns
     -------
@@ -43,7 +54,8 @@ def histogram(x: Array, bins: int = 50, low: float | None = None, high: float | 
     Raises
     ------
     MessageError
-        If `bins` is not a positive integer, or `low` and `high` are not finite numbers with low < high.
+        If `bins` is not a positive integer, `low` and `high` are not finite numbers with low < high, or `method` is
+        unknown.
 
     Examples
     --------
@@ -51,32 +63,52 @@ def histogram(x: Array, bins: int = 50, low: float | None = None, high: float | 
     >>> counts.tolist(), edges.tolist()
     ([3, 1], [0.0, 2.0, 4.0])
     """
-    _check(bins, low, high)
+    _check(bins, low, high, method)
     array = as_array(x)
     nothing = Counts(np.zeros(bins, dtype=np.int64), np.full(bins + 1, np.nan))
     if array.dtype.kind == "c":
         return nothing
-    values = as_float64(array).reshape(-1)
-    values = values[np.isfinite(values)]
-    if values.size == 0 and (low is None or high is None):
+    if method == "sketch":
+        found = sketch(array)
+        size, ends = found.finite, (found.low, found.high)
+    else:
+        values = array.reshape(-1)
+        if values.size and not all(map(math.isfinite, extremes(values))):
+            values = values[np.isfinite(values)]
+        size, ends = values.size, extremes(values) if values.size else (math.nan, math.nan)
+    if size == 0 and (low is None or high is None):
         return nothing
-    least = float(low) if low is not None else float(values.min())
-    greatest = float(high) if high is not None else float(values.max())
+    least = float(low) if low is not None else ends[0]
+    greatest = float(high) if high is not None else ends[1]
     if least > greatest:  # one end is given, and all elements lie beyond it
         return nothing
     if least == greatest:
         least, greatest = least - 0.5, greatest + 0.5
+    if method == "sketch":
+        edges = np.linspace(least / 4, greatest / 4, bins + 1) * 4  # the width of the range may be beyond float64
+        edges[-1] = greatest
+        return Counts(found.histogram(edges), edges)
     if not math.isfinite(greatest - least):  # the width of the range is beyond float64: count quarters instead
-        quarter = histogram(values / 4, bins, least / 4, greatest / 4)
+        quarter = _counted(values, np.linspace(least / 4, greatest / 4, bins + 1), 4.0)
         return Counts(quarter.counts, quarter.edges * 4)
-    try:
-        counted, edges = np.histogram(values, bins, (least, greatest))
-    except ValueError:  # the range holds fewer numbers than bins: some bins are empty intervals
-        counted, edges = np.histogram(values, np.linspace(least, greatest, bins + 1))
-    return Counts(counted.astype(np.int64), edges.astype(np.float64))
+    return _counted(values, np.linspace(least, greatest, bins + 1), 1.0)
 
 
-def _check(bins: object, low: Any, high: Any) -> None:
+def _counted(values: NDArray[Any], edges: NDArray[np.float64], divisor: float) -> Counts:
+    """How many of the numbers, divided by a power of two, lie in each bin; block by block, as float64."""
+    counts = np.zeros(len(edges) - 1, np.int64)
+    for start in range(0, values.size, BLOCK):
+        block = values[start : start + BLOCK].astype(np.float64) / divisor
+        try:
+            counts += np.histogram(block, len(counts), (edges[0], edges[-1]))[0]
+        except ValueError:  # the range holds fewer numbers than bins: some bins are empty intervals
+            counts += np.histogram(block, edges)[0]
+    return Counts(counts, edges)
+
+
+def _check(bins: object, low: Any, high: Any, method: object) -> None:
+    if method not in ("exact", "sketch"):
+        raise MessageError(f"method is 'exact' or 'sketch', not {method!r}")
     if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
         raise MessageError(f"the number of bins is a positive integer, not {bins!r}")
     for name, end in (("low", low), ("high", high)):
@@ -86,12 +118,16 @@ def _check(bins: object, low: Any, high: Any) -> None:
         raise MessageError(f"a histogram's low is below its high, but they are {low!r} and {high!r}")
 
 
+_DETAILS = ("zeros", "nan", "inf")
+
+
 @final
 class Histogram(Subscriber):
     r"""Histogram of each tensor of a kind: how many elements lie in each of `bins` equal bins.
 
     Answers, for each message, ``{kind}_histogram``: int64 counts of shape (bins,), and ``{kind}_histogram_edges``:
-    float64 of shape (bins + 1,), in the unit of the data.
+    float64 of shape (bins + 1,), in the unit of the data. With `details` also ``{kind}_histogram_zeros``, ``_nan`` and
+    ``_inf``: int64 scalars, how many elements are zero, NaN and infinite.
 
     Parameters
     ----------
@@ -101,22 +137,32 @@ class Histogram(Subscriber):
         How many.
     low, high : float or None
         The range; None means the least and the greatest finite element of each tensor.
+    method : {"exact", "sketch"}
+        ``"sketch"`` counts by the upper 16 bits of each number and derives the bins from that, four times as fast: a
+        number within 0.8 % of an edge may be counted on its other side.
+    details : bool
+        Whether to answer also how many elements are zero, NaN and infinite.
     tag, subsample, modules
         As in `tracer.Subscription`.
 
     Raises
     ------
     MessageError
-        If messages of this kind carry no data, `bins` is not a positive integer, or `low` and `high` are not finite
-        numbers with low < high.
+        If messages of this kind carry no data, `bins` is not a positive integer, `low` and `high` are not finite
+        numbers with low < high, or `method` is unknown.
 
     Notes
     -----
+    *Formula*: :math:`c_b` = how many i have :math:`e_b \le x_i < e_{b+1}`, with b+1 equal steps from low to high.
+    *Cost*: one pass; with ``method="sketch"`` about ten times as long as reading the data.
     *Invariant to* the order and shape of the elements; without a given range the counts are also invariant to scale
     and shift, up to rounding at the edges.
     *Edge values*: elements that are not finite, or out of a given range, are not counted. Data of which nothing is
     left gives zeros and NaN edges. Never raises during a replay.
-    *Source*: ``numpy.histogram`` (equal bins; the last includes its upper edge); ikkuna's ``HistogramSubscriber``.
+    *Numerics*: exact counts, those of ``numpy.histogram``; by ``"sketch"`` bins are moved by 0.8 % of their edge at
+    most, and the counts of zeros, NaN and infinities are exact.
+    *Source*: ``numpy.histogram`` (equal bins; the last includes its upper edge).
+    *Formerly*: ikkuna's ``HistogramSubscriber``; cockpit's ``GradHist1d`` (low=-2, high=2, bins=100).
 
     Examples
     --------
@@ -129,6 +175,8 @@ class Histogram(Subscriber):
     """
 
     name = "histogram"
+    scope = "message"
+    invariances = ("order",)
 
     def __init__(
         self,
@@ -137,19 +185,24 @@ class Histogram(Subscriber):
         bins: int = 50,
         low: float | None = None,
         high: float | None = None,
+        method: Method = "exact",
+        details: bool = False,
         tag: str | None = DEFAULT_TAG,
         subsample: int = 1,
         modules: str | Iterable[str] | None = None,
     ) -> None:
-        _check(bins, low, high)
-        super().__init__(
-            subscription_to(kind, tag, subsample, modules), produces=(f"{kind}_histogram", f"{kind}_histogram_edges")
-        )
-        self.bins, self.low, self.high = bins, low, high
+        _check(bins, low, high, method)
+        produces = [f"{kind}_histogram{suffix}" for suffix in ("", "_edges", *(f"_{name}" for name in _DETAILS))]
+        super().__init__(subscription_to(kind, tag, subsample, modules), produces if details else produces[:2])
+        self.bins, self.low, self.high, self.method, self.details = bins, low, high, method, details
 
     def compute(self, message_or_bundle: Message) -> Iterator[Message]:
         """Answer one message with its counts and edges."""
         message = message_or_bundle
-        found = histogram(as_array(message.data), self.bins, self.low, self.high)
+        array = as_array(message.data)
+        found = histogram(array, self.bins, self.low, self.high, self.method)
         yield derived(message, self.produces[0], torch.from_numpy(found.counts))
         yield derived(message, self.produces[1], torch.from_numpy(found.edges))
+        if self.details:
+            for kind, count in zip(self.produces[2:], statistics(array, _DETAILS).values(), strict=True):
+                yield derived(message, kind, torch.tensor(int(count)))

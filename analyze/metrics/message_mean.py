@@ -1,4 +1,4 @@
-"""The mean of a number over all modules that published it in one step."""
+"""The mean, or another statistic, of a number over all modules that published it in one step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
 from analyze.metrics.inputs import answer, as_array, subscription_to
+from analyze.metrics.reducers import Reducer, check_reductions
 from tracer.errors import MessageError
 from tracer.messages import DEFAULT_TAG, Message, NetworkMessage
 from tracer.subscriber import Subscriber
@@ -53,31 +54,39 @@ class _Step:
 
 @final
 class MessageMean(Subscriber):
-    r"""Mean of a published number over the modules of one step: :math:`\frac1L \sum_l x_l`.
+    r"""Mean, or another statistic, of a published number over the modules of one step: :math:`\frac1L \sum_l x_l`.
 
-    Answers ``{kind}_message_mean``: a float64 scalar, in the unit of the numbers, for the whole network, for each tag
-    and global step, as soon as a later step of that tag begins or the run ends. It takes what other subscribers
-    answer, so
-    ``Ratio()`` and ``MessageMean()`` together give the mean update/weight ratio of the network.
+    Answers ``{kind}_message_mean`` (``_message_max`` and so on for other statistics): a float64 scalar, in the unit of
+    the numbers, for the whole network, for each tag and global step, as soon as a later step of that tag begins or the
+    run ends. It takes what other subscribers answer, so ``Ratio()`` and ``MessageMean()`` together give the mean
+    update/weight ratio of the network.
 
     Parameters
     ----------
     kind : str
         A kind whose messages carry one number each.
+    which : str or iterable of str
+        What is answered of the numbers: ``mean``, ``std``, ``min``, ``median``, ``q0.75`` and the others of
+        `Aggregate`. Written ``mean+max``.
     tag, subsample, modules
         As in `tracer.Subscription`.
 
     Raises
     ------
     MessageError
-        If messages of this kind carry no data; in a replay, if one carries more or less than one number.
+        If messages of this kind carry no data, or a reduction is unknown; in a replay, if a message carries more or
+        less than one number.
 
     Notes
     -----
+    *Formula*: :math:`\frac1L \sum_l x_l` over the L modules that answered in the step; else as `Aggregate`.
+    *Cost*: microseconds a step.
     *Invariant to* the order of the modules (the sum is exact); scales and shifts with the numbers.
     *Edge values*: NaN if one of the numbers is NaN.
     *Memory*: the numbers of the step that is going on, for each tag; part of `state_dict`.
+    *Numerics*: the mean is correctly rounded; quantiles are exact.
     *Source*: ikkuna's ``MessageMeanSubscriber``.
+    *Formerly*: ikkuna's ``MessageMeanSubscriber``; monitorch's aggregations over layers.
 
     Examples
     --------
@@ -92,16 +101,22 @@ class MessageMean(Subscriber):
     """
 
     name = "message_mean"
+    scope = "step"
 
     def __init__(
         self,
         kind: str = "weight_updates_weights_ratio",
         *,
+        which: str | Iterable[str] = "mean",
         tag: str | None = DEFAULT_TAG,
         subsample: int = 1,
         modules: str | Iterable[str] | None = None,
     ) -> None:
-        super().__init__(subscription_to(kind, tag, subsample, modules), produces=f"{kind}_message_mean")
+        names = check_reductions(which)
+        super().__init__(
+            subscription_to(kind, tag, subsample, modules), produces=[f"{kind}_message_{name}" for name in names]
+        )
+        self.which = names
         self._steps: dict[str, _Step] = {}
 
     def compute(self, message_or_bundle: Message) -> Iterator[Message]:
@@ -115,7 +130,7 @@ class MessageMean(Subscriber):
             )
         now = self._steps.get(message.tag)
         if now is not None and now.global_step != message.global_step:
-            yield self._answer(message.tag, now)
+            yield from self._answers(message.tag, now)
             now = None
         if now is None:
             now = self._steps[message.tag] = _Step(message.global_step, message.train_step, message.epoch)
@@ -125,7 +140,7 @@ class MessageMean(Subscriber):
         """Answer with the mean of the last step of each tag."""
         steps, self._steps = self._steps, {}
         for tag, last in steps.items():
-            yield self._answer(tag, last)
+            yield from self._answers(tag, last)
 
     def state_dict(self) -> dict[str, Any]:
         """The numbers of the steps that are going on, by tag."""
@@ -135,12 +150,18 @@ class MessageMean(Subscriber):
         """Go on where another stopped."""
         self._steps = {tag: _Step(**{**now, "values": list(now["values"])}) for tag, now in state["steps"].items()}
 
-    def _answer(self, tag: str, over: _Step) -> Message:
-        return NetworkMessage(
-            kind=self.produces[0],
-            global_step=over.global_step,
-            train_step=over.train_step,
-            epoch=over.epoch,
-            tag=tag,
-            data=answer(message_mean(over.values)),
-        )
+    def _answers(self, tag: str, over: _Step) -> Iterator[Message]:
+        reducer = Reducer()
+        reducer.add(over.values)
+        found = reducer.answer(self.which)
+        if "mean" in found:
+            found["mean"] = message_mean(over.values)
+        for kind, value in zip(self.produces, found.values(), strict=True):
+            yield NetworkMessage(
+                kind=kind,
+                global_step=over.global_step,
+                train_step=over.train_step,
+                epoch=over.epoch,
+                tag=tag,
+                data=answer(value),
+            )

@@ -8,7 +8,7 @@ from typing import final
 import numpy as np
 
 from analyze.metrics.inputs import Array, answer, as_array, blocks, subscription_to
-from tracer.errors import MessageError
+from analyze.metrics.moments import NEEDS, check_ddof, derive, moments, shared
 from tracer.messages import DEFAULT_TAG, Message, derived
 from tracer.subscriber import Subscriber
 
@@ -38,10 +38,13 @@ def variance(x: Array, ddof: int = 1) -> float:
     >>> variance([[1, 2], [3, 6]], ddof=0), variance([1.0])
     (3.5, nan)
     """
-    _check_ddof(ddof)
+    check_ddof(ddof)
+    array = as_array(x)
+    if array.dtype.kind != "c":
+        return float(derive(moments(array, NEEDS["variance"]), ("variance",), ddof)["variance"][0])
     count, centre, squares = 0, 0.0, 0.0
     with np.errstate(invalid="ignore", over="ignore"):
-        for block in blocks(x):
+        for block in blocks(array):
             mean = block.mean()
             deviation = block - mean
             # the rounding of the mean leaves a sum of deviations, which is taken back (Chan, Golub, LeVeque 1983)
@@ -51,11 +54,6 @@ def variance(x: Array, ddof: int = 1) -> float:
             centre = centre + (mean - centre) * (block.size / total)
             count = total
     return float(max(squares, 0.0) / (count - ddof)) if count > ddof and not np.isnan(squares) else float("nan")
-
-
-def _check_ddof(ddof: object) -> None:
-    if isinstance(ddof, bool) or not isinstance(ddof, int) or ddof < 0:
-        raise MessageError(f"ddof is an integer from 0 on, not {ddof!r}")
 
 
 @final
@@ -80,12 +78,16 @@ class Variance(Subscriber):
 
     Notes
     -----
+    *Formula*: :math:`\frac1{n-\mathrm{ddof}} \sum_i |x_i-\bar x|^2`.
+    *Cost*: one pass over the data, which mean, sum, variance and norms that are asked together share.
     *Invariant to* the order and shape of the elements and to adding a constant; scales with the square of the data.
     *Edge values*: NaN for data with no more than `ddof` elements, and where NaN or infinity occurs. Never raises
     during a replay.
-    *Numerics*: deviations from each block's own mean, merged in float64, so an offset of 1e8 does no harm.
+    *Numerics*: float64 sums over rows of 2048 elements, about each row's own mean where that is large; so an offset of
+    1e8 does no harm.
     *Source*: Chan, Golub, LeVeque, "Algorithms for computing the sample variance", The American Statistician 37 (1983),
-    eq. 2.1; ikkuna's ``VarianceSubscriber``.
+    eq. 2.1.
+    *Formerly*: ikkuna's ``VarianceSubscriber``; monitorch's running variance (which has ddof 0).
 
     Examples
     --------
@@ -98,6 +100,9 @@ class Variance(Subscriber):
     """
 
     name = "variance"
+    scope = "message"
+    version = 2
+    invariances = ("order", "shift", "sign")
 
     def __init__(
         self,
@@ -109,10 +114,15 @@ class Variance(Subscriber):
         modules: str | Iterable[str] | None = None,
     ) -> None:
         super().__init__(subscription_to(kind, tag, subsample, modules), produces=f"{kind}_variance")
-        _check_ddof(ddof)
+        check_ddof(ddof)
         self.ddof = ddof
 
     def compute(self, message_or_bundle: Message) -> Iterator[Message]:
         """Answer one message with its variance."""
         message = message_or_bundle
-        yield derived(message, self.produces[0], answer(variance(as_array(message.data), self.ddof)))
+        data = message.data
+        if data is not None and data.is_complex():
+            value = variance(as_array(data), self.ddof)
+        else:
+            value = shared(message, "variance", self.ddof)
+        yield derived(message, self.produces[0], answer(value))
