@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from analyze.metrics.accuracy import accuracy
+    from analyze.metrics.cca import CCA, PWCCA, R2CCA, cca, pwcca, r2_cca
+    from analyze.metrics.cka import CKA, cka
     from analyze.metrics.histogram import Histogram, histogram
     from analyze.metrics.loss import Loss, loss
     from analyze.metrics.mean import Mean, mean
     from analyze.metrics.message_mean import MessageMean, message_mean
     from analyze.metrics.norm import Norm, norm
     from analyze.metrics.pooled_accuracy import TestAccuracy, test_accuracy
+    from analyze.metrics.procrustes import Angular, Procrustes, angular, procrustes
     from analyze.metrics.ratio import Ratio, ratio
     from analyze.metrics.spectral_norm import SpectralNorm, spectral_norm
     from analyze.metrics.sum import Sum, sum  # noqa: A004 - analyze.sum, as in numpy.sum
@@ -34,12 +37,18 @@ _OTHERS = {"accuracy": "metrics.accuracy", "analyze": "results", "Results": "res
 """Public name → its home, for the names that no registered metric brings."""
 
 __all__ = [
+    "CCA",
+    "CKA",
+    "PWCCA",
+    "R2CCA",
     "SVCCA",
+    "Angular",
     "Histogram",
     "Loss",
     "Mean",
     "MessageMean",
     "Norm",
+    "Procrustes",
     "Ratio",
     "Results",
     "SpectralNorm",
@@ -49,6 +58,9 @@ __all__ = [
     "Variance",
     "accuracy",
     "analyze",
+    "angular",
+    "cca",
+    "cka",
     "describe",
     "histogram",
     "loss",
@@ -56,6 +68,9 @@ __all__ = [
     "message_mean",
     "norm",
     "parse",
+    "procrustes",
+    "pwcca",
+    "r2_cca",
     "ratio",
     "spectral_norm",
     "subscribers",

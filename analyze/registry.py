@@ -25,11 +25,17 @@ GROUP = "tracer.subscribers"
 """The group of entry points under which other packages name their subscribers."""
 
 BUILT_IN: Mapping[str, str] = {
+    "angular": "analyze.metrics.procrustes:Angular",
+    "cca": "analyze.metrics.cca:CCA",
+    "cka": "analyze.metrics.cka:CKA",
     "histogram": "analyze.metrics.histogram:Histogram",
     "loss": "analyze.metrics.loss:Loss",
     "mean": "analyze.metrics.mean:Mean",
     "message_mean": "analyze.metrics.message_mean:MessageMean",
     "norm": "analyze.metrics.norm:Norm",
+    "procrustes": "analyze.metrics.procrustes:Procrustes",
+    "pwcca": "analyze.metrics.cca:PWCCA",
+    "r2_cca": "analyze.metrics.cca:R2CCA",
     "ratio": "analyze.metrics.ratio:Ratio",
     "spectral_norm": "analyze.metrics.spectral_norm:SpectralNorm",
     "sum": "analyze.metrics.sum:Sum",
@@ -106,8 +112,8 @@ def parse(text: str) -> Subscriber:
     Examples
     --------
     >>> probe = parse("svcca:threshold=0.9,tag=probe,modules=conv*+fc*")
-    >>> probe.produces, probe.threshold, probe.subscriptions[0].modules
-    (('activations_svcca',), 0.9, ('conv*', 'fc*'))
+    >>> probe.produces[0], probe.threshold, probe.subscriptions[0].modules
+    ('activations_svcca', 0.9, ('conv*', 'fc*'))
     """
     in_file = _IN_FILE.fullmatch(text)
     if in_file is not None:
