@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from analyze.compare import compare
     from analyze.metrics.accuracy import accuracy
     from analyze.metrics.cca import CCA, PWCCA, R2CCA, cca, pwcca, r2_cca
     from analyze.metrics.cka import CKA, cka
@@ -28,12 +29,17 @@ if TYPE_CHECKING:
     from analyze.metrics.svcca import SVCCA, svcca
     from analyze.metrics.train_accuracy import TrainAccuracy, train_accuracy
     from analyze.metrics.variance import Variance, variance
+    from analyze.pairs import pairs
     from analyze.registry import describe, parse, subscribers
     from analyze.results import Results, analyze
 
-_OTHERS = {"accuracy": "metrics.accuracy", "analyze": "results", "Results": "results"} | dict.fromkeys(
-    ("describe", "parse", "subscribers"), "registry"
-)
+_OTHERS = {
+    "accuracy": "metrics.accuracy",
+    "analyze": "results",
+    "compare": "compare",
+    "pairs": "pairs",
+    "Results": "results",
+} | dict.fromkeys(("describe", "parse", "subscribers"), "registry")
 """Public name → its home, for the names that no registered metric brings."""
 
 __all__ = [
@@ -61,12 +67,14 @@ __all__ = [
     "angular",
     "cca",
     "cka",
+    "compare",
     "describe",
     "histogram",
     "loss",
     "mean",
     "message_mean",
     "norm",
+    "pairs",
     "parse",
     "procrustes",
     "pwcca",

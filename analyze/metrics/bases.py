@@ -111,7 +111,7 @@ def leading(scatter_dd: NDArray[np.float64], threshold: float, total: float | No
 def _some(scatter_dd: NDArray[np.float64], threshold: float, total: float) -> Spectrum:
     d = len(scatter_dd)
     work = int(scipy.linalg.lapack.dsytrd_lwork(d, lower=1)[0])
-    reflectors, diagonal, off, tau, info = scipy.linalg.lapack.dsytrd(scatter_dd, lower=1, lwork=work)
+    reflectors, diagonal, off, tau, info = scipy.linalg.lapack.dsytrd(scatter_dd, lower=1, lwork=work, overwrite_a=1)
     if info:
         raise scipy.linalg.LinAlgError("the matrix cannot be made tridiagonal")
     variances = scipy.linalg.eigvalsh_tridiagonal(diagonal, off, check_finite=False, lapack_driver="sterf")[::-1]

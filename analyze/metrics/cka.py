@@ -309,7 +309,6 @@ class ByLinear(ByMoments):
 
     def update(self, layers: list[NDArray[Any]]) -> None:
         """Add the same datapoints of each layer."""
-        self._scatter = None
         shifted = self.moments.take(self.stacked(layers))
         if not self.debiased:
             return
@@ -327,7 +326,7 @@ class ByLinear(ByMoments):
         n = self.moments.n
         if n < 2:
             return UNLIKE
-        blocks = [self.scatter()[self.columns(one), self.columns(one)] for one in (i, j)]
+        blocks = [self.own(one) for one in (i, j)]
         traces = [float(np.trace(block)) for block in blocks]
         for one, trace in zip((i, j), traces, strict=True):
             if not self.moments.finite(self.columns(one)):
@@ -345,11 +344,7 @@ class ByLinear(ByMoments):
         drift_d = self.moments.drift()
         x_d, y_e = drift_d[self.columns(i)], drift_d[self.columns(j)]
         xx, yy, n = float(x_d @ x_d), float(y_e @ y_e), self.moments.n
-        if i == j:
-            lower = self.scatter()[self.columns(i), self.columns(i)]
-            cross_de = np.tril(lower) + np.tril(lower, -1).T
-        else:
-            cross_de = self.cross(i, j)
+        cross_de = self.cross(i, j)
         return float(
             self.squares_ll[i, j]
             - 2 * self.squares_ld[i, self.columns(j)] @ y_e

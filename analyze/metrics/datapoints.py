@@ -120,7 +120,7 @@ class Sheet:
     @property
     def n(self) -> int:
         """Datapoints, all positions counted."""
-        return int(math.prod(self.rows)) if self.d else 0
+        return math.prod(self.rows) if self.d else 0
 
     @property
     def real(self) -> bool:
@@ -130,7 +130,7 @@ class Sheet:
     @property
     def per_entry(self) -> int:
         """Datapoints for each entry of the first axis."""
-        return self.n // max(1, self.array.shape[0])
+        return self.n // max(1, int(self.array.shape[0]))
 
     @property
     def images(self) -> bool:

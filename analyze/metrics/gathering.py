@@ -72,33 +72,30 @@ class ByMoments(Layers):
         self.threshold, self.average = threshold, average
         self.moments = Moments()
         self._spectra: dict[int, Spectrum | Status] = {}
-        self._scatter: NDArray[np.float64] | None = None
 
     def update(self, layers: list[NDArray[Any]]) -> None:
         """Add the same datapoints of each layer."""
-        self._spectra, self._scatter = {}, None
+        self._spectra = {}
         self.moments.update(self.stacked(layers))
 
-    def scatter(self) -> NDArray[np.float64]:
-        """The lower triangle of the scatter matrix of all neurons."""
-        if self._scatter is None:
-            self._scatter = self.moments.scatter(whole=False)
-        return self._scatter
+    def own(self, i: int) -> NDArray[np.float64]:
+        """The lower triangle of the scatter matrix of one layer; a copy."""
+        return self.moments.block(self.columns(i), self.columns(i))
 
     def cross(self, i: int, j: int) -> NDArray[np.float64]:
         """The sum of the products of two layers' centred neurons."""
-        block: NDArray[np.float64] = (
-            self.scatter()[self.columns(i), self.columns(j)]
-            if i > j
-            else self.scatter()[self.columns(j), self.columns(i)].T
-        )
-        return block
+        if i == j:
+            lower = self.own(i)
+            return np.tril(lower) + np.tril(lower, -1).T
+        if i > j:
+            return self.moments.block(self.columns(i), self.columns(j))
+        return self.moments.block(self.columns(j), self.columns(i)).T
 
     def spectrum(self, i: int) -> Spectrum | Status:
         """The cut spectrum of one layer, or why there is none."""
         if i not in self._spectra:
             self._spectra[i] = spectrum_of_scatter(
-                np.array(self.scatter()[self.columns(i), self.columns(i)], order="F"),
+                self.own(i),
                 self.threshold,
                 self.moments.finite(self.columns(i)) and self.moments.n > 1,
                 self.moments.negligible(self.columns(i)),
@@ -126,7 +123,7 @@ class ByMoments(Layers):
         """Go on where another stopped."""
         self.sizes = list(state["sizes"])
         self.moments.load_state_dict(state["moments"])
-        self._spectra, self._scatter = {}, None
+        self._spectra = {}
 
     def merge(self, state: Mapping[str, Any]) -> None:
         """Add what another one saw."""
@@ -134,7 +131,7 @@ class ByMoments(Layers):
         other.load_state_dict(state)
         self.sizes = other.sizes or self.sizes
         self.moments.merge(other.moments)
-        self._spectra, self._scatter = {}, None
+        self._spectra = {}
 
 
 class ByTriangle(Layers):

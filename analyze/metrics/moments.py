@@ -35,10 +35,10 @@ def power_of_two(largest: float) -> float:
 def largest_of(part_dm: NDArray[Any]) -> NDArray[np.float64]:
     """The largest absolute value of each neuron; NaN or infinity if there is one."""
     if part_dm.dtype.kind == "b":
-        return part_dm.any(axis=1).astype(np.float64)
-    top, bottom = part_dm.max(axis=1).astype(np.float64), part_dm.min(axis=1).astype(np.float64)
-    np.maximum(top, -bottom, out=top)
-    return top
+        return np.asarray(part_dm.any(axis=1), dtype=np.float64)
+    top_d: NDArray[np.float64] = part_dm.max(axis=1).astype(np.float64)
+    np.maximum(top_d, -part_dm.min(axis=1).astype(np.float64), out=top_d)
+    return top_d
 
 
 def negligible(n: int, largest_d: NDArray[np.float64]) -> float:
@@ -133,6 +133,13 @@ class Moments:
         """The sum of products of two layers' centred neurons, from that of the chunks that `take` gave back."""
         whole_de: NDArray[np.float64] = cross_de - np.outer(self._sum_d, other._sum_d / max(1, self.n))
         return whole_de
+
+    def block(self, rows: slice, columns: slice) -> NDArray[np.float64]:
+        """A block of the centred scatter matrix that is in its lower triangle (of one on the diagonal, that part)."""
+        drift_d = self.drift()
+        block: NDArray[np.float64] = np.array(self._scatter_dd[rows, columns], order="F")
+        block -= np.outer(self._sum_d[rows], drift_d[columns])
+        return block
 
     def scatter(self, *, whole: bool = True) -> NDArray[np.float64]:
         """The centred scatter matrix, divided by the square of `scale`; a copy, in column order.

@@ -249,7 +249,7 @@ class ByNuclear(ByMoments):
         if n < 2:
             return UNLIKE
         for one in (i, j):
-            block = self.scatter()[self.columns(one), self.columns(one)]
+            block = self.own(one)
             if not self.moments.finite(self.columns(one)):
                 return AlignmentResult(math.nan, n, "nonfinite", math.nan)
             trace = float(np.trace(block))

@@ -204,7 +204,7 @@ class Similarity(Subscriber):
         for steps in kept.values():
             final = steps[-1][1]
             for origin, one in steps:
-                yield from self._answers(origin, self.compare(one, final))
+                yield from self.answers(origin, self.compare(one, final))
 
     def _whole_step(self, key: tuple[Any, ...]) -> Iterator[Message]:
         origin, parts = self._waiting.pop(key)
@@ -216,7 +216,7 @@ class Similarity(Subscriber):
             return
         past = self._past.setdefault(key, deque(maxlen=self.lag))
         if len(past) == self.lag:
-            yield from self._answers(origin, self.compare(now, past[0]))
+            yield from self.answers(origin, self.compare(now, past[0]))
         past.append(now)
 
     def _with_layers(self, origin: Origin, data: Tensor | None) -> Iterator[Message]:
@@ -234,18 +234,19 @@ class Similarity(Subscriber):
             self._layers[place] = (origin, [])
         before, now = self._layers[place][1], self.represent(as_array(data))
         for layer, other in before:
-            yield from self._answers(_pair_of(origin, layer, origin.layer), self.compare(other, now))
+            yield from self.answers(_pair_of(origin, layer, origin.layer), self.compare(other, now))
             if not self.symmetric:
-                yield from self._answers(_pair_of(origin, origin.layer, layer), self.compare(now, other))
+                yield from self.answers(_pair_of(origin, origin.layer, layer), self.compare(now, other))
         before.append((origin.layer, now))
 
     def _end_of_step(self, place: tuple[str, int]) -> Iterator[Message]:
         step = self._gathered.pop(place)
         step.flush(self)
         for one, other, found in step.pairs(self):
-            yield from self._answers(_pair_of(step.origin, one, other), found)
+            yield from self.answers(_pair_of(step.origin, one, other), found)
 
-    def _answers(self, origin: Origin, found: Any) -> Iterator[Message]:
+    def answers(self, origin: Origin, found: Any) -> Iterator[Message]:
+        """The messages of a result: the value and its companions."""
         self.statuses[found.status] += 1
         for kind, number in zip(self.produces, self.numbers(found), strict=False):  # without details, the value only
             fields = asdict(origin)
