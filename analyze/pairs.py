@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+import weakref
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,6 +163,7 @@ class Bases:
         self._file: IO[bytes] | None = None
         if scratch is not None:
             self._file = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115 - it lives as long as this object
+            weakref.finalize(self, self._file.close)
 
     def __len__(self) -> int:
         return len(self.keys)

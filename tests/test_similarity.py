@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def centred(x: Any) -> Any:
 
 
 def test_cca_of_published_data() -> None:
-    """Plain CCA of data in the SAS manual, of iris and of integers, with 20 digits of mpmath; R2 and PWCCA from them."""
+    """Plain CCA of data in the SAS manual, of iris and of integers, with 20 digits of mpmath; and R2 from them."""
     fitness, iris = load_linnerud(), load_iris().data
     for x, y, exact in (
         (fitness.data, fitness.target, [0.79560815441999178599, 0.20055604110712326285, 0.072570286210367160538]),
@@ -841,7 +842,7 @@ def test_fourier_in_a_run(name: str) -> None:
 def test_trouble_in_a_run(name: str, against: str, calls: str) -> None:
     """NaN, constants, other datapoints and scalars in a stream: NaN with a status, and then values again."""
     x, y = layers(0, 40)
-    troubles: list[Any] = [x, x * NAN, np.zeros((40, 3)), x[:30], np.float64(3.0), np.zeros((0, 4)), x * 1j, x]
+    troubles: list[Any] = [x, x * NAN, x, np.zeros((40, 3)), x, x[:30], np.float64(3.0), np.zeros((0, 4)), x * 1j, x, x]
     messages = []
     for step, trouble in enumerate(troubles):
         messages += [message(trouble, "a", step), message(y, "b", step)]
@@ -975,7 +976,8 @@ def test_all_pairs(wish: str, traces: tuple[Path, Path], tmp_path: Path) -> None
     for i, j in itertools.combinations_with_replacement(range(0, len(found.items), 5), 2):
         x, y = (data[item.trace, item.module, item.global_step] for item in (found.items[i], found.items[j]))
         expected = FUNCTIONS[name](x, y, **threshold)
-        assert found.values[i, j] == found.values[j, i] == pytest.approx(float(expected), abs=1e-10)
+        # in float32 a layer of rank 6 has noise in its other directions, which CCA keeps: 1e-9 is rounding there
+        assert found.values[i, j] == found.values[j, i] == pytest.approx(float(expected), abs=1e-8)
         assert found.status(i, j) == expected.status
         if name in ("svcca", "cca"):
             assert (found.k[i], found.k[j]) == (expected.k, expected.m)
@@ -1007,7 +1009,7 @@ def test_pairs_in_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         np.zeros(0),
         random.standard_normal((80, 40)),
     ]
-    monkeypatch.setattr("analyze.pairs._BLOCK", 80 * 8 * 7)
+    monkeypatch.setattr(sys.modules["analyze.pairs"], "_BLOCK", 80 * 8 * 7)
     for scratch in (None, tmp_path):
         bases = Bases(0.95, scratch=scratch)
         for number, one in enumerate(data):
@@ -1035,7 +1037,7 @@ def test_two_runs(traces: tuple[Path, Path]) -> None:
     for name in ("svcca", "pwcca"):
         for row in (row for row in found if row.kind == f"activations_{name}"):
             expected = FUNCTIONS[name](*(one[row.module, row.global_step] for one in data))
-            assert row.value == pytest.approx(float(expected), abs=1e-12)
+            assert row.value == pytest.approx(float(expected), abs=1e-8 if name == "pwcca" else 1e-12)
             assert row.trace == "|".join(map(str, traces))
     assert {row.kind for row in found} > {"activations_svcca_null", "activations_svcca_status", "activations_pwcca"}
     some = analyze.compare(*traces, "svcca:details=false,modules=0", steps=(1, 4, 2))

@@ -378,7 +378,8 @@ def of_triangle(triangle: Triangle, columns: slice, threshold: float, *, loading
     if not triangle.finite(columns):
         return no_basis(sheet, "nonfinite")
     r_nd = np.ascontiguousarray(triangle.factor()[:, columns])
-    found = of_matrix(r_nd, threshold, triangle.negligible(columns), sheet, loadings=loadings)
+    scale = float(triangle.scale_d[columns][0])
+    found = of_matrix(r_nd, threshold, triangle.negligible(columns), sheet, loadings=loadings, scale=scale)
     return no_basis(sheet, found) if isinstance(found, str) else found
 
 

@@ -181,7 +181,7 @@ def _fresh(x: Sheet, y: Sheet, threshold: float, average: Average) -> CanonicalR
     if threshold > EXACTLY and x.n > x.d + y.d + 1:
         triangle = Triangle()
         for a_dm, b_em in together(x, y):
-            triangle.update(np.concatenate([a_dm, b_em]))
+            triangle.update(np.concatenate([a_dm, b_em]), (x.d, y.d))
         one = of_triangle(triangle, slice(0, x.d), threshold, loadings=weighted)
         other = of_triangle(triangle, slice(x.d, None), threshold)
         return compare(_counted(one, x), _counted(other, y), average)

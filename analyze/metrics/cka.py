@@ -172,7 +172,7 @@ def _hsic(n: int, product: float, rows: float, traces: float) -> float:
 def _ratio(n: int, xy: float, xx: float, yy: float) -> AlignmentResult:
     if not (xx > 0 and yy > 0):
         return AlignmentResult(math.nan, n, "ill_posed", math.nan)
-    return AlignmentResult(xy / (math.sqrt(xx) * math.sqrt(yy)), n, "ok", 0.0)
+    return AlignmentResult(float(xy / (math.sqrt(xx) * math.sqrt(yy))), n, "ok", 0.0)
 
 
 def _aligned(

@@ -146,7 +146,7 @@ class ByTriangle(Layers):
     def update(self, layers: list[NDArray[Any]]) -> None:
         """Add the same datapoints of each layer."""
         self._bases = {}
-        self.triangle.update(self.stacked(layers))
+        self.triangle.update(self.stacked(layers), [len(one) for one in layers])
 
     def basis(self, i: int) -> Basis:
         """The basis of one layer."""

@@ -8,7 +8,7 @@ of the centred datapoints, of which the lower triangle is kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,18 @@ def largest_of(part_dm: NDArray[Any]) -> NDArray[np.float64]:
     top_d: NDArray[np.float64] = part_dm.max(axis=1).astype(np.float64)
     np.maximum(top_d, -part_dm.min(axis=1).astype(np.float64), out=top_d)
     return top_d
+
+
+def _scales(largest_d: NDArray[np.float64], sizes: Sequence[int]) -> NDArray[np.float64]:
+    """For each neuron the power of two of the size of its layer."""
+    layers = np.split(largest_d, np.cumsum(sizes)[:-1])
+    scales = [power_of_two(float(one[np.isfinite(one)].max(initial=0))) for one in layers]
+    return np.repeat(scales, sizes)
+
+
+def _over(part_dm: NDArray[Any], scale_d: NDArray[np.float64]) -> NDArray[Any]:
+    scaled: NDArray[Any] = part_dm if bool((scale_d == 1).all()) else part_dm / scale_d[:, None]
+    return scaled
 
 
 def negligible(n: int, largest_d: NDArray[np.float64]) -> float:
@@ -238,6 +250,7 @@ class Triangle:
 
     def __init__(self) -> None:
         self.n = 0
+        self.scale_d: NDArray[np.float64] = np.zeros(0)
         self.largest_d: NDArray[np.float64] = np.zeros(0)
         self._shift_d: NDArray[np.float64] = np.zeros(0)
         self._r: NDArray[np.float64] = np.zeros((0, 0))
@@ -248,19 +261,21 @@ class Triangle:
         """Neurons."""
         return len(self._shift_d)
 
-    def update(self, part_dm: NDArray[Any]) -> None:
-        """Add the datapoints in the columns."""
+    def update(self, part_dm: NDArray[Any], sizes: Sequence[int] = ()) -> None:
+        """Add the datapoints in the columns; `sizes` says how many neurons each layer has, if there are several."""
         if not part_dm.shape[1]:
             return
         with np.errstate(invalid="ignore", over="ignore"):
             largest_d = largest_of(part_dm)
             if not self.n:
-                self._shift_d = np.nan_to_num(part_dm.mean(axis=1, dtype=np.float64), posinf=0, neginf=0)
+                self.scale_d = _scales(largest_d, sizes or [len(part_dm)])
+                mean_d = _over(part_dm, self.scale_d).mean(axis=1, dtype=np.float64)
+                self._shift_d = np.nan_to_num(mean_d, posinf=0, neginf=0)
                 self._r, self.largest_d = np.zeros((0, self.d + 1)), np.zeros(self.d)
             elif len(part_dm) != self.d:
                 raise MessageError(f"a chunk of {len(part_dm)} neurons cannot be added to those of {self.d}")
-            self.largest_d = np.maximum(self.largest_d, largest_d)  # NaN wins
-            a_md = np.subtract(part_dm.T, self._shift_d, dtype=np.float64)
+            self.largest_d = np.maximum(self.largest_d, largest_d / self.scale_d)  # NaN wins
+            a_md = np.subtract(_over(part_dm, self.scale_d).T, self._shift_d, dtype=np.float64)
             a_md[:, ~np.isfinite(largest_d)] = 0  # one neuron with NaN shall not take the others with it
         self.n += len(a_md)
         self._waiting.append(a_md)
@@ -290,7 +305,7 @@ class Triangle:
         return negligible(self.n, self.largest_d[columns])
 
     def factor(self) -> NDArray[np.float64]:
-        """R (min(n, d + 1) - 1, d), where R'R is the centred scatter matrix."""
+        """R (min(n, d + 1) - 1, d), where R'R is the centred scatter matrix of the neurons over `scale_d`."""
         self._fold()
         return self._r[1:, 1:]
 
@@ -307,16 +322,18 @@ class Triangle:
         other._fold()
         ones_r = other._r[:, :1]
         # the other's rows are about its own shift: adding the difference to each datapoint adds it to the ones' column
-        rows = other._r[:, 1:] + ones_r * (other._shift_d - self._shift_d)
+        ratio_d = other.scale_d / self.scale_d
+        rows = other._r[:, 1:] * ratio_d + ones_r * (other._shift_d * ratio_d - self._shift_d)
         stacked = np.concatenate([self._r, np.concatenate([ones_r, rows], axis=1)])
         self.n += other.n
-        self.largest_d = np.maximum(self.largest_d, other.largest_d)
+        self.largest_d = np.maximum(self.largest_d, other.largest_d * ratio_d)
         self._r = scipy.linalg.qr(stacked, mode="r", check_finite=False)[0][: self.d + 1]
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as tensors and plain numbers."""
         return {
             "n": self.n,
+            "scale": torch.from_numpy(self.scale_d.copy()),
             "largest": torch.from_numpy(self.largest_d.copy()),
             "shift": torch.from_numpy(self._shift_d.copy()),
             "r": torch.from_numpy(np.ascontiguousarray(self._r)),
@@ -325,7 +342,8 @@ class Triangle:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another stopped."""
-        self.n, self.largest_d = state["n"], state["largest"].numpy().copy()
+        self.n, self.scale_d = state["n"], state["scale"].numpy().copy()
+        self.largest_d = state["largest"].numpy().copy()
         self._shift_d = state["shift"].numpy().copy()
         self._r = state["r"].numpy().copy()
         self._waiting = [one.numpy().copy() for one in state["waiting"]]
