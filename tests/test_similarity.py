@@ -704,6 +704,20 @@ def test_streams_equal_the_whole(name: str, offset: float) -> None:
     assert size(stream.state_dict()) <= first + 100
 
 
+def test_streams_of_layers_of_any_scale() -> None:
+    """Layers whose squares would leave float64, side by side; unnormalised distances keep their unit."""
+    x, y = layers(0, 200)
+    for name in STREAMS:
+        stream = STREAMS[name][0]()
+        for parts in chunks(x * 1e180, y * 1e-180):
+            stream.update(parts)
+        assert float(stream.result(0, 1)) == pytest.approx(float(STREAMS[name][1](x, y)), abs=1e-11), name
+    stream = ByNuclear(False, False)
+    for parts in chunks(x * 1e120, y * 1e120):
+        stream.update(parts)
+    assert float(stream.result(0, 1)) == pytest.approx(1e240 * float(analyze.procrustes(x, y, normalised=False)))
+
+
 def test_merged_streams() -> None:
     """Two that saw different datapoints are put together: to 1e-12 what one that saw all says."""
     x, y = layers(0, 400)

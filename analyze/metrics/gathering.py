@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from analyze.metrics.bases import Basis, Spectrum, Status, no_basis, of_triangle, spectrum_of_scatter
 from analyze.metrics.canonical import Average, CanonicalResult, compare, overlap_of, with_spectrum
 from analyze.metrics.datapoints import Sheet
-from analyze.metrics.moments import Moments, Triangle
+from analyze.metrics.moments import Moments, Triangle, largest_of, power_of_two
+from tracer.errors import MessageError
 
 
 class Gathering(ABC):
@@ -40,6 +41,7 @@ class Layers(Gathering):
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
+        self.scales: list[float] = []
 
     def columns(self, i: int) -> slice:
         """Where the neurons of a layer are."""
@@ -47,9 +49,19 @@ class Layers(Gathering):
         return slice(start, start + self.sizes[i])
 
     def stacked(self, layers: list[NDArray[Any]]) -> NDArray[Any]:
-        """The neurons of all layers."""
-        self.sizes = [len(one) for one in layers]
+        """The neurons of all layers, each layer over a power of two if its squares would leave the range of float64."""
+        if not self.sizes:
+            self.sizes = [len(one) for one in layers]
+            self.scales = [_scale_of(one) for one in layers]
+        layers = [one if scale == 1 else one / scale for one, scale in zip(layers, self.scales, strict=True)]
         return layers[0] if len(layers) == 1 else np.concatenate([one.T for one in layers], axis=1).T
+
+
+def _scale_of(part_dm: NDArray[Any]) -> float:
+    if part_dm.dtype.itemsize <= 4:
+        return 1.0
+    largest_d = largest_of(part_dm) if part_dm.size else np.zeros(1)
+    return power_of_two(float(largest_d[np.isfinite(largest_d)].max(initial=0)))
 
 
 class ByMoments(Layers):
@@ -117,11 +129,11 @@ class ByMoments(Layers):
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as tensors and plain values."""
-        return {"sizes": list(self.sizes), "moments": self.moments.state_dict()}
+        return {"sizes": list(self.sizes), "scales": list(self.scales), "moments": self.moments.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another stopped."""
-        self.sizes = list(state["sizes"])
+        self.sizes, self.scales = list(state["sizes"]), list(state["scales"])
         self.moments.load_state_dict(state["moments"])
         self._spectra = {}
 
@@ -129,7 +141,13 @@ class ByMoments(Layers):
         """Add what another one saw."""
         other = ByMoments(self.threshold, self.average)
         other.load_state_dict(state)
-        self.sizes = other.sizes or self.sizes
+        if not self.sizes:
+            self.sizes, self.scales = other.sizes, other.scales
+        if other.sizes and (other.sizes, other.scales) != (self.sizes, self.scales):
+            raise MessageError(
+                f"sums of layers of {other.sizes} neurons in units of {other.scales} cannot be added to those of "
+                f"{self.sizes} in units of {self.scales}"
+            )
         self.moments.merge(other.moments)
         self._spectra = {}
 
@@ -146,7 +164,8 @@ class ByTriangle(Layers):
     def update(self, layers: list[NDArray[Any]]) -> None:
         """Add the same datapoints of each layer."""
         self._bases = {}
-        self.triangle.update(self.stacked(layers), [len(one) for one in layers])
+        stacked = self.stacked(layers)
+        self.triangle.update(stacked, self.sizes)
 
     def basis(self, i: int) -> Basis:
         """The basis of one layer."""
@@ -161,10 +180,10 @@ class ByTriangle(Layers):
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as tensors and plain values."""
-        return {"sizes": list(self.sizes), "triangle": self.triangle.state_dict()}
+        return {"sizes": list(self.sizes), "scales": list(self.scales), "triangle": self.triangle.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another stopped."""
-        self.sizes = list(state["sizes"])
+        self.sizes, self.scales = list(state["sizes"]), list(state["scales"])
         self.triangle.load_state_dict(state["triangle"])
         self._bases = {}

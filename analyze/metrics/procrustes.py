@@ -264,7 +264,11 @@ class ByNuclear(ByMoments):
         found = max(0.0, 1 - nuclear)
         if self.angle:
             return _from_cosines(n, found, null)
-        sizes = [1.0, 1.0] if self.normalised else [norm * self.moments.scale for norm in norms]
+        sizes = (
+            [1.0, 1.0]
+            if self.normalised
+            else [norm * self.scales[place] for norm, place in zip(norms, (i, j), strict=True)]
+        )
         return _distance(n, found, null, sizes[0], sizes[1])
 
 
