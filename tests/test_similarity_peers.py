@@ -162,7 +162,7 @@ def convolutions() -> tuple[Any, Any]:
 
 
 def anatome_convolution() -> float:
-    """anatome's Distance.between for layers of one size: the channels become datapoints."""
+    """Anatome's Distance.between for layers of one size: the channels become datapoints."""
     x, y = (z.transpose(1, 0, 2, 3).reshape(8, -1) for z in convolutions())
     cut = []
     for z in (x, y):
@@ -191,14 +191,14 @@ def compare_batches() -> float:
 
 
 def anatome_procrustes() -> float:
-    """anatome's orthogonal_procrustes_distance: 1 - |X'Y|_*, half of the distance of Ding et al."""
+    """Anatome's orthogonal_procrustes_distance: 1 - |X'Y|_*, half of the distance of Ding et al."""
     x, y = (z - z.mean(0) for z in halves())
     product = x.T @ y / np.linalg.norm(x) / np.linalg.norm(y)
     return float(1 - np.linalg.svd(product, compute_uv=False).sum())
 
 
 def netrep_angle() -> float:
-    """netrep's angle of wholly whitened layers of equal rank: the arc cosine of the mean correlation."""
+    """Netrep's angle of wholly whitened layers of equal rank: the arc cosine of the mean correlation."""
     left, right = halves()
     x, y = (z[:, z.std(0) > 0.5][:, :20] for z in (left, right))
     return math.acos(mean_correlation(x, y))
