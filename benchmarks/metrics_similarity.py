@@ -176,27 +176,30 @@ def all_pairs(items: int) -> None:
 
 
 STREAM = """
-import resource, sys, time
+import sys, time
 import numpy as np
 from analyze.metrics.gathering import ByMoments
-import scipy.linalg
+
+def megabytes(which):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(which)) / 1024
+
 path, n, p = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-x, y = (np.memmap(f"{path}/{name}", np.float32, "r", shape=(n, p)) for name in "xy")
-small = np.random.default_rng(0).standard_normal((100, 80))
-warm = ByMoments(0.99); warm.update([small.T, small.T]); warm.result(0, 1)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+small = np.random.default_rng(0).standard_normal((200, 180))
+warm = ByMoments(0.99)
+warm.update([small.T, small.T])
+warm.result(0, 1)
+before = megabytes("VmRSS")
+with open("/proc/self/clear_refs", "w") as peak:
+    peak.write("5")
 began = time.process_time()
 added = ByMoments(0.99)
-for start in range(0, n, 512):
-    with open(f"{path}/x", "rb") as fx, open(f"{path}/y", "rb") as fy:
-        parts = []
-        for file in (fx, fy):
-            file.seek(4 * p * start)
-            parts.append(np.frombuffer(file.read(4 * p * min(512, n - start)), np.float32).reshape(-1, p).T)
-    added.update(parts)
+with open(f"{path}/x", "rb") as x, open(f"{path}/y", "rb") as y:
+    for start in range(0, n, 512):
+        wanted = 4 * p * min(512, n - start)
+        added.update([np.frombuffer(file.read(wanted), np.float32).reshape(-1, p).T for file in (x, y)])
 value = float(added.result(0, 1))
-took = time.process_time() - began
-print(took, value, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+print(time.process_time() - began, value, megabytes("VmHWM") - before)
 """
 
 

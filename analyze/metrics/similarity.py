@@ -381,13 +381,18 @@ class _Step:
             for name, sheet in sheets.items():
                 if sheet.n and sheet.real:
                     rows = sheet.rows if len(sheet.rows) > 1 else (*sheet.rows, 1)
-                    alike.setdefault(rows, []).append(name)
+                    # layers of other sizes have frequencies in common
+                    alike.setdefault(rows[:1] if metric.positions == "fourier" else rows, []).append(name)
                 else:
                     self.late.add(name)
             self.groups = [_Group(names, metric.gathering()) for names in alike.values()]
+
+        def count(sheet: Sheet) -> int:
+            return sheet.rows[0] if metric.positions == "fourier" else sheet.n
+
         for group in self.groups:
             there = [sheets[name] for name in group.names if name in sheets]
-            if len(there) < len(group.names) or len({sheet.n for sheet in there}) > 1:
+            if len(there) < len(group.names) or len({count(sheet) for sheet in there}) > 1:
                 group.broken = True
             if not group.broken:
                 group.gathering.update([buffer[name] if metric.positions == "fourier" else sheet.flat().array.T

@@ -135,8 +135,9 @@ class SVCCA(Similarity):
     far as their number and positions tell; the status says which, and `statuses` counts them. With few datapoints
     (n - 1 < 5 max(k, m)) unrelated layers look similar: compare with the null baseline. Where two variances at the cut
     are equal, or the threshold is met exactly, digits mean nothing: ill_posed. Never raises during a replay.
-    *Memory*: for each stream the last `lag` bases, n by k float64 (with ``"final"`` those of all steps, with
-    ``"layers"`` those of one step); part of `state_dict`. Calls taken together of layers: (sum of d)² float64.
+    *Memory*: for each stream the last `lag` bases, n by k float64, where n counts positions too (with ``"final"`` those
+    of all steps, with ``"layers"`` those of one step); part of `state_dict`. Calls taken together of layers: (sum of
+    d)² float64.
     *Numerics*: float64 throughout. Below a threshold of 1 the covariance is as good as the SVD (its kept part has a
     condition of at most d / (1 - threshold)); measured: 1e-12 at 0.99. At 1 the SVD, or a QR of the stream.
     *Source*: M. Raghu, J. Gilmer, J. Yosinski, J. Sohl-Dickstein, "SVCCA", arXiv:1706.05806, section 2: truncation by
