@@ -326,11 +326,15 @@ def test_forced_ones() -> None:
         lambda x: np.concatenate([x, np.full((len(x), 2), 0.1)], axis=1),
         lambda x: x * 1e20,
         lambda x: x * 1e-20,
+        lambda x: x * 1e29,
+        lambda x: x * 1e-29,
+        lambda x: x * 1e90,
+        lambda x: x * 1e-90,
         lambda x: x * 1e180,
         lambda x: x * 1e-180,
         lambda x: x + 1e4,
     ],
-    ids=["dead", "constant", "1e20", "1e-20", "1e180", "1e-180", "offset"],
+    ids=["dead", "constant", "1e20", "1e-20", "1e29", "1e-29", "1e90", "1e-90", "1e180", "1e-180", "offset"],
 )
 def test_what_changes_nothing(name: str, change: Callable[[Any], Any]) -> None:
     """Dead and constant neurons, scales and offsets."""
@@ -349,6 +353,20 @@ def test_offsets_in_float32(offset: float) -> None:
         assert float(FUNCTIONS[name](x, y)) == pytest.approx(
             float(FUNCTIONS[name](np.float64(x) - offset, np.float64(y) - offset)), abs=1e-10
         ), name
+
+
+@pytest.mark.parametrize("scale", [1e37, 1e-37])
+def test_scales_of_float32(scale: float) -> None:
+    """At the ends of the range of float32, alone and in a stream."""
+    x, y = (np.float32(z) for z in layers(0))
+    for name in NAMES:
+        expected = float(FUNCTIONS[name](x, y))
+        assert float(FUNCTIONS[name](x * np.float32(scale), y)) == pytest.approx(expected, abs=1e-6), name
+    for name, (make, function) in STREAMS.items():
+        stream = make()
+        for parts in chunks(x * np.float32(scale), y * np.float32(scale)):
+            stream.update(parts)
+        assert float(stream.result(0, 1)) == pytest.approx(float(function(x, y)), abs=1e-6), name
 
 
 def test_duplicated_and_dependent_columns() -> None:

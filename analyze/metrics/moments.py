@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from tracer.errors import MessageError
 
 _EPS = float(np.finfo(np.float64).eps)
-_FAR = 100
-"""Decimal exponents beyond which numbers are scaled by a power of two, so that their squares stay in range."""
+_FAR = 30
+"""Decimal exponents beyond which numbers are scaled by a power of two, so that their fourth powers stay in range."""
 
 
 def power_of_two(largest: float) -> float:
