@@ -109,6 +109,9 @@ def test_values_of_the_notebook() -> None:
     assert float(analyze.cka(x, y, kernel="rbf", bandwidth=0.5)) == pytest.approx(0.65483, abs=5e-6)
     assert float(analyze.cka(x, y, estimator="debiased")) == pytest.approx(0.51346, abs=5e-6)
     assert float(analyze.r2_cca(x, y)) == pytest.approx(0.5453963322, abs=1e-10)
+    # what the notebook prints is of data that it does not centre
+    bases = [np.linalg.qr(z)[0] for z in (x, y)]
+    assert np.linalg.norm(bases[0].T @ bases[1]) ** 2 / 10 == pytest.approx(0.54312, abs=5e-6)
 
 
 def test_digits() -> None:
