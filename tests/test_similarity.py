@@ -25,8 +25,8 @@ from analyze.invariances import INVARIANCES
 from analyze.metrics.bases import STATUSES, Basis, basis, leading
 from analyze.metrics.canonical import compare, null_baseline
 from analyze.metrics.cka import ByBatches, ByLinear
+from analyze.metrics.covariance import Moments, Triangle
 from analyze.metrics.gathering import ByMoments, ByTriangle, Gathering
-from analyze.metrics.moments import Moments, Triangle
 from analyze.metrics.procrustes import ByNuclear
 from analyze.metrics.similarity import Similarity
 from analyze.pairs import Bases

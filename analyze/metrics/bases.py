@@ -17,9 +17,9 @@ import scipy.linalg.lapack
 import torch
 from numpy.typing import NDArray
 
+from analyze.metrics.covariance import Moments, Triangle, negligible, power_of_two
 from analyze.metrics.datapoints import Channels, Positions, Sheet, frequencies, lowest, multiplicity
 from analyze.metrics.inputs import Array
-from analyze.metrics.moments import Moments, Triangle, negligible, power_of_two
 from tracer.errors import MessageError
 
 Status = Literal["ok", "few_samples", "ill_posed", "zero_variance", "nonfinite", "mismatch"]

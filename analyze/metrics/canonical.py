@@ -29,6 +29,7 @@ from analyze.metrics.bases import (
     spectrum_of,
 )
 from analyze.metrics.bases import basis as basis_of
+from analyze.metrics.covariance import Moments, Triangle, add_product
 from analyze.metrics.datapoints import (
     Channels,
     Positions,
@@ -39,7 +40,6 @@ from analyze.metrics.datapoints import (
     together,
 )
 from analyze.metrics.inputs import Array
-from analyze.metrics.moments import Moments, Triangle, add_product
 from tracer.errors import MessageError
 
 Average = Literal["mean", "square", "weighted"]

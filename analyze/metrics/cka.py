@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from analyze.metrics.bases import Status, centred
 from analyze.metrics.canonical import refuse, sheets
+from analyze.metrics.covariance import Moments, add_product
 from analyze.metrics.datapoints import Channels, Positions, Sheet, check_channels, check_positions, together
 from analyze.metrics.gathering import ByMoments, Gathering
 from analyze.metrics.inputs import Array
-from analyze.metrics.moments import Moments, add_product
 from analyze.metrics.similarity import Against, Calls, Kept, Similarity, code
 from tracer.errors import MessageError
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from analyze.metrics.bases import Basis, Spectrum, Status, no_basis, of_triangle, spectrum_of_scatter
 from analyze.metrics.canonical import Average, CanonicalResult, compare, overlap_of, with_spectrum
+from analyze.metrics.covariance import Moments, Triangle, largest_of, power_of_two
 from analyze.metrics.datapoints import Sheet
-from analyze.metrics.moments import Moments, Triangle, largest_of, power_of_two
 from tracer.errors import MessageError
 
 
