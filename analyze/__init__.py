@@ -12,12 +12,15 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from analyze.compare import compare
     from analyze.metrics.accuracy import accuracy
     from analyze.metrics.activation_rate import ActivationRate, activation_rate
     from analyze.metrics.adam_moments import AdamMoments, adam_moments
     from analyze.metrics.aggregate import Aggregate, aggregate
     from analyze.metrics.alpha import Alpha, alpha
+    from analyze.metrics.cca import CCA, PWCCA, R2CCA, cca, pwcca, r2_cca
     from analyze.metrics.churn import Churn, churn
+    from analyze.metrics.cka import CKA, cka
     from analyze.metrics.classification_report import ClassificationReport, classification_report
     from analyze.metrics.descent_cosine import DescentCosine, descent_cosine
     from analyze.metrics.distance import Distance, distance
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from analyze.metrics.norm import Norm, norm
     from analyze.metrics.path_length import PathLength, path_length
     from analyze.metrics.pooled_accuracy import TestAccuracy, test_accuracy
+    from analyze.metrics.procrustes import Angular, Procrustes, angular, procrustes
     from analyze.metrics.quantiles import Quantiles, quantiles
     from analyze.metrics.ratio import Ratio, ratio
     from analyze.metrics.sample_norm import SampleNorm, sample_norm
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
     from analyze.metrics.train_accuracy import TrainAccuracy, train_accuracy
     from analyze.metrics.variance import Variance, variance
     from analyze.over_time import statistics_over_time
+    from analyze.pairs import pairs
     from analyze.registry import describe, parse, subscribers
     from analyze.results import Results, analyze
 
@@ -53,16 +58,23 @@ _OTHERS = {
     "Results": "results",
     "statistics_of_tensors": "metrics.statistics",
     "statistics_over_time": "over_time",
+    "compare": "compare",
+    "pairs": "pairs",
 } | dict.fromkeys(("describe", "parse", "subscribers"), "registry")
 """Public name → its home, for the names that no registered metric brings."""
 
 __all__ = [
+    "CCA",
+    "CKA",
     "EMA",
+    "PWCCA",
+    "R2CCA",
     "SVCCA",
     "ActivationRate",
     "AdamMoments",
     "Aggregate",
     "Alpha",
+    "Angular",
     "Churn",
     "ClassificationReport",
     "DescentCosine",
@@ -78,6 +90,7 @@ __all__ = [
     "MessageMean",
     "Norm",
     "PathLength",
+    "Procrustes",
     "Quantiles",
     "Ratio",
     "Results",
@@ -94,8 +107,12 @@ __all__ = [
     "aggregate",
     "alpha",
     "analyze",
+    "angular",
+    "cca",
     "churn",
+    "cka",
     "classification_report",
+    "compare",
     "descent_cosine",
     "describe",
     "distance",
@@ -110,9 +127,13 @@ __all__ = [
     "mean",
     "message_mean",
     "norm",
+    "pairs",
     "parse",
     "path_length",
+    "procrustes",
+    "pwcca",
     "quantiles",
+    "r2_cca",
     "ratio",
     "sample_norm",
     "spectral_norm",

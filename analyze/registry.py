@@ -29,7 +29,10 @@ BUILT_IN: Mapping[str, str] = {
     "adam_moments": "analyze.metrics.adam_moments:AdamMoments",
     "aggregate": "analyze.metrics.aggregate:Aggregate",
     "alpha": "analyze.metrics.alpha:Alpha",
+    "angular": "analyze.metrics.procrustes:Angular",
+    "cca": "analyze.metrics.cca:CCA",
     "churn": "analyze.metrics.churn:Churn",
+    "cka": "analyze.metrics.cka:CKA",
     "classification_report": "analyze.metrics.classification_report:ClassificationReport",
     "descent_cosine": "analyze.metrics.descent_cosine:DescentCosine",
     "distance": "analyze.metrics.distance:Distance",
@@ -45,7 +48,10 @@ BUILT_IN: Mapping[str, str] = {
     "message_mean": "analyze.metrics.message_mean:MessageMean",
     "norm": "analyze.metrics.norm:Norm",
     "path_length": "analyze.metrics.path_length:PathLength",
+    "procrustes": "analyze.metrics.procrustes:Procrustes",
+    "pwcca": "analyze.metrics.cca:PWCCA",
     "quantiles": "analyze.metrics.quantiles:Quantiles",
+    "r2_cca": "analyze.metrics.cca:R2CCA",
     "ratio": "analyze.metrics.ratio:Ratio",
     "sample_norm": "analyze.metrics.sample_norm:SampleNorm",
     "spectral_norm": "analyze.metrics.spectral_norm:SpectralNorm",
@@ -132,6 +138,8 @@ def parse(text: str) -> Subscriber:
     (('activations_svcca',), 0.9, ('conv*', 'fc*'))
     >>> parse("svcca:lag=5,as=lag5").produces
     ('activations_svcca_lag5',)
+    >>> probe.produces[0], probe.threshold, probe.subscriptions[0].modules
+    ('activations_svcca', 0.9, ('conv*', 'fc*'))
     """
     in_file = _IN_FILE.fullmatch(text)
     if in_file is not None:

@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits, load_iris, load_linnerud
 
 import analyze
+from analyze.metrics.bases import basis
+from analyze.metrics.canonical import compare, null_baseline
+from analyze.metrics.datapoints import neurons
 from analyze.metrics.inputs import BLOCK, as_array
-from analyze.metrics.svcca import basis, compare, neurons, null_baseline
 from tracer import MessageBundle, MessageBus, MessageError, ModuleMessage, NetworkMessage
 from tracer.bus import Collect
 
@@ -735,7 +737,7 @@ def probes(count: int) -> list[ModuleMessage]:
 @pytest.mark.parametrize("lag", [1, 2, 3])
 def test_svcca_of_a_layer_with_its_past(lag: int) -> None:
     """Each probe is compared with the one `lag` before of the same module and call; the first ones have no answer."""
-    metric = analyze.SVCCA(lag=lag)
+    metric = analyze.SVCCA(lag=lag, details=False)
     messages = probes(5)
     said = [one for message in messages for one in metric.compute(message)]
     assert len(said) == 3 * (5 - lag)
@@ -749,23 +751,28 @@ def test_svcca_of_a_layer_with_its_past(lag: int) -> None:
 
 
 def test_svcca_with_details() -> None:
-    """On demand it says how many directions it kept, and the value to expect of unrelated layers."""
-    metric = analyze.SVCCA(details=True)
+    """Beside the value it says what it kept, the value to expect of unrelated layers, and how well posed it is."""
+    metric = analyze.SVCCA(rho=True)
     first, second = (message for message in probes(2) if message.module == "a")
     said = [*metric.compute(first), *metric.compute(second)]
     found = analyze.svcca(second.data, first.data)
-    assert [(one.kind, float(one.data)) for one in said] == [
-        ("activations_svcca", float(found)),
+    *numbered, rho = said
+    np.testing.assert_allclose([float(one.data) for one in numbered[:1]], [float(found)], atol=1e-14)
+    assert [(one.kind, float(one.data)) for one in numbered[1:5]] == [
         ("activations_svcca_k", found.k),
         ("activations_svcca_m", found.m),
         ("activations_svcca_null", found.null_baseline),
+        ("activations_svcca_forced_ones", 0),
     ]
+    np.testing.assert_allclose([float(one.data) for one in numbered[5:7]], [found.cut_gap, found.tau_margin])
+    assert (numbered[7].kind, float(numbered[7].data)) == ("activations_svcca_status", 0)
+    np.testing.assert_allclose(rho.data, found.rho, atol=1e-14)
     assert metric.produces == tuple(one.kind for one in said)
 
 
 def test_svcca_goes_on_after_trouble() -> None:
     """A probe with NaN, or with other datapoints, gives NaN twice, and then values again."""
-    metric = analyze.SVCCA()
+    metric = analyze.SVCCA(details=False)
     x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
     said = [
         float(one.data)
@@ -782,7 +789,7 @@ def test_svcca_keeps_bases_not_activations() -> None:
     metric = analyze.SVCCA()
     list(metric.compute(module_message("activations", narrow, tag="probe")))
     (stream,) = metric.state_dict()["past"]
-    assert stream["bases"][0]["u"].shape == (50, 3)
+    assert stream["kept"][0]["u_nk"].shape == (50, 3)
     messages = probes(6)
     whole, first, second = analyze.SVCCA(lag=2), analyze.SVCCA(lag=2), analyze.SVCCA(lag=2)
     expected = [float(one.data) for message in messages for one in whole.compute(message)]

@@ -1,0 +1,259 @@
+"""Activations as matrices of datapoints by neurons, in chunks, so that no float64 copy of all of them is ever made.
+
+Shapes: ``x_nd`` has n datapoints and d neurons; a chunk ``part_dm`` has all neurons of m consecutive datapoints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analyze.metrics.inputs import Array, as_array
+from tracer.errors import MessageError
+
+Channels = Literal["auto", "first", "last"]
+Positions = Literal["datapoints", "pooled", "fourier"]
+
+ROWS = 512
+"""Datapoints per chunk at least, if there are so many; BLAS wants that many for its blocks."""
+_CHUNK = 1 << 19
+"""Elements per chunk at least: 4 MiB of float64."""
+_IMAGE = 64
+"""Positions of one datapoint from which on its own (c, positions) matrix is worth a call of BLAS."""
+
+
+def check_channels(channels: object) -> None:
+    """Raise `MessageError` unless it is a word for where the neurons are."""
+    if channels not in ("auto", "first", "last"):
+        raise MessageError(f"channels is 'auto', 'first' or 'last', not {channels!r}")
+
+
+def check_positions(positions: object, *, fourier: bool = True) -> None:
+    """Raise `MessageError` unless it is a word for what the positions of convolutions and sequences are."""
+    allowed = ("datapoints", "pooled", "fourier") if fourier else ("datapoints", "pooled")
+    if positions not in allowed:
+        raise MessageError(f"positions is one of {', '.join(map(repr, allowed))}, not {positions!r}")
+
+
+def channels_first(shape: tuple[int, ...], channels: Channels) -> bool:
+    """Whether the neurons are in axis 1 of an array of this shape, and not in the last."""
+    return len(shape) > 2 and (channels == "first" or (channels == "auto" and len(shape) > 3))
+
+
+def neurons(x: Array, channels: Channels = "auto", positions: Positions = "datapoints") -> NDArray[Any]:
+    """Activations as a matrix of datapoints by neurons.
+
+    Parameters
+    ----------
+    x : array
+        (n, d) stays as it is; (n,) is one neuron; of more axes one is the neurons, all but the first are positions.
+    channels : {"auto", "first", "last"}
+        Where the neurons are: ``"first"`` in axis 1, as the channels of convolutions (n, c, h, w) and (n, c, l);
+        ``"last"`` in the last axis, as in sequences (n, t, d); ``"auto"`` takes three axes for a sequence and four or
+        more for a convolution, so for a one-dimensional convolution say ``"first"``.
+    positions : {"datapoints", "pooled"}
+        ``"datapoints"``: each position is a datapoint of its own; ``"pooled"``: the mean over the positions is taken,
+        in float64.
+
+    Returns
+    -------
+    array (datapoints, neurons)
+
+    Raises
+    ------
+    MessageError
+        If `channels` or `positions` is another word.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> [neurons(np.zeros(shape)).shape for shape in ((8, 3), (8, 3, 5, 5), (8, 5, 3))]
+    [(8, 3), (200, 3), (40, 3)]
+    >>> neurons(np.zeros((8, 3, 5, 5)), positions="pooled").shape
+    (8, 3)
+    """
+    check_positions(positions, fourier=False)
+    sheet = Sheet.of(x, channels, positions)
+    return np.moveaxis(sheet.array, 1, -1).reshape(-1, sheet.d) if sheet.first else sheet.array.reshape(-1, sheet.d)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sheet:
+    """Activations, and which of their axes are datapoints and which the neurons.
+
+    Attributes
+    ----------
+    array : array of any real dtype
+    d : int
+        Neurons.
+    rows : tuple of int
+        The lengths of the axes of the datapoints; two layers can be compared if they agree in them.
+    first : bool
+        Whether the neurons are in axis 1, and not in the last.
+    """
+
+    array: NDArray[Any]
+    d: int
+    rows: tuple[int, ...]
+    first: bool
+
+    @classmethod
+    def of(cls, x: Array, channels: Channels = "auto", positions: Positions = "datapoints") -> Sheet:
+        """The sheet of an array; raises `MessageError` for words that do not exist."""
+        check_channels(channels)
+        array = as_array(x)
+        if array.ndim < 2:
+            return cls(array.reshape(-1, 1), 1, (array.size if array.ndim else 0,), False)
+        first = channels_first(array.shape, channels)
+        if positions != "datapoints" and array.ndim > 2:
+            array = pooled(array, first)
+            first = False
+        d = array.shape[1 if first else -1]
+        rows = (array.shape[0], *array.shape[2:]) if first else array.shape[:-1]
+        return cls(array, d, rows, first)
+
+    @property
+    def n(self) -> int:
+        """Datapoints, all positions counted."""
+        return math.prod(self.rows) if self.d else 0
+
+    @property
+    def real(self) -> bool:
+        """Whether the activations are real numbers."""
+        return self.array.dtype.kind != "c"
+
+    @property
+    def per_entry(self) -> int:
+        """Datapoints for each entry of the first axis."""
+        return self.n // max(1, int(self.array.shape[0]))
+
+    @property
+    def images(self) -> bool:
+        """Whether each entry of the first axis is worth a product of matrices of its own, just as it was recorded."""
+        return self.first and self.per_entry >= _IMAGE
+
+    @property
+    def entries(self) -> int:
+        """Entries of the first axis in a part."""
+        if self.images:
+            return 1
+        return max(1, -(-max(ROWS, _CHUNK // max(1, self.d)) // max(1, self.per_entry)))
+
+    def part(self, start: int, stop: int) -> NDArray[Any]:
+        """Some entries of the first axis as a (d, m) array of the array's own dtype."""
+        part = self.array[start:stop]
+        if self.images and len(part) == 1:
+            return part.reshape(self.d, -1)
+        if self.first:
+            part = np.moveaxis(part, 1, -1)
+        return part.reshape(-1, self.d).T
+
+    def parts(self) -> Iterator[tuple[int, NDArray[Any]]]:
+        """All datapoints as (d, m) arrays, each with the number of its first."""
+        for start in range(0, self.array.shape[0], self.entries):
+            yield start * self.per_entry, self.part(start, start + self.entries)
+
+    def flat(self) -> Sheet:
+        """The same as a matrix."""
+        if self.array.ndim == 2:
+            return self
+        matrix = np.moveaxis(self.array, 1, -1) if self.first else self.array
+        return Sheet(matrix.reshape(-1, self.d), self.d, (self.n,), False)
+
+    def finite_rows(self) -> NDArray[np.bool_]:
+        """Which datapoints are finite in all neurons."""
+        matrix = np.moveaxis(self.array, 1, -1) if self.first else self.array
+        finite: NDArray[np.bool_] = np.isfinite(matrix.reshape(-1, self.d)).all(axis=1)
+        return finite
+
+    def nonfinite(self) -> NDArray[np.int64]:
+        """How many NaN and infinities each neuron has."""
+        axes = tuple(axis for axis in range(self.array.ndim) if axis != (1 if self.first else self.array.ndim - 1))
+        return np.asarray(np.count_nonzero(~np.isfinite(self.array), axis=axes))
+
+    def chosen(self, which: NDArray[np.bool_]) -> Sheet:
+        """The sheet of some of the datapoints."""
+        matrix = np.moveaxis(self.array, 1, -1) if self.first else self.array
+        array = matrix.reshape(-1, self.d)[which]
+        return Sheet(array, self.d, (len(array),), False)
+
+
+def together(x: Sheet, y: Sheet) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+    """The same datapoints of two layers, part by part."""
+    if x.array.shape[0] != y.array.shape[0]:
+        x, y = x.flat(), y.flat()
+    entries = 1 if x.images and y.images else max(min(x.entries, y.entries), 1)
+    if x.images != y.images:
+        entries = max(x.entries, y.entries)
+    for start in range(0, x.array.shape[0], entries):
+        yield x.part(start, start + entries), y.part(start, start + entries)
+
+
+def pooled(array: NDArray[Any], first: bool) -> NDArray[np.float64]:
+    """The mean over all positions, (n, d) in float64."""
+    axes = tuple(range(2, array.ndim)) if first else tuple(range(1, array.ndim - 1))
+    with np.errstate(invalid="ignore", over="ignore"):
+        mean: NDArray[np.float64] = array.mean(axis=axes, dtype=np.float64)
+    return mean
+
+
+def comparable(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether the datapoints of two sheets are the same ones, as far as their shapes tell."""
+    if len(one) > 1 and len(other) > 1:
+        return one == other
+    return math.prod(one) == math.prod(other)
+
+
+def frequencies(x: Array, channels: Channels = "auto") -> tuple[NDArray[np.complex128], tuple[int, ...]]:
+    """The discrete Fourier transform over the positions: half of the frequencies, since real data has the other half.
+
+    Parameters
+    ----------
+    x : array (n, c, h, w) or (n, c, l), or with the channels last
+    channels : {"auto", "first", "last"}
+
+    Returns
+    -------
+    array (..., n, c), complex
+        With as many leading axes as there are axes of positions; the last of them is the half one.
+    sizes : tuple of int
+        The lengths of the axes of positions.
+    """
+    array = as_array(x)
+    if not channels_first(array.shape, channels):
+        array = np.moveaxis(array, -1, 1)
+    axes = tuple(range(2, array.ndim))
+    sizes = array.shape[2:]
+    with np.errstate(invalid="ignore", over="ignore"):
+        transformed = np.fft.rfftn(array.astype(np.float64), axes=axes, norm="ortho")
+    return np.moveaxis(transformed, (0, 1), (-2, -1)), sizes
+
+
+def lowest(transformed: NDArray[np.complex128], sizes: tuple[int, ...], to: tuple[int, ...]) -> NDArray[np.complex128]:
+    """The frequencies that a transform of the sizes `to` has too, both signs of each; all, if the sizes agree."""
+    for axis, (size, target) in enumerate(zip(sizes, to, strict=True)):
+        if size == target:
+            continue
+        most = (target - 1) // 2
+        last = axis == len(sizes) - 1
+        kept = np.arange(most + 1) if last else np.r_[0 : most + 1, size - most : size]
+        transformed = np.take(transformed, kept, axis=axis)
+    return transformed
+
+
+def multiplicity(sizes: tuple[int, ...], cut: bool) -> NDArray[np.float64]:
+    """How many of all frequencies each one of the half stands for: 2, or 1 where it is its own mirror image.
+
+    ``cut`` says that the frequencies were cut by `lowest`, which leaves no Nyquist frequency in the last axis.
+    """
+    last = (sizes[-1] - 1) // 2 + 1 if cut else sizes[-1] // 2 + 1
+    weights = np.full(last, 2.0)
+    weights[0] = 1
+    if not cut and sizes[-1] % 2 == 0:
+        weights[-1] = 1
+    return weights
