@@ -1457,6 +1457,10 @@ def _print_plan(plan: Plan, as_json: bool) -> None:
     for one in plan.derived:
         base = {"weight_updates": "weights", "bias_updates": "biases"}[one.kind]
         click.echo(f"would derive {one.count:,} {one.kind} of {_where(one) or 'the root'} from its {base}")
+    from analyze.catalogue import SCOPES
+
+    for name, scope in plan.memory.items():
+        click.echo(f"{name} remembers {SCOPES[scope]}: of a part of that it says something else than of the whole")
     for sentence in plan.missing:
         click.echo(f"missing: {sentence}")
 

@@ -240,7 +240,9 @@ def test_replay_as_json_lines(trace: Path) -> None:
 def test_plan(trace: Path) -> None:
     """``--plan`` says what would be read without reading, and what is missing."""
     told = json.loads(run("replay", trace, "-s", "norm:subsample=4", "-m", "conv1", "--plan", "--json").stdout)
-    assert (told["messages"], told["missing"]) == (3, [])
+    assert (told["messages"], told["missing"], told["memory"]) == (3, [], {})
+    result = run("replay", trace, "-s", "path_length:kind=weights,as=far", "--plan")
+    assert "remembers the steps of one stream" in result.stdout
     result = run("replay", trace, "-s", "norm:kind=weight_gradients", "--plan")
     assert result.exit_code == 2
     assert "missing: norm needs weight_gradients" in result.stdout

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tracer
+from analyze import parse
 from tracer import (
     CallbackSubscriber,
     Capture,
@@ -186,6 +187,36 @@ def test_the_plan_says_what_would_be_read(trace: Path, everything: list[Message]
     told = todo.describe()
     assert told["trace"] == str(trace)
     assert [one["count"] for one in told["streams"]] == [STEPS] * 4
+
+
+def test_the_plan_says_who_remembers_what(trace: Path) -> None:
+    """Subscribers without memory are not told; those with one say what it reaches across."""
+    asked = [parse("spectral_norm"), parse("svcca:tag=probe"), parse("path_length"), parse("norm"), Collect("loss")]
+    planned = tracer.plan(trace, *asked)
+    assert {"svcca": "stream", "path_length": "stream"}.items() <= planned.memory.items()
+    assert not {"norm", "Collect"} & planned.memory.keys()
+    assert planned.describe()["memory"] == planned.memory
+
+
+def test_ten_subscribers_read_each_message_once(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many listen, what they want is read once, and nothing else is."""
+    specs = (
+        "norm norm:order=1 mean:kind=weights variance:kind=weights sum:kind=weights histogram spectral_norm ratio loss"
+    )
+    asked = [*map(parse, [*specs.split(), "norm:kind=weight_gradients", "svcca:tag=probe,details=false"])]
+    read: list[int] = []
+    plainly = TraceReader._read_groups
+
+    def counting(self: TraceReader, selected: Any, memory: Any) -> Any:
+        read.extend(selected.tolist())
+        return plainly(self, selected, memory)
+
+    monkeypatch.setattr(TraceReader, "_read_groups", counting)
+    planned = tracer.plan(trace, *asked)
+    tracer.replay(trace, *asked)
+    assert sorted(read) == planned.where.nonzero()[0].tolist()
+    kinds = {stream.kind for stream in planned.streams}
+    assert kinds == {"weights", "weight_updates", "weight_gradients", "loss", "activations"}
 
 
 def test_a_plan_tells_what_is_missing_instead_of_raising(trace: Path) -> None:

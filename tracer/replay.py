@@ -18,7 +18,7 @@ from tracer.layout import ENCODINGS, Column
 from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message
 from tracer.reader import Steps, StreamInfo, TraceReader
 from tracer.stores import Anywhere
-from tracer.subscriber import unmet
+from tracer.subscriber import Scope, Subscriber, unmet
 from tracer.subscription import matches_tag
 
 POLL_SECONDS = 0.1
@@ -45,6 +45,9 @@ class Plan:
         Messages of the trace that will not be read.
     missing : list of str
         A sentence for each receiver that needs what is not there; a replay refuses to start unless this is empty.
+    memory : dict of str to Scope
+        What each receiver remembers across, where it remembers something: with only some of the steps (or modules, for
+        those that remember a step) its values are not those of the whole.
     where : ndarray of bool
         The rows of the journal that will be published.
     pairs : ndarray of int, shape (n, 2)
@@ -58,6 +61,7 @@ class Plan:
     bytes: int
     skipped: int
     missing: list[str]
+    memory: dict[str, Scope]
     where: NDArray[np.bool_]
     pairs: NDArray[np.int64]
 
@@ -71,6 +75,7 @@ class Plan:
             "bytes": self.bytes,
             "skipped": self.skipped,
             "missing": list(self.missing),
+            "memory": dict(self.memory),
         }
 
 
@@ -312,6 +317,11 @@ def _plan(
         bytes=_nbytes(reader, read),
         skipped=len(journal) - int(where.sum()),
         missing=missing,
+        memory={
+            describe(one): one.scope
+            for one in receivers
+            if isinstance(one, Subscriber) and one.scope != "message" and one.produces
+        },
         where=where,
         pairs=of_updates,
     )
