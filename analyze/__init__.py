@@ -13,13 +13,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from analyze.metrics.accuracy import accuracy
+    from analyze.metrics.effective_rank import (
+        EffectiveRank,
+        ParticipationRatio,
+        StableRank,
+        effective_rank,
+        participation_ratio,
+        stable_rank,
+    )
     from analyze.metrics.histogram import Histogram, histogram
     from analyze.metrics.loss import Loss, loss
     from analyze.metrics.mean import Mean, mean
     from analyze.metrics.message_mean import MessageMean, message_mean
     from analyze.metrics.norm import Norm, norm
+    from analyze.metrics.operator_norm import OperatorNorm, operator_norm
     from analyze.metrics.pooled_accuracy import TestAccuracy, test_accuracy
+    from analyze.metrics.power_law import PowerLaw, WeightWatcher, power_law, weightwatcher
     from analyze.metrics.ratio import Ratio, ratio
+    from analyze.metrics.saturation import Saturation, saturation
+    from analyze.metrics.singular_values import (
+        ConditionNumber,
+        SingularValues,
+        condition_number,
+        singular_values,
+    )
     from analyze.metrics.spectral_norm import SpectralNorm, spectral_norm
     from analyze.metrics.sum import Sum, sum  # noqa: A004 - analyze.sum, as in numpy.sum
     from analyze.metrics.svcca import SVCCA, svcca
@@ -35,35 +52,53 @@ _OTHERS = {"accuracy": "metrics.accuracy", "analyze": "results", "Results": "res
 
 __all__ = [
     "SVCCA",
+    "ConditionNumber",
+    "EffectiveRank",
     "Histogram",
     "Loss",
     "Mean",
     "MessageMean",
     "Norm",
+    "OperatorNorm",
+    "ParticipationRatio",
+    "PowerLaw",
     "Ratio",
     "Results",
+    "Saturation",
+    "SingularValues",
     "SpectralNorm",
+    "StableRank",
     "Sum",
     "TestAccuracy",
     "TrainAccuracy",
     "Variance",
+    "WeightWatcher",
     "accuracy",
     "analyze",
+    "condition_number",
     "describe",
+    "effective_rank",
     "histogram",
     "loss",
     "mean",
     "message_mean",
     "norm",
+    "operator_norm",
     "parse",
+    "participation_ratio",
+    "power_law",
     "ratio",
+    "saturation",
+    "singular_values",
     "spectral_norm",
+    "stable_rank",
     "subscribers",
     "sum",
     "svcca",
     "test_accuracy",
     "train_accuracy",
     "variance",
+    "weightwatcher",
 ]
 
 

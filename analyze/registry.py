@@ -25,18 +25,27 @@ GROUP = "tracer.subscribers"
 """The group of entry points under which other packages name their subscribers."""
 
 BUILT_IN: Mapping[str, str] = {
+    "condition_number": "analyze.metrics.singular_values:ConditionNumber",
+    "effective_rank": "analyze.metrics.effective_rank:EffectiveRank",
     "histogram": "analyze.metrics.histogram:Histogram",
     "loss": "analyze.metrics.loss:Loss",
     "mean": "analyze.metrics.mean:Mean",
     "message_mean": "analyze.metrics.message_mean:MessageMean",
     "norm": "analyze.metrics.norm:Norm",
+    "operator_norm": "analyze.metrics.operator_norm:OperatorNorm",
+    "participation_ratio": "analyze.metrics.effective_rank:ParticipationRatio",
+    "power_law": "analyze.metrics.power_law:PowerLaw",
     "ratio": "analyze.metrics.ratio:Ratio",
+    "saturation": "analyze.metrics.saturation:Saturation",
+    "singular_values": "analyze.metrics.singular_values:SingularValues",
     "spectral_norm": "analyze.metrics.spectral_norm:SpectralNorm",
+    "stable_rank": "analyze.metrics.effective_rank:StableRank",
     "sum": "analyze.metrics.sum:Sum",
     "svcca": "analyze.metrics.svcca:SVCCA",
     "test_accuracy": "analyze.metrics.pooled_accuracy:TestAccuracy",
     "train_accuracy": "analyze.metrics.train_accuracy:TrainAccuracy",
     "variance": "analyze.metrics.variance:Variance",
+    "weightwatcher": "analyze.metrics.power_law:WeightWatcher",
 }
 """Registry name → where the class is. A name here wins over an entry point of the same name."""
 
@@ -157,9 +166,11 @@ def describe(name: str) -> dict[str, Any]:
     --------
     >>> about = describe("spectral_norm")
     >>> about["class"], about["needs"], about["produces"]
-    ('analyze.metrics.spectral_norm.SpectralNorm', ['weights'], ['weights_spectral_norm'])
+    ('analyze.metrics.spectral_norm.SpectralNorm', ['weights'], ['weights_spectral_norm',
+     'weights_spectral_norm_residual', 'weights_spectral_norm_status'])
     >>> [(one["name"], one["default"]) for one in about["parameters"]]
-    [('kind', 'weights'), ('tag', 'default'), ('subsample', 1), ('modules', None)]
+    [('kind', 'weights'), ('exact', False), ('tolerance', 1e-06), ('certify', 100), ('tag', 'default'),
+     ('subsample', 1), ('modules', None)]
     """
     cls = find(name)
     parameters = _parameters(cls)
