@@ -118,7 +118,7 @@ def test_iterated_spectral_norm(name: str, dtype: str) -> None:
         assert found == pytest.approx(values[0], rel=1e-6)
         assert found < values[0] * (1 + 2e-7)
         assert np.abs(values - found).min() <= found.residual + 3e-7 * values[0]
-        start = found.vector
+        start = found.vectors
     assert analyze.spectral_norm(w, exact=True) == pytest.approx(values[0], rel=1e-13)
     assert analyze.spectral_norm(w, exact=True).status == "exact"
     certified = analyze.spectral_norm(w, certify=True)
@@ -150,12 +150,25 @@ def test_a_crossing_is_seen(certify: int) -> None:
         assert STATUSES[int(found["status"])] == ("certified" if certify else "converged")
 
 
-def test_without_a_random_part_the_crossing_is_missed() -> None:
-    """The same iteration from the bare old vector stays with the old singular value: why the random part is there."""
+@pytest.mark.parametrize("rate", [1e-1, 1e-2, 1e-3, 1e-4, 1e-5])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_slow_and_fast_crossings(rate: float, dtype: Any) -> None:
+    """However slowly or fast one singular value overtakes the other, the value is within 1e-6 at every step."""
+    rng = np.random.default_rng(0)
+    turn, metric = orthogonal(200, rng), analyze.SpectralNorm(certify=0)
+    for t in range(21):
+        first, second = 2 - rate * (t - 10), 2 + rate * (t - 10)
+        w = (turn * np.concatenate([[first, second], np.linspace(0, 1.5, 198)])) @ turn.T
+        exact = np.linalg.norm(w.astype(dtype).astype(np.float64), 2)
+        assert said(metric, message(w.astype(dtype), step=t))["value"] == pytest.approx(exact, rel=1e-6)
+
+
+def test_without_a_random_vector_the_crossing_is_missed() -> None:
+    """From the bare old vector the old singular value is confirmed at once: why there is a random one."""
     w = np.diag(np.concatenate([[1.0, 2.0], np.linspace(0, 0.5, 198)]))
-    old = np.eye(200)[0]
-    assert largest(lambda q: w @ q, lambda p: w.T @ p, old).value == pytest.approx(1.0)
-    assert largest(lambda q: w @ q, lambda p: w.T @ p, started(old, 200, w.dtype, seeded())).value == pytest.approx(2.0)
+    old = np.eye(200)[:1]
+    assert largest(lambda q: q @ w.T, lambda p: p @ w, old).value == pytest.approx(1.0)
+    assert largest(lambda q: q @ w.T, lambda p: p @ w, started(old, 200, w.dtype, seeded())).value == pytest.approx(2.0)
 
 
 def test_the_certificate_corrects() -> None:
@@ -164,9 +177,9 @@ def test_the_certificate_corrects() -> None:
     class NoRandom:
         """A generator whose random part has nothing of the first direction."""
 
-        def standard_normal(self, size: int) -> Any:
+        def standard_normal(self, size: tuple[int, int]) -> Any:
             part = np.random.default_rng(0).standard_normal(size)
-            part[0] = 0
+            part[:, 0] = 0
             return part
 
     w = np.diag(np.concatenate([[5.0], np.linspace(3, 0, 199)]))
@@ -175,8 +188,8 @@ def test_the_certificate_corrects() -> None:
     corrected = analyze.spectral_norm(w, random=random, certify=True)
     assert corrected == pytest.approx(5, rel=1e-13)
     assert corrected.status == "corrected"
-    assert corrected.vector is not None
-    assert abs(corrected.vector[0]) == pytest.approx(1)
+    assert corrected.vectors is not None
+    assert abs(corrected.vectors[0, 0]) == pytest.approx(1)
 
 
 def test_certificates_come_at_their_steps() -> None:
@@ -200,7 +213,7 @@ def test_a_warm_start_is_a_hint_only() -> None:
     for step in range(3, 6):
         assert said(late, message(weights[step], step=step))["value"] == pytest.approx(values[step], rel=1e-6)
     cold = analyze.spectral_norm(weights[4])
-    warm = analyze.spectral_norm(weights[5], start=cold.vector)
+    warm = analyze.spectral_norm(weights[5], start=cold.vectors)
     assert warm.steps < cold.steps
 
 
@@ -518,7 +531,7 @@ def test_soft_ranks_of_activations() -> None:
 
 
 def test_one_svd_for_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metrics that get the same tensor one after the other share its SVD; another tensor, or a changed one, has none."""
+    """Metrics that get the same tensor one after the other share its SVD; not another tensor, or a changed one."""
     calls = []
     svdvals = scipy.linalg.svdvals
     monkeypatch.setattr(scipy.linalg, "svdvals", lambda *of, **more: calls.append(1) or svdvals(*of, **more))

@@ -1,4 +1,4 @@
-"""The largest singular value of a linear map by the Lanczos iteration, from a warm start.
+"""The largest singular value of a linear map, by Lanczos from a random vector or from what was known before.
 
 Shapes: ``q_n`` is a vector of the map's domain (n numbers), ``p_m`` one of its range (m numbers); ``q_kn`` and ``p_km``
 are k of them.
@@ -19,8 +19,12 @@ from tracer.messages import Message
 
 Map = Callable[[NDArray[Any]], NDArray[Any]]
 
-_RANDOM_PART = 0.1
-"""The norm of the random part of a warm start: without it a direction that overtakes the old one is never seen."""
+KEPT = 3
+"""How many singular vectors are remembered: with one, a direction that overtakes it by little is not seen for long."""
+
+_SEARCH = 4
+"""How many steps a warm start takes from its random vector, before it may stop: a direction that is new on top is found
+by them. Without them the old direction would be confirmed at once."""
 
 _CAUTION = 0.25
 """Of the tolerance, what the estimate may take: after few steps it is too small by a few times."""
@@ -36,17 +40,17 @@ class Extreme:
         A lower bound of the largest singular value, but for rounding; NaN if the map gave one, or infinity.
     residual : float
         r = |W'u - value q|, measured at the end: some singular value is within r of `value`.
-    vector : array (n,)
-        q, the right singular vector, of norm 1.
+    vectors : array (k, n)
+        q and the next right singular vectors, as well as they are known, each of norm 1; at most `KEPT`.
     steps : int
-        How often the map was applied.
+        To how many vectors the map was applied.
     converged : bool
         Whether the stopping rule was met before the steps ran out.
     """
 
     value: float
     residual: float
-    vector: NDArray[Any]
+    vectors: NDArray[Any]
     steps: int
     converged: bool
 
@@ -76,14 +80,19 @@ def generator_of(message: Message) -> np.random.Generator:
 def started(
     previous: NDArray[Any] | None, size: int, dtype: np.dtype[Any], random: np.random.Generator
 ) -> NDArray[Any]:
-    """A unit vector to begin with: the previous one with a random part, or a random one."""
-    start = random.standard_normal(size)
+    """Orthonormal vectors to begin with: the previous ones and, last, a random one; or a random one alone."""
+    start = random.standard_normal((1, size))
     if dtype.kind == "c":
-        start = start + 1j * random.standard_normal(size)
-    if previous is not None and previous.shape == (size,):
-        start *= _RANDOM_PART / np.linalg.norm(start)
-        start = start + previous
-    return np.asarray(start / np.linalg.norm(start), dtype=dtype)
+        start = start + 1j * random.standard_normal((1, size))
+    if previous is not None and previous.shape[-1:] == (size,) and len(previous.reshape(-1, size)) < size:
+        start = np.concatenate([previous.reshape(-1, size), start])
+    orthonormal, _ = np.linalg.qr(start.T)
+    return np.ascontiguousarray(orthonormal.T, dtype=dtype)
+
+
+def each(one: Map) -> Map:
+    """A map of one vector, as a map of the rows of a matrix."""
+    return lambda rows: np.stack([one(row) for row in rows])
 
 
 def largest(forward: Map, adjoint: Map, start: NDArray[Any], *, tolerance: float = 1e-6, steps: int = 300) -> Extreme:
@@ -92,73 +101,87 @@ def largest(forward: Map, adjoint: Map, start: NDArray[Any], *, tolerance: float
     Parameters
     ----------
     forward, adjoint : callable
-        W and its (conjugate) transpose, on vectors of the dtype of `start`.
-    start : array (n,)
-        A unit vector, see `started`.
+        W and its (conjugate) transpose, on vectors that are the rows (k, n) or (k, m) of a matrix of the dtype of
+        `start`.
+    start : array (k, n)
+        Orthonormal rows, the last a random one, see `started`. One row alone is a cold start.
     tolerance : float
         The relative error to stop at.
     steps : int
-        How often the map is applied at most.
+        To how many vectors the map is applied at most.
 
     Notes
     -----
-    *Formula*: Lanczos on W'W with full reorthogonalisation (two passes of Gram-Schmidt). It stops when the residual r
-    of the largest Ritz value is below ``sqrt(tolerance)`` of it, and either r is below `tolerance` or the estimate of
-    Kato and Temple, r² over the gap to the other Ritz values, is below a quarter of it (a quarter, because few steps
-    see the gap too wide). Ritz values that tie within that count as one.
-    *Source*: B. N. Parlett, "The Symmetric Eigenvalue Problem" (1998), chapters 10-13.
+    *Formula*: Rayleigh-Ritz for W'W on the vectors of the start, enlarged by a few Lanczos steps from the random one,
+    which look for a direction that is new on top, then by the residual of the largest Ritz value, with full
+    orthogonalisation (two passes of Gram-Schmidt). From a random vector alone that is Lanczos. It stops when
+    the residual r is below ``sqrt(tolerance)`` of the value (from a cold start a hundredth of that, so that near ties
+    come apart), and either r is below `tolerance` or the estimate of Kato and Temple, r² over the gap to the next Ritz
+    value, is below a quarter of it (a quarter, because few steps see the gap too wide). Ritz values that tie within
+    that count as one.
+    *Source*: B. N. Parlett, "The Symmetric Eigenvalue Problem" (1998), chapters 10-13; E. R. Davidson, "The iterative
+    calculation of a few of the lowest eigenvalues" (1975), without preconditioning.
     """
-    size, dtype = len(start), start.dtype
+    (k, size), dtype = start.shape, start.dtype
     precision = float(np.finfo(dtype).eps)
-    steps = max(1, min(steps, size))
-    room = min(steps, 16)
-    basis_kn, images_km = np.empty((room, size), dtype), None
-    squares, couplings = [], []  # the diagonal of the tridiagonal matrix, and what stands beside it
-    q_n, converged, k = start, False, 0
-    ritz_k = np.ones(1)
+    reach = math.sqrt(tolerance) * (1e-2 if k == 1 else 1)
+    steps = max(k, min(steps, size))
+    search = 0 if k == 1 else min(k + _SEARCH, steps)
+    room = min(steps, k + 16)
+    basis_kn, back_kn = _grown(start, room), np.empty((room, size), dtype)
+    first_km = forward(start)
+    images_km = _grown(first_km, room)
+    back_kn[:k] = adjoint(first_km)
+    squares_kk = _wide(first_km.conj() @ first_km.T)
     while True:
-        p_m = forward(q_n)
-        if images_km is None:
-            images_km = np.empty((room, len(p_m)), dtype)
-        elif k == room:
-            room = min(2 * room, steps)
-            basis_kn, images_km = _grown(basis_kn, room), _grown(images_km, room)
-        basis_kn[k], images_km[k] = q_n, p_m
-        k += 1
-        squares.append(_square(p_m))
-        if not math.isfinite(squares[-1]):
+        if not np.isfinite(squares_kk).all():
             return Extreme(math.nan, math.nan, start, k, False)
-        z_n = adjoint(p_m)
-        seen_kn = basis_kn[:k]
-        for _ in range(2):
-            z_n = z_n - (seen_kn.conj() @ z_n) @ seen_kn
-        couplings.append(math.sqrt(_square(z_n)))
-        last = k == steps or couplings[-1] <= 4 * precision * max(squares)
-        if last or k < 20 or k % 3 == 0:
-            values_k, vectors_kk = np.linalg.eigh(_tridiagonal(squares, couplings))
-            ritz_k = vectors_kk[:, -1]
-            if couplings[-1] <= 4 * precision * max(squares):
-                converged = True  # an invariant subspace: nothing more can come
-            else:
-                converged = _met(values_k, couplings[-1] * abs(float(ritz_k[-1])), tolerance)
-            if converged or last:
+        if k < search:
+            rest_n, top, converged = back_kn[k - 1], float(squares_kk.diagonal().real.max()), False
+        else:
+            values_k, vectors_kk = np.linalg.eigh(squares_kk)
+            top, ritz = float(values_k[-1]), vectors_kk[:, -1].astype(dtype)
+            rest_n = ritz @ back_kn[:k] - dtype.type(top) * (ritz @ basis_kn[:k])
+            converged = _met(values_k, math.sqrt(_square(rest_n)), reach, tolerance)
+            if converged or k == steps:
                 break
-        q_n = z_n / z_n.dtype.type(couplings[-1])
-    ritz = np.asarray(ritz_k, dtype=dtype)
-    q_n, p_m = ritz @ basis_kn[:k], ritz @ images_km[:k]
-    length = math.sqrt(_square(q_n))
+        for _ in range(2):
+            rest_n = rest_n - (basis_kn[:k].conj() @ rest_n) @ basis_kn[:k]
+        length = math.sqrt(_square(rest_n))
+        if length <= 4 * precision * max(top, 0.0):  # an invariant subspace: nothing more can come
+            if k < search:
+                search = k
+                continue
+            converged = True
+            break
+        if k == room:
+            room = min(2 * room, steps)
+            basis_kn, images_km, back_kn = (_grown(rows, room) for rows in (basis_kn, images_km, back_kn))
+        basis_kn[k] = rest_n / rest_n.real.dtype.type(length)
+        images_km[k] = p_m = forward(basis_kn[k : k + 1])[0]
+        back_kn[k] = adjoint(images_km[k : k + 1])[0]
+        beside = _wide(images_km[:k].conj() @ p_m)
+        squares_kk = np.block([[squares_kk, beside[:, None]], [beside.conj()[None, :], np.array([[_square(p_m)]])]])
+        k += 1
+    kept = np.ascontiguousarray(vectors_kk[:, ::-1][:, :KEPT].T.astype(dtype))
+    q_jn = kept @ basis_kn[:k]
+    p_m = kept[0] @ images_km[:k]
+    length = math.sqrt(_square(q_jn[0]))
     value = math.sqrt(_square(p_m)) / length
-    q_n = q_n / q_n.dtype.type(length)
     if value == 0:
-        return Extreme(0.0, 0.0, q_n, k, True)
-    u_m = p_m / p_m.dtype.type(value * length)
-    residual = math.sqrt(_square(adjoint(u_m) - q_n.dtype.type(value) * q_n))
-    return Extreme(value, residual, q_n, k, converged)
+        return Extreme(0.0, 0.0, q_jn, k, True)
+    off_n = kept[0] @ back_kn[:k] - dtype.type(value * value) * q_jn[0]
+    return Extreme(value, math.sqrt(_square(off_n)) / (value * length), q_jn, k, converged)
+
+
+def _wide(x: NDArray[Any]) -> NDArray[Any]:
+    """The same in float64 or complex128."""
+    return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
 
 
 def _square(x: NDArray[Any]) -> float:
     """The squared norm, in float64."""
-    exact = x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
+    exact = _wide(x)
     return float(np.vdot(exact, exact).real)
 
 
@@ -168,22 +191,15 @@ def _grown(rows: NDArray[Any], room: int) -> NDArray[Any]:
     return more
 
 
-def _tridiagonal(squares: list[float], couplings: list[float]) -> NDArray[np.float64]:
-    matrix = np.diag(squares)
-    places = np.arange(len(squares) - 1)
-    matrix[places, places + 1] = matrix[places + 1, places] = couplings[:-1]
-    return matrix
-
-
-def _met(values_k: NDArray[np.float64], residual: float, tolerance: float) -> bool:
+def _met(values_k: NDArray[np.float64], residual: float, reach: float, tolerance: float) -> bool:
     """The stopping rule, on Ritz values of W'W (rising) and the residual there, which is r times the singular value."""
     top = float(values_k[-1])
-    if top <= 0 or residual > math.sqrt(tolerance) * top:
+    if top <= 0:
         return False
     if residual <= tolerance * top:
         return True
     gaps = top - values_k[-2::-1]
-    if not len(gaps):
+    if residual > reach * top or not len(gaps):
         return False
     # ties: the first j Ritz values are one, up to their spread, and the gap that counts is the next
     spread = np.concatenate(([0.0], gaps[:-1]))

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.inputs import Array, answer, as_array, subscription_to
-from analyze.metrics.lanczos import generator_of, largest, seeded, started, stream_of
+from analyze.metrics.lanczos import each, generator_of, largest, seeded, started, stream_of
 from analyze.metrics.spectra import code, power_of_two
 from analyze.metrics.spectral_norm import (
     STATUSES,
@@ -125,9 +125,9 @@ def operator_norm(
     generator = seeded("operator_norm") if random is None else random
     begin = started(start, math.prod(layer.shape), kernel.dtype, generator)
     with np.errstate(all="ignore"):
-        found = largest(layer.forward, layer.adjoint, begin, tolerance=tolerance)
+        found = largest(each(layer.forward), each(layer.adjoint), begin, tolerance=tolerance)
     status: Status = "converged" if found.converged else "unconverged"
-    return SpectralNormResult(found.value * scale, found.residual * scale, status, found.steps, found.vector)
+    return SpectralNormResult(found.value * scale, found.residual * scale, status, found.steps, found.vectors)
 
 
 def _elementwise(array: NDArray[Any]) -> SpectralNormResult:
@@ -316,9 +316,9 @@ class OperatorNorm(Subscriber):
 
     Notes
     -----
-    *Formula*: Lanczos on the convolution and its transpose, from the singular vector of the step before and a random
-    part, see ``spectral_norm``; the matrix of the map is never made. With ``"circular"`` padding it is the largest
-    singular value over all frequencies, exactly.
+    *Formula*: as ``spectral_norm``, on the convolution and its transpose, from the singular vectors of the step before;
+    the matrix of the map is never made. With ``"circular"`` padding it is the largest singular value over all
+    frequencies, exactly.
     *Needs*: ``layer_inputs`` of convolutions, or `input_hw`; and to tell stride and padding apart ``activations``, or
     both given. A module with dilation, or transposed, looks like another: give what it has, and its `modules`.
     *Cost*: warm about ten convolutions of one input and their transposes.
@@ -326,7 +326,7 @@ class OperatorNorm(Subscriber):
     the spectral norm of the reshaped kernel, where the padding is at least half the kernel and the stride is 1.
     *Edge values*: 0 for an empty or zero weight; NaN where NaN occurs, else infinity where infinity occurs; NaN where
     the size is not known. Never raises during a replay.
-    *Memory*: for each stream one vector of the size of an input, and the sizes of each layer; part of `state_dict`.
+    *Memory*: for each stream three vectors of the size of an input, and the sizes of each layer; part of `state_dict`.
     *Numerics*: relative error below 1e-5, mostly below 1e-6; a lower bound but for rounding.
     *Source*: H. Sedghi, V. Gupta, P. M. Long, "The Singular Values of Convolutional Layers", arXiv:1805.10408 (circular
     padding); Lanczos as in ``spectral_norm``.
@@ -396,8 +396,8 @@ class OperatorNorm(Subscriber):
                 self._sizes[message.kind, message.key] = tuple(message.data.shape)
             return
         found = self._found(message)
-        if found.vector is not None:
-            self._past.vectors[stream_of(message)] = found.vector
+        if found.vectors is not None:
+            self._past.vectors[stream_of(message)] = found.vectors
         for kind, number in zip(self.produces, (found, found.residual, code(found.status, STATUSES)), strict=True):
             yield derived(message, kind, answer(number))
 
@@ -453,7 +453,7 @@ class OperatorNorm(Subscriber):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The singular vector of each stream, and the sizes of each layer."""
+        """The singular vectors of each stream, and the sizes of each layer."""
         sizes = [{"kind": kind, "module": module, "shape": list(of)} for (kind, module), of in self._sizes.items()]
         return {**self._past.state_dict(), "sizes": sizes}
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from analyze.metrics.inputs import Array, answer, as_array, subscription_to
-from analyze.metrics.lanczos import Extreme, generator_of, largest, seeded, started, stream_of
+from analyze.metrics.lanczos import KEPT, Extreme, each, generator_of, largest, seeded, started, stream_of
 from analyze.metrics.spectra import code, matrix, power_of_two
 from tracer.errors import MessageError
 from tracer.messages import DEFAULT_TAG, Message, derived
@@ -50,20 +50,20 @@ class SpectralNormResult(float):
         A word of `STATUSES`.
     steps : int
         How often the iteration applied the map; 0 for the exact way.
-    vector : array or None
-        The singular vector of the shorter side, to begin with the next time.
+    vectors : array (k, min(o, i)) or None
+        The singular vectors of the shorter side, of the largest values, to begin with the next time.
     """
 
     residual: float
     status: Status
     steps: int
-    vector: NDArray[Any] | None
+    vectors: NDArray[Any] | None
 
     def __new__(
-        cls, value: float, residual: float, status: Status, steps: int = 0, vector: NDArray[Any] | None = None
+        cls, value: float, residual: float, status: Status, steps: int = 0, vectors: NDArray[Any] | None = None
     ) -> SpectralNormResult:
         self = super().__new__(cls, value)
-        self.residual, self.status, self.steps, self.vector = residual, status, steps, vector
+        self.residual, self.status, self.steps, self.vectors = residual, status, steps, vectors
         return self
 
 
@@ -91,8 +91,8 @@ def spectral_norm(
         if that fails.
     tolerance : float
         The relative error of the iteration.
-    start : array (min(o, i),), optional
-        A previous result's `SpectralNormResult.vector`.
+    start : array (k, min(o, i)), optional
+        A previous result's `SpectralNormResult.vectors`.
     random : numpy.random.Generator, optional
         What the random part of the start is drawn from; by default a fixed one.
 
@@ -143,9 +143,9 @@ def spectral_norm(
     if certify or not found.converged:
         if not _certified(a_mn, found.value, tolerance):
             right = _exact(a_mn)
-            return SpectralNormResult(right * scale, right.residual * scale, "corrected", found.steps, right.vector)
+            return SpectralNormResult(right * scale, right.residual * scale, "corrected", found.steps, right.vectors)
         status = "certified"
-    return SpectralNormResult(found.value * scale, found.residual * scale, status, found.steps, found.vector)
+    return SpectralNormResult(found.value * scale, found.residual * scale, status, found.steps, found.vectors)
 
 
 def check_tolerance(tolerance: object) -> None:
@@ -159,8 +159,9 @@ def _iterate(
 ) -> Extreme:
     begin = started(start, a_mn.shape[1], a_mn.dtype, seeded("spectral_norm") if random is None else random)
     a_nm = a_mn.conj().T if a_mn.dtype.kind == "c" else a_mn.T
+    # BLAS multiplies a few vectors one by one faster than together
     with np.errstate(all="ignore"):
-        return largest(lambda q_n: a_mn @ q_n, lambda p_m: a_nm @ p_m, begin, tolerance=tolerance)
+        return largest(each(lambda q_n: a_mn @ q_n), each(lambda p_m: a_nm @ p_m), begin, tolerance=tolerance)
 
 
 def _gram(a_mn: NDArray[Any]) -> NDArray[Any]:
@@ -180,11 +181,11 @@ def _exact(a_mn: NDArray[Any]) -> SpectralNormResult:
     a_mn = a_mn.astype(np.complex128 if a_mn.dtype.kind == "c" else np.float64) / scale
     last = a_mn.shape[1] - 1
     squares, vectors = scipy.linalg.eigh(
-        _gram(a_mn), subset_by_index=(last, last), overwrite_a=True, check_finite=False
+        _gram(a_mn), subset_by_index=(max(0, last - KEPT + 1), last), overwrite_a=True, check_finite=False
     )
-    value, q_n = math.sqrt(max(float(squares[0]), 0.0)), vectors[:, 0]
+    value, q_n = math.sqrt(max(float(squares[-1]), 0.0)), vectors[:, -1]
     residual = float(np.linalg.norm(a_mn.conj().T @ (a_mn @ q_n) - value**2 * q_n)) / value
-    return SpectralNormResult(value * scale, residual * scale, "exact", 0, q_n)
+    return SpectralNormResult(value * scale, residual * scale, "exact", 0, np.ascontiguousarray(vectors[:, ::-1].T))
 
 
 def _certified(a_mn: NDArray[Any], value: float, tolerance: float) -> bool:
@@ -229,18 +230,18 @@ class SpectralNorm(Subscriber):
 
     Notes
     -----
-    *Formula*: Lanczos on W'W from the singular vector of the step before and a random part of a tenth of its norm,
-    until the estimate of Kato and Temple, r² over the gap to the next Ritz value, is within `tolerance`. The random
-    part, drawn from a generator that is seeded by stream and step, is what sees another singular value overtake the
-    first (without it: 53 % error in the crossing of the tests).
-    *Cost*: warm about ten products with W and its transpose; a certificate one Gram matrix and one Cholesky
+    *Formula*: Rayleigh-Ritz for W'W on the first three singular vectors of the step before, four Lanczos steps from a
+    random vector, and then residuals, until the estimate of Kato and Temple, r² over the gap to the next Ritz value, is
+    within `tolerance`. What sees another singular value overtake the first is the random vector, drawn from a generator
+    that is seeded by stream and step, and, where it overtakes by little, the vectors beyond the first.
+    *Cost*: warm about ten to fifteen products with W and its transpose; a certificate one Gram matrix and one Cholesky
     factorisation in float64; exact :math:`O(\min(o,i)^3)`.
     *Invariant to* orthogonal maps of inputs and outputs, so to their order; scales with the data. For a convolution it
     is the norm of the reshaped kernel, which the norm of the convolution as a map exceeds by up to :math:`\sqrt{hw}`:
     see ``operator_norm``.
     *Edge values*: 0 for an empty or zero weight; NaN where NaN occurs, else infinity where infinity occurs. Never
     raises during a replay.
-    *Memory*: for each stream one vector of min(o, i) numbers; part of `state_dict`. It is a hint only: without it a
+    *Memory*: for each stream three vectors of min(o, i) numbers; part of `state_dict`. It is a hint only: without it a
     step costs a few times as much, and the value is the same within `tolerance`.
     *Numerics*: relative error below 1e-6; the value is never above the truth but for rounding. Data in float32 and
     smaller are multiplied in float32, all others in float64. Where the shorter side is 128 or less, and with `exact`,
@@ -297,13 +298,13 @@ class SpectralNorm(Subscriber):
             start=self._past.vectors.get(stream_of(message)),
             random=generator_of(message),
         )
-        if not self.exact and found.vector is not None and len(found.vector) > SMALL:
-            self._past.vectors[stream_of(message)] = found.vector
+        if not self.exact and found.vectors is not None and found.vectors.shape[1] > SMALL:
+            self._past.vectors[stream_of(message)] = found.vectors
         for kind, number in zip(self.produces, (found, found.residual, code(found.status, STATUSES)), strict=True):
             yield derived(message, kind, answer(number))
 
     def state_dict(self) -> dict[str, Any]:
-        """The singular vector of each stream."""
+        """The singular vectors of each stream."""
         return self._past.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -318,7 +319,7 @@ def check_certify(certify: object) -> None:
 
 
 class Past:
-    """The last singular vector of each stream."""
+    """The last singular vectors of each stream."""
 
     def __init__(self) -> None:
         self.vectors: dict[tuple[str | None, str, int, str, int], NDArray[Any]] = {}
@@ -333,15 +334,15 @@ class Past:
                     "call": call,
                     "leaf": leaf,
                     "rank": rank,
-                    "vector": torch.from_numpy(vector.copy()),
+                    "vectors": torch.from_numpy(vectors.copy()),
                 }
-                for (module, tag, call, leaf, rank), vector in self.vectors.items()
+                for (module, tag, call, leaf, rank), vectors in self.vectors.items()
             ]
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave."""
         self.vectors = {
-            (one["module"], one["tag"], one["call"], one["leaf"], one["rank"]): one["vector"].numpy().copy()
+            (one["module"], one["tag"], one["call"], one["leaf"], one["rank"]): one["vectors"].numpy().copy()
             for one in state["vectors"]
         }
