@@ -26,7 +26,7 @@ _SEARCH = 4
 """How many steps a warm start takes from its random vector, before it may stop: a direction that is new on top is found
 by them. Without them the old direction would be confirmed at once."""
 
-_CAUTION = 0.25
+_CAUTION = 0.5
 """Of the tolerance, what the estimate may take: after few steps it is too small by a few times."""
 
 
@@ -115,10 +115,10 @@ def largest(forward: Map, adjoint: Map, start: NDArray[Any], *, tolerance: float
     *Formula*: Rayleigh-Ritz for W'W on the vectors of the start, enlarged by a few Lanczos steps from the random one,
     which look for a direction that is new on top, then by the residual of the largest Ritz value, with full
     orthogonalisation (two passes of Gram-Schmidt). From a random vector alone that is Lanczos. It stops when
-    the residual r is below ``sqrt(tolerance)`` of the value (from a cold start a hundredth of that, so that near ties
-    come apart), and either r is below `tolerance` or the estimate of Kato and Temple, r² over the gap to the next Ritz
-    value, is below a quarter of it (a quarter, because few steps see the gap too wide). Ritz values that tie within
-    that count as one.
+    the residual r is below ``sqrt(tolerance)`` of the spread of the Ritz values (from a cold start a hundredth of that,
+    so that near ties come apart), and either r is below `tolerance` or the estimate of Kato and Temple, r² over the gap
+    to the next Ritz value, is below half of it (half, because few steps see the gap too wide). Ritz values that tie
+    within that count as one.
     *Source*: B. N. Parlett, "The Symmetric Eigenvalue Problem" (1998), chapters 10-13; E. R. Davidson, "The iterative
     calculation of a few of the lowest eigenvalues" (1975), without preconditioning.
     """
@@ -199,7 +199,8 @@ def _met(values_k: NDArray[np.float64], residual: float, reach: float, tolerance
     if residual <= tolerance * top:
         return True
     gaps = top - values_k[-2::-1]
-    if residual > reach * top or not len(gaps):
+    # of the spread, not of the size: what is nearly orthogonal has all its singular values near one another
+    if not len(gaps) or residual > reach * gaps[-1]:
         return False
     # ties: the first j Ritz values are one, up to their spread, and the gap that counts is the next
     spread = np.concatenate(([0.0], gaps[:-1]))
