@@ -550,6 +550,11 @@ def test_one_svd_for_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = [said(metric, message(w.clone())) for metric in metrics]
     assert len(calls) == 1 + len(metrics)
     assert alone == shared
+    for pure in (analyze.stable_rank, analyze.singular_values, analyze.condition_number, analyze.weightwatcher):
+        pure(w)
+    w.numpy()[0] *= 9  # unseen by torch: what a user gives must not be remembered
+    np.testing.assert_allclose(analyze.singular_values(w), np.linalg.svd(w.double().numpy(), compute_uv=False))
+    w.numpy()[0] /= 9
     w.mul_(2)
     assert said(metrics[4], message(w))["value"][0] == pytest.approx(2 * shared[4]["value"][0])
     with torch.inference_mode():

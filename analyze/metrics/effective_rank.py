@@ -13,7 +13,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import Array, answer, subscription_to
+from analyze.metrics.inputs import Array, answer, as_array, subscription_to
 from analyze.metrics.spectra import Channels, Spectrum, Status, centred, check_channels, code, of_data
 from tracer.messages import DEFAULT_TAG, Message, derived
 from tracer.subscriber import Subscriber
@@ -62,7 +62,7 @@ def stable_rank(x: Array, *, centre: bool = False, channels: Channels = "auto") 
     1.25
     """
     check_channels(channels)
-    return _stable_rank(of_data(x, centre, channels))
+    return _stable_rank(of_data(as_array(x), centre, channels))
 
 
 def _stable_rank(found: Spectrum) -> float:
@@ -98,7 +98,7 @@ def participation_ratio(x: Array, *, centre: bool = False, channels: Channels = 
     1.470588235294
     """
     check_channels(channels)
-    return _participation_ratio(of_data(x, centre, channels))
+    return _participation_ratio(of_data(as_array(x), centre, channels))
 
 
 def _participation_ratio(found: Spectrum) -> float:
@@ -134,7 +134,7 @@ def effective_rank(x: Array, *, centre: bool = False, channels: Channels = "auto
     1.649384888466
     """
     check_channels(channels)
-    return _effective_rank(of_data(x, centre, channels))
+    return _effective_rank(of_data(as_array(x), centre, channels))
 
 
 def _effective_rank(found: Spectrum) -> float:

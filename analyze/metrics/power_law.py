@@ -249,7 +249,7 @@ def weightwatcher(w: Array, *, conv: Conv = "slices") -> WeightWatcherResult:
     (2.0, 4, 0, 0.90309)
     """
     check_conv(conv)
-    return _watched(_esd(w, conv))
+    return _watched(_esd(as_array(w), conv))
 
 
 def check_conv(conv: object) -> None:
@@ -375,10 +375,12 @@ def randomized(w: Array, *, conv: Conv = "slices", random: np.random.Generator |
     1
     """
     check_conv(conv)
-    esd = _esd(w, conv)
+    return _shuffled(as_array(w), _esd(as_array(w), conv), conv, random)
+
+
+def _shuffled(array: NDArray[Any], esd: _Esd, conv: Conv, random: np.random.Generator | None) -> Randomized:
     if esd.status != "ok":
         return Randomized(math.nan, math.nan, 0)
-    array = as_array(w)
     generator = seeded("randomized") if random is None else random
     largest = float(np.max(np.abs(array)))
     scaled = (array.astype(np.float64) if array.dtype.kind != "c" else array) / power_of_two(largest)
@@ -568,6 +570,4 @@ class WeightWatcher(Subscriber):
 
 
 def _beside(message: Message, conv: Conv) -> Randomized:
-    if message.data is None:
-        return Randomized(math.nan, math.nan, 0)
-    return randomized(message.data, conv=conv, random=generator_of(message))
+    return _shuffled(as_array(message.data), _esd(message.data, conv), conv, generator_of(message))

@@ -9,7 +9,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import Array, answer, subscription_to
+from analyze.metrics.inputs import Array, answer, as_array, subscription_to
 from analyze.metrics.spectra import (
     Channels,
     Spectrum,
@@ -44,7 +44,7 @@ def singular_values(w: Array) -> NDArray[np.float64]:
     >>> singular_values([[3.0, 0.0], [0.0, -8.0], [0.0, 0.0]]).tolist()
     [8.0, 3.0]
     """
-    return _all(singular(w))
+    return _all(singular(as_array(w)))
 
 
 def _all(found: Spectrum) -> NDArray[np.float64]:
@@ -76,7 +76,7 @@ def condition_number(w: Array) -> float:
     >>> condition_number([[1.0, 2.0], [2.0, 4.0]])
     inf
     """
-    return _condition(singular(w), min_side=True)[0]
+    return _condition(singular(as_array(w)), min_side=True)[0]
 
 
 def _condition(found: Spectrum, *, min_side: bool) -> tuple[float, Status]:

@@ -86,6 +86,8 @@ def once(x: Array | None, what: Any, compute: Callable[[], _T]) -> _T:
     """The result of `compute`, which is called once for each tensor and `what`, as long as no other tensor comes.
 
     All receivers get the same tensor of a message, one after the other: so ten metrics of one weight share one SVD.
+    Only a message's data may be given as a tensor, since nobody writes into it; what a user gives may be written into
+    unseen, through an array that shares its memory, so the pure functions give an array, for which nothing is kept.
     """
     global _last  # one entry, replaced as a whole
     if not isinstance(x, Tensor) or x.is_inference():
