@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import analyze
+import tracer
 from analyze.invariances import INVARIANCES
 from analyze.metrics import spectra
 from analyze.metrics.lanczos import largest, seeded, started
@@ -396,16 +398,20 @@ def test_operator_norm_learns_sizes_from_the_trace() -> None:
         assert not said(metric, message(inputs, "layer_inputs", tag="probe"))
         assert not said(metric, message(F.conv2d(inputs, kernel, **options), "activations", tag="probe"))
         found = said(metric, message(kernel))
-        assert found["value"] == analyze.operator_norm(
-            kernel,
-            (8, 10),
-            start=None,
-            random=None,
-            **options,  # type: ignore[arg-type]
-        ) or found["value"] == pytest.approx(analyze.operator_norm(kernel, (8, 10), **options), rel=1e-6)
+        right = analyze.operator_norm(kernel, (8, 10), **options)  # type: ignore[arg-type]
+        assert found["value"] == pytest.approx(right, rel=1e-6)
         again = analyze.OperatorNorm()
         again.load_state_dict(metric.state_dict())
         assert said(again, message(kernel, step=1)) == said(metric, message(kernel, step=1))
+    for padding, stride, size in ((1, 1, (8, 10)), ("same", 1, (8, 10)), (1, 2, (7, 9)), (0, 1, (8, 10))):
+        outputs_only = analyze.OperatorNorm(stride=stride, padding=padding)
+        outputs = F.conv2d(torch.zeros(5, 2, 8, 10), kernel, padding=padding, stride=stride)
+        assert not said(outputs_only, message(outputs, "activations"))
+        right = analyze.operator_norm(kernel, size, padding=padding, stride=stride)  # type: ignore[arg-type]
+        assert said(outputs_only, message(kernel))["value"] == pytest.approx(right, rel=1e-6)
+    unsaid = analyze.OperatorNorm(stride=1)
+    assert not said(unsaid, message(torch.zeros(5, 4, 8, 10), "activations"))
+    assert STATUSES[int(said(unsaid, message(kernel))["status"])] == "unknown_size"
     given = analyze.OperatorNorm(input_hw=8, stride=2, padding=1)
     assert given.needs == {"weights"}
     expected = analyze.operator_norm(kernel, 8, stride=2, padding=1)
@@ -908,3 +914,30 @@ def test_scopes_and_memories() -> None:
         if not cls.mergeable:
             with pytest.raises(MessageError, match="cannot be put together"):
                 cls().merge({})
+
+
+def test_a_recorded_training_has_its_operator_norms(tmp_path: Path) -> None:
+    """From a trace alone: the norm of the strided, padded convolution that was trained, at the size that it saw."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(2, 5, 3, stride=2, padding=1), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(80, 3)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kernels = []
+    capture = tracer.Capture(kinds=["weights", "layer_inputs", "activations"])
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=capture):
+        for _ in range(3):
+            kernels.append(model[0].weight.detach().clone())
+            optimizer.zero_grad()
+            model(torch.randn(4, 2, 8, 8)).square().mean().backward()
+            optimizer.step()
+    heard = tracer.Collect("weights_operator_norm")
+    tracer.replay(tmp_path / "run.zarr", analyze.OperatorNorm(), heard)
+    found = [float(one.data) for one in heard if one.key == "0"]
+    eye = torch.eye(128, dtype=torch.float64).reshape(128, 2, 8, 8)
+    exact = [
+        np.linalg.norm(F.conv2d(eye, kernel.double(), stride=2, padding=1).reshape(128, -1).numpy(), 2)
+        for kernel in kernels
+    ]
+    assert found == pytest.approx(exact, rel=1e-6)
+    assert len(heard) == 6

@@ -296,7 +296,8 @@ class OperatorNorm(Subscriber):
         spatial axes, vectors by which each element is multiplied.
     input_hw : int, tuple of int, or None
         The size of the input of all convolutions, one number or one for each spatial axis. None: each layer's own, as
-        its last recorded ``layer_inputs`` had it, under any tag; these are read then too.
+        its last recorded ``layer_inputs`` had it, under any tag; or, with `stride` and `padding` given, the smallest
+        that gives its last recorded ``activations``. These are read then too.
     stride, padding : int, tuple of int, or None
         Of all convolutions; `padding` also ``"same"``, ``"valid"`` or ``"circular"``, see `operator_norm`. None: those
         that the sizes of the layer's recorded input and ``activations`` tell (see `inferred`), else stride 1 and
@@ -319,8 +320,9 @@ class OperatorNorm(Subscriber):
     *Formula*: as ``spectral_norm``, on the convolution and its transpose, from the singular vectors of the step before;
     the matrix of the map is never made. With ``"circular"`` padding it is the largest singular value over all
     frequencies, exactly.
-    *Needs*: ``layer_inputs`` of convolutions, or `input_hw`; and to tell stride and padding apart ``activations``, or
-    both given. A module with dilation, or transposed, looks like another: give what it has, and its `modules`.
+    *Needs*: of convolutions ``layer_inputs`` and, for stride and padding, ``activations``; or ``activations`` alone,
+    with `stride` and `padding` given; or `input_hw`. A module with dilation, or transposed, looks like another: give
+    what it has, and its `modules`.
     *Cost*: warm about ten convolutions of one input and their transposes.
     *Invariant to* the order of outputs, and to the sign; scales with the data. It is from 1 to :math:`\sqrt{hw}` times
     the spectral norm of the reshaped kernel, where the padding is at least half the kernel and the stride is 1.
@@ -433,24 +435,45 @@ class OperatorNorm(Subscriber):
         inputs = self._sizes.get(("layer_inputs", module), ())
         if len(inputs) not in (axes + 1, axes + 2):
             inputs = ()
+        outputs = self._sizes.get(("activations", module), ())
         size: Any = self.input_hw if self.input_hw is not None else inputs[-axes:]
+        if not size and len(outputs) in (axes + 1, axes + 2):
+            size = self._before(outputs[-axes:], shape[2:])
         if not size:
             return None
         if groups is None:
             channels = inputs[-axes - 1] if inputs else shape[1]
             groups = channels // shape[1] if shape[1] and channels % shape[1] == 0 else 0
-        if stride is None and padding is None and self.dilation == 1:
-            outputs = self._sizes.get(("activations", module), ())
-            if inputs and len(outputs) == len(inputs):
-                told = inferred(inputs[-axes:], outputs[-axes:], shape[2:])
-                if told is not None:
-                    stride, padding = told
+        unsaid = stride is None and padding is None and self.dilation == 1
+        if unsaid and inputs and len(outputs) == len(inputs):
+            told = inferred(inputs[-axes:], outputs[-axes:], shape[2:])
+            if told is not None:
+                stride, padding = told
         return {
             "input_hw": size,
             "stride": 1 if stride is None else stride,
             "padding": "same" if padding is None else padding,
             "groups": groups,
         }
+
+    def _before(self, outputs: tuple[int, ...], kernel: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The smallest input of which a convolution with the given stride and padding makes such an output."""
+        if self.stride is None or self.padding is None:
+            return None
+        try:
+            strides, dilations = (
+                _per_axis(given, len(kernel), what, 1)
+                for given, what in ((self.stride, "stride"), (self.dilation, "dilation"))
+            )
+            padding: Any = self.padding
+            before, after = _padded(padding, kernel, strides, dilations)
+        except MessageError:  # given for another number of axes than this layer has
+            return None
+        if self.padding == "circular":
+            return outputs
+        parts = zip(outputs, kernel, strides, dilations, before, after, strict=True)
+        sizes = tuple((m - 1) * s + (k - 1) * d + 1 - b - a for m, k, s, d, b, a in parts)
+        return sizes if min(sizes) > 0 else None
 
     def state_dict(self) -> dict[str, Any]:
         """The singular vectors of each stream, and the sizes of each layer."""

@@ -520,7 +520,8 @@ class WeightWatcher(Subscriber):
     *Numerics*: in logarithms, so no scale overflows.
     *Source*: C. H. Martin, T. Peng, M. W. Mahoney, "Predicting trends in the quality of state-of-the-art neural
     networks without access to training or testing data", arXiv:2002.06716; names and rules of weightwatcher 0.7. (Its
-    ``spectral_norm`` is the squared one.)
+    ``spectral_norm`` is the squared one; and it multiplies the k slices of a convolution by the root of k/2, which
+    shifts the logarithms by the log10 of k/2.)
     *Formerly*: weightwatcher's ``analyze``.
 
     Examples
