@@ -173,6 +173,21 @@ def test_without_a_random_vector_the_crossing_is_missed() -> None:
     assert largest(lambda q: q @ w.T, lambda p: p @ w, started(old, 200, w.dtype, seeded())).value == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("name", ["uniform initialisation", "evenly spread", "complex"])
+def test_little_memory_is_enough(name: str) -> None:
+    """With room for a dozen vectors the iteration begins again with the best, and comes to the same value."""
+    w = hard()[name]
+    exact, start = np.linalg.norm(w, 2), None
+    for step in range(3):
+        begin = started(start, w.shape[1], w.dtype, seeded(name, step))
+        found = largest(lambda q: q @ w.T, lambda p: p @ w.conj(), begin, rows=12)
+        assert found.converged
+        assert found.value == pytest.approx(exact, rel=1e-6)
+        start = found.vectors
+        if step == 0:
+            assert found.steps > 12
+
+
 def test_the_certificate_corrects() -> None:
     """A start that hides the largest singular value gives a wrong value; the certificate finds out and repairs it."""
 

@@ -22,6 +22,10 @@ Map = Callable[[NDArray[Any]], NDArray[Any]]
 KEPT = 3
 """How many singular vectors are remembered: with one, a direction that overtakes it by little is not seen for long."""
 
+_RESTART = 6
+_BYTES = 1 << 28
+"""When so many bytes of vectors are held, the iteration begins again with the best few of them."""
+
 _SEARCH = 4
 """How many steps a warm start takes from its random vector, before it may stop: a direction that is new on top is found
 by them. Without them the old direction would be confirmed at once."""
@@ -95,7 +99,9 @@ def each(one: Map) -> Map:
     return lambda rows: np.stack([one(row) for row in rows])
 
 
-def largest(forward: Map, adjoint: Map, start: NDArray[Any], *, tolerance: float = 1e-6, steps: int = 300) -> Extreme:
+def largest(
+    forward: Map, adjoint: Map, start: NDArray[Any], *, tolerance: float = 1e-6, steps: int = 300, rows: int = 0
+) -> Extreme:
     """The largest singular value of a linear map that is known by what it does to vectors.
 
     Parameters
@@ -109,6 +115,8 @@ def largest(forward: Map, adjoint: Map, start: NDArray[Any], *, tolerance: float
         The relative error to stop at.
     steps : int
         To how many vectors the map is applied at most.
+    rows : int
+        How many vectors are held at most, before it goes on with the best of them; 0 for as many as 256 MiB hold.
 
     Notes
     -----
@@ -126,16 +134,18 @@ def largest(forward: Map, adjoint: Map, start: NDArray[Any], *, tolerance: float
     precision = float(np.finfo(dtype).eps)
     reach = math.sqrt(tolerance) * (1e-2 if k == 1 else 1)
     steps = max(k, min(steps, size))
+    rows = max(rows or _BYTES // (size * dtype.itemsize), k + _SEARCH + 2, 2 * _RESTART)
     search = 0 if k == 1 else min(k + _SEARCH, steps)
-    room = min(steps, k + 16)
+    room = min(steps, rows, k + 16)
     basis_kn, back_kn = _grown(start, room), np.empty((room, size), dtype)
     first_km = forward(start)
-    images_km = _grown(first_km, room)
     back_kn[:k] = adjoint(first_km)
     squares_kk = _wide(first_km.conj() @ first_km.T)
+    applied = k
+    del first_km
     while True:
         if not np.isfinite(squares_kk).all():
-            return Extreme(math.nan, math.nan, start, k, False)
+            return Extreme(math.nan, math.nan, start, applied, False)
         if k < search:
             rest_n, top, converged = back_kn[k - 1], float(squares_kk.diagonal().real.max()), False
         else:
@@ -143,8 +153,14 @@ def largest(forward: Map, adjoint: Map, start: NDArray[Any], *, tolerance: float
             top, ritz = float(values_k[-1]), vectors_kk[:, -1].astype(dtype)
             rest_n = ritz @ back_kn[:k] - dtype.type(top) * (ritz @ basis_kn[:k])
             converged = _met(values_k, math.sqrt(_square(rest_n)), reach, tolerance)
-            if converged or k == steps:
+            if converged or applied == steps:
                 break
+            if k == rows:
+                # no more memory: go on with the best
+                best = np.ascontiguousarray(vectors_kk[:, ::-1][:, :_RESTART].T.astype(dtype))
+                k = len(best)
+                basis_kn[:k], back_kn[:k] = best @ basis_kn, best @ back_kn
+                squares_kk = np.diag(values_k[::-1][:k]).astype(squares_kk.dtype)
         for _ in range(2):
             rest_n = rest_n - (basis_kn[:k].conj() @ rest_n) @ basis_kn[:k]
         length = math.sqrt(_square(rest_n))
@@ -155,23 +171,24 @@ def largest(forward: Map, adjoint: Map, start: NDArray[Any], *, tolerance: float
             converged = True
             break
         if k == room:
-            room = min(2 * room, steps)
-            basis_kn, images_km, back_kn = (_grown(rows, room) for rows in (basis_kn, images_km, back_kn))
+            room = min(2 * room, steps, rows)
+            basis_kn, back_kn = _grown(basis_kn, room), _grown(back_kn, room)
         basis_kn[k] = rest_n / rest_n.real.dtype.type(length)
-        images_km[k] = p_m = forward(basis_kn[k : k + 1])[0]
-        back_kn[k] = adjoint(images_km[k : k + 1])[0]
-        beside = _wide(images_km[:k].conj() @ p_m)
+        p_m = forward(basis_kn[k : k + 1])
+        back_kn[k] = adjoint(p_m)[0]
+        beside = _wide(basis_kn[:k].conj() @ back_kn[k])
         squares_kk = np.block([[squares_kk, beside[:, None]], [beside.conj()[None, :], np.array([[_square(p_m)]])]])
         k += 1
+        applied += 1
     kept = np.ascontiguousarray(vectors_kk[:, ::-1][:, :KEPT].T.astype(dtype))
     q_jn = kept @ basis_kn[:k]
-    p_m = kept[0] @ images_km[:k]
     length = math.sqrt(_square(q_jn[0]))
-    value = math.sqrt(_square(p_m)) / length
+    # measured once more: in float32 the Ritz value has gathered the rounding of all products
+    value = math.sqrt(_square(forward(q_jn[:1]))) / length
     if value == 0:
-        return Extreme(0.0, 0.0, q_jn, k, True)
+        return Extreme(0.0, 0.0, q_jn, applied, True)
     off_n = kept[0] @ back_kn[:k] - dtype.type(value * value) * q_jn[0]
-    return Extreme(value, math.sqrt(_square(off_n)) / (value * length), q_jn, k, converged)
+    return Extreme(value, math.sqrt(_square(off_n)) / (value * length), q_jn, applied, converged)
 
 
 def _wide(x: NDArray[Any]) -> NDArray[Any]:

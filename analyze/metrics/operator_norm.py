@@ -329,7 +329,8 @@ class OperatorNorm(Subscriber):
     *Edge values*: 0 for an empty or zero weight; NaN where NaN occurs, else infinity where infinity occurs; NaN where
     the size is not known. Never raises during a replay.
     *Memory*: for each stream three vectors of the size of an input, and the sizes of each layer; part of `state_dict`.
-    *Numerics*: relative error below 1e-5, mostly below 1e-6; a lower bound but for rounding.
+    *Numerics*: relative error below 1e-6 where it converged (a stopping rule, not a proof); a lower bound but for
+    rounding.
     *Source*: H. Sedghi, V. Gupta, P. M. Long, "The Singular Values of Convolutional Layers", arXiv:1805.10408 (circular
     padding); Lanczos as in ``spectral_norm``.
     *Formerly*: none; ikkuna's and torch's spectral norms take the reshaped kernel, 1.5-2.4 times too low.

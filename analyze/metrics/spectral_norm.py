@@ -243,7 +243,8 @@ class SpectralNorm(Subscriber):
     raises during a replay.
     *Memory*: for each stream three vectors of min(o, i) numbers; part of `state_dict`. It is a hint only: without it a
     step costs a few times as much, and the value is the same within `tolerance`.
-    *Numerics*: relative error below 1e-6; the value is never above the truth but for rounding. Data in float32 and
+    *Numerics*: relative error below 1e-6 by a stopping rule, which is no proof: the certificate is. The value is never
+    above the truth but for rounding. Data in float32 and
     smaller are multiplied in float32, all others in float64. Where the shorter side is 128 or less, and with `exact`,
     the error is below 1e-13. A few power iterations are wrong by percents just where people look, after initialisation.
     *Source*: T. Miyato et al., "Spectral Normalization for Generative Adversarial Networks", arXiv:1802.05957, section
