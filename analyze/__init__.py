@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from analyze.metrics.classification_report import ClassificationReport, classification_report
     from analyze.metrics.descent_cosine import DescentCosine, descent_cosine
     from analyze.metrics.distance import Distance, distance
+    from analyze.metrics.effective_rank import (
+        EffectiveRank,
+        ParticipationRatio,
+        StableRank,
+        effective_rank,
+        participation_ratio,
+        stable_rank,
+    )
     from analyze.metrics.ema import EMA, ema
     from analyze.metrics.forgetting import Forgetting, forgetting
     from analyze.metrics.freeze import Freeze, freeze
@@ -35,12 +43,21 @@ if TYPE_CHECKING:
     from analyze.metrics.mean import Mean, mean
     from analyze.metrics.message_mean import MessageMean, message_mean
     from analyze.metrics.norm import Norm, norm
+    from analyze.metrics.operator_norm import OperatorNorm, operator_norm
     from analyze.metrics.path_length import PathLength, path_length
     from analyze.metrics.pooled_accuracy import TestAccuracy, test_accuracy
+    from analyze.metrics.power_law import PowerLaw, WeightWatcher, power_law, weightwatcher
     from analyze.metrics.procrustes import Angular, Procrustes, angular, procrustes
     from analyze.metrics.quantiles import Quantiles, quantiles
     from analyze.metrics.ratio import Ratio, ratio
     from analyze.metrics.sample_norm import SampleNorm, sample_norm
+    from analyze.metrics.saturation import Saturation, saturation
+    from analyze.metrics.singular_values import (
+        ConditionNumber,
+        SingularValues,
+        condition_number,
+        singular_values,
+    )
     from analyze.metrics.spectral_norm import SpectralNorm, spectral_norm
     from analyze.metrics.statistics import Statistics, statistics, statistics_of_tensors
     from analyze.metrics.sum import Sum, sum  # noqa: A004 - analyze.sum, as in numpy.sum
@@ -77,8 +94,10 @@ __all__ = [
     "Angular",
     "Churn",
     "ClassificationReport",
+    "ConditionNumber",
     "DescentCosine",
     "Distance",
+    "EffectiveRank",
     "Forgetting",
     "Freeze",
     "GradientGeometry",
@@ -89,18 +108,25 @@ __all__ = [
     "Mean",
     "MessageMean",
     "Norm",
+    "OperatorNorm",
+    "ParticipationRatio",
     "PathLength",
+    "PowerLaw",
     "Procrustes",
     "Quantiles",
     "Ratio",
     "Results",
     "SampleNorm",
+    "Saturation",
+    "SingularValues",
     "SpectralNorm",
+    "StableRank",
     "Statistics",
     "Sum",
     "TestAccuracy",
     "TrainAccuracy",
     "Variance",
+    "WeightWatcher",
     "accuracy",
     "activation_rate",
     "adam_moments",
@@ -113,9 +139,11 @@ __all__ = [
     "cka",
     "classification_report",
     "compare",
+    "condition_number",
     "descent_cosine",
     "describe",
     "distance",
+    "effective_rank",
     "ema",
     "forgetting",
     "freeze",
@@ -127,16 +155,22 @@ __all__ = [
     "mean",
     "message_mean",
     "norm",
+    "operator_norm",
     "pairs",
     "parse",
+    "participation_ratio",
     "path_length",
+    "power_law",
     "procrustes",
     "pwcca",
     "quantiles",
     "r2_cca",
     "ratio",
     "sample_norm",
+    "saturation",
+    "singular_values",
     "spectral_norm",
+    "stable_rank",
     "statistics",
     "statistics_of_tensors",
     "statistics_over_time",
@@ -146,6 +180,7 @@ __all__ = [
     "test_accuracy",
     "train_accuracy",
     "variance",
+    "weightwatcher",
 ]
 
 

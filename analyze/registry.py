@@ -34,8 +34,10 @@ BUILT_IN: Mapping[str, str] = {
     "churn": "analyze.metrics.churn:Churn",
     "cka": "analyze.metrics.cka:CKA",
     "classification_report": "analyze.metrics.classification_report:ClassificationReport",
+    "condition_number": "analyze.metrics.singular_values:ConditionNumber",
     "descent_cosine": "analyze.metrics.descent_cosine:DescentCosine",
     "distance": "analyze.metrics.distance:Distance",
+    "effective_rank": "analyze.metrics.effective_rank:EffectiveRank",
     "ema": "analyze.metrics.ema:EMA",
     "forgetting": "analyze.metrics.forgetting:Forgetting",
     "freeze": "analyze.metrics.freeze:Freeze",
@@ -47,20 +49,27 @@ BUILT_IN: Mapping[str, str] = {
     "mean": "analyze.metrics.mean:Mean",
     "message_mean": "analyze.metrics.message_mean:MessageMean",
     "norm": "analyze.metrics.norm:Norm",
+    "operator_norm": "analyze.metrics.operator_norm:OperatorNorm",
+    "participation_ratio": "analyze.metrics.effective_rank:ParticipationRatio",
     "path_length": "analyze.metrics.path_length:PathLength",
+    "power_law": "analyze.metrics.power_law:PowerLaw",
     "procrustes": "analyze.metrics.procrustes:Procrustes",
     "pwcca": "analyze.metrics.cca:PWCCA",
     "quantiles": "analyze.metrics.quantiles:Quantiles",
     "r2_cca": "analyze.metrics.cca:R2CCA",
     "ratio": "analyze.metrics.ratio:Ratio",
     "sample_norm": "analyze.metrics.sample_norm:SampleNorm",
+    "saturation": "analyze.metrics.saturation:Saturation",
+    "singular_values": "analyze.metrics.singular_values:SingularValues",
     "spectral_norm": "analyze.metrics.spectral_norm:SpectralNorm",
+    "stable_rank": "analyze.metrics.effective_rank:StableRank",
     "statistics": "analyze.metrics.statistics:Statistics",
     "sum": "analyze.metrics.sum:Sum",
     "svcca": "analyze.metrics.svcca:SVCCA",
     "test_accuracy": "analyze.metrics.pooled_accuracy:TestAccuracy",
     "train_accuracy": "analyze.metrics.train_accuracy:TrainAccuracy",
     "variance": "analyze.metrics.variance:Variance",
+    "weightwatcher": "analyze.metrics.power_law:WeightWatcher",
 }
 """Registry name → where the class is. A name here wins over an entry point of the same name."""
 
@@ -191,9 +200,11 @@ def describe(name: str) -> dict[str, Any]:
     --------
     >>> about = describe("spectral_norm")
     >>> about["class"], about["needs"], about["produces"]
-    ('analyze.metrics.spectral_norm.SpectralNorm', ['weights'], ['weights_spectral_norm'])
+    ('analyze.metrics.spectral_norm.SpectralNorm', ['weights'], ['weights_spectral_norm',
+     'weights_spectral_norm_residual', 'weights_spectral_norm_status'])
     >>> [(one["name"], one["default"]) for one in about["parameters"]]
-    [('kind', 'weights'), ('tag', 'default'), ('subsample', 1), ('modules', None)]
+    [('kind', 'weights'), ('exact', False), ('tolerance', 1e-06), ('certify', 100), ('tag', 'default'),
+     ('subsample', 1), ('modules', None)]
     """
     cls = find(name)
     parameters = _parameters(cls)

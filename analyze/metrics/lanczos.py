@@ -1,0 +1,226 @@
+"""The largest singular value of a linear map, by Lanczos from a random vector or from what was known before.
+
+Shapes: ``q_n`` is a vector of the map's domain (n numbers), ``p_m`` one of its range (m numbers); ``q_kn`` and ``p_km``
+are k of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.messages import Message
+
+Map = Callable[[NDArray[Any]], NDArray[Any]]
+
+KEPT = 3
+"""How many singular vectors are remembered: with one, a direction that overtakes it by little is not seen for long."""
+
+_RESTART = 6
+_BYTES = 1 << 28
+"""When so many bytes of vectors are held, the iteration begins again with the best few of them."""
+
+_SEARCH = 4
+"""How many steps a warm start takes from its random vector, before it may stop: a direction that is new on top is found
+by them. Without them the old direction would be confirmed at once."""
+
+_CAUTION = 0.5
+"""Of the tolerance, what the estimate may take: after few steps it is too small by a few times."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Extreme:
+    """What `largest` found.
+
+    Attributes
+    ----------
+    value : float
+        A lower bound of the largest singular value, but for rounding; NaN if the map gave one, or infinity.
+    residual : float
+        r = |W'u - value q|, measured at the end: some singular value is within r of `value`.
+    vectors : array (k, n)
+        q and the next right singular vectors, as well as they are known, each of norm 1; at most `KEPT`.
+    steps : int
+        To how many vectors the map was applied.
+    converged : bool
+        Whether the stopping rule was met before the steps ran out.
+    """
+
+    value: float
+    residual: float
+    vectors: NDArray[Any]
+    steps: int
+    converged: bool
+
+
+def seeded(*words: object) -> np.random.Generator:
+    """A generator of random numbers of its own, the same for the same words in every process.
+
+    Examples
+    --------
+    >>> bool(seeded("weights", "fc", 3).random() == seeded("weights", "fc", 3).random())
+    True
+    """
+    digest = hashlib.blake2b(repr(words).encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+
+
+def stream_of(message: Message) -> tuple[str | None, str, int, str, int]:
+    """Which stream a message is of: module, tag, call, leaf and rank. What is remembered is remembered of a stream."""
+    return message.key, message.tag, message.call, message.leaf, message.rank
+
+
+def generator_of(message: Message) -> np.random.Generator:
+    """The generator of a message's random part: that of its stream and step, so live and replay draw the same."""
+    return seeded(message.kind, *stream_of(message), message.global_step)
+
+
+def started(
+    previous: NDArray[Any] | None, size: int, dtype: np.dtype[Any], random: np.random.Generator
+) -> NDArray[Any]:
+    """Orthonormal vectors to begin with: the previous ones and, last, a random one; or a random one alone."""
+    start = random.standard_normal((1, size))
+    if dtype.kind == "c":
+        start = start + 1j * random.standard_normal((1, size))
+    if previous is not None and previous.shape[-1:] == (size,) and len(previous.reshape(-1, size)) < size:
+        start = np.concatenate([previous.reshape(-1, size), start])
+    orthonormal, _ = np.linalg.qr(start.T)
+    return np.ascontiguousarray(orthonormal.T, dtype=dtype)
+
+
+def each(one: Map) -> Map:
+    """A map of one vector, as a map of the rows of a matrix."""
+    return lambda rows: np.stack([one(row) for row in rows])
+
+
+def largest(
+    forward: Map, adjoint: Map, start: NDArray[Any], *, tolerance: float = 1e-6, steps: int = 300, rows: int = 0
+) -> Extreme:
+    """The largest singular value of a linear map that is known by what it does to vectors.
+
+    Parameters
+    ----------
+    forward, adjoint : callable
+        W and its (conjugate) transpose, on vectors that are the rows (k, n) or (k, m) of a matrix of the dtype of
+        `start`.
+    start : array (k, n)
+        Orthonormal rows, the last a random one, see `started`. One row alone is a cold start.
+    tolerance : float
+        The relative error to stop at.
+    steps : int
+        To how many vectors the map is applied at most.
+    rows : int
+        How many vectors are held at most, before it goes on with the best of them; 0 for as many as 256 MiB hold.
+
+    Notes
+    -----
+    *Formula*: Rayleigh-Ritz for W'W on the vectors of the start, enlarged by a few Lanczos steps from the random one,
+    which look for a direction that is new on top, then by the residual of the largest Ritz value, with full
+    orthogonalisation (two passes of Gram-Schmidt). From a random vector alone that is Lanczos. It stops when
+    the residual r is below ``sqrt(tolerance)`` of the spread of the Ritz values (from a cold start a hundredth of that,
+    so that near ties come apart), and either r is below `tolerance` or the estimate of Kato and Temple, r² over the gap
+    to the next Ritz value, is below half of it (half, because few steps see the gap too wide). Ritz values that tie
+    within that count as one.
+    *Source*: B. N. Parlett, "The Symmetric Eigenvalue Problem" (1998), chapters 10-13; E. R. Davidson, "The iterative
+    calculation of a few of the lowest eigenvalues" (1975), without preconditioning.
+    """
+    (k, size), dtype = start.shape, start.dtype
+    precision = float(np.finfo(dtype).eps)
+    reach = math.sqrt(tolerance) * (1e-2 if k == 1 else 1)
+    steps = max(k, min(steps, size))
+    rows = max(rows or _BYTES // (size * dtype.itemsize), k + _SEARCH + 2, 2 * _RESTART)
+    search = 0 if k == 1 else min(k + _SEARCH, steps)
+    room = min(steps, rows, k + 16)
+    basis_kn, back_kn = _grown(start, room), np.empty((room, size), dtype)
+    first_km = forward(start)
+    back_kn[:k] = adjoint(first_km)
+    squares_kk = _wide(first_km.conj() @ first_km.T)
+    applied = k
+    del first_km
+    while True:
+        if not np.isfinite(squares_kk).all():
+            return Extreme(math.nan, math.nan, start, applied, False)
+        if k < search:
+            rest_n, top, converged = back_kn[k - 1], float(squares_kk.diagonal().real.max()), False
+        else:
+            values_k, vectors_kk = np.linalg.eigh(squares_kk)
+            top, ritz = float(values_k[-1]), vectors_kk[:, -1].astype(dtype)
+            rest_n = ritz @ back_kn[:k] - dtype.type(top) * (ritz @ basis_kn[:k])
+            converged = _met(values_k, math.sqrt(_square(rest_n)), reach, tolerance)
+            if converged or applied == steps:
+                break
+            if k == rows:
+                # no more memory: go on with the best
+                best = np.ascontiguousarray(vectors_kk[:, ::-1][:, :_RESTART].T.astype(dtype))
+                k = len(best)
+                basis_kn[:k], back_kn[:k] = best @ basis_kn, best @ back_kn
+                squares_kk = np.diag(values_k[::-1][:k]).astype(squares_kk.dtype)
+        for _ in range(2):
+            rest_n = rest_n - (basis_kn[:k].conj() @ rest_n) @ basis_kn[:k]
+        length = math.sqrt(_square(rest_n))
+        if length <= 4 * precision * max(top, 0.0):  # an invariant subspace: nothing more can come
+            if k < search:
+                search = k
+                continue
+            converged = True
+            break
+        if k == room:
+            room = min(2 * room, steps, rows)
+            basis_kn, back_kn = _grown(basis_kn, room), _grown(back_kn, room)
+        basis_kn[k] = rest_n / rest_n.real.dtype.type(length)
+        p_m = forward(basis_kn[k : k + 1])
+        back_kn[k] = adjoint(p_m)[0]
+        beside = _wide(basis_kn[:k].conj() @ back_kn[k])
+        squares_kk = np.block([[squares_kk, beside[:, None]], [beside.conj()[None, :], np.array([[_square(p_m)]])]])
+        k += 1
+        applied += 1
+    kept = np.ascontiguousarray(vectors_kk[:, ::-1][:, :KEPT].T.astype(dtype))
+    q_jn = kept @ basis_kn[:k]
+    length = math.sqrt(_square(q_jn[0]))
+    # measured once more: in float32 the Ritz value has gathered the rounding of all products
+    value = math.sqrt(_square(forward(q_jn[:1]))) / length
+    if value == 0:
+        return Extreme(0.0, 0.0, q_jn, applied, True)
+    off_n = kept[0] @ back_kn[:k] - dtype.type(value * value) * q_jn[0]
+    return Extreme(value, math.sqrt(_square(off_n)) / (value * length), q_jn, applied, converged)
+
+
+def _wide(x: NDArray[Any]) -> NDArray[Any]:
+    """The same in float64 or complex128."""
+    return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
+
+
+def _square(x: NDArray[Any]) -> float:
+    """The squared norm, in float64."""
+    exact = _wide(x)
+    return float(np.vdot(exact, exact).real)
+
+
+def _grown(rows: NDArray[Any], room: int) -> NDArray[Any]:
+    more = np.empty((room, rows.shape[1]), rows.dtype)
+    more[: len(rows)] = rows
+    return more
+
+
+def _met(values_k: NDArray[np.float64], residual: float, reach: float, tolerance: float) -> bool:
+    """The stopping rule, on Ritz values of W'W (rising) and the residual there, which is r times the singular value."""
+    top = float(values_k[-1])
+    if top <= 0:
+        return False
+    if residual <= tolerance * top:
+        return True
+    gaps = top - values_k[-2::-1]
+    # of the spread, not of the size: what is nearly orthogonal has all its singular values near one another
+    if not len(gaps) or residual > reach * gaps[-1]:
+        return False
+    # ties: the first j Ritz values are one, up to their spread, and the gap that counts is the next
+    spread = np.concatenate(([0.0], gaps[:-1]))
+    with np.errstate(divide="ignore"):
+        errors = spread + residual**2 / gaps
+    return bool(errors.min() <= _CAUTION * tolerance * top)

@@ -1,0 +1,958 @@
+"""Spectra of weights and activations against closed forms, dense operators, constants and peers' own numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import analyze
+import tracer
+from analyze.invariances import INVARIANCES
+from analyze.metrics import spectra
+from analyze.metrics.lanczos import largest, seeded, started
+from analyze.metrics.operator_norm import inferred
+from analyze.metrics.power_law import marchenko_pastur_edge, randomized
+from analyze.metrics.saturation import arranged
+from analyze.metrics.spectral_norm import STATUSES
+from tracer import MessageError, ModuleMessage, Subscriber
+
+INF, NAN = float("inf"), float("nan")
+NAMES = {
+    "condition_number": analyze.ConditionNumber,
+    "effective_rank": analyze.EffectiveRank,
+    "operator_norm": analyze.OperatorNorm,
+    "participation_ratio": analyze.ParticipationRatio,
+    "power_law": analyze.PowerLaw,
+    "saturation": analyze.Saturation,
+    "singular_values": analyze.SingularValues,
+    "spectral_norm": analyze.SpectralNorm,
+    "stable_rank": analyze.StableRank,
+    "weightwatcher": analyze.WeightWatcher,
+}
+
+
+def message(data: Any, kind: str = "weights", step: int = 0, module: str = "m", **more: Any) -> ModuleMessage:
+    """A message of a module."""
+    data = data if isinstance(data, torch.Tensor) else torch.tensor(np.asarray(data))
+    where = {"global_step": step, "train_step": step, "epoch": 0} | more
+    return ModuleMessage(kind=kind, module=module, data=data, **where)
+
+
+def said(metric: Subscriber, one: ModuleMessage) -> dict[str, Any]:
+    """The answers to a message, without the kind that they begin with."""
+    short = metric.produces[0].removesuffix("_alpha")
+    return {
+        answer.kind.removeprefix(short).removeprefix("_") or "value": (
+            float(answer.data) if answer.data.ndim == 0 else answer.data.tolist()  # type: ignore[union-attr]
+        )
+        for answer in metric.receive(one)
+    }
+
+
+def orthogonal(n: int, rng: np.random.Generator) -> Any:
+    """A random orthogonal matrix."""
+    return np.linalg.qr(rng.standard_normal((n, n)))[0]
+
+
+def with_spectrum(values: Any, rng: np.random.Generator, rows: int | None = None) -> Any:
+    """A matrix with these singular values."""
+    n = len(values)
+    left = np.linalg.qr(rng.standard_normal((rows or n, n)))[0]
+    return (left * np.asarray(values)) @ orthogonal(n, rng).T
+
+
+# -- Lanczos and the spectral norm ------------------------------------------------------------------------------
+
+
+def hard() -> dict[str, Any]:
+    """Matrices beyond the size of the exact way, with spectra that are hard to iterate on."""
+    rng = np.random.default_rng(0)
+    n = 200
+    return {
+        "uniform initialisation": rng.uniform(-1, 1, (n, n)),
+        "tall": rng.standard_normal((3 * n, n)),
+        "wide": rng.standard_normal((n, 3 * n)),
+        "spikes": with_spectrum(np.concatenate([np.linspace(5, 2.5, 8), np.linspace(1, 0, n - 8)]), rng),
+        "close spikes": with_spectrum(np.concatenate([5 + np.linspace(0, 0.01, 8), np.linspace(1, 0, n - 8)]), rng),
+        "a gap of 1e-8": with_spectrum(np.concatenate([[1, 1 - 1e-8], np.linspace(0.9, 0, n - 2)]), rng),
+        "ties": with_spectrum(np.concatenate([[2, 2, 2], np.linspace(1, 0, n - 3)]), rng),
+        "orthogonal": orthogonal(n, rng),
+        "identity": np.eye(n),
+        "evenly spread": with_spectrum(np.linspace(0, 1, n), rng),
+        "decaying": with_spectrum(np.arange(1, n + 1) ** -0.5, rng),
+        "rank 1": np.outer(rng.standard_normal(n), rng.standard_normal(n + 50)),
+        "rank 3": rng.standard_normal((n, 3)) @ rng.standard_normal((3, n)),
+        "tridiagonal": 2 * np.eye(n) - np.eye(n, k=1) - np.eye(n, k=-1),
+        "Hilbert": scipy.linalg.hilbert(n),
+        "complex": rng.standard_normal((n, n)) + 1j * rng.standard_normal((n, n)),
+        "a convolution": rng.standard_normal((160, 20, 3, 3)),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("name", hard())
+def test_iterated_spectral_norm(name: str, dtype: str) -> None:
+    """Cold and warm, the iteration is within 1e-6 of LAPACK's SVD, with a residual that tells the truth."""
+    data = hard()[name]
+    if data.dtype.kind == "c":
+        if dtype == "bfloat16":
+            pytest.skip("there is no complex bfloat16")
+        w = torch.tensor(data).to(torch.complex64 if dtype == "float32" else torch.complex128)
+        exact = w.to(torch.complex128).numpy()
+    else:
+        w = torch.tensor(data).to(getattr(torch, dtype))
+        exact = w.double().numpy()
+    values = np.linalg.svd(exact.reshape(len(exact), -1), compute_uv=False)
+    start = None
+    for step in range(4):
+        found = analyze.spectral_norm(w, start=start, random=seeded(name, step))
+        assert found.status == "converged", name
+        assert found == pytest.approx(values[0], rel=1e-6)
+        assert found < values[0] * (1 + 2e-7)
+        assert np.abs(values - found).min() <= found.residual + 3e-7 * values[0]
+        start = found.vectors
+    assert analyze.spectral_norm(w, exact=True) == pytest.approx(values[0], rel=1e-13)
+    assert analyze.spectral_norm(w, exact=True).status == "exact"
+    certified = analyze.spectral_norm(w, certify=True)
+    assert certified == pytest.approx(values[0], rel=1e-6)
+    assert certified.status == "certified"
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-30, 1e-20, 1e20, 1e30, 1e300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scales_of_the_iteration(scale: float, dtype: torch.dtype) -> None:
+    """Where squares, or even the data's own dtype, leave the range, a power of two keeps every digit."""
+    if dtype == torch.float32 and not 1e-38 < scale < 1e38:
+        pytest.skip("no float32 is so large or so small")
+    w = torch.randn(150, 140, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    data = (w * scale).to(dtype)
+    exact = np.linalg.norm((data.double() / scale).numpy(), 2) * scale
+    assert analyze.spectral_norm(data) == pytest.approx(exact, rel=1e-6)
+    assert analyze.spectral_norm(data, exact=True) == pytest.approx(exact, rel=1e-12)
+
+
+@pytest.mark.parametrize("certify", [0, 1])
+def test_a_crossing_is_seen(certify: int) -> None:
+    """Exactly orthogonal singular vectors change places at step 5: within 1e-6 at every step, without a certificate."""
+    metric = analyze.SpectralNorm(certify=certify)
+    for t in range(11):
+        diagonal = np.concatenate([[3 - 0.1 * t, 2 + 0.1 * t], np.linspace(0, 1, 200)])
+        found = said(metric, message(np.diag(diagonal), step=t))
+        assert found["value"] == pytest.approx(max(3 - 0.1 * t, 2 + 0.1 * t), rel=1e-6)
+        assert STATUSES[int(found["status"])] == ("certified" if certify else "converged")
+
+
+@pytest.mark.parametrize("rate", [1e-1, 1e-2, 1e-3, 1e-4, 1e-5])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_slow_and_fast_crossings(rate: float, dtype: Any) -> None:
+    """However slowly or fast one singular value overtakes the other, the value is within 1e-6 at every step."""
+    rng = np.random.default_rng(0)
+    turn, metric = orthogonal(200, rng), analyze.SpectralNorm(certify=0)
+    for t in range(21):
+        first, second = 2 - rate * (t - 10), 2 + rate * (t - 10)
+        w = (turn * np.concatenate([[first, second], np.linspace(0, 1.5, 198)])) @ turn.T
+        exact = np.linalg.norm(w.astype(dtype).astype(np.float64), 2)
+        assert said(metric, message(w.astype(dtype), step=t))["value"] == pytest.approx(exact, rel=1e-6)
+
+
+def test_without_a_random_vector_the_crossing_is_missed() -> None:
+    """From the bare old vector the old singular value is confirmed at once: why there is a random one."""
+    w = np.diag(np.concatenate([[1.0, 2.0], np.linspace(0, 0.5, 198)]))
+    old = np.eye(200)[:1]
+    assert largest(lambda q: q @ w.T, lambda p: p @ w, old).value == pytest.approx(1.0)
+    assert largest(lambda q: q @ w.T, lambda p: p @ w, started(old, 200, w.dtype, seeded())).value == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("name", ["uniform initialisation", "evenly spread", "complex"])
+def test_little_memory_is_enough(name: str) -> None:
+    """With room for a dozen vectors the iteration begins again with the best, and comes to the same value."""
+    w = hard()[name]
+    exact, start = np.linalg.norm(w, 2), None
+    for step in range(3):
+        begin = started(start, w.shape[1], w.dtype, seeded(name, step))
+        found = largest(lambda q: q @ w.T, lambda p: p @ w.conj(), begin, rows=12)
+        assert found.converged
+        assert found.value == pytest.approx(exact, rel=1e-6)
+        start = found.vectors
+        if step == 0:
+            assert found.steps > 12
+
+
+def test_the_certificate_corrects() -> None:
+    """A start that hides the largest singular value gives a wrong value; the certificate finds out and repairs it."""
+
+    class NoRandom:
+        """A generator whose random part has nothing of the first direction."""
+
+        def standard_normal(self, size: tuple[int, int]) -> Any:
+            part = np.random.default_rng(0).standard_normal(size)
+            part[:, 0] = 0
+            return part
+
+    w = np.diag(np.concatenate([[5.0], np.linspace(3, 0, 199)]))
+    random: Any = NoRandom()
+    assert analyze.spectral_norm(w, random=random) == pytest.approx(3, rel=1e-6)
+    corrected = analyze.spectral_norm(w, random=random, certify=True)
+    assert corrected == pytest.approx(5, rel=1e-13)
+    assert corrected.status == "corrected"
+    assert corrected.vectors is not None
+    assert abs(corrected.vectors[0, 0]) == pytest.approx(1)
+
+
+def test_certificates_come_at_their_steps() -> None:
+    """At multiples of `certify`, whatever came before; with 0 never."""
+    w = torch.randn(140, 150, generator=torch.Generator().manual_seed(0))
+    for certify, steps in ((3, {0, 3, 6}), (1, set(range(7))), (0, set())):
+        metric = analyze.SpectralNorm(certify=certify)
+        statuses = [STATUSES[int(said(metric, message(w, step=step))["status"])] for step in range(7)]
+        assert {step for step, status in enumerate(statuses) if status == "certified"} == steps
+    (status,) = {said(analyze.SpectralNorm(exact=True), message(w, step=step))["status"] for step in range(3)}
+    assert STATUSES[int(status)] == "exact"
+
+
+def test_a_warm_start_is_a_hint_only() -> None:
+    """From any step on, the values agree with those of the whole run; and warm steps are fewer."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(300, 300, generator=generator)
+    weights = [w + 1e-3 * step * torch.randn(300, 300, generator=generator) for step in range(6)]
+    whole, late = analyze.SpectralNorm(certify=0), analyze.SpectralNorm(certify=0)
+    values = [said(whole, message(one, step=step))["value"] for step, one in enumerate(weights)]
+    for step in range(3, 6):
+        assert said(late, message(weights[step], step=step))["value"] == pytest.approx(values[step], rel=1e-6)
+    cold = analyze.spectral_norm(weights[4])
+    warm = analyze.spectral_norm(weights[5], start=cold.vectors)
+    assert warm.steps < cold.steps
+
+
+def test_spectral_norm_goes_on_bit_for_bit() -> None:
+    """A state that was taken out and put in another one gives the same bits; other layouts of memory too."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(200, 180, generator=generator) for _ in range(6)]
+    whole, first, second = (analyze.SpectralNorm() for _ in range(3))
+    expected = [said(whole, message(w, step=step)) for step, w in enumerate(weights)]
+    got = [said(first, message(w, step=step)) for step, w in enumerate(weights[:3])]
+    second.load_state_dict(first.state_dict())
+    got += [said(second, message(w.T.contiguous().T, step=step)) for step, w in enumerate(weights) if step >= 3]
+    assert got == expected
+
+
+def test_spectral_norm_edges_beyond_the_exact_size() -> None:
+    """NaN, infinity, zero and a change of shape, where the iteration is used."""
+    w = torch.randn(200, 200, generator=torch.Generator().manual_seed(0))
+    for value, status, expected in ((NAN, "nonfinite", NAN), (INF, "nonfinite", INF), (-INF, "nonfinite", INF)):
+        broken = w.clone()
+        broken[3, 7] = value
+        found = analyze.spectral_norm(broken)
+        assert found.status == status
+        assert (math.isnan(found) and math.isnan(expected)) or found == expected
+        assert math.isnan(analyze.spectral_norm(broken.fill_(NAN)))
+    zero = analyze.spectral_norm(torch.zeros(200, 200))
+    assert (zero, zero.residual, zero.status) == (0, 0, "exact")
+    metric = analyze.SpectralNorm()
+    for step, shape in enumerate([(200, 200), (150, 300), (0, 4), (7,), (200, 200)]):
+        data = torch.ones(shape)
+        assert said(metric, message(data, step=step))["value"] == pytest.approx(math.sqrt(math.prod(shape)))
+    with pytest.raises(MessageError, match="tolerance"):
+        analyze.spectral_norm(w, tolerance=0)
+    for wrong in ({"certify": -1}, {"certify": True}, {"tolerance": 2}):
+        with pytest.raises(MessageError):
+            analyze.SpectralNorm(**wrong)
+
+
+# -- operator norm ----------------------------------------------------------------------------------------------
+
+LAPLACIAN = np.array([[[[0.0, 1, 0], [1, -4, 1], [0, 1, 0]]]])
+
+
+def test_operator_norms_of_known_kernels() -> None:
+    """The five-point Laplacian and the kernel of ones: closed forms for zero and circular padding."""
+    for n in (8, 12, 20):
+        exact = 4 + 4 * math.cos(math.pi / (n + 1))
+        assert analyze.operator_norm(LAPLACIAN, n) == pytest.approx(exact, rel=1e-6)
+        assert analyze.operator_norm(LAPLACIAN, n, padding="circular") == pytest.approx(8, rel=1e-13)
+        ones = (1 + 2 * math.cos(math.pi / (n + 1))) ** 2
+        assert analyze.operator_norm(np.ones((1, 1, 3, 3)), n) == pytest.approx(ones, rel=1e-6)
+    assert analyze.operator_norm(LAPLACIAN, 8) == pytest.approx(7.758770483144, rel=1e-6)
+    assert analyze.operator_norm(LAPLACIAN, 9, padding="circular") == pytest.approx(7.758770483144, rel=1e-12)
+    assert analyze.operator_norm(np.ones((1, 1, 3, 3)), 8) == pytest.approx(8.29085936938159, rel=1e-6)
+    assert analyze.operator_norm(np.ones((1, 1, 3, 3)), 8, padding="circular") == pytest.approx(9, rel=1e-13)
+    assert analyze.spectral_norm(LAPLACIAN) == pytest.approx(4.472135955, rel=1e-9)
+
+
+def test_circular_operator_norm_of_several_channels() -> None:
+    """The reference value of a random kernel, which the dense operator confirms."""
+    torch.manual_seed(0)
+    kernel = torch.randn(3, 2, 3, 3).double()
+    found = analyze.operator_norm(kernel, 6, padding="circular")
+    assert found == pytest.approx(9.681712720682, rel=1e-12)
+    eye = torch.eye(72, dtype=torch.float64).reshape(72, 2, 6, 6)
+    dense = F.conv2d(F.pad(eye, (1, 1, 1, 1), mode="circular"), kernel).reshape(72, -1)
+    assert found == pytest.approx(np.linalg.norm(dense.numpy(), 2), rel=1e-12)
+    assert found.residual < 1e-12
+
+
+CONVOLUTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"shape": (4, 3, 3, 3), "size": (7, 6), "padding": 1},
+    "no padding": {"shape": (4, 3, 3, 3), "size": (7, 6), "padding": "valid"},
+    "same, even kernel": {"shape": (4, 3, 2, 4), "size": (7, 6), "padding": "same"},
+    "stride": {"shape": (4, 3, 3, 3), "size": (8, 7), "padding": 1, "stride": (2, 3)},
+    "dilation": {"shape": (4, 3, 3, 3), "size": (8, 7), "padding": 2, "dilation": 2},
+    "groups": {"shape": (4, 3, 3, 3), "size": (5, 5), "padding": 1, "groups": 2},
+    "depthwise": {"shape": (6, 1, 3, 3), "size": (5, 5), "padding": 1, "groups": 6},
+    "patches": {"shape": (5, 3, 4, 4), "size": (8, 8), "padding": 0, "stride": 4},
+    "wide padding": {"shape": (4, 3, 3, 3), "size": (4, 4), "padding": (3, 2)},
+    "one axis": {"shape": (4, 3, 5), "size": (9,), "padding": 2, "stride": 2},
+    "three axes": {"shape": (3, 2, 3, 2, 3), "size": (4, 3, 4), "padding": 1},
+    "1 x 1": {"shape": (4, 3, 1, 1), "size": (3, 3), "padding": 0, "stride": 2},
+}
+
+
+@pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_operator_norm_equals_the_dense_operator(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """With each stride, padding, dilation, group and number of axes: torch's own convolution, as a dense matrix."""
+    given = dict(options)
+    shape, size = given.pop("shape"), given.pop("size")
+    kernel = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    channels = shape[1] * given.get("groups", 1)
+    eye = torch.eye(channels * math.prod(size), dtype=torch.float64).reshape(-1, channels, *size)
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[len(size) - 1]
+    with_options = {key: value for key, value in given.items() if key != "padding"}
+    if len(set(shape[2:])) > 1 and given["padding"] == "same":  # torch pads the right side more, and warns
+        eye = F.pad(eye, (1, 2, 0, 1))
+        dense = convolve(eye, kernel.double(), **with_options)
+    else:
+        dense = convolve(eye, kernel.double(), padding=given["padding"], **with_options)
+    exact = np.linalg.norm(dense.reshape(len(eye), -1).numpy(), 2)
+    assert analyze.operator_norm(kernel, size, **given) == pytest.approx(exact, rel=1e-6)
+
+
+def test_operator_norm_is_sandwiched() -> None:
+    """At stride 1 and half padding it is from 1 to sqrt(hw) times the spectral norm of the reshaped kernel."""
+    for seed in range(5):
+        kernel = torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(seed))
+        reshaped = analyze.spectral_norm(kernel)
+        for padding in ("same", "circular"):
+            found = analyze.operator_norm(kernel, 9, padding=padding)
+            assert reshaped * (1 - 1e-6) <= found <= 3 * reshaped
+
+
+def test_operator_norm_of_other_layers() -> None:
+    """A matrix has its spectral norm, a vector its largest element; nothing, zero and no number are as everywhere."""
+    w = torch.randn(150, 160, generator=torch.Generator().manual_seed(0))
+    assert analyze.operator_norm(w) == pytest.approx(np.linalg.norm(w.double().numpy(), 2), rel=1e-6)
+    assert analyze.operator_norm([1.0, -3.0, 2.0]) == 3
+    assert analyze.operator_norm(np.zeros((2, 2, 3, 3)), 5) == 0
+    assert analyze.operator_norm(np.zeros((0, 2, 3, 3)), 5) == 0
+    for value in (NAN, INF):
+        broken = np.where(np.arange(36).reshape(2, 2, 3, 3) == 5, value, 1.0)
+        assert analyze.operator_norm(broken, 5).status == "nonfinite"
+    for scale in (1e-300, 1e-30, 1e30, 1e300):
+        exact = (4 + 4 * math.cos(math.pi / 9)) * scale
+        assert analyze.operator_norm(LAPLACIAN * scale, 8) == pytest.approx(exact, rel=1e-6)
+        assert analyze.operator_norm(LAPLACIAN * scale, 8, padding="circular") == pytest.approx(8 * scale, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({}, "needs input_hw"),
+        ({"input_hw": (8, 8, 8)}, "input_hw is a whole number from 1, or 2 of them"),
+        ({"input_hw": 8, "stride": 0}, "stride is a whole number from 1"),
+        ({"input_hw": 8, "padding": -1}, "padding is a whole number from 0"),
+        ({"input_hw": 8, "padding": "reflect"}, "padding is a number, one for each axis, 'same'"),
+        ({"input_hw": 8, "padding": "circular", "stride": 2}, "circular padding is for stride 1"),
+        ({"input_hw": 8, "groups": 3}, "groups is a positive divisor of the 1 outputs"),
+        ({"input_hw": 2, "padding": 0}, "does not fit into an input of 2"),
+        ({"input_hw": 8, "tolerance": 0}, "tolerance"),
+    ],
+)
+def test_wrong_wishes_of_operator_norm(options: dict[str, Any], sentence: str) -> None:
+    """What contradicts itself is an error of the pure function that names it."""
+    with pytest.raises(MessageError, match=sentence):
+        analyze.operator_norm(LAPLACIAN, **options)
+
+
+def test_strides_and_paddings_are_inferred() -> None:
+    """Of torch's convolutions with the usual settings stride and padding are found again from the sizes."""
+    for n, k, s in itertools.product((7, 8, 14, 28, 32, 33, 56, 224), (1, 3, 5, 7), (1, 2)):
+        padding = k // 2
+        outputs = (n + 2 * padding - k) // s + 1
+        told = inferred((n,), (outputs,), (k,))
+        assert told is not None
+        (stride,), (zeros,) = told
+        assert (n + 2 * zeros - k) // stride + 1 == outputs
+        if s == 1 or n % 2 == 0:
+            assert (stride, zeros) == (s, padding) or (n + 2 * zeros - k) // s + 1 == outputs
+    assert inferred((224, 224), (14, 14), (16, 16)) == ((16, 16), (0, 0))
+    assert inferred((8, 8), (6, 4), (3, 3)) == ((1, 2), (0, 1))
+    assert inferred((8,), (80,), (3,)) is None
+
+
+def test_operator_norm_learns_sizes_from_the_trace() -> None:
+    """From recorded inputs and outputs: size, stride, padding and groups; before that a NaN with its status."""
+    kernel = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(0))
+    metric = analyze.OperatorNorm()
+    assert metric.needs == {"weights", "layer_inputs", "activations"}
+    unknown = said(metric, message(kernel))
+    assert math.isnan(unknown["value"])
+    assert STATUSES[int(unknown["status"])] == "unknown_size"
+    for options in ({"padding": 1}, {"padding": 1, "stride": 2}, {"padding": 0}, {"padding": 1, "groups": 2}):
+        channels = 2 * options.get("groups", 1)
+        inputs = torch.zeros(5, channels, 8, 10)
+        assert not said(metric, message(inputs, "layer_inputs", tag="probe"))
+        assert not said(metric, message(F.conv2d(inputs, kernel, **options), "activations", tag="probe"))
+        found = said(metric, message(kernel))
+        right = analyze.operator_norm(kernel, (8, 10), **options)  # type: ignore[arg-type]
+        assert found["value"] == pytest.approx(right, rel=1e-6)
+        again = analyze.OperatorNorm()
+        again.load_state_dict(metric.state_dict())
+        assert said(again, message(kernel, step=1)) == said(metric, message(kernel, step=1))
+    for padding, stride, size in ((1, 1, (8, 10)), ("same", 1, (8, 10)), (1, 2, (7, 9)), (0, 1, (8, 10))):
+        outputs_only = analyze.OperatorNorm(stride=stride, padding=padding)
+        outputs = F.conv2d(torch.zeros(5, 2, 8, 10), kernel, padding=padding, stride=stride)
+        assert not said(outputs_only, message(outputs, "activations"))
+        right = analyze.operator_norm(kernel, size, padding=padding, stride=stride)  # type: ignore[arg-type]
+        assert said(outputs_only, message(kernel))["value"] == pytest.approx(right, rel=1e-6)
+    unsaid = analyze.OperatorNorm(stride=1)
+    assert not said(unsaid, message(torch.zeros(5, 4, 8, 10), "activations"))
+    assert STATUSES[int(said(unsaid, message(kernel))["status"])] == "unknown_size"
+    given = analyze.OperatorNorm(input_hw=8, stride=2, padding=1)
+    assert given.needs == {"weights"}
+    expected = analyze.operator_norm(kernel, 8, stride=2, padding=1)
+    assert said(given, message(kernel))["value"] == pytest.approx(expected, rel=1e-6)
+    misfit = said(analyze.OperatorNorm(input_hw=1, padding=0), message(kernel))
+    assert STATUSES[int(misfit["status"])] == "unknown_size"
+    for wrong in (
+        {"input_hw": 0},
+        {"padding": "reflect"},
+        {"stride": (1, 0)},
+        {"kind": "activations"},
+        {"certify": -1},
+    ):
+        with pytest.raises(MessageError):
+            analyze.OperatorNorm(**wrong)
+
+
+# -- singular values, condition and soft ranks --------------------------------------------------------------------
+
+
+def test_values_of_the_reference_spectrum() -> None:
+    """Eigenvalues 4, 2, 1, 1 have these soft ranks; diag(4, 2, 0.5) has the condition number 8."""
+    rng = np.random.default_rng(0)
+    roots = np.sqrt([4.0, 2.0, 1.0, 1.0])
+    for w in (np.diag(roots), with_spectrum(roots, rng, 9), with_spectrum(roots, rng, 9).T):
+        assert analyze.stable_rank(w) == pytest.approx(2, rel=1e-12)
+        assert analyze.participation_ratio(w) == pytest.approx(2.909090909, rel=1e-9)
+        assert analyze.effective_rank(w) == pytest.approx(3.363585661, rel=1e-9)
+        np.testing.assert_allclose(analyze.singular_values(w), roots, rtol=1e-14)
+    assert analyze.condition_number(np.diag([4.0, 2.0, 0.5])) == 8
+
+
+def test_condition_number_is_the_true_ratio() -> None:
+    """Against NumPy's, up to 1e12; infinity where the rank is not full; not ikkuna's product, monitorch's inverse."""
+    rng = np.random.default_rng(0)
+    for exponent in (0, 3, 6, 9, 12):
+        w = with_spectrum(np.geomspace(1, 10.0**-exponent, 12), rng, 20)
+        assert analyze.condition_number(w) == pytest.approx(10.0**exponent, rel=1e-3 if exponent == 12 else 1e-6)
+    w = rng.standard_normal((30, 20))
+    assert analyze.condition_number(w) == pytest.approx(np.linalg.cond(w), rel=1e-12)
+    assert analyze.condition_number(w.reshape(30, 5, 4)) == analyze.condition_number(w)
+    # the peers' numbers of diag(4, 2, 0.5): sigma_1 sigma_n, and sigma_n / sigma_1
+    assert (analyze.condition_number(np.diag([4.0, 2.0, 0.5])), 4.0 * 0.5, 0.5 / 4.0) == (8.0, 2.0, 0.125)
+    for deficient in (np.ones((3, 3)), np.outer(np.arange(4.0), np.arange(5.0)), w[:, [0, 0, 1]], np.zeros((2, 2))):
+        assert analyze.condition_number(deficient) == INF
+    assert said(analyze.ConditionNumber(), message(np.ones((3, 3))))["status"] == 4
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-30, 1e30, 1e300])
+def test_ratios_do_not_depend_on_scale(scale: float) -> None:
+    """Whatever the scale, the same ratios, and singular values to scale."""
+    w = np.random.default_rng(0).standard_normal((8, 6))
+    for ratio in (analyze.condition_number, analyze.stable_rank, analyze.participation_ratio, analyze.effective_rank):
+        assert ratio(w * scale) == pytest.approx(ratio(w), rel=1e-12)
+    np.testing.assert_allclose(analyze.singular_values(w * scale) / scale, analyze.singular_values(w), rtol=1e-12)
+    board, scaled = analyze.weightwatcher(w), analyze.weightwatcher(w * scale)
+    assert scaled.alpha == pytest.approx(board.alpha, rel=1e-9)
+    assert scaled.log_norm == pytest.approx(board.log_norm + 2 * math.log10(scale), rel=1e-12)
+    assert scaled.mp_softrank == pytest.approx(board.mp_softrank, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"saturation", "operator_norm", "spectral_norm"}))
+def test_edges_of_weights(name: str) -> None:
+    """Empty, zero and broken weights: NaN or the documented value, and a status that says why."""
+    metric = NAMES[name]()
+    for data, status in (
+        (np.zeros((0, 3)), 1),
+        (np.zeros((3, 2)), 2),
+        (np.full((3, 2), NAN), 3),
+        (np.where(np.eye(3) > 0, -INF, 1.0), 3),
+    ):
+        found = said(metric, message(data))
+        if name == "singular_values":
+            values = found["value"]
+            assert len(values) == min(data.shape)
+            assert all(map(math.isnan, values)) if status == 3 else not any(values)
+        else:
+            assert found["status"] == status
+            first = next(iter(found.values()))
+            assert first == INF if (name, status) == ("condition_number", 2) else math.isnan(first)
+
+
+@pytest.mark.parametrize(
+    "data", [torch.ones(4), torch.tensor(2.0), torch.ones(2, 3, 2, 2).bfloat16(), torch.eye(3) * 1j]
+)
+def test_any_shape_and_dtype_has_a_spectrum(data: torch.Tensor) -> None:
+    """Vectors are columns, numbers themselves, kernels reshaped; bfloat16 and complex numbers are taken as they are."""
+    array = np.asarray(data.to(torch.complex128 if data.is_complex() else torch.float64))
+    exact = np.linalg.svd(array.reshape(len(array), -1) if array.ndim else array.reshape(1, 1), compute_uv=False)
+    np.testing.assert_allclose(analyze.singular_values(data), exact, atol=1e-14)
+    assert analyze.stable_rank(data) == pytest.approx(np.sum(exact**2) / exact[0] ** 2)
+
+
+def test_soft_ranks_of_activations() -> None:
+    """Of a batch's kinds it is the covariance that counts, of convolutions that of channels."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((500, 6)) * np.array([4, 3, 2, 1, 1, 0.1]) + 1e4
+    eigenvalues = np.linalg.eigvalsh(np.cov(x.T))[::-1]
+    p = eigenvalues / eigenvalues.sum()
+    expected = {
+        "stable_rank": 1 / p[0],
+        "participation_ratio": 1 / np.sum(p**2),
+        "effective_rank": np.exp(-np.sum(p * np.log(p))),
+        "condition_number": eigenvalues[0] / eigenvalues[-1],
+    }
+    maps = x.reshape(20, 5, 5, 6).transpose(0, 3, 1, 2)
+    for name, value in expected.items():
+        metric = NAMES[name]("activations")
+        for data in (x, maps, torch.tensor(maps).contiguous(memory_format=torch.channels_last)):
+            found = said(metric, message(data, "activations"))
+            assert found == {"value": pytest.approx(value, rel=1e-9), "status": 0}
+        as_weights = said(NAMES[name]("activations", centre=False), message(x, "activations"))
+        assert as_weights["value"] != pytest.approx(value, rel=1e-3)
+        few = said(metric, message(x[:9], "activations"))
+        assert few["status"] == (0 if name == "condition_number" else 5)
+        constant = said(metric, message(np.full((50, 3), 0.1), "activations"))
+        assert constant["status"] == 2
+        assert said(metric, message(np.ones((4, 2)) * 1j, "activations"))["status"] == 6
+    with pytest.raises(MessageError, match="centre is"):
+        analyze.StableRank(centre=1)  # type: ignore[arg-type]
+    with pytest.raises(MessageError, match="channels is"):
+        analyze.stable_rank(x, centre=True, channels="second")  # type: ignore[arg-type]
+
+
+def test_one_svd_for_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics that get the same tensor one after the other share its SVD; not another tensor, or a changed one."""
+    calls = []
+    svdvals = scipy.linalg.svdvals
+    monkeypatch.setattr(scipy.linalg, "svdvals", lambda *of, **more: calls.append(1) or svdvals(*of, **more))
+    w = torch.randn(20, 10, generator=torch.Generator().manual_seed(0))
+    sharing = (
+        "condition_number",
+        "effective_rank",
+        "participation_ratio",
+        "power_law",
+        "singular_values",
+        "stable_rank",
+    )
+    metrics = [NAMES[name]() for name in (*sharing, "weightwatcher")]
+    shared = [said(metric, message(w)) for metric in metrics]
+    assert len(calls) == 1
+    alone = [said(metric, message(w.clone())) for metric in metrics]
+    assert len(calls) == 1 + len(metrics)
+    assert alone == shared
+    for pure in (analyze.stable_rank, analyze.singular_values, analyze.condition_number, analyze.weightwatcher):
+        pure(w)
+    w.numpy()[0] *= 9  # unseen by torch: what a user gives must not be remembered
+    np.testing.assert_allclose(analyze.singular_values(w), np.linalg.svd(w.double().numpy(), compute_uv=False))
+    w.numpy()[0] /= 9
+    w.mul_(2)
+    assert said(metrics[4], message(w))["value"][0] == pytest.approx(2 * shared[4]["value"][0])
+    with torch.inference_mode():
+        frozen = w.clone()
+    assert analyze.singular_values(frozen)[0] == analyze.singular_values(w)[0]
+
+
+def test_top_singular_values() -> None:
+    """Only the first ones if so wished."""
+    metric = analyze.SingularValues(top=2)
+    assert said(metric, message(np.diag([1.0, 5.0, 3.0])))["value"] == [5, 3]
+    for wrong in (0, True, 1.5):
+        with pytest.raises(MessageError, match="top is a positive number"):
+            analyze.SingularValues(top=wrong)  # type: ignore[arg-type]
+
+
+# -- saturation ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spectrum", "k", "delve"), [([0.995, 0.005], 1, 0), ([0.97, 0.025, 0.005], 2, 1), ([0.25] * 4, 4, 3)]
+)
+def test_saturation_of_delves_spectra(spectrum: list[float], k: int, delve: int) -> None:
+    """The crossing direction counts: k of 1, 2 and 4, where counting shares below the threshold leaves it out."""
+    rng = np.random.default_rng(0)
+    raw = rng.standard_normal((1000, len(spectrum)))
+    q = np.linalg.qr(raw - raw.mean(0))[0]
+    x = q * np.sqrt(spectrum)
+    found = analyze.saturation(x @ orthogonal(len(spectrum), rng) + 5)
+    assert (found.k, found.d, found.n, found.status) == (k, len(spectrum), 1000, "ok")
+    assert float(found) == k / len(spectrum)
+    assert int(np.count_nonzero(np.cumsum(spectrum) < 0.99)) == delve
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4, 1e6])
+def test_trace_and_determinant_of_the_covariance(offset: float) -> None:
+    """Against NumPy's covariance, whatever the offset."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((400, 7)) @ rng.standard_normal((7, 7))
+    found = analyze.saturation(x + offset)
+    covariance = np.cov(x.T)
+    assert found.trace == pytest.approx(np.trace(covariance), rel=1e-9)
+    assert found.log_det == pytest.approx(np.linalg.slogdet(covariance)[1], abs=1e-8)
+    for scale in (1e-200, 1e200):
+        scaled = analyze.saturation(x * scale)
+        assert (scaled.k, scaled.status) == (found.k, "ok")
+        assert scaled.log_det == pytest.approx(np.linalg.slogdet(covariance)[1] + 14 * math.log(scale), rel=1e-12)
+    assert analyze.saturation(np.pad(x, ((0, 0), (0, 1)))).log_det == -INF
+
+
+def test_positions_of_convolutions() -> None:
+    """Positions are datapoints, are pooled, or are neurons; in (n, c, h, w) and in (n, t, d)."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((60, 3, 4, 5)) * np.array([3, 1, 0.5])[:, None, None]
+    expected = {
+        "datapoints": x.transpose(0, 2, 3, 1).reshape(-1, 3),
+        "mean": x.mean((2, 3)),
+        "max": x.max((2, 3)),
+        "median": np.median(x.reshape(60, 3, -1), axis=2),
+        "flatten": x.reshape(60, -1),
+    }
+    for positions, matrix in expected.items():
+        found, right = analyze.saturation(x, positions=positions), analyze.saturation(matrix)  # type: ignore[arg-type]
+        assert (found.k, found.d, found.n) == (right.k, right.d, right.n)
+        assert found.trace == pytest.approx(right.trace, rel=1e-12)
+        np.testing.assert_allclose(np.sort(arranged(x, "auto", positions), axis=0), np.sort(matrix, axis=0))  # type: ignore[arg-type]
+    sequence = x.reshape(60, 3, 20).transpose(0, 2, 1)
+    assert analyze.saturation(sequence).trace == pytest.approx(analyze.saturation(x).trace, rel=1e-12)
+    assert analyze.saturation(x.reshape(60, 3, 20), channels="first").d == 3
+    assert arranged(np.zeros((4, 3, 0)), "auto", "mean").shape == (4, 0)  # type: ignore[union-attr]
+
+
+def test_saturation_of_an_epoch_is_that_of_all_its_batches() -> None:
+    """The batches of an epoch, joined or merged, give what all their datapoints at once give: to 1e-12."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((300, 8)) @ rng.standard_normal((8, 8)) + 100 * rng.standard_normal(8)
+    batches = [x[:100], x[100:164], x[164:165], x[165:]]
+    whole, first, second = (analyze.Saturation(window="epoch") for _ in range(3))
+    for step, part in enumerate(batches):
+        assert not said(whole, message(part, "activations", step))
+        assert not said(first if step < 2 else second, message(part, "activations", step))
+    first.merge(second.state_dict())
+    restored = analyze.Saturation(window="epoch")
+    restored.load_state_dict(whole.state_dict())
+    right = analyze.saturation(x)
+    for metric in (whole, first, restored):
+        answers = list(metric.finish())
+        value, k, trace, log_det, status = (float(one.data) for one in answers)  # type: ignore[arg-type]
+        assert (value, k, status) == (right.k / 8, right.k, 0)
+        assert trace == pytest.approx(right.trace, rel=1e-12)
+        assert log_det == pytest.approx(right.log_det, abs=1e-10)
+        assert {(one.global_step, one.epoch) for one in answers} == {(3, 0)}
+        assert not list(metric.finish())
+    answers = [
+        one
+        for step in range(4)
+        for one in whole.receive(message(x, "activations", step, epoch=step // 2))
+        if one.kind == "activations_saturation"
+    ]
+    assert [(one.global_step, one.epoch) for one in answers] == [(1, 0)]
+    late = analyze.Saturation(window="epoch")
+    list(late.receive(message(x, "activations", 9, epoch=7)))
+    with pytest.raises(MessageError, match="merges parts of one epoch"):
+        whole.merge(late.state_dict())
+
+
+def test_edges_of_saturation() -> None:
+    """Dead, broken, empty and changing layers: NaN with a status, never an error in a replay."""
+    x = np.random.default_rng(0).standard_normal((50, 4))
+    for data, status in (
+        (np.zeros((50, 3)), 2),
+        (np.full((50, 3), 0.1), 2),
+        (np.zeros((0, 3)), 1),
+        (np.zeros((3, 0)), 1),
+        (np.where(x > 1, NAN, x), 3),
+        (np.where(x > 1, INF, x), 3),
+        (np.array(1.0), 6),
+        (x * 1j, 6),
+        (x[:6], 5),
+        (x[:1], 2),
+    ):
+        for window in ("message", "epoch"):
+            metric = analyze.Saturation(window=window)  # type: ignore[arg-type]
+            one = message(data, "activations")
+            found = said(metric, one) or {
+                answer.kind.removeprefix("activations_saturation").removeprefix("_") or "value": float(answer.data)  # type: ignore[arg-type]
+                for answer in metric.finish()
+            }
+            assert found["status"] == status, (window, data.shape)
+            assert math.isnan(found["value"]) == (status != 5)
+    changing = analyze.Saturation(window="epoch")
+    for step, data in enumerate((x, x[:, :2])):
+        assert not said(changing, message(data, "activations", step))
+    assert [float(one.data) for one in changing.finish()][-1] == 6  # type: ignore[arg-type]
+    with pytest.raises(MessageError, match="real numbers"):
+        analyze.saturation(x * 1j)
+    for wrong in ({"threshold": 0}, {"window": "day"}, {"positions": "sum"}, {"channels": "no"}):
+        with pytest.raises(MessageError):
+            analyze.Saturation(**wrong)
+
+
+# -- power law and WeightWatcher ------------------------------------------------------------------------------------
+
+
+def naive_fit(values: Any) -> tuple[float, float, float, float, int]:
+    """Clauset's fit, written as in section 3 of the paper."""
+    best = (INF, NAN, NAN, NAN, 0)
+    for xmin in sorted(set(values))[:-1]:
+        tail = np.sort([value for value in values if value >= xmin])
+        n = len(tail)
+        alpha = 1 + n / np.sum(np.log(tail / xmin))
+        distance = max(abs(1 - (x / xmin) ** (1 - alpha) - i / n) for i, x in enumerate(tail))
+        if distance < best[0]:
+            best = (distance, alpha, xmin, (alpha - 1) / math.sqrt(n), n)
+    distance, alpha, xmin, sigma, n = best
+    return alpha, xmin, distance, sigma, n
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_power_law_equals_the_papers_procedure(seed: int) -> None:
+    """Against a loop over all tails, also with ties."""
+    rng = np.random.default_rng(seed)
+    values = rng.pareto(1.5, 120) + 1
+    if seed % 2:
+        values = np.round(values, 1)
+    found = analyze.power_law(values)
+    got = (found.alpha, found.xmin, found.D, found.sigma, found.num_spikes)
+    assert got == pytest.approx(naive_fit(values), rel=1e-10)
+
+
+def test_power_law_of_pareto_quantiles() -> None:
+    """The exponent of exact quantiles of a Pareto distribution, from its own beginning on."""
+    for alpha in (1.5, 2.5, 4.0):
+        quantiles = (1 - (np.arange(20000) + 0.5) / 20000) ** (-1 / (alpha - 1))
+        found = analyze.power_law(np.concatenate([quantiles, np.linspace(0.01, 0.9, 3000)]))
+        assert found.alpha == pytest.approx(alpha, rel=2e-3)
+        assert found.xmin == pytest.approx(1, rel=0.1)
+        assert found.D < 1e-2
+
+
+WATCHED = {
+    "gauss": (4.810011558295004, 213.04977748371266, 0.13009842047646497, 0.9837407542756214, 15),
+    "heavy": (8.926706201801444, 1427.60615150589, 0.12361983386338615, 3.236064255894741, 6),
+    "spiked": (2.891776373504216, 151.7904670506845, 0.10577865385011986, 0.357512130031414, 28),
+}
+"""Alpha, xmin, D, sigma and the number of spikes that weightwatcher 0.7.7's ``WWFit`` gives, run on these matrices."""
+
+
+def watched() -> dict[str, Any]:
+    """The matrices of `WATCHED`."""
+    rng = np.random.default_rng(7)
+    gauss, heavy, spiked = (
+        rng.standard_normal((120, 80)),
+        rng.standard_t(2.5, (120, 80)),
+        rng.standard_normal((100, 100)) + np.outer(rng.standard_normal(100), rng.standard_normal(100)),
+    )
+    return {"gauss": gauss, "heavy": heavy, "spiked": spiked}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_power_law_equals_weightwatchers(name: str) -> None:
+    """The same alpha, xmin, D, sigma and spikes as weightwatcher, to 1e-10."""
+    w = watched()[name]
+    board = analyze.weightwatcher(w)
+    assert (board.alpha, board.xmin, board.D, board.sigma, board.num_spikes) == pytest.approx(WATCHED[name], rel=1e-10)
+    eigenvalues = np.linalg.svd(w, compute_uv=False) ** 2
+    total, top, p = eigenvalues.sum(), eigenvalues.max(), eigenvalues / eigenvalues.sum()
+    assert board.alpha_weighted == pytest.approx(board.alpha * math.log10(top), rel=1e-12)
+    assert board.log_alpha_norm == pytest.approx(math.log10(np.sum(eigenvalues**board.alpha)), rel=1e-12)
+    assert board.log_norm == pytest.approx(math.log10(total), rel=1e-12)
+    assert board.log_spectral_norm == pytest.approx(math.log10(top), rel=1e-12)
+    assert board.stable_rank == pytest.approx(total / top, rel=1e-12)
+    assert board.entropy == pytest.approx(-np.sum(p * np.log(p)) / math.log(len(p)), rel=1e-12)
+    assert (board.matrix_rank, board.rank_loss) == (min(w.shape), 0)
+    fit = said(analyze.PowerLaw(), message(w))
+    assert fit["alpha"] == board.alpha
+    every = [float(one.data) for one in analyze.WeightWatcher().receive(message(w))]  # type: ignore[arg-type]
+    assert every[:3] == [board.alpha, board.xmin, board.D]
+    assert every[-1] == 0
+
+
+def test_spikes_above_the_marchenko_pastur_edge() -> None:
+    """None in noise, whose edge is the law's; as many as were put in, which do not move the edge."""
+    rng = np.random.default_rng(0)
+    noise = rng.standard_normal((600, 300)) * 0.3
+    law = 0.3**2 * (math.sqrt(600) + math.sqrt(300)) ** 2
+    for count in (0, 1, 5):
+        left, right = np.linalg.qr(rng.standard_normal((600, 5)))[0], np.linalg.qr(rng.standard_normal((300, 5)))[0]
+        w = noise + (left[:, :count] * np.linspace(40, 30, 5)[:count]) @ right[:, :count].T
+        board = analyze.weightwatcher(w)
+        top = np.linalg.norm(w, 2) ** 2
+        assert board.mp_spikes == count
+        assert board.mp_softrank * top == pytest.approx(law, rel=0.03)
+    assert math.isnan(marchenko_pastur_edge([], 3, 4))
+    assert marchenko_pastur_edge([2.0, 2.0], 2, 2) == pytest.approx(8)
+
+
+def test_rank_loss() -> None:
+    """What lacks to full rank is told, and zeros within rounding are no eigenvalues of the tail."""
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal((50, 12)) @ rng.standard_normal((12, 40))
+    board = analyze.weightwatcher(w)
+    assert (board.matrix_rank, board.rank_loss) == (12, 28)
+    assert board.num_spikes <= 12
+    one = analyze.weightwatcher(np.outer(np.arange(1, 5), np.arange(1, 4)).astype(float))
+    assert (one.matrix_rank, one.entropy, one.stable_rank, one.status) == (1, 0, 1, "too_few")
+    assert math.isnan(one.alpha)
+    zero = analyze.weightwatcher(np.zeros((4, 3)))
+    assert (zero.matrix_rank, zero.rank_loss, zero.status) == (0, 3, "zero")
+
+
+def test_kernels_are_taken_in_slices() -> None:
+    """By WeightWatcher's rule each position is a matrix of its own; as one matrix if so wished."""
+    rng = np.random.default_rng(0)
+    kernel = rng.standard_normal((20, 16, 3, 3))
+    pooled = (
+        np.concatenate([np.linalg.svd(kernel[:, :, i, j], compute_uv=False) for i in range(3) for j in range(3)]) ** 2
+    )
+    board = analyze.weightwatcher(kernel)
+    assert board.alpha == pytest.approx(naive_fit(pooled)[0], rel=1e-10)
+    assert board.matrix_rank == 9 * 16
+    assert board.log_norm == pytest.approx(math.log10(pooled.sum()), rel=1e-12)
+    reshaped = analyze.weightwatcher(kernel, conv="reshape")
+    assert reshaped.alpha == pytest.approx(analyze.weightwatcher(kernel.reshape(20, -1)).alpha, rel=1e-12)
+    with pytest.raises(MessageError, match="conv is"):
+        analyze.weightwatcher(kernel, conv="fft")  # type: ignore[arg-type]
+
+
+def test_randomised_weights() -> None:
+    """A shuffled Gaussian looks like itself; correlations do not survive; single large elements do."""
+    rng = np.random.default_rng(0)
+    gauss = rng.standard_normal((200, 100))
+    correlated = gauss + 4 * np.outer(rng.standard_normal(200), rng.standard_normal(100)) / 4
+    with_trap = gauss.copy()
+    with_trap[3, 4] = 60
+    plain, other, trapped = randomized(gauss), randomized(correlated), randomized(with_trap)
+    assert plain.distance < 0.02 < other.distance
+    assert (plain.traps, other.traps, trapped.traps) == (0, 0, 1)
+    assert plain.softrank == pytest.approx(1, abs=0.05)
+    assert other.softrank < 0.2
+    tiny = randomized(gauss * 1e-200)
+    assert (tiny.distance, tiny.softrank) == pytest.approx((plain.distance, plain.softrank), rel=1e-9)
+    metric = analyze.WeightWatcher(randomize=True)
+    assert said(metric, message(gauss, step=3)) == said(analyze.WeightWatcher(randomize=True), message(gauss, step=3))
+    assert math.isnan(randomized(np.zeros((3, 3))).distance)
+    with pytest.raises(MessageError, match="randomize is"):
+        analyze.WeightWatcher(randomize=1)  # type: ignore[arg-type]
+
+
+def test_tails_that_are_none() -> None:
+    """Fewer than two different positive numbers make no tail; complex numbers are an error."""
+    for values, status in (
+        ([], "empty"),
+        ([0.0, -1.0], "zero"),
+        ([2.0], "too_few"),
+        ([2.0, 2.0, 2.0], "too_few"),
+        ([1.0, NAN], "nonfinite"),
+    ):
+        found = analyze.power_law(values)
+        assert math.isnan(float(found))
+        assert (found.status, found.num_spikes) == (status, 0)
+    with pytest.raises(MessageError, match="real numbers"):
+        analyze.power_law([1j])
+
+
+# -- what all of them declare ---------------------------------------------------------------------------------------
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 2**31))
+@pytest.mark.parametrize("name", NAMES)
+def test_declared_invariances(name: str, seed: int) -> None:
+    """What a class says can be done to its data without changing an answer, can be done."""
+    rng = np.random.default_rng(seed)
+    metric = NAMES[name]
+    kind = "activations" if name == "saturation" else "weights"
+    x = rng.standard_normal((40, 9)) * np.geomspace(1, 0.02, 9)
+    assert metric.invariances
+
+    def value(data: Any) -> Any:
+        return next(iter(said(metric(), message(np.asarray(data), kind)).values()))
+
+    for word in metric.invariances:
+        assert value(INVARIANCES[word](x, rng)) == pytest.approx(value(x), rel=1e-7), word
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**31), st.lists(st.integers(0, 30), min_size=1, max_size=5), st.sampled_from([0.0, 1e3]))
+def test_scatter_of_parts_is_that_of_the_whole(seed: int, sizes: list[int], offset: float) -> None:
+    """However the datapoints are divided and joined, the covariance is NumPy's, to 1e-12."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((sum(sizes) + 3, 4)) + offset
+    whole = spectra.Scatter(4)
+    for part in np.split(x, np.cumsum(sizes)):
+        other = spectra.Scatter(4)
+        other.add(part)
+        whole.join(other)
+    assert whole.count == len(x)
+    np.testing.assert_allclose(whole.mean, x.mean(0), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(whole.products / (len(x) - 1), np.cov(x.T), rtol=1e-12, atol=1e-12)
+    with pytest.raises(MessageError, match="does not take one of 5"):
+        whole.join(spectra.Scatter(5))
+
+
+def test_scopes_and_memories() -> None:
+    """Those without memory say so; what has a memory is of one stream, and merges only where it can."""
+    for name, cls in NAMES.items():
+        remembers = name in ("spectral_norm", "operator_norm", "saturation")
+        assert cls.scope == ("stream" if remembers else "message"), name
+        assert cls.mergeable == (name == "saturation")
+        if not cls.mergeable:
+            with pytest.raises(MessageError, match="cannot be put together"):
+                cls().merge({})
+
+
+def test_a_recorded_training_has_its_operator_norms(tmp_path: Path) -> None:
+    """From a trace alone: the norm of the strided, padded convolution that was trained, at the size that it saw."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(2, 5, 3, stride=2, padding=1), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(80, 3)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kernels = []
+    capture = tracer.Capture(kinds=["weights", "layer_inputs", "activations"])
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=capture):
+        for _ in range(3):
+            kernels.append(model[0].weight.detach().clone())
+            optimizer.zero_grad()
+            model(torch.randn(4, 2, 8, 8)).square().mean().backward()
+            optimizer.step()
+    heard = tracer.Collect("weights_operator_norm")
+    tracer.replay(tmp_path / "run.zarr", analyze.OperatorNorm(), heard)
+    found = [float(one.data) for one in heard if one.key == "0"]
+    eye = torch.eye(128, dtype=torch.float64).reshape(128, 2, 8, 8)
+    exact = [
+        np.linalg.norm(F.conv2d(eye, kernel.double(), stride=2, padding=1).reshape(128, -1).numpy(), 2)
+        for kernel in kernels
+    ]
+    assert found == pytest.approx(exact, rel=1e-6)
+    assert len(heard) == 6
