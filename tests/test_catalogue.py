@@ -64,21 +64,14 @@ def test_other_numbers_are_those_of_their_recipes() -> None:
     assert asked == (f"{theirs:g}", f"{analyze.test_accuracy(batches):.4f}")
 
 
-PENDING = {"condition_number"}
-"""Counterparts that the table names and the registry does not have yet."""
-
-
 @pytest.mark.parametrize("row", catalogue.FORMER, ids=lambda row: f"{row.system}-{row.name}")
 def test_every_old_name_has_a_new_one(row: catalogue.Former) -> None:
     """What the table of old names offers can be asked; where nothing asks the same, a remark says why or what to do."""
     if not row.wish:
         assert row.remark
         return
-    name = row.wish.partition(":")[0]
-    if name in registry.BUILT_IN:
-        assert registry.parse(row.wish).produces
-    else:
-        assert name in PENDING
+    assert row.wish.partition(":")[0] in registry.BUILT_IN
+    assert registry.parse(row.wish).produces
 
 
 def test_the_table_of_old_names_is_complete() -> None:
