@@ -31,7 +31,7 @@ def main() -> int:
         print(f"== {family}", flush=True)
         program = Path(__file__).with_name(f"metrics_{family}.py")
         options = ["--full"] if arguments.full else []
-        one_core = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+        one_core = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         done = subprocess.run([sys.executable, str(program), *options], env={**os.environ, **one_core}, check=False)
         status = status or done.returncode
     return status
