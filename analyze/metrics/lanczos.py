@@ -134,7 +134,8 @@ def largest(
     precision = float(np.finfo(dtype).eps)
     reach = math.sqrt(tolerance) * (1e-2 if k == 1 else 1)
     steps = max(k, min(steps, size))
-    rows = max(rows or _BYTES // (size * dtype.itemsize), k + _SEARCH + 2, 2 * _RESTART)
+    # each vector is held with what the map and its transpose make of it
+    rows = max(rows or _BYTES // (2 * size * dtype.itemsize), k + _SEARCH + 2, 2 * _RESTART)
     search = 0 if k == 1 else min(k + _SEARCH, steps)
     room = min(steps, rows, k + 16)
     basis_kn, back_kn = _grown(start, room), np.empty((room, size), dtype)
