@@ -79,7 +79,8 @@ def neurons(x: Array, channels: Channels = "auto", positions: Positions = "datap
     """
     check_positions(positions, fourier=False)
     sheet = Sheet.of(x, channels, positions)
-    return np.moveaxis(sheet.array, 1, -1).reshape(-1, sheet.d) if sheet.first else sheet.array.reshape(-1, sheet.d)
+    x = np.moveaxis(sheet.array, 1, -1) if sheet.first else sheet.array
+    return x.reshape(math.prod(sheet.rows), sheet.d)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,19 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from analyze.metrics.datapoints import Channels, check_channels
 from analyze.metrics.inputs import Array, answer, as_array, subscription_to
 from analyze.metrics.lanczos import stream_of
-from analyze.metrics.spectra import (
-    Channels,
-    Scatter,
-    Spectrum,
-    Status,
-    check_channels,
-    code,
-    neurons,
-    once,
-    spread,
-)
+from analyze.metrics.spectra import Scatter, Spectrum, Status, code, once, real_neurons, spread
 from tracer.errors import MessageError
 from tracer.messages import DEFAULT_TAG, Message, ModuleMessage, NetworkMessage, derived
 from tracer.subscriber import Subscriber
@@ -126,7 +117,7 @@ def check_positions(positions: object) -> None:
 def arranged(x: NDArray[Any], channels: Channels, positions: Positions) -> NDArray[Any] | None:
     """Activations as datapoints by neurons, pooled over positions; None if they are no real activations."""
     if positions == "datapoints" or x.ndim < 3 or x.dtype.kind == "c":
-        return neurons(x, channels)
+        return real_neurons(x, channels)
     if positions == "flatten":
         return x.reshape(len(x), math.prod(x.shape[1:]))
     if not x.size:

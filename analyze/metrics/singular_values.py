@@ -9,18 +9,9 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
+from analyze.metrics.datapoints import Channels, check_channels
 from analyze.metrics.inputs import Array, answer, as_array, subscription_to
-from analyze.metrics.spectra import (
-    Channels,
-    Spectrum,
-    Status,
-    centred,
-    check_channels,
-    code,
-    of_data,
-    singular,
-    tensor,
-)
+from analyze.metrics.spectra import Spectrum, Status, centred, code, of_data, singular, tensor
 from tracer.errors import MessageError
 from tracer.messages import DEFAULT_TAG, Message, derived
 from tracer.subscriber import Subscriber

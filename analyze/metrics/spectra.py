@@ -18,11 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from analyze.metrics.datapoints import Channels, neurons
 from analyze.metrics.inputs import Array, as_array, as_float64
 from tracer.errors import MessageError
 from tracer.messages import KINDS
 
-Channels = Literal["auto", "first", "last"]
 Status = Literal["ok", "empty", "zero", "nonfinite", "rank_deficient", "few_samples", "mismatch", "too_few"]
 
 STATUSES: tuple[Status, ...] = (
@@ -225,26 +225,9 @@ class Scatter:
         return Spectrum(values, scale, self.count, size)
 
 
-def neurons(x: NDArray[Any], channels: Channels) -> NDArray[Any] | None:
-    """Activations as datapoints by neurons (n, d); None for complex numbers and for a single number.
-
-    (n, d) stays as it is, (n,) is one neuron; of more axes one is the neurons, and all others are datapoints: axis 1
-    with ``"first"``, the last with ``"last"``; ``"auto"`` takes the last of three axes and axis 1 of more.
-    """
-    if x.dtype.kind == "c" or x.ndim == 0:
-        return None
-    if x.ndim < 2:
-        return x.reshape(-1, 1)
-    first = x.ndim > 2 and (channels == "first" or (channels == "auto" and x.ndim > 3))
-    d = x.shape[1 if first else -1]
-    rows = x.size // d if d else 0
-    return np.moveaxis(x, 1, -1).reshape(rows, d) if first else x.reshape(rows, d)
-
-
-def check_channels(channels: object) -> None:
-    """Raise `MessageError` unless `channels` is one of its words."""
-    if channels not in ("auto", "first", "last"):
-        raise MessageError(f"channels is 'auto', 'first' or 'last', not {channels!r}")
+def real_neurons(x: NDArray[Any], channels: Channels) -> NDArray[Any] | None:
+    """Activations as datapoints by neurons (n, d); None for complex numbers and for a single number."""
+    return None if x.dtype.kind == "c" or x.ndim == 0 else neurons(x, channels)
 
 
 def spread(x: Array | None, channels: Channels) -> Spectrum:
@@ -253,7 +236,7 @@ def spread(x: Array | None, channels: Channels) -> Spectrum:
 
 
 def _spread(x: Array | None, channels: Channels) -> Spectrum:
-    x_nd = neurons(as_array(x), channels)
+    x_nd = real_neurons(as_array(x), channels)
     if x_nd is None:
         return Spectrum(np.zeros(0), 1.0, 0, 0, "mismatch")
     largest = _magnitude(x_nd)
