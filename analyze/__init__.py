@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from analyze.batch import BatchResults, batch
     from analyze.metrics.accuracy import accuracy
     from analyze.metrics.histogram import Histogram, histogram
     from analyze.metrics.loss import Loss, loss
@@ -31,10 +32,12 @@ if TYPE_CHECKING:
 _OTHERS = {"accuracy": "metrics.accuracy", "analyze": "results", "Results": "results"} | dict.fromkeys(
     ("describe", "parse", "subscribers"), "registry"
 )
+_OTHERS |= {"batch": "batch", "BatchResults": "batch"}
 """Public name → its home, for the names that no registered metric brings."""
 
 __all__ = [
     "SVCCA",
+    "BatchResults",
     "Histogram",
     "Loss",
     "Mean",
@@ -49,6 +52,7 @@ __all__ = [
     "Variance",
     "accuracy",
     "analyze",
+    "batch",
     "describe",
     "histogram",
     "loss",

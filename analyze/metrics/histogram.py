@@ -129,6 +129,7 @@ class Histogram(Subscriber):
     """
 
     name = "histogram"
+    scope = "message"
 
     def __init__(
         self,

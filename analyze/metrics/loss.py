@@ -66,6 +66,7 @@ class Loss(Subscriber):
     """
 
     name = "loss"
+    scope = "message"
 
     def __init__(
         self,

@@ -73,6 +73,7 @@ class Mean(Subscriber):
     """
 
     name = "mean"
+    scope = "message"
 
     def __init__(
         self,

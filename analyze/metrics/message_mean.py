@@ -92,6 +92,7 @@ class MessageMean(Subscriber):
     """
 
     name = "message_mean"
+    scope = "step"
 
     def __init__(
         self,

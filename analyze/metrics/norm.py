@@ -133,6 +133,7 @@ class Norm(Subscriber):
     """
 
     name = "norm"
+    scope = "message"
 
     def __init__(
         self,

@@ -117,6 +117,7 @@ class TestAccuracy(Subscriber):
 
     __test__ = False  # pytest takes classes called Test... for tests
     name = "test_accuracy"
+    scope = "step"
 
     def __init__(
         self,

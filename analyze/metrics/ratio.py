@@ -87,6 +87,7 @@ class Ratio(Subscriber):
     """
 
     name = "ratio"
+    scope = "message"
 
     def __init__(
         self,

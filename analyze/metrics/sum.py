@@ -72,6 +72,7 @@ class Sum(Subscriber):
     """
 
     name = "sum"
+    scope = "message"
 
     def __init__(
         self,

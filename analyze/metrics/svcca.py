@@ -432,6 +432,7 @@ class SVCCA(Subscriber):
     """
 
     name = "svcca"
+    scope = "stream"
 
     def __init__(
         self,

@@ -60,6 +60,7 @@ class TrainAccuracy(Subscriber):
     """
 
     name = "train_accuracy"
+    scope = "message"
 
     def __init__(
         self,

@@ -98,6 +98,7 @@ class Variance(Subscriber):
     """
 
     name = "variance"
+    scope = "message"
 
     def __init__(
         self,
