@@ -26,6 +26,8 @@ POLL_SECONDS: Final = 0.2
 """How often it is looked how much memory workers have."""
 DEATHS: Final = 3
 """Workers that may die in their first moments, without a task done, before it is said that none can work."""
+CONNECT_SECONDS: Final = 30.0
+"""How long a Dask scheduler is waited for."""
 WORKERS_SECONDS: Final = 300.0
 """How long Dask is waited for until it has a worker."""
 Document: TypeAlias = Mapping[str, Any]
@@ -295,7 +297,7 @@ class Dask:
                 )
             elif not isinstance(scheduler, str):
                 self._cluster = scheduler
-            self._client = distributed.Client(scheduler, timeout=30, set_as_default=False)
+            self._client = distributed.Client(scheduler, timeout=CONNECT_SECONDS, set_as_default=False)
         except Exception as error:  # dask raises OSError, TimeoutError, ValueError and its own
             self._end_cluster()
             raise TracerError(f"no Dask scheduler answers at {self._name}: {error}") from error

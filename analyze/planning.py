@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze import registry
-from tracer.bus import Receiver
+from tracer.bus import Receiver, describe
 from tracer.errors import CaptureError, MessageError, TracerError
 from tracer.layout import Column
 from tracer.messages import Message
@@ -281,6 +281,11 @@ class OfModules:
     subscriber: Subscriber
     modules: frozenset[Module]
     answers: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        """What the subscriber is called."""
+        return describe(self.subscriber)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.subscriber, name)

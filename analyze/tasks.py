@@ -157,6 +157,7 @@ class _Timed:
 
     def __init__(self, inner: Receiver) -> None:
         self.inner = inner
+        self.name = describe(inner)
         self.seconds = 0.0
 
     def __getattr__(self, name: str) -> Any:

@@ -40,7 +40,7 @@ def find_traces(sources: Anywhere | Iterable[Anywhere], *, outside: Anywhere | N
     CaptureError
         If one of them means no trace, or a list lists itself.
     TraceNotFoundError
-        If a list is not there. A path of a trace that is not there is told when it is planned.
+        If a list, or a path that is not in a list, is not there. Those in lists are told when they are planned.
     """
     if isinstance(sources, (str, os.PathLike, Url)):
         sources = [sources]
@@ -64,7 +64,7 @@ def _meant(source: Anywhere, lists: tuple[str, ...]) -> Iterator[str]:
         yield from _at_url(text)
         return
     path = Path(text)
-    if path.suffix.lower() in SUFFIXES and (path.exists() or not GLOB.intersection(text)):
+    if path.suffix.lower() in SUFFIXES and (path.exists() or (lists and not GLOB.intersection(text))):
         yield text
     elif path.is_dir():
         below = list(_below(path))
