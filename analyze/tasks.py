@@ -15,20 +15,24 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, final
 
+import numpy as np
 import torch
 
 from analyze import registry
 from analyze.folder import Folder
-from analyze.planning import Question, Task, Unit, identity, of_modules, questions
+from analyze.planning import Question, Share, Task, Unit, identity, of_modules, questions
 from analyze.results import COLUMNS, Results
 from tracer.bus import Receiver, describe
 from tracer.errors import TraceCorruptError, TraceError, TracerError
+from tracer.layout import Column
 from tracer.messages import Message
 from tracer.reader import TraceReader
 from tracer.replay import plan, replay
 from tracer.stores import Url
 from tracer.subscriber import Subscriber
 
+SALVAGES: Final = 200
+"""How often a damaged part is replayed in smaller shares."""
 ARRAY_NUMBERS: Final = 4096
 """Answers of more numbers than this go to a results trace of their own, and not number by number into the table."""
 DAMAGED: Final = ".damaged.parquet"
@@ -89,10 +93,14 @@ def _attempt(task: Task, units: Sequence[Unit], folder: Folder, replace: bool) -
     heard: list[_Heard] = []
     status, reason, told = "computed", "", ""
     try:
-        with torch.no_grad(), TraceReader(task.run.trace) as reader:
-            _replay(task, units, reader.of_rank(units[0].rank), heard)
-    except TraceCorruptError as error:
-        status, reason = "damaged", str(error)  # what was published before is right
+        with torch.no_grad(), TraceReader(task.run.trace) as whole:
+            reader = whole.of_rank(units[0].rank)
+            try:
+                _replay(task, units, reader, heard)
+            except TraceCorruptError as error:
+                status, reason = "damaged", str(error)  # what was published before is right
+                if len(units) == 1:
+                    reason += _salvage(task, units[0], reader, heard)
     except Exception as error:  # noqa: BLE001 - a subscriber, a file or a library may raise anything; the rest goes on
         status, told = "failed", traceback.format_exc()
         notes = "; ".join(getattr(error, "__notes__", ()))
@@ -123,18 +131,71 @@ def _trace() -> str:
 def _replay(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[_Heard]) -> None:
     """Replay what the units read through their subscribers; what they answer is appended to `heard`, one for each."""
     chains = list(dict.fromkeys(spec for unit in units for spec in unit.chain))
-    first = units[0]
     for question in questions(chains):
         for unit in units:
             if unit.spec == question.spec:
                 _check_unchanged(task, unit, question, reader)
-    # those that ask are made anew, because the ones above have only been asked what they want
-    made = {spec: registry.parse(spec) for spec in chains}
-    receivers = of_modules(list(made.values()), first.modules)
-    timed = {spec: _Timed(one) for spec, one in zip(chains, receivers, strict=True)}
+    first = units[0]
+    _listen(task, units, reader, heard, Share(modules=first.modules, steps=first.steps))
+
+
+def _listen(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[_Heard], share: Share) -> None:
+    """Replay a share of the trace through subscribers that have heard nothing yet."""
+    made = {spec: registry.parse(spec) for unit in units for spec in unit.chain}
+    receivers = of_modules(list(made.values()), share.modules)
+    timed = {spec: _Timed(one) for spec, one in zip(made, receivers, strict=True)}
     heard += [_Heard(unit, made[unit.spec], timed[unit.spec]) for unit in units]
-    filters = task.selection.filters() | {"steps": first.steps}
-    replay(reader, *timed.values(), *heard, rank=first.rank, **filters)
+    filters = task.selection.filters() | {"steps": share.steps}
+    replay(reader, *timed.values(), *heard, rank=units[0].rank, **filters)
+
+
+def _salvage(task: Task, unit: Unit, reader: TraceReader, heard: list[_Heard]) -> str:
+    """Replay smaller and smaller shares of a damaged unit, as its scope allows, until only those that are damaged fail.
+
+    What is heard then takes the place of what was heard before; what is missing is told in a clause.
+    """
+    (question,) = (one for one in questions(unit.chain) if one.spec == unit.spec)
+    filters = task.selection.filters() | {"steps": unit.steps}
+    todo = plan(reader, *of_modules(question.receivers, unit.modules), rank=unit.rank, **filters)
+    rows = np.concatenate([np.flatnonzero(todo.where), todo.pairs[:, 0]])
+    stride = (*(unit.steps or ()), None, None, None)[2] or 1
+    numbers = np.unique(reader.journal[rows, Column.GLOBAL_STEP]).tolist()
+    found = {stream.id for stream in reader.streams}.intersection(reader.journal[rows, Column.STREAM].tolist())
+    modules = list(dict.fromkeys(stream.module for stream in reader.streams if stream.id in found))
+    if question.scope in ("message", "step"):
+        what, pieces = "steps", len(numbers)
+    elif question.scope == "stream":
+        what, pieces = "modules", len(modules)
+    else:
+        return "; the answers are to what comes before that"
+
+    def share(begin: int, end: int) -> Share:
+        if what == "modules":
+            return Share(modules=tuple(modules[begin:end]), steps=unit.steps)
+        return Share(modules=unit.modules, steps=(numbers[begin], numbers[end - 1] + 1, stride))
+
+    heard.clear()
+    lost, tries = 0, 0
+    waiting = [(0, pieces)]
+    while waiting:
+        begin, end = waiting.pop()
+        said: list[_Heard] = []
+        try:
+            tries += 1
+            _listen(task, (unit,), reader, said, share(begin, end))
+        except TraceCorruptError:
+            if end - begin > 1 and tries < SALVAGES:
+                middle = (begin + end) // 2
+                waiting += [(middle, end), (begin, middle)]
+                continue
+            lost += end - begin
+            if what == "steps":
+                continue  # of the steps that are damaged, nothing; of a module, what comes before
+        if heard:
+            heard[0].extend(said[0])
+        else:
+            heard += said
+    return f"; the answers to {lost} of {pieces} {what} are missing" + (" in part" if what == "modules" else "")
 
 
 def _check_unchanged(task: Task, unit: Unit, question: Question, reader: TraceReader) -> None:
@@ -217,6 +278,11 @@ class _Heard:
 
     def close(self) -> None:
         """Nothing to let go of."""
+
+    def extend(self, other: _Heard) -> None:
+        """Append what another one heard."""
+        self.results.extend(other.results)
+        self.arrays += other.arrays
 
     def write(self, folder: Folder, task: Task, unit: Unit, seconds: float, *, complete: bool, replace: bool) -> int:
         """Write the answers; how many rows they are."""
