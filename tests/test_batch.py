@@ -448,8 +448,8 @@ def wait_for_parts(out: Path, count: int, process: subprocess.Popen[str]) -> Non
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_batch_that_was_ended_goes_on_where_it_was(how: signal.Signals, trouble: str, tmp_path: Path) -> None:
     """Killed or interrupted: what is there is whole, no process is left, and the same command computes the rest."""
-    trace, out = write(tmp_path / "run.zarr", steps=40), tmp_path / "out"
-    spec = f"{trouble}:Sleeps:seconds=0.1"
+    trace, out = write(tmp_path / "run.zarr", steps=30), tmp_path / "out"
+    spec = f"{trouble}:Sleeps:seconds=0.03"
     arguments = (str(trace), "-s", spec, "--out", str(out), "--part-size", "400", "--workers", "1")
     process = begin(*arguments)
     wait_for_parts(out, 3, process)
@@ -459,7 +459,7 @@ def test_a_batch_that_was_ended_goes_on_where_it_was(how: signal.Signals, troubl
     process.communicate(timeout=60)
     assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
     done = len(list((out / "parts").glob("*.parquet")))
-    assert 3 <= done < 40
+    assert 3 <= done < 30
     assert pyarrow.dataset.dataset(out / "parts").to_table().num_rows == 2 * done
     deadline = time.monotonic() + 30
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
@@ -467,7 +467,7 @@ def test_a_batch_that_was_ended_goes_on_where_it_was(how: signal.Signals, troubl
         time.sleep(0.05)
     done = len(list((out / "parts").glob("*.parquet")))
     results = batch(trace, spec, out, workers=0, part_bytes=400)
-    assert counted(results) == (40 - done, done, 0)
+    assert counted(results) == (30 - done, done, 0)
     assert said(results) == whole([trace], [spec])
     assert not [path for path in (out / "parts").iterdir() if path.name.startswith(".")]
 
@@ -667,7 +667,7 @@ def test_a_dask_scheduler_that_is_gone_is_told(
     monkeypatch.setattr(engines, "CONNECT_SECONDS", 3)
     address, processes = dask_cluster
     trace, out = write(tmp_path / "run.zarr", steps=30), tmp_path / "out"
-    spec = f"{trouble}:Sleeps:seconds=0.1"
+    spec = f"{trouble}:Sleeps:seconds=0.02"
 
     def kill_it(event: Mapping[str, Any]) -> None:
         if event["event"] == "part" and event["done"] == 3:
