@@ -1,11 +1,12 @@
 """The command line: ``trace`` (and ``tracereel``). Parse, call, print; whatever is heavy is imported inside a command.
 
 stdout is data, stderr is progress and complaints. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 the trace is damaged
-(what could be had was given), 130 interrupted; `trace record` gives the exit code of the script.
+(what could be had was given), 4 some of many failed, 130 interrupted; `trace record` gives the exit code of the script.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from tracer.stores import Location
     from tracer.subscriber import Subscriber
 
-FAILED, WRONG_USAGE, DAMAGED, INTERRUPTED = 1, 2, 3, 130
+FAILED, WRONG_USAGE, DAMAGED, SOME_FAILED, INTERRUPTED = 1, 2, 3, 4, 130
 
 TRACE_SUFFIXES = (".zarr", ".h5", ".hdf5")
 RESULT_SUFFIXES = (".parquet", ".csv", ".jsonl", ".zarr", ".h5")
@@ -1436,6 +1437,121 @@ class _Counter:
 
     def close(self) -> None:
         """Nothing to let go of."""
+
+
+@main.command(cls=Command)
+@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path(path_type=str))
+@click.option(
+    "-s", "--subscriber", "specs", metavar="NAME[:key=value,...]", multiple=True, required=True,
+    help="Ask this metric of each trace; may be repeated. Also path/to/file.py:ClassName[:key=value,...].",
+)  # fmt: skip
+@click.option(
+    "--out", metavar="DIR", required=True, help="The folder of the results; also a URL (s3://bucket/results)."
+)
+@_options(_kinds, _modules, _steps, _tags)
+@click.option(
+    "--workers", type=click.IntRange(min=0), metavar="N",
+    help="Processes of this machine (default: its processors); 0 for this process alone; or jobs of --slurm.",
+)  # fmt: skip
+@click.option("--scheduler", metavar="URL", help="Compute on Dask: tcp://host:8786, or local for a cluster of its own.")
+@click.option(
+    "--slurm", metavar="OPTIONS",
+    help="Compute on workers that SLURM starts: a .toml or .json file, or jobs=8,queue=short,memory=4GB,...",
+)  # fmt: skip
+@click.option("--part", metavar="I/N", help="Compute one share of N only, counted from 0, without any cluster.")
+@click.option("--memory", type=Size(), help="Memory that a worker may have; its part fails if it has more.")
+@click.option("--part-size", "part_bytes", type=Size(), help="What a part reads, at most (default: 128MiB).")
+@click.option("--force", is_flag=True, help="Compute everything anew.")
+@click.option("--table", metavar="FILE.parquet", help="Write all answers to one file, too; it is replaced.")
+@click.option("--plan", "only_plan", is_flag=True, help="Only print the plan, as JSON.")
+@click.option("--dry-run", is_flag=True, help="Only say how many bytes and parts there are, and how long it will take.")
+@_as_json
+def batch(
+    traces: tuple[str, ...],
+    specs: tuple[str, ...],
+    out: str,
+    workers: int | None,
+    scheduler: str | None,
+    slurm: str | None,
+    part: str | None,
+    memory: int | None,
+    part_bytes: int | None,
+    force: bool,
+    table: str | None,
+    only_plan: bool,
+    dry_run: bool,
+    as_json: bool,
+    **filters: Any,
+) -> None:
+    """Ask many traces, in parallel; what was computed before is not computed again.
+
+    TRACE is a trace, a glob, a folder with traces below it, a URL, or @FILE with one of these on each line. The folder
+    of the results is a Parquet dataset (DIR/parts), with DIR/failures.jsonl and DIR/manifest.json. Where something
+    could not be answered, the rest is, and the exit code is 4.
+    """
+    _check_installed("pyarrow", "tables", "a batch")
+    from analyze.batch import batch as run_batch
+    from analyze.batch import estimate, plan_batch
+    from analyze.engines import options_of
+    from analyze.planning import PART_BYTES
+    from analyze.progress import display
+
+    asked: dict[str, Any] = {name: filters[name] or None for name in ("kinds", "modules", "steps", "tags")}
+    asked |= {"workers": workers, "part": part, "force": force, "part_bytes": part_bytes or PART_BYTES}
+    with _wrong_usage(), _plain_warnings():
+        options = None if slurm is None else options_of(slurm)
+        if only_plan or dry_run:
+            planned = plan_batch(traces, specs, out, **asked)
+            if only_plan:
+                _print_json(planned.describe())
+            else:
+                _print_estimate(estimate(planned, out, workers), as_json)
+            return
+        with display(sys.stderr) as progress:
+            results = run_batch(
+                traces, specs, out, scheduler=scheduler, slurm=options, memory=memory, table=table, progress=progress,
+                **asked,
+            )  # fmt: skip
+    told = {
+        "out": results.out,
+        "parts": len(results.units),
+        "computed": results.computed,
+        "cached": results.cached,
+        "failed": len(results.failures),
+        "seconds": round(results.seconds, 3),
+    }
+    if as_json:
+        _print_json(told | {"failures": [dataclasses.asdict(failure) for failure in results.failures]})
+    else:
+        click.echo(
+            f"{results.computed:,} parts computed, {results.cached:,} were there already, {len(results.failures):,} "
+            f"failed, in {results.seconds:.1f} s: {results.out}"
+        )
+    if results.failures:
+        for failure in results.failures:
+            click.echo(_failure_line(failure), err=True)
+        raise click.exceptions.Exit(SOME_FAILED)
+
+
+def _failure_line(failure: Any) -> str:
+    who = f" {failure.spec}" if failure.spec else ""
+    return _printable(f"{failure.status}: {failure.trace}{who}: {failure.reason}")
+
+
+def _print_estimate(told: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        _print_json(told)
+        return
+    click.echo(
+        f"would compute {told['parts']:,} parts of {told['traces']:,} traces, {_size(told['bytes'])}; "
+        f"{told['cached']:,} are there already, {told['failed']:,} cannot be computed"
+    )
+    basis = ", ".join(f"{spec}: {parts}" for spec, parts in told["measured"].items())
+    if told["parts"]:
+        click.echo(
+            f"about {told['seconds']:,.1f} s of work, {told['wall_seconds']:,.1f} s with {told['workers']} workers "
+            f"(parts measured: {basis})"
+        )
 
 
 def _note_status(reader: TraceReader) -> None:

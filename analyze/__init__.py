@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from analyze.batch import BatchResults, batch
     from analyze.compare import compare
     from analyze.metrics.accuracy import accuracy
     from analyze.metrics.activation_rate import ActivationRate, activation_rate
@@ -78,6 +79,10 @@ _OTHERS = {
     "compare": "compare",
     "pairs": "pairs",
 } | dict.fromkeys(("describe", "parse", "subscribers"), "registry")
+_OTHERS = {"accuracy": "metrics.accuracy", "analyze": "results", "Results": "results"} | dict.fromkeys(
+    ("describe", "parse", "subscribers"), "registry"
+)
+_OTHERS |= {"batch": "batch", "BatchResults": "batch"}
 """Public name → its home, for the names that no registered metric brings."""
 
 __all__ = [
@@ -92,6 +97,7 @@ __all__ = [
     "Aggregate",
     "Alpha",
     "Angular",
+    "BatchResults",
     "Churn",
     "ClassificationReport",
     "ConditionNumber",
@@ -134,6 +140,7 @@ __all__ = [
     "alpha",
     "analyze",
     "angular",
+    "batch",
     "cca",
     "churn",
     "cka",

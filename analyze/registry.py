@@ -5,6 +5,7 @@ Nothing is imported before it is asked for, and a broken plug-in fails only when
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -244,6 +245,51 @@ def instances(wanted: str | Subscriber | Iterable[str | Subscriber]) -> list[Any
     return [parse(one) if isinstance(one, str) else one for one in wanted]
 
 
+def canonical(text: str) -> str:
+    """One way to write what `parse` reads: parameters in alphabetical order, without spaces, files by their full path.
+
+    Examples
+    --------
+    >>> canonical("svcca: tag=probe, threshold=0.9"), canonical("norm")
+    ('svcca:tag=probe,threshold=0.9', 'norm')
+    """
+    in_file = _IN_FILE.fullmatch(text)
+    if in_file is not None:
+        name, options = f"{Path(in_file['path']).expanduser().resolve()}:{in_file['name']}", in_file["options"] or ""
+    else:
+        name, _, options = text.partition(":")
+    pairs = (option.partition("=") for option in options.split(",") if option.strip())
+    written = ",".join(sorted(f"{key.strip()}={value.strip()}" for key, _, value in pairs))
+    return f"{name.strip()}:{written}" if written else name.strip()
+
+
+def origin(text: str) -> list[str]:
+    """Where the class of a subscriber comes from, and which version of it: what stored answers depend on.
+
+    Raises
+    ------
+    TracerError
+        As `find`.
+
+    Examples
+    --------
+    >>> origin("norm:order=1")
+    ['analyze.metrics.norm:Norm', '1']
+    """
+    in_file = _IN_FILE.fullmatch(text)
+    if in_file is not None:
+        cls = find(f"{in_file['path']}:{in_file['name']}")
+        source = Path(in_file["path"]).expanduser().read_bytes()
+        return [in_file["name"], str(cls.version), hashlib.sha256(source).hexdigest()]
+    name = text.partition(":")[0].strip()
+    cls = find(name)
+    place = f"{cls.__module__}:{cls.__qualname__}"
+    if name in BUILT_IN:
+        return [place, str(cls.version)]
+    point = _plug_ins()[name]
+    return [place, str(cls.version), _package(point), point.dist.version if point.dist is not None else ""]
+
+
 def _plug_ins() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP) if point.name not in BUILT_IN}
 
@@ -266,8 +312,10 @@ def _from_file(path: str, name: str) -> Any:
 
 
 def _import_file(file: Path) -> ModuleType:
-    # a name of its own for each path, so that two files of one name do not meet, and pickles find their class again
-    name = "_subscribers_of_" + re.sub(r"\W", "_", str(file))
+    # a name of its own for each path and text: two files of one name do not meet, pickles find their class again, and
+    # a process that lives long, such as a cluster's worker, takes a file that was changed as it is now
+    text = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    name = "_subscribers_of_" + re.sub(r"\W", "_", str(file)) + "_" + text
     known = sys.modules.get(name)
     if known is not None:
         return known

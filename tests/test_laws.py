@@ -9,7 +9,7 @@ import io
 import pickle
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tracer
+from analyze.batch import batch as run_batch
+from analyze.planning import questions
 from analyze.registry import parse, subscribers
+from analyze.results import Row, analyze
 from tracer import Capture, Collect, Message, ModuleMessage, NetworkMessage, Subscriber
 from tracer.bus import in_order
 from tracer.messages import KINDS, MODULE_KINDS
@@ -605,3 +608,27 @@ def test_a_subscriber_that_joins_late_leaves_nothing_in_the_trace(tmp_path: Path
     assert len(heard) > 0
     with tracer.open(tmp_path / "run.zarr") as trace:
         assert {stream.kind for stream in trace.streams} <= set(KINDS)
+
+
+# -- the parts of a batch are the whole -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part_bytes", [1, 3000])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_parts_of_a_batch_are_the_whole(name: str, part_bytes: int, live: Live, tmp_path: Path) -> None:
+    """However finely a batch cuts a trace, what each registered subscriber says is that of one replay, to the bit."""
+    names = {type(one): known for known, one in everyone().items()}
+    specs = [names[type(one)] for one in with_producers(name)]
+
+    def said(rows: Iterable[Row]) -> list[tuple[Any, ...]]:
+        produces = parse(name).produces
+        return sorted((*row[2:-1], np.float64(row.value).tobytes()) for row in rows if row.kind in produces)
+
+    results = run_batch(live.path, specs, tmp_path / "out", workers=0, part_bytes=part_bytes)
+    assert not results.failures
+    assert said(results) == said(analyze(live.path, specs))
+    (question,) = (one for one in questions(specs) if one.spec == name)
+    parts = [unit for unit in results.units if unit.spec == name]
+    cut = part_bytes == 1 and question.scope in ("message", "stream", "step")
+    one_stream = question.scope == "stream" and len({module for unit in parts for module in unit.modules or ()}) == 1
+    assert len(parts) > 1 or not cut or one_stream

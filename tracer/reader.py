@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import itertools
+import json
 import math
 import sys
 import time
@@ -877,6 +879,63 @@ class TraceReader:
                 raise TraceCorruptError(f"{self.path}: pool {name!r} is not of the dtype {dtype} that was declared")
             self._sizes_of[pool] = size, length
         return size, length
+
+    def sizes(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Bytes of the data of each of some rows of `journal`."""
+        nbytes: NDArray[np.int64] = (
+            self.journal[rows, Column.COUNT] * self._itemsizes[self.journal[rows, Column.STREAM]]
+        )
+        return nbytes
+
+    def begins_chunk(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Of some rows of `journal`, those in whose data a chunk of the store begins: good places to cut a reading.
+
+        Raises
+        ------
+        TraceCorruptError
+            If the arrays that hold the data are not as they were declared.
+        """
+        begins = np.zeros(len(rows), np.bool_)
+        pools = self.journal[rows, Column.POOL]
+        for pool in np.unique(pools[pools >= 0]).tolist():
+            mine = np.flatnonzero(pools == pool)
+            chunk = self._size_of(pool)[0] * self._store_of[pool].chunk_rows(self._pools[pool][0])
+            offsets, counts = self.journal[rows[mine], Column.OFFSET], self.journal[rows[mine], Column.COUNT]
+            begins[mine] = -offsets % chunk < np.maximum(counts, 1)
+        return begins
+
+    def fingerprint(self, rows: NDArray[np.int64]) -> str:
+        """A digest of what some rows of `journal` say: it changes whenever a replay of them may give other messages.
+
+        It knows the runs that were recorded, the streams and shapes, and each row with the checksum of its data where
+        there is one; no data is read. Rows that are appended later do not change it.
+
+        Examples
+        --------
+        >>> import tempfile, torch
+        >>> from tracer import NetworkMessage, TraceWriter
+        >>> path = tempfile.mkdtemp() + "/run.zarr"
+        >>> with TraceWriter(path) as writer:
+        ...     for k in range(3):
+        ...         writer.write(NetworkMessage(kind="epoch_started", global_step=k, train_step=0, epoch=k))
+        >>> trace = TraceReader(path)
+        >>> trace.fingerprint(np.array([0, 1])) == trace.fingerprint(np.array([0, 2]))
+        False
+        """
+        journal = self.journal[rows]
+        digest = hashlib.sha256()
+        attempts = [[part.name, part.header.get("run_id"), part.header.get("created")] for part in self._parts]
+        streams = [[number, repr(self._streams[number])] for number in np.unique(journal[:, Column.STREAM]).tolist()]
+        shapes = [
+            [number, *self._shapes[number]]
+            for number in np.unique(journal[:, Column.SHAPE]).tolist()
+            if number != layout.NONE
+        ]
+        digest.update(json.dumps([attempts, streams, shapes], default=str).encode())
+        digest.update(np.ascontiguousarray(journal).tobytes())
+        if (journal[:, Column.POOL] == WHOLE).any():  # such rows point to those of the parts
+            digest.update(np.ascontiguousarray(self._recorded).tobytes())
+        return digest.hexdigest()
 
     def _name_of(self, row: list[int]) -> str:
         stream = self._streams[row[Column.STREAM]]

@@ -1,0 +1,374 @@
+"""What a worker of a batch does: replay a part of a trace through subscribers, and write a file for each of them.
+
+A task and its receipt are JSON, so that any engine can carry them; answers never travel, they are written where they
+are computed. `run` never raises for what is in a trace or a subscriber: the receipt says what went wrong.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import time
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+import torch
+
+from analyze import registry
+from analyze.folder import Folder
+from analyze.planning import Question, Share, Task, Unit, identity, of_modules, questions
+from analyze.results import COLUMNS, Results
+from tracer.bus import Receiver, describe
+from tracer.errors import TraceCorruptError, TraceError, TracerError
+from tracer.layout import Column
+from tracer.messages import Message
+from tracer.reader import TraceReader
+from tracer.replay import plan, replay
+from tracer.stores import Url
+from tracer.subscriber import Subscriber
+
+SALVAGES: Final = 200
+"""How often a damaged part is replayed in smaller shares."""
+ARRAY_NUMBERS: Final = 4096
+"""Answers of more numbers than this go to a results trace of their own, and not number by number into the table."""
+DAMAGED: Final = ".damaged.parquet"
+COMPLETE: Final = ".parquet"
+"""How the files of parts end."""
+DETAILS: Final = b"tracereel"
+"""Where in the metadata of a Parquet file it is told what the file is of."""
+RUN_COLUMNS: Final = ("spec", "run_id", "created", "status", "array")
+"""The columns that the table of a batch has besides `analyze.results.COLUMNS`."""
+
+
+class Outcome(NamedTuple):
+    """What became of a unit."""
+
+    unit: str
+    status: str
+    rows: int
+    seconds: float
+    reason: str = ""
+    traceback: str = ""
+
+
+def run(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Compute the units of a task and write their answers.
+
+    Parameters
+    ----------
+    document : mapping
+        ``task`` (as `analyze.planning.Task.document` has it), ``out``, where to write, and ``replace``, whether a file
+        that is there is written anew.
+
+    Returns
+    -------
+    dict
+        ``outcomes``: for each unit its id, status, rows, seconds, and why it is not ``"computed"``; ``where``.
+    """
+    torch.set_num_threads(1)  # a worker has one processor; what else would do it differs from engine to engine
+    task = Task.of(document["task"])
+    folder = Folder(document["out"])
+    try:
+        outcomes = _run(task, folder, bool(document["replace"]))
+    finally:
+        folder.close()
+    return {"outcomes": [one._asdict() for one in outcomes], "where": f"{socket.gethostname()}:{os.getpid()}"}
+
+
+def _run(task: Task, folder: Folder, replace: bool) -> list[Outcome]:
+    if len(task.units) > 1:
+        outcomes = _attempt(task, task.units, folder, replace)
+        if all(one.status == "computed" for one in outcomes):
+            return outcomes
+    # one that fails must not take those with it that only happened to be read together with it
+    return [outcome for unit in task.units for outcome in _attempt(task, (unit,), folder, replace)]
+
+
+def _attempt(task: Task, units: Sequence[Unit], folder: Folder, replace: bool) -> list[Outcome]:
+    began = time.perf_counter()
+    heard: list[_Heard] = []
+    status, reason, told = "computed", "", ""
+    try:
+        with torch.no_grad(), TraceReader(task.run.trace) as whole:
+            reader = whole.of_rank(units[0].rank)
+            try:
+                _replay(task, units, reader, heard)
+            except TraceCorruptError as error:
+                status, reason = "damaged", str(error)  # what was published before is right
+                if len(units) == 1:
+                    reason += _salvage(task, units[0], reader, heard)
+    except Exception as error:  # noqa: BLE001 - a subscriber, a file or a library may raise anything; the rest goes on
+        status, told = "failed", traceback.format_exc()
+        notes = "; ".join(getattr(error, "__notes__", ()))
+        kind = "" if isinstance(error, TracerError) else f"{type(error).__name__}: "
+        reason = f"{kind}{error}" + (f" ({notes})" if notes else "")
+    outcomes = []
+    spent = time.perf_counter() - began
+    shared = max(spent - sum(one.seconds for one in heard), 0.0) / len(units)
+    for number, unit in enumerate(units):
+        rows, seconds = 0, spent / len(units)
+        if heard and (status == "computed" or (status == "damaged" and len(units) == 1)):
+            seconds = heard[number].seconds + shared
+            try:
+                rows = heard[number].write(folder, task, unit, seconds, complete=status == "computed", replace=replace)
+            except Exception as error:  # noqa: BLE001 - such as a full disk, or an answer that no table holds
+                outcomes.append(
+                    Outcome(unit.id, "failed", 0, seconds, f"the answers cannot be written: {error}", _trace())
+                )
+                continue
+        outcomes.append(Outcome(unit.id, status, rows, seconds, reason, told))
+    return outcomes
+
+
+def _trace() -> str:
+    return traceback.format_exc()
+
+
+def _replay(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[_Heard]) -> None:
+    """Replay what the units read through their subscribers; what they answer is appended to `heard`, one for each."""
+    chains = list(dict.fromkeys(spec for unit in units for spec in unit.chain))
+    for question in questions(chains):
+        for unit in units:
+            if unit.spec == question.spec:
+                _check_unchanged(task, unit, question, reader)
+    first = units[0]
+    _listen(task, units, reader, heard, Share(modules=first.modules, steps=first.steps))
+
+
+def _listen(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[_Heard], share: Share) -> None:
+    """Replay a share of the trace through subscribers that have heard nothing yet."""
+    made = {spec: registry.parse(spec) for unit in units for spec in unit.chain}
+    receivers = of_modules(list(made.values()), share.modules)
+    timed = {spec: _Timed(one) for spec, one in zip(made, receivers, strict=True)}
+    heard += [_Heard(unit, made[unit.spec], timed[unit.spec]) for unit in units]
+    filters = task.selection.filters() | {"steps": share.steps}
+    replay(reader, *timed.values(), *heard, rank=units[0].rank, **filters)
+
+
+def _salvage(task: Task, unit: Unit, reader: TraceReader, heard: list[_Heard]) -> str:
+    """Replay smaller and smaller shares of a damaged unit, as its scope allows, until only those that are damaged fail.
+
+    What is heard then takes the place of what was heard before; what is missing is told in a clause.
+    """
+    (question,) = (one for one in questions(unit.chain) if one.spec == unit.spec)
+    filters = task.selection.filters() | {"steps": unit.steps}
+    todo = plan(reader, *of_modules(question.receivers, unit.modules), rank=unit.rank, **filters)
+    rows = np.concatenate([np.flatnonzero(todo.where), todo.pairs[:, 0]])
+    stride = (*(unit.steps or ()), None, None, None)[2] or 1
+    numbers = np.unique(reader.journal[rows, Column.GLOBAL_STEP]).tolist()
+    found = {stream.id for stream in reader.streams}.intersection(reader.journal[rows, Column.STREAM].tolist())
+    modules = list(dict.fromkeys(stream.module for stream in reader.streams if stream.id in found))
+    if question.scope in ("message", "step"):
+        what, pieces = "steps", len(numbers)
+    elif question.scope == "stream":
+        what, pieces = "modules", len(modules)
+    else:
+        return "; the answers are to what comes before that"
+
+    def share(begin: int, end: int) -> Share:
+        if what == "modules":
+            return Share(modules=tuple(modules[begin:end]), steps=unit.steps)
+        return Share(modules=unit.modules, steps=(numbers[begin], numbers[end - 1] + 1, stride))
+
+    heard.clear()
+    lost, tries = 0, 0
+    waiting = [(0, pieces)]
+    while waiting:
+        begin, end = waiting.pop()
+        said: list[_Heard] = []
+        try:
+            tries += 1
+            _listen(task, (unit,), reader, said, share(begin, end))
+        except TraceCorruptError:
+            if end - begin > 1 and tries < SALVAGES:
+                middle = (begin + end) // 2
+                waiting += [(middle, end), (begin, middle)]
+                continue
+            lost += end - begin
+            if what == "steps":
+                continue  # of the steps that are damaged, nothing; of a module, what comes before
+        if heard:
+            heard[0].extend(said[0])
+        else:
+            heard += said
+    return f"; the answers to {lost} of {pieces} {what} are missing" + (" in part" if what == "modules" else "")
+
+
+def _check_unchanged(task: Task, unit: Unit, question: Question, reader: TraceReader) -> None:
+    """Raise `TraceError` if the trace or a subscriber is not what was planned: its answers would be filed wrongly."""
+    filters = task.selection.filters() | {"steps": unit.steps}
+    todo = plan(reader, *of_modules(question.receivers, unit.modules), rank=unit.rank, **filters)
+    status = task.run.status.partition(":")[0]
+    ended = status if status in ("finished", "failed") else "unfinished"
+    rows = todo.where.nonzero()[0]
+    now = identity(reader, question, rows, todo.pairs, unit.trace, unit.rank, ended)
+    if not unit.id.endswith(f"-{now}"):
+        raise TraceError(
+            f"{unit.trace} or the source of {unit.spec} is not what it was when the batch was planned: plan it again"
+        )
+
+
+@final
+class _Timed:
+    """A subscriber, and how long it took; bus and plan see the subscriber."""
+
+    def __init__(self, inner: Receiver) -> None:
+        self.inner = inner
+        self.name = describe(inner)
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        return self.inner.wants(kind, module, tag, step)
+
+    def receive(self, message: Message) -> Iterable[Message]:
+        began = time.perf_counter()
+        answers = tuple(self.inner.receive(message) or ())
+        self.seconds += time.perf_counter() - began
+        return answers
+
+    def finish(self) -> Iterable[Message]:
+        began = time.perf_counter()
+        answers = tuple(self.inner.finish() or ())
+        self.seconds += time.perf_counter() - began
+        return answers
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@final
+class _Heard:
+    """A receiver that keeps what the subscriber of a unit answers, and writes it."""
+
+    passive = True
+    name = "results"
+
+    def __init__(self, unit: Unit, subscriber: Subscriber, timed: _Timed) -> None:
+        self.unit = unit
+        self.results = Results()
+        self.arrays: list[Message] = []
+        self._timed = timed
+        self._kinds = frozenset(subscriber.produces)
+        self._called = describe(subscriber)
+
+    @property
+    def seconds(self) -> float:
+        """How long the subscriber took."""
+        return self._timed.seconds
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        return kind in self._kinds
+
+    def receive(self, message: Message) -> Iterable[Message]:
+        if message.data is not None and message.data.numel() > ARRAY_NUMBERS:
+            self.arrays.append(message)
+        else:
+            self.results.add(message, self.unit.trace, self._called)
+        return ()
+
+    def finish(self) -> Iterable[Message]:
+        return ()
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def extend(self, other: _Heard) -> None:
+        """Append what another one heard."""
+        self.results.extend(other.results)
+        self.arrays += other.arrays
+
+    def write(self, folder: Folder, task: Task, unit: Unit, seconds: float, *, complete: bool, replace: bool) -> int:
+        """Write the answers; how many rows they are."""
+        place = _write_arrays(folder, unit, self.arrays) if self.arrays else ""
+        table = _table(self.results, self.arrays, self._called, task, unit, place)
+        details = {
+            "unit": unit.id,
+            "spec": unit.spec,
+            "trace": unit.trace,
+            "rank": unit.rank,
+            "modules": unit.modules,
+            "steps": unit.steps,
+            "messages": unit.messages,
+            "bytes": unit.bytes,
+            "rows": table.num_rows,
+            "seconds": round(seconds, 6),
+            "complete": complete,
+        }
+        data = _parquet(table.replace_schema_metadata({DETAILS: json.dumps(details).encode()}))
+        if complete:
+            folder.write(f"parts/{unit.id}{COMPLETE}", data, replace=replace)
+            if not isinstance(folder.path, Url):  # on an object store that is a request, and waits for the end
+                folder.remove([f"parts/{unit.id}{DAMAGED}"])
+        else:
+            folder.write(f"parts/{unit.id}{DAMAGED}", data)
+        return int(table.num_rows)
+
+
+def _table(results: Results, arrays: Sequence[Message], subscriber: str, task: Task, unit: Unit, place: str) -> Any:
+    """The answers as an Arrow table, with what is known of the run; a large array is one row that says where it is."""
+    import pyarrow as pa
+
+    columns: dict[str, Any] = dict(results.columns())
+    array = [""] * len(columns["value"])
+    columns["value"] = columns["value"].tolist() if arrays else columns["value"]
+    if arrays:
+        columns = {name: list(column) for name, column in columns.items()}
+        for number, message in enumerate(arrays):
+            said: dict[str, Any] = {
+                "trace": unit.trace,
+                "subscriber": subscriber,
+                "kind": message.kind,
+                "module": (message.key or "") + (f"#{message.leaf}" if message.leaf else ""),
+                "tag": message.tag,
+                "rank": message.rank,
+                "epoch": message.epoch,
+                "train_step": message.train_step,
+                "global_step": message.global_step,
+                "call": message.call,
+                "index": "",
+                "value": None,
+            }
+            for name, value in said.items():
+                columns[name].append(value)
+            array.append(f"{place}#{number}")
+    run = task.run
+    count = len(array)
+    columns |= {
+        "spec": [unit.spec] * count,
+        "run_id": [run.run_id] * count,
+        "created": [run.created] * count,
+        "status": [run.status] * count,
+        "array": array,
+    }
+    whole = {"rank", "epoch", "train_step", "global_step", "call"}
+    types = {name: pa.int64() if name in whole else pa.string() for name in columns} | {"value": pa.float64()}
+    return pa.table({name: pa.array(columns[name], types[name]) for name in (*COLUMNS, *RUN_COLUMNS)})
+
+
+def _parquet(table: Any) -> bytes:
+    import pyarrow.parquet as pq
+
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer)
+    return buffer.getvalue()
+
+
+def _write_arrays(folder: Folder, unit: Unit, arrays: Sequence[Message]) -> str:
+    """Write large answers as a results trace; its name in the folder. It is complete before the table tells of it."""
+    from tracer.writer import TraceWriter
+
+    place = f"arrays/{unit.id}.zarr"
+    if not isinstance(folder.path, Url):
+        (folder.path / "arrays").mkdir(exist_ok=True)
+    header = {"results_of": unit.trace, "subscribers": [unit.spec]}
+    with TraceWriter(folder.path.joinpath(*place.split("/")), header=header, overwrite=True) as writer:
+        for message in arrays:
+            writer.write(message)
+    return place

@@ -1,0 +1,140 @@
+"""Batches of traces on an object store, into a folder on one."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import analyze
+from analyze.batch import batch
+from analyze.folder import Folder
+from analyze.traces import find_traces
+from tracer import ModuleMessage, TraceReader, TraceWriter
+from tracer.errors import CaptureError
+
+boto3 = pytest.importorskip("boto3", reason="the client of the tests is not installed: pip install boto3")
+pytest.importorskip("obstore", reason="the extra s3 is not installed: pip install 'tracereel[s3]'")
+moto_server = pytest.importorskip("moto.server", reason="moto is the S3 server: pip install 'moto[server]'")
+pq = pytest.importorskip("pyarrow.parquet", reason="the extra tables is not installed: pip install 'tracereel[tables]'")
+
+BUCKET = "bucket"
+LARGE = """
+import torch
+from tracer import Subscriber, Subscription
+from tracer.messages import derived
+
+class Large(Subscriber):
+    scope = "message"
+    def __init__(self):
+        super().__init__(Subscription("weights"), produces="weights_large")
+    def compute(self, message):
+        yield derived(message, "weights_large", torch.full((70, 70), float(message.global_step)))
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[int]:
+    """The port of an S3 server."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    running = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    try:
+        yield running.get_host_and_port()[1]
+    finally:
+        running.stop()
+
+
+@pytest.fixture
+def bucket(server: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A client that does not share code with what is tested; the environment says where the server is."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    client = boto3.client("s3")
+    client.create_bucket(Bucket=BUCKET)
+    return client
+
+
+def keys(bucket: Any, prefix: str) -> list[str]:
+    """The names of all objects below a prefix."""
+    pages = bucket.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
+    return [one["Key"] for page in pages for one in page.get("Contents", ())]
+
+
+def write(path: str | Path, seed: int = 0, steps: int = 4) -> None:
+    """A small trace."""
+    generator = torch.Generator().manual_seed(seed)
+    with TraceWriter(path, overwrite=True) as writer:
+        for step in range(steps):
+            at = {"global_step": step, "train_step": step, "epoch": 0, "module": "fc"}
+            writer.write(ModuleMessage(kind="weights", data=torch.randn(5, 4, generator=generator), **at))
+
+
+def test_traces_and_results_on_an_object_store(bucket: Any, tmp_path: Path) -> None:
+    """Found below a URL, computed by another process, put under names that say what they are, never twice."""
+    for seed in range(2):
+        write(f"s3://{BUCKET}/runs/deep/run{seed}.zarr", seed)
+    runs, out = f"s3://{BUCKET}/runs", f"s3://{BUCKET}/results"
+    assert find_traces(runs) == [f"s3://{BUCKET}/runs/deep/run{seed}.zarr" for seed in range(2)]
+    assert find_traces(f"s3://{BUCKET}/runs/deep/*1.zarr") == [f"s3://{BUCKET}/runs/deep/run1.zarr"]
+    with pytest.raises(CaptureError, match="no trace at"):
+        find_traces(f"s3://{BUCKET}/absent")
+    file = tmp_path / "large.py"
+    file.write_text(LARGE)
+    specs = ["norm", f"{file}:Large"]
+    results = batch(runs, specs, out, workers=1, table=tmp_path / "table.parquet")
+    assert (results.computed, results.cached, results.failures) == (4, 0, [])
+    rows = [row for row in results if row.subscriber == "norm"]
+    expected = [row for trace in find_traces(runs) for row in analyze.analyze(trace, "norm")]
+    assert [tuple(row) for row in rows] == [tuple(row) for row in expected]
+    parts = [key for key in keys(bucket, "results/parts/") if key.endswith(".parquet")]
+    assert len(parts) == 4
+    # read by others: boto3 and pyarrow
+    tables = [pq.read_table(io.BytesIO(bucket.get_object(Bucket=BUCKET, Key=key)["Body"].read())) for key in parts]
+    assert sum(table.num_rows for table in tables) == len(results) == pq.read_table(tmp_path / "table.parquet").num_rows
+    row = next(row for row in results.to_arrow().to_pylist() if row["array"])
+    place, _, number = row["array"].partition("#")
+    with TraceReader(f"{out}/{place}") as trace:
+        message = list(trace)[int(number)]
+    assert message.data is not None
+    assert torch.equal(message.data, torch.full((70, 70), float(row["global_step"])))
+    assert (
+        json.loads(bucket.get_object(Bucket=BUCKET, Key="results/manifest.json")["Body"].read())["state"] == "finished"
+    )
+    again = batch(runs, specs, out, workers=0)
+    assert (again.computed, again.cached, again.failures) == (0, 4, [])
+    write(f"s3://{BUCKET}/runs/deep/run0.zarr", seed=7)
+    changed = batch(runs, specs, out, workers=0)
+    assert (changed.computed, changed.cached, changed.failures) == (2, 2, [])
+    assert len([key for key in keys(bucket, "results/parts/") if key.endswith(".parquet")]) == 4
+    assert len({key.split("/")[2] for key in keys(bucket, "results/arrays/")}) == 2
+    assert not np.array_equal([row.value for row in changed if row.subscriber == "norm"], [row.value for row in rows])
+
+
+def test_two_workers_may_compute_the_same(bucket: Any) -> None:
+    """What is there is not put again, unless it is to be replaced."""
+    folder = Folder(f"s3://{BUCKET}/folder")
+    try:
+        folder.write("parts/a.parquet", b"first", replace=False)
+        folder.write("parts/a.parquet", b"second", replace=False)
+        assert folder.read("parts/a.parquet") == b"first"
+        folder.write("parts/a.parquet", b"third")
+        assert bucket.get_object(Bucket=BUCKET, Key="folder/parts/a.parquet")["Body"].read() == b"third"
+        assert folder.names("parts") == {"a.parquet"}
+        folder.remove(["parts/a.parquet"])
+        assert folder.names("parts") == set()
+        assert folder.read("parts/a.parquet") is None
+    finally:
+        folder.close()
