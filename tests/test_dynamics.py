@@ -109,6 +109,14 @@ def test_streams_do_not_mix() -> None:
     assert not series(told(geometry, messages), "layer_gradients_geometry_cosine")
 
 
+def test_cosine_of_real_and_complex() -> None:
+    """A real tensor is a complex one without imaginary parts."""
+    x, y = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.randn(3, 4, dtype=torch.complex64)
+    assert cosine(x, y) == cosine(y, x) == cosine(x.to(torch.complex128), y)
+    inner = float((x * y.real).double().sum() / (x.double().norm() * y.to(torch.complex128).norm()))
+    assert cosine(x, y) == pytest.approx(inner, abs=1e-7)
+
+
 def test_descent_cosine_of_sgd_is_one() -> None:
     """SGD goes down the steepest descent; momentum turns away; an update of 0 has no direction."""
     g = torch.randn(50, dtype=torch.float64)

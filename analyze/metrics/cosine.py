@@ -44,7 +44,10 @@ def cosine(a: Array, b: Array) -> float:
             return math.nan
         sums = np.zeros(3)
         for left, right in zip(blocks(one), blocks(other), strict=True):
-            left, right = _real(left / scales[0]), _real(right / scales[1])
+            left, right = left / scales[0], right / scales[1]
+            if left.dtype != right.dtype:  # real and complex numbers: of both, the real and imaginary parts
+                left, right = left.astype(np.complex128), right.astype(np.complex128)
+            left, right = _real(left), _real(right)
             sums += (left * right).sum(), np.square(left).sum(), np.square(right).sum()
         product, left_square, right_square = sums.tolist()
         # one root for both, so that equal tensors have exactly 1
