@@ -346,11 +346,12 @@ def draw(claim: Found, negatives: Sequence[Found], path: Path) -> None:
         _matrices(bottom, claim, 1)
     else:
         left, right = bottom.subfigures(1, 2, width_ratios=[2, 1.25])
-        panels = left.subplots(1, len(negatives), sharey=True)
+        panels = left.subplots(1, len(negatives), sharey=True, squeeze=False)[0]
         for axes, found in zip(panels, negatives, strict=True):
             _curves(axes, found)
             axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.28), frameon=False, fontsize=8)
-        panels[-1].set_ylabel("")
+        for axes in panels[1:]:
+            axes.set_ylabel("")
         _matrices(right, claim, 2)
     for axes in (curves, scores, kept):
         axes.spines[["top", "right"]].set_visible(False)
