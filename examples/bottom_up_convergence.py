@@ -407,6 +407,7 @@ def _scores(axes: Any, found: Found) -> None:
         per_seed = np.array([scores(layer) for layer in found.setup.layers])
         axes.plot(range(len(per_seed)), per_seed, color="0.8", linewidth=0.8, zorder=1)
     axes.set_xticks(range(len(names)), names, rotation=45)
+    axes.set_ylabel("mean over the recorded times")
     axes.set_title("Score of each seed: area under the curve\nhollow: progress, relative to the start", fontsize=10)
 
 
