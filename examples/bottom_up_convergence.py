@@ -450,6 +450,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{args.out} is already there; --overwrite replaces it, --out FILE spares it")
     if not args.out.parent.is_dir():
         parser.error(f"there is no folder {args.out.parent} to write {args.out.name} into")
+    if args.folder is not None and args.folder.exists() and not args.folder.is_dir():
+        parser.error(f"{args.folder} is not a folder, which --folder is to name")
     if find_spec("matplotlib") is None:
         parser.error("the figure needs matplotlib; get it with: pip install 'tracereel[demo]'")
     try:

@@ -96,6 +96,34 @@ def test_a_short_run(
     assert png.stat().st_mtime_ns == before
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--seeds", "0"), "0 is not at least 1"),
+        (("--out", "nowhere/figure.png"), "there is no folder nowhere"),
+        (("--folder", "file"), "file is not a folder"),
+        (("--folder", "damaged"), "seed_0.zarr"),
+    ],
+)
+def test_what_goes_wrong(
+    experiment: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    says: str,
+) -> None:
+    """A sentence, and exit code 2, before anything is trained."""
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    Path("damaged/conv_40_epochs_seed_0.zarr").mkdir(parents=True)
+    with pytest.raises(SystemExit, match="2"):
+        experiment.main(arguments)
+    printed = capsys.readouterr()
+    assert (printed.out, "training" in printed.err) == ("", False)
+    assert says in printed.err
+
+
 def found(experiment: ModuleType, similarity: NDArray[np.float64]) -> Any:
     """What a set-up said, of given similarities (layers, seeds, times)."""
     names = experiment.CLAIM.asked
