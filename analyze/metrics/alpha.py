@@ -107,6 +107,7 @@ class Alpha(Subscriber):
 
     name = "alpha"
     scope = "everything"
+    spoiled_by = ("elements", "reduce")
     invariances = ("order", "sign")
 
     def __init__(

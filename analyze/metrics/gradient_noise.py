@@ -232,6 +232,7 @@ class GradientNoise(Subscriber):
 
     name = "gradient_noise"
     scope = "step"
+    spoiled_by = ("elements", "reduce")
     invariances = ("rows",)
 
     def __init__(

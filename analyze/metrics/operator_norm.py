@@ -371,6 +371,7 @@ class OperatorNorm(Subscriber):
 
     name = "operator_norm"
     scope = "stream"
+    spoiled_by = ("elements", "reduce")
     version = 2
     invariances = ("rows", "sign")
 

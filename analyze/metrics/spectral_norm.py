@@ -265,6 +265,7 @@ class SpectralNorm(Subscriber):
 
     name = "spectral_norm"
     scope = "stream"
+    spoiled_by = ("elements", "reduce")
     version = 2
     invariances = ("rows", "sign", "orthogonal")
 
