@@ -1577,6 +1577,8 @@ def _print_plan(plan: Plan, as_json: bool) -> None:
 
     for name, scope in plan.memory.items():
         click.echo(f"{name} remembers {SCOPES[scope]}: of a part of that it says something else than of the whole")
+    for sentence in plan.partial:
+        click.echo(f"partial: {sentence}")
     for sentence in plan.missing:
         click.echo(f"missing: {sentence}")
 

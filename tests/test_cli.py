@@ -248,6 +248,23 @@ def test_plan(trace: Path) -> None:
     assert "missing: norm needs weight_gradients" in result.stdout
 
 
+@pytest.mark.filterwarnings("always::RuntimeWarning")
+def test_parts_of_tensors_are_told(tmp_path: Path) -> None:
+    """A plan and a replay say, in one sentence each, that a metric of whole tensors gets a sample of them."""
+    path = tmp_path / "part.zarr"
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with tracer.record(path, model, optimizer, capture=tracer.Capture(kinds=["weights"], elements=5), strict=True):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    sentence = (
+        "norm is about whole tensors, but the trace holds only some elements of weights (the root): "
+        "the answers are about what it holds"
+    )
+    assert f"partial: {sentence}" in run("replay", path, "-s", "norm", "--plan").stdout.splitlines()
+    assert f"Warning: {sentence}" in run("replay", path, "-s", "norm").stderr.splitlines()
+
+
 def test_replay_of_a_subscriber_in_a_file(trace: Path) -> None:
     """A class in a file is asked as those with names are, with parameters."""
     spec = f"{ROOT / 'examples/my_subscriber.py'}:Sparsity:kind=weights,threshold=10"

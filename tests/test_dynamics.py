@@ -75,6 +75,13 @@ def test_no_angle_is_nan(a: list[float], b: list[float]) -> None:
     assert math.isnan(cosine(a, b))
 
 
+def test_cosine_of_real_and_complex_numbers() -> None:
+    """A real tensor is a complex one without imaginary part."""
+    a, b = np.array([[3.0, 4.0]], np.float32), np.array([[1 + 2j, 2 - 1j]], np.complex64)
+    for one, other in ((a, b), (b, a)):
+        assert cosine(one, other) == pytest.approx(11 / (5 * math.sqrt(10)), rel=1e-12)
+
+
 def test_cosine_agrees_with_scipy() -> None:
     """On random tensors of any dtype it is 1 minus SciPy's cosine distance."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16):

@@ -147,9 +147,10 @@ def test_board_is_as_cockpit_defines_it(b: int, p: int, seed: int) -> None:
         g = g_bp[rows]
         gram = SampleGram(g @ g.T, g.mean(0), np.square(g).mean(0))
         found = analyze.gradient_noise([gram], loss=0.7, learning_rate=0.1)
+        # the tests are roots of differences, which lose half of the digits where they are near 0
+        slack = 8 * math.sqrt(np.finfo(float).eps * np.square(g).sum() / np.square(g.mean(0)).sum())
         for what, value in expected.items():
-            # the tests are roots of differences, which lose half of the digits where they are near 0
-            assert getattr(found, what) == pytest.approx(value, rel=1e-9, abs=1e-7), what
+            assert getattr(found, what) == pytest.approx(value, rel=1e-9, abs=max(slack, 1e-7)), what
         signal = float((g.mean(0) ** 2).sum()) - found.variance / b
         if signal > 1e-9:
             assert found.noise_scale_unbiased == pytest.approx(found.variance / signal, rel=1e-9)

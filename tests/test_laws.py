@@ -632,3 +632,137 @@ def test_the_parts_of_a_batch_are_the_whole(name: str, part_bytes: int, live: Li
     cut = part_bytes == 1 and question.scope in ("message", "stream", "step")
     one_stream = question.scope == "stream" and len({module for unit in parts for module in unit.modules or ()}) == 1
     assert len(parts) > 1 or not cut or one_stream
+
+
+# -- 7. memories and ranks ------------------------------------------------------------------------------------
+
+MERGEABLE = [
+    "aggregate",
+    "aggregate:over=run",
+    "aggregate:over=3,kind=activations,tag=none,which=mean+std+skewness+max+first+last+count",
+    "classification_report",
+    "classification_report:per=epoch,tag=none",
+    "ema",
+    "ema:kind=weights,decay=0.5,bias_correction=false",
+    "message_mean",
+    "message_mean:which=std+median",
+    "path_length",
+    "path_length:kind=weights,subsample=2",
+    "saturation:window=epoch",
+    "saturation:window=epoch,tag=none,positions=mean",
+    "test_accuracy",
+    "test_accuracy:tag=none",
+]
+
+AT_ONCE = {"ema", "path_length"}
+"""Those of them that answer each message."""
+
+
+@pytest.fixture(scope="module")
+def published(live: Live) -> list[Message]:
+    """All that a replay of the recording publishes, and the answers that some subscribers take."""
+    heard = Collect("*")
+    tracer.replay(live.path, parse("svcca"), parse("ratio"), parse("norm"), heard)
+    return list(heard)
+
+
+def answers(one: Subscriber, messages: list[Message]) -> list[Message]:
+    """What a subscriber says to these messages, before it is told that there are no more."""
+    return [answer for message in messages for answer in one.receive(message)]
+
+
+def exact_place(message: Message) -> tuple[str, ...]:
+    """Everything that a message says, but for its data."""
+    return tuple(map(str, exact(message)[:-1]))
+
+
+def kept(state: Any) -> Any:
+    """A state as it comes back from a file that holds tensors and plain values only."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_a_state_is_of_its_moment(name: str, step: int, published: list[Message]) -> None:
+    """What is saved in the middle is plain, stays as it is when its subscriber goes on, and leads to its answers."""
+    cut = [message.global_step for message in published].index(step)
+    first, second, third = parse(name), parse(name), parse(name)
+    answers(first, published[:cut])
+    state = first.state_dict()
+    saved = kept(state)
+    rest = [exact(said) for said in [*answers(first, published[cut:]), *first.finish()]]
+    assert rest
+    for one, at in ((second, state), (third, saved)):
+        one.load_state_dict(at)
+        assert [exact(said) for said in [*answers(one, published[cut:]), *one.finish()]] == rest
+
+
+def assert_alike(one: Any, other: Any) -> None:
+    """That two states are the same but for rounding."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_alike(one[key], other[key])
+    elif isinstance(one, list):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other, strict=True):
+            assert_alike(mine, theirs)
+    elif isinstance(one, (Tensor, float)):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, equal_nan=True)
+    else:
+        assert one == other
+
+
+def test_every_mergeable_subscriber_is_merged_below() -> None:
+    """The list of what is merged is complete, and who cannot merge says so in a sentence."""
+    assert {wish.partition(":")[0] for wish in MERGEABLE} == {name for name in NAMES if parse(name).mergeable}
+    for name in NAMES:
+        if not parse(name).mergeable:
+            with pytest.raises(tracer.MessageError, match="cannot be put together"):
+                parse(name).merge({})
+
+
+@pytest.mark.parametrize("wish", MERGEABLE)
+def test_merged_memories_are_those_of_the_whole(wish: str, published: list[Message]) -> None:
+    """Two that heard the parts of a step, or of an epoch, say together what one says that heard it all."""
+    scope, cuts = parse(wish).scope, 0
+    # a state is taken between bundles
+    size = max(len(one.kinds) for one in parse(wish).subscriptions)
+    epochs = [[message for message in published if message.epoch == epoch] for epoch in range(EPOCHS)]
+    parts = epochs
+    if scope == "step":
+        parts = [[m for m in epoch if m.global_step == s] for epoch in epochs for s in {m.global_step for m in epoch}]
+    for part in parts:
+        wanted = [message for message in part if parse(wish).wants(message.kind, message.key, message.tag, None)]
+        for cut in range(0, len(wanted) + 1, size * max(1, len(wanted) // 12)):
+            whole, one, other = parse(wish), parse(wish), parse(wish)
+            expected = answers(whole, wanted)
+            said = answers(one, wanted[:cut]) + answers(other, wanted[cut:])
+            one.merge(kept(other.state_dict()))
+            if wish.partition(":")[0] in AT_ONCE:  # what was answered at once was of a part; what is left is of all
+                said, expected = [], []
+                assert_alike(one.state_dict(), whole.state_dict())
+            for found, right in zip(
+                sorted([*said, *one.finish()], key=exact_place),
+                sorted([*expected, *whole.finish()], key=exact_place),
+                strict=True,
+            ):
+                assert exact_place(found) == exact_place(right)
+                torch.testing.assert_close(found.data, right.data, rtol=1e-12, atol=1e-12, equal_nan=True)
+            cuts += 1
+    assert cuts > 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_are_of_the_rank_that_was_heard(name: str, published: list[Message]) -> None:
+    """Whatever rank a replay is of, it is that of the answers, and their values are those of any other."""
+    here, there = parse(name), parse(name)
+    expected = [*answers(here, published), *here.finish()]
+    moved = [dataclasses.replace(message, rank=3) for message in published]
+    found = [*answers(there, moved), *there.finish()]
+    assert {said.rank for said in expected} == {0}
+    assert {said.rank for said in found} == {3}
+    assert [exact(said)[:-1] for said in found] == [exact(said)[:-1] for said in expected]

@@ -473,10 +473,14 @@ def test_message_mean_does_not_depend_on_order() -> None:
     assert math.isnan(analyze.message_mean([-INF, INF]))
 
 
-def test_message_mean_takes_numbers_only() -> None:
-    """A tensor with several elements has no business in a mean of messages; the sentence says which it was."""
-    with pytest.raises(MessageError, match=r"activations of 'fc' has the shape \(2,\)"):
-        list(analyze.MessageMean("activations").compute(module_message("activations", [1.0, 2.0])))
+@pytest.mark.parametrize("data", [[1.0, 2.0], [], [1j]])
+def test_message_mean_takes_numbers_only(data: Any) -> None:
+    """What is not one real number has no mean over modules; that makes a NaN of its step, and ends no replay."""
+    overall, said = analyze.MessageMean("activations"), []
+    for step, these in enumerate([[3.0], data, [5.0]]):
+        said += overall.compute(module_message("activations", these, step=step))
+    assert [float(one.data) for one in said] == pytest.approx([3.0, math.nan], nan_ok=True)
+    assert [float(said.data) for said in overall.conclude()] == [5.0]
 
 
 # -- SVCCA --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -442,3 +443,35 @@ def test_a_collector_alone_hears_what_was_recorded_and_no_more(tmp_path: Path) -
             model(torch.randn(5, 3)).sum().backward()
             optimizer.step()
     assert {one.kind for one in heard_by_replay(tmp_path / "run.zarr")} == {"weights"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "spoiled"),
+    [
+        ({"elements": 5}, {"spectral_norm": "only some elements of weights", "norm": "only some elements of weights"}),
+        ({"reduce": "norm"}, {"spectral_norm": "only the norm of weights", "mean": "only the norm of weights"}),
+        ({"dtype": "float16"}, {}),
+    ],
+)
+def test_parts_of_tensors_are_not_taken_for_tensors(
+    settings: dict[str, Any], spoiled: dict[str, str], tmp_path: Path
+) -> None:
+    """A plan and a replay tell what is about whole tensors where a trace holds parts; the norm of a norm is right."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2), nn.Linear(2, 2, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    capture = tracer.Capture(kinds=["weights"], **settings)
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=capture, strict=True):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    asked = [parse(name) for name in ("spectral_norm", "norm", "mean:kind=weights")]
+    planned = tracer.plan(tmp_path / "run.zarr", *asked)
+    assert {sentence.partition(" is about")[0]: sentence for sentence in planned.partial}.keys() == spoiled.keys()
+    for sentence in planned.partial:
+        assert spoiled[sentence.partition(" is about")[0]] in sentence
+        # a weight of two by two is whole where five elements of each are kept
+        assert ("(0, 1)" in sentence) == ("elements" in settings)
+    assert planned.describe()["partial"] == planned.partial
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tracer.replay(tmp_path / "run.zarr", *asked)
+    assert [str(one.message) for one in caught] == planned.partial

@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import analyze
 import tracer
 from analyze.invariances import INVARIANCES
 from analyze.metrics import spectra
 from analyze.metrics.lanczos import largest, seeded, started
-from analyze.metrics.operator_norm import inferred
+from analyze.metrics.operator_norm import OperatorNorm, inferred
 from analyze.metrics.power_law import marchenko_pastur_edge, randomized
 from analyze.metrics.saturation import arranged
 from analyze.metrics.spectral_norm import STATUSES
@@ -956,3 +957,46 @@ def test_a_recorded_training_has_its_operator_norms(tmp_path: Path) -> None:
     ]
     assert found == pytest.approx(exact, rel=1e-6)
     assert len(heard) == 6
+
+
+@pytest.mark.parametrize(
+    ("layer", "size", "status"),
+    [
+        (nn.Conv2d(2, 3, 3, stride=2), 8, "guessed"),  # 3 x 3 outputs, as with stride 3 and padding 1
+        (nn.Conv2d(2, 3, 3, stride=2, padding=1), 8, "converged"),
+        (nn.Conv2d(2, 3, 4, stride=4), 16, "converged"),  # the only one that uses the whole input
+        (nn.Conv2d(2, 3, 3, dilation=3), 8, "guessed"),  # as one with stride 4, of another norm
+        (nn.ConvTranspose2d(2, 2, 3, stride=2), 4, "unknown_size"),
+    ],
+)
+def test_a_guessed_geometry_says_so(layer: nn.Module, size: int, status: str) -> None:
+    """Where sizes do not tell the stride and padding the status says so; and what is given is no guess."""
+    x = torch.randn(2, 2, size, size, generator=torch.Generator().manual_seed(0))
+    where = {"module": "c", "global_step": 1, "train_step": 1, "epoch": 0}
+    heard = {"layer_inputs": x, "activations": layer(x).detach(), "weights": layer.weight.detach()}  # type: ignore[operator]
+
+    def said(**options: Any) -> list[float]:
+        asked = OperatorNorm(**options)
+        messages = [ModuleMessage(kind=kind, data=data, **where) for kind, data in heard.items()]  # type: ignore[arg-type]
+        return [float(answer.data) for message in messages for answer in asked.compute(message)]
+
+    assert STATUSES[int(said()[2])] == status
+    if isinstance(layer, nn.Conv2d):
+        given = {"stride": layer.stride[0], "padding": int(layer.padding[0]), "dilation": layer.dilation[0]}
+        units = torch.eye(x[0].numel()).reshape(-1, *x.shape[1:])
+        dense = F.conv2d(units, layer.weight.detach(), **given).reshape(len(units), -1)
+        value, _, number = said(**given)
+        assert value == pytest.approx(float(torch.linalg.matrix_norm(dense.double(), 2)), rel=1e-5)
+        assert STATUSES[int(number)] == "converged"
+        assert (said()[0] == pytest.approx(value, rel=1e-5)) or status == "guessed"
+    else:
+        assert math.isnan(said()[0])
+
+
+def test_without_recorded_outputs_the_stride_is_a_guess() -> None:
+    """The input alone does not tell the stride; nor is stride 1 said to be right."""
+    asked = OperatorNorm()
+    where = {"module": "c", "global_step": 1, "train_step": 1, "epoch": 0}
+    assert not list(asked.compute(ModuleMessage(kind="layer_inputs", data=torch.ones(1, 2, 8, 8), **where)))
+    _, _, status = asked.compute(ModuleMessage(kind="weights", data=torch.ones(3, 2, 3, 3), **where))
+    assert STATUSES[int(status.data)] == "guessed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -48,6 +49,9 @@ class Plan:
     memory : dict of str to Scope
         What each receiver remembers across, where it remembers something: with only some of the steps (or modules, for
         those that remember a step) its values are not those of the whole.
+    partial : list of str
+        A sentence for each receiver that is made for whole tensors where the trace holds some elements of each, or one
+        number (see `tracer.Subscriber.spoiled_by`): its answers are about those.
     where : ndarray of bool
         The rows of the journal that will be published.
     pairs : ndarray of int, shape (n, 2)
@@ -62,6 +66,7 @@ class Plan:
     skipped: int
     missing: list[str]
     memory: dict[str, Scope]
+    partial: list[str]
     where: NDArray[np.bool_]
     pairs: NDArray[np.int64]
 
@@ -76,6 +81,7 @@ class Plan:
             "skipped": self.skipped,
             "missing": list(self.missing),
             "memory": dict(self.memory),
+            "partial": list(self.partial),
         }
 
 
@@ -143,6 +149,11 @@ def replay(
     TraceCorruptError
         If what is read is damaged. What was published before is right.
 
+    Warns
+    -----
+    RuntimeWarning
+        If a subscriber for whole tensors gets what a recorder kept of them, see `Plan.partial`.
+
     Examples
     --------
     >>> import tempfile, torch
@@ -174,6 +185,8 @@ def replay(
         todo = planned(0)
         if todo.missing and not following:
             raise CaptureError("; ".join(todo.missing))
+        for sentence in todo.partial:
+            warnings.warn(sentence, RuntimeWarning, stacklevel=2)
         _register_topics(bus, reader)
         for receiver in ordered:
             bus.register(receiver)
@@ -322,9 +335,38 @@ def _plan(
             for one in receivers
             if isinstance(one, Subscriber) and one.scope != "message" and one.produces
         },
+        partial=_spoiled(receivers, [*wanted, *derived]),
         where=where,
         pairs=of_updates,
     )
+
+
+def _spoiled(receivers: Iterable[Receiver], streams: Iterable[StreamInfo]) -> list[str]:
+    """A sentence for each subscriber that gets parts of tensors in place of the tensors that it is made for."""
+    streams, sentences = tuple(streams), []
+    for receiver in receivers:
+        kept: dict[str, list[str]] = {}
+        for stream in streams:
+            if receiver.wants(stream.kind, stream.module, stream.tag, None):
+                where = "the network" if stream.module is None else stream.module or "the root"
+                for how in sorted(set(stream.sampling or ()) & set(getattr(receiver, "spoiled_by", ()))):
+                    reduction = (stream.sampling or {})[how] if how == "reduce" else None
+                    if reduction is None:
+                        kept.setdefault(f"only some elements of {stream.kind}", []).append(where)
+                    elif reduction != describe(receiver):  # the norm of a recorded norm is right
+                        kept.setdefault(f"only the {reduction} of {stream.kind}", []).append(where)
+        sentences += [
+            f"{describe(receiver)} is about whole tensors, but the trace holds {what} "
+            f"({_several(list(dict.fromkeys(modules)))}): the answers are about what it holds"
+            for what, modules in kept.items()
+        ]
+    return sentences
+
+
+def _several(modules: list[str]) -> str:
+    """A few of the modules by name, and how many there are."""
+    names = ", ".join(modules[:3])
+    return names if len(modules) <= 3 else f"{names} and {len(modules) - 3} more"
 
 
 def _due(

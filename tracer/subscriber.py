@@ -38,7 +38,8 @@ class Subscriber(ABC):
     Attributes
     ----------
     scope : Scope
-        What it remembers across. A class that says nothing is taken to need the whole run in its order.
+        What it remembers across. A class that says nothing is taken to need the whole run in its order; an object may
+        say less than its class where its parameters allow it.
     mergeable : bool
         Whether the memories of two that heard different messages can be put together, by `merge`.
     version : int
@@ -46,6 +47,9 @@ class Subscriber(ABC):
     invariances : tuple of str
         What can be done to the data of its messages without changing an answer beyond rounding; the words are those of
         `analyze.invariances`, whose functions the tests apply.
+    spoiled_by : tuple of str
+        What a recorder may keep of a tensor (``"elements"``, ``"reduce"``; see `tracer.Capture`) that makes an answer
+        one about something else. A plan tells where a trace holds that, and a replay warns.
 
     Examples
     --------
@@ -61,10 +65,11 @@ class Subscriber(ABC):
     [3.0]
     """
 
-    scope: ClassVar[Scope] = "everything"
+    scope: Scope = "everything"
     mergeable: ClassVar[bool] = False
     version: ClassVar[int] = 1
     invariances: ClassVar[tuple[str, ...]] = ()
+    spoiled_by: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self, subscriptions: Subscription | Iterable[Subscription], produces: str | Iterable[str] = ()

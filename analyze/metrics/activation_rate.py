@@ -147,6 +147,7 @@ class ActivationRate(Subscriber):
 
     name = "activation_rate"
     scope = "stream"
+    spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign")
 
     def __init__(

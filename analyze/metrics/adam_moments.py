@@ -161,6 +161,7 @@ class AdamMoments(Subscriber):
 
     name = "adam_moments"
     scope = "stream"
+    spoiled_by = ("elements", "reduce")
     invariances = ("order", "sign")
 
     def __init__(

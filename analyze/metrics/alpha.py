@@ -46,6 +46,7 @@ class _Step:
     global_step: int
     train_step: int
     epoch: int
+    rank: int = 0
     heard: dict[tuple[str, str | None], Tensor] = field(default_factory=dict)
 
 
@@ -106,6 +107,7 @@ class Alpha(Subscriber):
 
     name = "alpha"
     scope = "everything"
+    spoiled_by = ("elements", "reduce")
     invariances = ("order", "sign")
 
     def __init__(
@@ -141,7 +143,7 @@ class Alpha(Subscriber):
             yield from self._answer(message.tag, steps)
             del steps[:-1]
         if not steps or steps[-1].global_step != message.global_step:
-            steps.append(_Step(message.global_step, message.train_step, message.epoch))
+            steps.append(_Step(message.global_step, message.train_step, message.epoch, message.rank))
         if message.data is not None:
             steps[-1].heard[message.kind, message.key] = message.data
 
@@ -168,6 +170,7 @@ class Alpha(Subscriber):
                 train_step=before.train_step,
                 epoch=before.epoch,
                 tag=tag,
+                rank=before.rank,
                 data=answer(value),
             )
 
@@ -177,7 +180,7 @@ class Alpha(Subscriber):
             "steps": {
                 tag: [
                     {
-                        "at": [one.global_step, one.train_step, one.epoch],
+                        "at": [one.global_step, one.train_step, one.epoch, one.rank],
                         "heard": [
                             {"kind": kind, "module": module, "data": x} for (kind, module), x in one.heard.items()
                         ],

@@ -177,6 +177,7 @@ class CCA(Similarity):
 
     name = "cca"
     scope = "stream"
+    spoiled_by = ("elements", "reduce")
     invariances = ("rows", "columns", "sign", "scale", "shift", "offset", "orthogonal", "invertible")
 
     def __init__(
@@ -278,6 +279,7 @@ class R2CCA(Similarity):
 
     name = "r2_cca"
     scope = "stream"
+    spoiled_by = ("elements", "reduce")
     invariances = ("rows", "columns", "sign", "scale", "shift", "offset", "orthogonal", "invertible")
 
     def __init__(
@@ -386,6 +388,7 @@ class PWCCA(Similarity):
 
     name = "pwcca"
     scope = "stream"
+    spoiled_by = ("elements", "reduce")
     symmetric = False
     invariances = ("rows", "columns", "sign", "scale", "shift", "offset")
 

@@ -82,6 +82,7 @@ class _Pass:
     global_step: int
     train_step: int
     epoch: int
+    rank: int = 0
     before: dict[tuple[int, str], NDArray[np.int64]] | None = None
     now: dict[tuple[int, str], NDArray[np.int64]] = field(default_factory=dict)
 
@@ -157,7 +158,9 @@ class Churn(Subscriber):
             yield from self._answer(message.tag, one)
             one.before, one.now = one.now, {}
         if one is None:
-            one = self._passes[message.tag] = _Pass(message.global_step, message.train_step, message.epoch)
+            one = self._passes[message.tag] = _Pass(
+                message.global_step, message.train_step, message.epoch, message.rank
+            )
         one.global_step, one.train_step, one.epoch = message.global_step, message.train_step, message.epoch
         try:
             one.now[message.call, message.leaf] = predictions(as_array(message.data), self.class_axis)
@@ -175,7 +178,7 @@ class Churn(Subscriber):
         return {
             "passes": {
                 tag: {
-                    "at": [one.global_step, one.train_step, one.epoch],
+                    "at": [one.global_step, one.train_step, one.epoch, one.rank],
                     "before": None if one.before is None else _listed(one.before),
                     "now": _listed(one.now),
                 }
@@ -205,6 +208,7 @@ class Churn(Subscriber):
             train_step=over.train_step,
             epoch=over.epoch,
             tag=tag,
+            rank=over.rank,
             data=answer(changed / total if total else math.nan),
         )
 

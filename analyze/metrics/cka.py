@@ -488,6 +488,7 @@ class CKA(Similarity):
 
     name = "cka"
     scope = "stream"
+    spoiled_by = ("elements", "reduce")
     representation = Kept
     invariances = ("rows", "columns", "sign", "scale", "shift", "offset", "orthogonal")
 

@@ -273,6 +273,7 @@ class _Pass:
     global_step: int
     train_step: int
     epoch: int
+    rank: int = 0
     tally: Tally = field(default_factory=Tally)
 
 
@@ -390,7 +391,7 @@ class ClassificationReport(Subscriber):
         if now not in self._passes:
             for over in [key for key in self._passes if key[0] == bundle.tag]:
                 yield from self._answers(bundle.tag, self._passes.pop(over))
-            self._passes[now] = _Pass(bundle.global_step, bundle.train_step, bundle.epoch)
+            self._passes[now] = _Pass(bundle.global_step, bundle.train_step, bundle.epoch, bundle.rank)
         one = self._passes[now]
         one.global_step, one.train_step, one.epoch = bundle.global_step, bundle.train_step, bundle.epoch
         try:
@@ -411,7 +412,7 @@ class ClassificationReport(Subscriber):
                 {
                     "tag": tag,
                     "number": number,
-                    "at": [one.global_step, one.train_step, one.epoch],
+                    "at": [one.global_step, one.train_step, one.epoch, one.rank],
                     "tally": one.tally.state(),
                 }
                 for (tag, number), one in self._passes.items()
@@ -438,7 +439,7 @@ class ClassificationReport(Subscriber):
             mine = self._passes.setdefault(at, _Pass(*one["at"]))
             mine.tally.plus(Tally.of(one["tally"]))
             mine.global_step, mine.train_step, mine.epoch = max(
-                [mine.global_step, mine.train_step, mine.epoch], list(one["at"])
+                [mine.global_step, mine.train_step, mine.epoch], list(one["at"][:3])
             )
 
     def _answers(self, tag: str, over: _Pass) -> Iterator[Message]:
@@ -451,6 +452,7 @@ class ClassificationReport(Subscriber):
                 train_step=over.train_step,
                 epoch=over.epoch,
                 tag=tag,
+                rank=over.rank,
                 data=torch.from_numpy(value) if isinstance(value, np.ndarray) else answer(value),
             )
 

@@ -38,6 +38,8 @@ def cosine(a: Array, b: Array) -> float:
     one, other = as_array(a), as_array(b)
     if one.shape != other.shape:
         raise MessageError(f"a cosine needs two tensors of one shape, not {one.shape} and {other.shape}")
+    if (one.dtype.kind == "c") != (other.dtype.kind == "c"):
+        one, other = one.astype(np.complex128), other.astype(np.complex128)
     with np.errstate(all="ignore"):
         scales = _scale(one), _scale(other)
         if not all(scale > 0 and math.isfinite(scale) for scale in scales):

@@ -87,6 +87,7 @@ class DescentCosine(Subscriber):
 
     name = "descent_cosine"
     scope = "message"
+    spoiled_by = ("reduce",)
     invariances = ("order", "sign", "scale")
 
     def __init__(

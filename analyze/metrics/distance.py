@@ -109,6 +109,7 @@ class Distance(Subscriber):
 
     name = "distance"
     scope = "stream"
+    spoiled_by = ("elements", "reduce")
     invariances = ("order", "sign")
 
     def __init__(

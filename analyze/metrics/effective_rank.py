@@ -195,6 +195,7 @@ class StableRank(Subscriber):
 
     name = "stable_rank"
     scope = "message"
+    spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign", "scale", "orthogonal")
 
     def __init__(
@@ -270,6 +271,7 @@ class ParticipationRatio(Subscriber):
 
     name = "participation_ratio"
     scope = "message"
+    spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign", "scale", "orthogonal")
 
     def __init__(
@@ -345,6 +347,7 @@ class EffectiveRank(Subscriber):
 
     name = "effective_rank"
     scope = "message"
+    spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign", "scale", "orthogonal")
 
     def __init__(

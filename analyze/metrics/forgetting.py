@@ -113,6 +113,7 @@ class _Tag:
     global_step: int
     train_step: int
     epoch: int
+    rank: int = 0
     forgotten: int = 0
     fits: bool = True
     batches: dict[tuple[int, str], _Learning] = field(default_factory=dict)
@@ -212,7 +213,7 @@ class Forgetting(Subscriber):
         bundle = message_or_bundle
         one = self._tags.get(bundle.tag)
         if one is None:
-            one = self._tags[bundle.tag] = _Tag(bundle.global_step, bundle.train_step, bundle.epoch)
+            one = self._tags[bundle.tag] = _Tag(bundle.global_step, bundle.train_step, bundle.epoch, bundle.rank)
         elif (one.epoch != bundle.epoch) if self.per == "epoch" else (one.global_step != bundle.global_step):
             yield from self._answers(bundle.tag, one)
             one.forgotten, one.fits = 0, True
@@ -256,7 +257,7 @@ class Forgetting(Subscriber):
         return {
             "tags": {
                 tag: {
-                    "at": [one.global_step, one.train_step, one.epoch],
+                    "at": [one.global_step, one.train_step, one.epoch, one.rank],
                     "forgotten": one.forgotten,
                     "fits": one.fits,
                     "ids": list(one.slots),
@@ -299,5 +300,6 @@ class Forgetting(Subscriber):
             train_step=at.train_step,
             epoch=at.epoch,
             tag=tag,
+            rank=at.rank,
             data=data,
         )

@@ -108,6 +108,7 @@ class GradientGeometry(Subscriber):
 
     name = "gradient_geometry"
     scope = "stream"
+    spoiled_by = ("elements", "reduce")
     invariances = ("order", "sign")
 
     def __init__(

@@ -144,6 +144,7 @@ class _Step:
     global_step: int
     train_step: int
     epoch: int
+    rank: int = 0
     heard: dict[str, dict[str | None, dict[int, Tensor]]] = field(default_factory=dict)
 
 
@@ -231,6 +232,7 @@ class GradientNoise(Subscriber):
 
     name = "gradient_noise"
     scope = "step"
+    spoiled_by = ("elements", "reduce")
     invariances = ("rows",)
 
     def __init__(
@@ -283,7 +285,7 @@ class GradientNoise(Subscriber):
             yield from self._answers(message.tag, now)
             now = None
         if now is None:
-            now = self._steps[message.tag] = _Step(message.global_step, message.train_step, message.epoch)
+            now = self._steps[message.tag] = _Step(message.global_step, message.train_step, message.epoch, message.rank)
         # other leaves are of modules with several inputs or outputs, or of a second backward
         if message.data is not None and not message.leaf:
             now.heard.setdefault(message.kind, {}).setdefault(message.key, {})[message.call] = message.data
@@ -299,7 +301,7 @@ class GradientNoise(Subscriber):
         return {
             "steps": {
                 tag: {
-                    "at": [now.global_step, now.train_step, now.epoch],
+                    "at": [now.global_step, now.train_step, now.epoch, now.rank],
                     "heard": [
                         {"kind": kind, "module": module, "call": call, "data": data}
                         for kind, of_kind in now.heard.items()
@@ -358,6 +360,7 @@ class GradientNoise(Subscriber):
                 train_step=over.train_step,
                 epoch=over.epoch,
                 tag=tag,
+                rank=over.rank,
                 data=answer(number),
             )
 

@@ -176,6 +176,7 @@ class Histogram(Subscriber):
 
     name = "histogram"
     scope = "message"
+    spoiled_by = ("reduce",)
     invariances = ("order",)
 
     def __init__(

@@ -129,7 +129,7 @@ class LearningRateFromRatio(Subscriber):
     def compute(self, message_or_bundle: Message) -> Iterator[Message]:
         """Keep one ratio; answer if the step before was the last of a window and this one begins another."""
         message = message_or_bundle
-        at = [message.global_step, message.train_step, message.epoch]
+        at = [message.global_step, message.train_step, message.epoch, message.rank]
         now = self._windows.get(message.tag)
         if now is not None and now["at"] != at:
             if now["steps"] == self.window:
@@ -160,12 +160,13 @@ class LearningRateFromRatio(Subscriber):
         self._windows = {tag: {**now, "ratios": list(now["ratios"])} for tag, now in state["windows"].items()}
 
     def _answer(self, tag: str, over: Mapping[str, Any]) -> Message:
-        global_step, train_step, epoch = over["at"]
+        global_step, train_step, epoch, rank = over["at"]
         return NetworkMessage(
             kind=self.produces[0],
             global_step=global_step,
             train_step=train_step,
             epoch=epoch,
             tag=tag,
+            rank=rank,
             data=answer(learning_rate_from_ratio(over["ratios"], target=self.target, max_factor=self.max_factor)),
         )

@@ -75,6 +75,7 @@ class Mean(Subscriber):
 
     name = "mean"
     scope = "message"
+    spoiled_by = ("reduce",)
     version = 2
     invariances = ("order",)
 

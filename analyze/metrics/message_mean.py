@@ -49,6 +49,7 @@ class _Step:
     global_step: int
     train_step: int
     epoch: int
+    rank: int = 0
     values: list[float] = field(default_factory=list)
 
 
@@ -74,16 +75,16 @@ class MessageMean(Subscriber):
     Raises
     ------
     MessageError
-        If messages of this kind carry no data, or a reduction is unknown; in a replay, if a message carries more or
-        less than one number.
+        If messages of this kind carry no data, or a reduction is unknown.
 
     Notes
     -----
     *Formula*: :math:`\frac1L \sum_l x_l` over the L modules that answered in the step; else as `Aggregate`.
     *Cost*: microseconds a step.
     *Invariant to* the order of the modules (the sum is exact); scales and shifts with the numbers.
-    *Edge values*: NaN if one of the numbers is NaN.
-    *Memory*: the numbers of the step that is going on, for each tag; part of `state_dict`.
+    *Edge values*: NaN if one of the numbers is NaN; a message that carries no single real number counts as NaN. Never
+    raises during a replay.
+    *Memory*: the numbers of the step that is going on, for each tag; part of `state_dict`, and can be merged.
     *Numerics*: the mean is correctly rounded; quantiles are exact.
     *Source*: ikkuna's ``MessageMeanSubscriber``.
     *Formerly*: ikkuna's ``MessageMeanSubscriber``; monitorch's aggregations over layers.
@@ -102,6 +103,7 @@ class MessageMean(Subscriber):
 
     name = "message_mean"
     scope = "step"
+    mergeable = True
 
     def __init__(
         self,
@@ -123,18 +125,14 @@ class MessageMean(Subscriber):
         """Keep one number; answer with the mean of the step before if this one begins another."""
         message = message_or_bundle
         array = as_array(message.data)
-        if array.size != 1 or array.dtype.kind == "c":
-            raise MessageError(
-                f"message_mean takes messages of one real number each, but {message.kind} of {message.key!r} has "
-                f"the shape {array.shape} and dtype {array.dtype}"
-            )
+        single = array.size == 1 and array.dtype.kind != "c"
         now = self._steps.get(message.tag)
         if now is not None and now.global_step != message.global_step:
             yield from self._answers(message.tag, now)
             now = None
         if now is None:
-            now = self._steps[message.tag] = _Step(message.global_step, message.train_step, message.epoch)
-        now.values.append(float(array.reshape(-1)[0]))
+            now = self._steps[message.tag] = _Step(message.global_step, message.train_step, message.epoch, message.rank)
+        now.values.append(float(array.reshape(-1)[0]) if single else math.nan)
 
     def conclude(self) -> Iterator[Message]:
         """Answer with the mean of the last step of each tag."""
@@ -150,6 +148,22 @@ class MessageMean(Subscriber):
         """Go on where another stopped."""
         self._steps = {tag: _Step(**{**now, "values": list(now["values"])}) for tag, now in state["steps"].items()}
 
+    def merge(self, state: Mapping[str, Any]) -> None:
+        """Take the numbers of another that heard other modules, or more of the same step.
+
+        Raises
+        ------
+        MessageError
+            If the two are in the middle of different steps of one tag: no numbers say which answers come first.
+        """
+        for tag, other in state["steps"].items():
+            mine = self._steps.setdefault(tag, _Step(**{**other, "values": []}))
+            if mine.global_step != other["global_step"]:
+                raise MessageError(
+                    f"the global steps {mine.global_step} and {other['global_step']} of tag {tag!r} are two"
+                )
+            mine.values += other["values"]
+
     def _answers(self, tag: str, over: _Step) -> Iterator[Message]:
         reducer = Reducer()
         reducer.add(over.values)
@@ -163,5 +177,6 @@ class MessageMean(Subscriber):
                 train_step=over.train_step,
                 epoch=over.epoch,
                 tag=tag,
+                rank=over.rank,
                 data=answer(value),
             )

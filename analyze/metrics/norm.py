@@ -146,6 +146,7 @@ class Norm(Subscriber):
 
     name = "norm"
     scope = "message"
+    spoiled_by = ("elements", "reduce")
     version = 2
     invariances = ("order", "sign")
 

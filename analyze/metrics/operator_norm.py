@@ -256,7 +256,8 @@ def inferred(
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Stride and padding of a convolution, from the sizes of its input, output and kernel; None if there are none.
 
-    Of those that fit, the stride nearest to the ratio of the sizes, and then the least padding, up to half the kernel.
+    Of those that fit, with a padding up to half the kernel: strides that are powers of 2 before others, then the one
+    nearest to the ratio of the sizes, then the least padding. `ambiguous` says whether it is a guess.
 
     Examples
     --------
@@ -266,18 +267,40 @@ def inferred(
     strides, paddings = [], []
     for n, m, k in zip(inputs, outputs, kernel, strict=True):
         near = n / m if m else 1.0
-        fits = [
-            (abs(s - near), p, s)
-            for s in range(1, n + 1)
-            for p in range(k // 2 + 1)
-            if n + 2 * p >= k and (n + 2 * p - k) // s + 1 == m
-        ]
+        fits = [(s & (s - 1) > 0, abs(s - near), p, s) for s, p in _fitting(n, m, k)]
         if not fits:
             return None
-        _, p, s = min(fits)
+        _, _, p, s = min(fits)
         strides.append(s)
         paddings.append(p)
     return tuple(strides), tuple(paddings)
+
+
+def ambiguous(inputs: Sequence[int], outputs: Sequence[int], kernel: Sequence[int]) -> bool:
+    """Whether several convolutions have these sizes of input, output and kernel, so that `inferred` is a guess.
+
+    One that uses its whole input is taken for the right one if it is the only one that does.
+
+    Examples
+    --------
+    >>> ambiguous((32, 32), (16, 16), (3, 3)), ambiguous((224, 224), (14, 14), (16, 16)), ambiguous((8,), (3,), (3,))
+    (False, False, True)
+    """
+    for n, m, k, s, p in zip(inputs, outputs, kernel, *(inferred(inputs, outputs, kernel) or ((), ())), strict=False):
+        # where there is one output, the stride makes no difference
+        fits = {(s if m > 1 else 1, p) for s, p in _fitting(n, m, k)}
+        whole = {(s, p) for s, p in fits if m > 1 and (n + 2 * p - k) % s == 0}
+        if len(fits) > 1 and whole != {(s, p)}:
+            return True
+    return False
+
+
+def _fitting(n: int, m: int, k: int) -> Iterator[tuple[int, int]]:
+    """Every stride and padding with which a kernel of size k makes m outputs of n inputs."""
+    for s in range(1, n + 1):
+        for p in range(k // 2 + 1):
+            if n + 2 * p >= k and (n + 2 * p - k) // s + 1 == m:
+                yield s, p
 
 
 @final
@@ -287,7 +310,8 @@ class OperatorNorm(Subscriber):
     Answers ``{kind}_operator_norm``: a float64 scalar, in the unit of the data, for each message; beside it
     ``{kind}_operator_norm_residual``, r = |W'u − σv| in the same unit: some singular value of the layer lies within
     r; and ``{kind}_operator_norm_status``: 0 converged, 1 exact, 2 certified, 3 corrected by the certificate, 4
-    unconverged, 5 NaN or infinity in the data, 6 without a known size, or no layer that this metric knows.
+    unconverged, 5 NaN or infinity in the data, 6 without a known size, or no layer that this metric knows, 7 several
+    strides and paddings fit the recorded sizes, so it may be the norm of another layer: give `stride` and `padding`.
 
     Parameters
     ----------
@@ -300,8 +324,8 @@ class OperatorNorm(Subscriber):
         that gives its last recorded ``activations``. These are read then too.
     stride, padding : int, tuple of int, or None
         Of all convolutions; `padding` also ``"same"``, ``"valid"`` or ``"circular"``, see `operator_norm`. None: those
-        that the sizes of the layer's recorded input and ``activations`` tell (see `inferred`), else stride 1 and
-        ``"same"``.
+        that the sizes of the layer's recorded input and ``activations`` tell (see `inferred`); where no outputs are
+        recorded, stride 1 and ``"same"``, and the status says that it is a guess.
     dilation : int or tuple of int
     groups : int or None
         None: what the channels of the recorded inputs tell, else 1.
@@ -347,6 +371,8 @@ class OperatorNorm(Subscriber):
 
     name = "operator_norm"
     scope = "stream"
+    spoiled_by = ("elements", "reduce")
+    version = 2
     invariances = ("rows", "sign")
 
     def __init__(
@@ -416,7 +442,7 @@ class OperatorNorm(Subscriber):
         if layer is None or array.dtype.kind == "c" or array.ndim > 5:
             return SpectralNormResult(math.nan, math.nan, "unknown_size")
         try:
-            return operator_norm(
+            found = operator_norm(
                 array,
                 layer["input_hw"],
                 stride=layer["stride"],
@@ -429,6 +455,9 @@ class OperatorNorm(Subscriber):
             )
         except MessageError:  # what was given does not fit this layer: an answer, not the end of a replay
             return SpectralNormResult(math.nan, math.nan, "unknown_size")
+        if layer["guessed"] and found.status in ("converged", "exact"):
+            return SpectralNormResult(float(found), found.residual, "guessed", found.steps, found.vectors)
+        return found
 
     def _layer(self, module: str | None, shape: tuple[int, ...]) -> dict[str, Any] | None:
         """What is known of a convolution; None if the size of its input is not."""
@@ -446,15 +475,20 @@ class OperatorNorm(Subscriber):
             channels = inputs[-axes - 1] if inputs else shape[1]
             groups = channels // shape[1] if shape[1] and channels % shape[1] == 0 else 0
         unsaid = stride is None and padding is None and self.dilation == 1
+        # without its outputs nothing tells the stride; with an input of the user's all is as the user says
+        guessed = self.input_hw is None and (stride is None or padding is None)
         if unsaid and inputs and len(outputs) == len(inputs):
-            told = inferred(inputs[-axes:], outputs[-axes:], shape[2:])
-            if told is not None:
-                stride, padding = told
+            sizes = inputs[-axes:], outputs[-axes:], shape[2:]
+            told = inferred(*sizes)
+            if told is None:
+                return None
+            (stride, padding), guessed = told, ambiguous(*sizes)
         return {
             "input_hw": size,
             "stride": 1 if stride is None else stride,
             "padding": "same" if padding is None else padding,
             "groups": groups,
+            "guessed": guessed,
         }
 
     def _before(self, outputs: tuple[int, ...], kernel: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -81,6 +81,7 @@ class PathLength(Subscriber):
 
     name = "path_length"
     scope = "stream"
+    spoiled_by = ("elements", "reduce")
     mergeable = True
     invariances = ("order", "sign")
 

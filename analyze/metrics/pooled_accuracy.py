@@ -57,6 +57,7 @@ class _Pass:
     global_step: int
     train_step: int
     epoch: int
+    rank: int = 0
     correct: int = 0
     total: int = 0
     fits: bool = True
@@ -148,7 +149,7 @@ class TestAccuracy(Subscriber):
             yield self._answer(bundle.tag, now)
             now = None
         if now is None:
-            now = self._passes[bundle.tag] = _Pass(bundle.global_step, bundle.train_step, bundle.epoch)
+            now = self._passes[bundle.tag] = _Pass(bundle.global_step, bundle.train_step, bundle.epoch, bundle.rank)
         now.train_step, now.epoch = bundle.train_step, bundle.epoch
         try:
             correct, total = counts(
@@ -202,5 +203,6 @@ class TestAccuracy(Subscriber):
             train_step=over.train_step,
             epoch=over.epoch,
             tag=tag,
+            rank=over.rank,
             data=answer(value),
         )

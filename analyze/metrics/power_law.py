@@ -451,6 +451,7 @@ class PowerLaw(Subscriber):
 
     name = "power_law"
     scope = "message"
+    spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign", "orthogonal")
 
     def __init__(
@@ -537,6 +538,7 @@ class WeightWatcher(Subscriber):
 
     name = "weightwatcher"
     scope = "message"
+    spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign", "orthogonal")
 
     def __init__(

@@ -342,6 +342,7 @@ class Procrustes(Similarity):
 
     name = "procrustes"
     scope = "stream"
+    spoiled_by = ("elements", "reduce")
     representation = Kept
     invariances = ("rows", "columns", "sign", "scale", "shift", "offset", "orthogonal")
 
@@ -455,6 +456,7 @@ class Angular(Similarity):
 
     name = "angular"
     scope = "stream"
+    spoiled_by = ("elements", "reduce")
     representation = Kept
     invariances = ("rows", "columns", "sign", "scale", "shift", "offset", "orthogonal")
 

@@ -152,6 +152,7 @@ class Quantiles(Subscriber):
 
     name = "quantiles"
     scope = "message"
+    spoiled_by = ("reduce",)
     invariances = ("order",)
 
     def __init__(

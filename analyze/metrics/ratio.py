@@ -93,6 +93,7 @@ class Ratio(Subscriber):
 
     name = "ratio"
     scope = "message"
+    spoiled_by = ("reduce",)
     invariances = ("order", "sign", "scale")
 
     def __init__(

@@ -102,6 +102,7 @@ class SampleNorm(Subscriber):
 
     name = "sample_norm"
     scope = "message"
+    spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign")
 
     def __init__(

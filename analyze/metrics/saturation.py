@@ -20,7 +20,7 @@ from analyze.metrics.lanczos import stream_of
 from analyze.metrics.spectra import Scatter, Spectrum, Status, code, once, real_neurons, spread
 from tracer.errors import MessageError
 from tracer.messages import DEFAULT_TAG, Message, ModuleMessage, NetworkMessage, derived
-from tracer.subscriber import Subscriber
+from tracer.subscriber import Scope, Subscriber
 
 Positions = Literal["datapoints", "mean", "max", "median", "flatten"]
 Window = Literal["message", "epoch"]
@@ -225,7 +225,8 @@ class Saturation(Subscriber):
     """
 
     name = "saturation"
-    scope = "stream"
+    scope: Scope = "stream"
+    spoiled_by = ("elements", "reduce")
     mergeable = True
     invariances = ("rows", "sign", "scale", "offset", "orthogonal")
 
@@ -252,6 +253,8 @@ class Saturation(Subscriber):
             produces=(metric, *(f"{metric}_{companion}" for companion in ("k", "trace", "log_det", "status"))),
         )
         self.threshold, self.window, self.channels, self.positions = threshold, window, channels, positions
+        if window == "message":
+            self.scope = "message"
         self._open: dict[_Key, _Epoch] = {}
 
     def compute(self, message_or_bundle: Message) -> Iterator[Message]:

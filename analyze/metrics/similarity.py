@@ -147,7 +147,7 @@ class Similarity(Subscriber):
         super().__init__(subscription_to(kind, tag, subsample, modules), produces)
         self.against, self.lag, self.calls, self.details = against, lag, calls, details
         self.channels, self.positions = channels, positions
-        vars(self)["scope"] = _SCOPES[against]  # the class says that of its default; an instance may reach elsewhere
+        self.scope = _SCOPES[against]  # the class says that of its default; an instance may reach elsewhere
         self.statuses: Counter[str] = Counter()
         self._past: dict[tuple[Any, ...], deque[Any]] = {}
         self._kept: dict[tuple[Any, ...], list[tuple[Origin, Any]]] = {}

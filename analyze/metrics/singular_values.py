@@ -125,6 +125,7 @@ class SingularValues(Subscriber):
 
     name = "singular_values"
     scope = "message"
+    spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign", "orthogonal")
 
     def __init__(
@@ -197,6 +198,7 @@ class ConditionNumber(Subscriber):
 
     name = "condition_number"
     scope = "message"
+    spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign", "scale", "orthogonal")
 
     def __init__(

@@ -22,7 +22,7 @@ from tracer.errors import MessageError
 from tracer.messages import DEFAULT_TAG, Message, derived
 from tracer.subscriber import Subscriber
 
-Status = Literal["converged", "exact", "certified", "corrected", "unconverged", "nonfinite", "unknown_size"]
+Status = Literal["converged", "exact", "certified", "corrected", "unconverged", "nonfinite", "unknown_size", "guessed"]
 
 STATUSES: tuple[Status, ...] = (
     "converged",  # 0: the iteration met its stopping rule
@@ -32,6 +32,7 @@ STATUSES: tuple[Status, ...] = (
     "unconverged",  # 4: the steps ran out: a lower bound, within its residual of some singular value
     "nonfinite",  # 5: NaN or infinity among the elements
     "unknown_size",  # 6: (operator norms) the size of the input is not known
+    "guessed",  # 7: (operator norms) several strides and paddings fit the recorded sizes: of the likeliest
 )
 """What the number of a status kind means: the place in this tuple."""
 
@@ -264,6 +265,7 @@ class SpectralNorm(Subscriber):
 
     name = "spectral_norm"
     scope = "stream"
+    spoiled_by = ("elements", "reduce")
     version = 2
     invariances = ("rows", "sign", "orthogonal")
 

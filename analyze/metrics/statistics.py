@@ -318,6 +318,7 @@ class Statistics(Subscriber):
 
     name = "statistics"
     scope = "message"
+    spoiled_by = ("reduce",)
     invariances = ("order",)
 
     def __init__(

@@ -7,10 +7,10 @@ from typing import Any, TypeAlias
 
 from tracer.messages import Message, MessageBundle
 
-Stream: TypeAlias = tuple[str | None, str, int, str]
-"""Module (None for the network), tag, call and leaf: what tells the streams of one kind apart."""
+Stream: TypeAlias = tuple[str | None, str, int, str, int]
+"""Module (None for the network), tag, call, leaf and rank: what tells the streams of one kind apart."""
 
-_FIELDS = ("module", "tag", "call", "leaf")
+_FIELDS = ("module", "tag", "call", "leaf", "rank")
 
 
 def stream_of(source: Message | MessageBundle) -> Stream:
@@ -22,9 +22,9 @@ def stream_of(source: Message | MessageBundle) -> Stream:
     >>> from tracer.messages import ModuleMessage
     >>> where = dict(module="fc", global_step=3, train_step=3, epoch=0)
     >>> stream_of(ModuleMessage(kind="weights", data=torch.ones(2), **where))
-    ('fc', 'default', 0, '')
+    ('fc', 'default', 0, '', 0)
     """
-    return source.key, source.tag, source.call, source.leaf
+    return source.key, source.tag, source.call, source.leaf, source.rank
 
 
 def packed(memory: Mapping[Stream, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -32,8 +32,8 @@ def packed(memory: Mapping[Stream, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     Examples
     --------
-    >>> packed({("fc", "default", 0, ""): {"length": 2.5}})
-    [{'module': 'fc', 'tag': 'default', 'call': 0, 'leaf': '', 'length': 2.5}]
+    >>> packed({("fc", "default", 0, "", 0): {"length": 2.5}})
+    [{'module': 'fc', 'tag': 'default', 'call': 0, 'leaf': '', 'rank': 0, 'length': 2.5}]
     """
     return [{**dict(zip(_FIELDS, stream, strict=True)), **values} for stream, values in memory.items()]
 
@@ -43,11 +43,11 @@ def unpacked(state: Iterable[Mapping[str, Any]]) -> dict[Stream, dict[str, Any]]
 
     Examples
     --------
-    >>> unpacked([{"module": "fc", "tag": "default", "call": 0, "leaf": "", "length": 2.5}])
-    {('fc', 'default', 0, ''): {'length': 2.5}}
+    >>> unpacked([{"module": "fc", "tag": "default", "call": 0, "leaf": "", "rank": 0, "length": 2.5}])
+    {('fc', 'default', 0, '', 0): {'length': 2.5}}
     """
     return {
-        (one["module"], one["tag"], one["call"], one["leaf"]): {
+        (one["module"], one["tag"], one["call"], one["leaf"], one["rank"]): {
             name: value for name, value in one.items() if name not in _FIELDS
         }
         for one in state

@@ -74,6 +74,7 @@ class Sum(Subscriber):
 
     name = "sum"
     scope = "message"
+    spoiled_by = ("elements", "reduce")
     version = 2
     invariances = ("order",)
 

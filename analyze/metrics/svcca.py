@@ -159,6 +159,7 @@ class SVCCA(Similarity):
 
     name = "svcca"
     scope = "stream"
+    spoiled_by = ("elements", "reduce")
     version = 2
     invariances = ("rows", "columns", "sign", "scale", "shift", "offset", "orthogonal")
 

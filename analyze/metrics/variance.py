@@ -101,6 +101,7 @@ class Variance(Subscriber):
 
     name = "variance"
     scope = "message"
+    spoiled_by = ("reduce",)
     version = 2
     invariances = ("order", "shift", "sign")
 
