@@ -6,9 +6,11 @@ import itertools
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -484,9 +486,40 @@ def test_options_that_do_not_go_together() -> None:
         (["--certify", "0"], "0 is not in the range"),
         (["--run-steps", "5"], "--dry-run"),
         (["--json"], "--dry-run"),
+        (["--dry-run", "--certify", "2"], "--certify or --dry-run"),
     ):
         done = CliRunner().invoke(cli.main, ["record", *arguments, script])
         assert (done.exit_code, sentence in done.output) == (2, True), done.output
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--certify=2"])
+def test_torchrun_is_refused_before_it_is_started(option: str) -> None:
+    """One sentence, and not one of each rank."""
+    done = CliRunner().invoke(cli.main, ["record", option, "torchrun", "--nproc-per-node", "2", "train.py"])
+    assert (done.exit_code, "give it without torchrun" in done.output) == (2, True), done.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_ends_a_rehearsal_ends_its_process(number: signal.Signals, tmp_path: Path) -> None:
+    """The script's process does not go on by itself, and nothing is left behind."""
+    body = "import time; open('pid', 'w').write(str(os.getpid())); time.sleep(300)"
+    (tmp_path / "train.py").write_text(HEAD + body)
+    (tmp_path / "temporary").mkdir()
+    asked = subprocess.Popen(
+        [sys.executable, "-m", "cli", "record", "--certify", "3", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "temporary")},
+        start_new_session=True,
+    )
+    pid = tmp_path / "pid"
+    while not (pid.exists() and pid.read_text()) and asked.poll() is None:
+        time.sleep(0.05)
+    asked.send_signal(number)
+    assert asked.wait(60) == 128 + number
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+    assert not [*(tmp_path / "temporary").glob("trace-*")]
+    assert not (tmp_path / "train.zarr").exists()
 
 
 def test_one_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
