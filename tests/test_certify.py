@@ -297,6 +297,40 @@ def test_loops_of_every_making(way: str) -> None:
     assert len(seen) == 3
 
 
+@pytest.mark.parametrize(("code", "verdict"), [(0, "identical"), (None, "identical"), (3, "failed")])
+def test_a_training_that_exits_does_not_end_its_caller(code: int | None, verdict: str) -> None:
+    """As scripts do: status 0 is an end, another one a failure."""
+
+    def train(record: Any) -> None:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with record(model, optimizer):
+            for _ in range(2):
+                model(torch.randn(4, 3)).sum().backward()
+                optimizer.step()
+        sys.exit(code)
+
+    certificate = tracer.certify(train, steps=5)
+    assert (certificate.verdict, certificate.steps) == (verdict, 2), certificate
+
+
+@pytest.mark.filterwarnings("ignore:the recording to")
+def test_steps_that_a_bound_leaves_out_do_not_count_as_recorded() -> None:
+    """The overhead would be said to be that of recorded steps."""
+
+    def train(record: Any) -> None:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with record(model, optimizer, max_bytes=1000):
+            for _ in range(4):
+                model(torch.randn(4, 3)).sum().backward()
+                optimizer.step()
+
+    certificate = tracer.certify(train, steps=4)
+    assert certificate.identical, certificate
+    assert (certificate.overhead["steps"], certificate.overhead["recorded_steps"]) == (3, 0)
+
+
 def test_mean_where_only_some_steps_are_recorded() -> None:
     """A median would leave out the recorded steps: then the means are compared, and how many they are is told."""
 
