@@ -603,17 +603,8 @@ def record(
     TRACE_RECORD_MAX_BYTES=2GiB, TRACE_RECORD_DURABLE=1; several values are separated by spaces (TRACE_RECORD_KIND). The
     command line wins. With TRACE_DISABLE=1 the script runs without being recorded.
     """
-    if module == "torch.distributed.run" or (module is None and program[:1] == ("torchrun",)):
-        from tracer.launch import torchrun
-
-        with _wrong_usage():
-            torchrun(program[module is None :], click.get_current_context().meta.get("options", []))
     if module is None and not program:
         raise click.UsageError("there is no script to run: trace record [OPTIONS] SCRIPT.py [ARGS]...")
-    arguments = program if module is not None else program[1:]
-    name = module.rpartition(".")[2] if module is not None else Path(program[0]).stem
-    if module is None and not Path(program[0]).is_file():
-        raise Failure(f"{program[0]} is not a file, so there is no script to run")
     if resume and overwrite:
         raise click.UsageError("--resume goes on with a trace, and --overwrite removes it: give one of them")
     if first_step is not None and not resume:
@@ -624,6 +615,20 @@ def record(
         raise click.UsageError("--run-steps is for an estimate: give --dry-run with it")
     if as_json and not only_dry_run:
         raise click.UsageError("--json is for --dry-run; a script that is recorded has its own output")
+    if only_dry_run and certify_steps is not None:
+        raise click.UsageError("--dry-run records nothing that could be certified: give --certify or --dry-run")
+    if module == "torch.distributed.run" or (module is None and program[:1] == ("torchrun",)):
+        if certify_steps is not None or only_dry_run:
+            raise click.UsageError("--certify and --dry-run run a script of one process: give it without torchrun")
+        from tracer.launch import torchrun
+
+        with _wrong_usage():
+            options = click.get_current_context().meta.get("options", [])
+            torchrun(program[module is None :], options, program=os.path.abspath(__file__))
+    arguments = program if module is not None else program[1:]
+    name = module.rpartition(".")[2] if module is not None else Path(program[0]).stem
+    if module is None and not Path(program[0]).is_file():
+        raise Failure(f"{program[0]} is not a file, so there is no script to run")
     from tracer.environment import DISABLE, disabled
 
     with _wrong_usage():

@@ -6,9 +6,11 @@ import itertools
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -295,6 +297,40 @@ def test_loops_of_every_making(way: str) -> None:
     assert len(seen) == 3
 
 
+@pytest.mark.parametrize(("code", "verdict"), [(0, "identical"), (None, "identical"), (3, "failed")])
+def test_a_training_that_exits_does_not_end_its_caller(code: int | None, verdict: str) -> None:
+    """As scripts do: status 0 is an end, another one a failure."""
+
+    def train(record: Any) -> None:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with record(model, optimizer):
+            for _ in range(2):
+                model(torch.randn(4, 3)).sum().backward()
+                optimizer.step()
+        sys.exit(code)
+
+    certificate = tracer.certify(train, steps=5)
+    assert (certificate.verdict, certificate.steps) == (verdict, 2), certificate
+
+
+@pytest.mark.filterwarnings("ignore:the recording to")
+def test_steps_that_a_bound_leaves_out_do_not_count_as_recorded() -> None:
+    """The overhead would be said to be that of recorded steps."""
+
+    def train(record: Any) -> None:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with record(model, optimizer, max_bytes=1000):
+            for _ in range(4):
+                model(torch.randn(4, 3)).sum().backward()
+                optimizer.step()
+
+    certificate = tracer.certify(train, steps=4)
+    assert certificate.identical, certificate
+    assert (certificate.overhead["steps"], certificate.overhead["recorded_steps"]) == (3, 0)
+
+
 def test_mean_where_only_some_steps_are_recorded() -> None:
     """A median would leave out the recorded steps: then the means are compared, and how many they are is told."""
 
@@ -484,9 +520,40 @@ def test_options_that_do_not_go_together() -> None:
         (["--certify", "0"], "0 is not in the range"),
         (["--run-steps", "5"], "--dry-run"),
         (["--json"], "--dry-run"),
+        (["--dry-run", "--certify", "2"], "--certify or --dry-run"),
     ):
         done = CliRunner().invoke(cli.main, ["record", *arguments, script])
         assert (done.exit_code, sentence in done.output) == (2, True), done.output
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--certify=2"])
+def test_torchrun_is_refused_before_it_is_started(option: str) -> None:
+    """One sentence, and not one of each rank."""
+    done = CliRunner().invoke(cli.main, ["record", option, "torchrun", "--nproc-per-node", "2", "train.py"])
+    assert (done.exit_code, "give it without torchrun" in done.output) == (2, True), done.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_ends_a_rehearsal_ends_its_process(number: signal.Signals, tmp_path: Path) -> None:
+    """The script's process does not go on by itself, and nothing is left behind."""
+    body = "import time; open('pid', 'w').write(str(os.getpid())); time.sleep(300)"
+    (tmp_path / "train.py").write_text(HEAD + body)
+    (tmp_path / "temporary").mkdir()
+    asked = subprocess.Popen(
+        [sys.executable, "-m", "cli", "record", "--certify", "3", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "temporary")},
+        start_new_session=True,
+    )
+    pid = tmp_path / "pid"
+    while not (pid.exists() and pid.read_text()) and asked.poll() is None:
+        time.sleep(0.05)
+    asked.send_signal(number)
+    assert asked.wait(60) == 128 + number
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+    assert not [*(tmp_path / "temporary").glob("trace-*")]
+    assert not (tmp_path / "train.zarr").exists()
 
 
 def test_one_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

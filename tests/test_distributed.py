@@ -380,9 +380,11 @@ def test_trace_record_under_torchrun(tmp_path: Path, form: str) -> None:
     else:
         launcher = ["torchrun"] if form.endswith("inside") else form.split()
         launcher += ["--standalone", "--nproc-per-node", "2"]
+        (tmp_path / "cli.py").write_text("raise SystemExit('a script of the user that is called so, too')")
         ran = subprocess.run(
-            [sys.executable, "-m", "cli", *options, *launcher, str(script)],
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+            [sys.executable, str(ROOT / "cli.py"), *options, *launcher, str(script)],
+            cwd=tmp_path, capture_output=True, text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         assert ran.returncode == 0, ran.stderr
     with TraceReader(path) as reader:

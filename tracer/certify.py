@@ -214,8 +214,9 @@ class Stopwatch:
         if recorder is not None and (number == 0 or last):  # what the first step left behind is not of the others
             recorder.wait_until_written()
         due = run is not None and any(one.due_step(run.exporter.global_step - 1) for one in run.exporter.captures)
+        full = recorder is not None and recorder.budget is not None and recorder.budget.exhausted()
         entered, alone = self._now(), time.thread_time()
-        steps.recorded.append(recorder is not None and due)
+        steps.recorded.append(recorder is not None and due and not full)
         steps.cpu.append(entered[0] - self._began[0])
         steps.wall.append(entered[1] - self._began[1])
         steps.hashes.append(self._hashed())
@@ -237,6 +238,9 @@ def _rehearse(train: Train, limit: int, recorded: bool) -> Steps:
             train(rehearsal.record)
         except Enough:
             pass
+        except SystemExit as error:  # as a script ends; it is not the caller that should
+            if error.code not in (None, 0):
+                steps.error = summary(error)
         except TracerError as error:
             steps.error, steps.refused = str(error), True
         except Exception as error:

@@ -15,6 +15,7 @@ import io
 import os
 import signal
 import sys
+import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -179,7 +180,7 @@ def unwatched(script: str, arguments: Sequence[str] = (), *, module: bool = Fals
     return _status(error)
 
 
-def torchrun(arguments: Sequence[str], options: Sequence[str]) -> NoReturn:
+def torchrun(arguments: Sequence[str], options: Sequence[str], *, program: str) -> NoReturn:
     """Become torchrun, with processes that each record the script that they run.
 
     Parameters
@@ -188,6 +189,8 @@ def torchrun(arguments: Sequence[str], options: Sequence[str]) -> NoReturn:
         Of torchrun: its options, the script or (after ``-m``) the module, and what goes to that.
     options : sequence of str
         Of ``trace record``.
+    program : str
+        The file of ``trace``: by its name, torchrun would take a module of the script's folder that is called so, too.
 
     Raises
     ------
@@ -204,7 +207,7 @@ def torchrun(arguments: Sequence[str], options: Sequence[str]) -> NoReturn:
     script = [*(["--module"] if given.module else []), given.training_script, *given.training_script_args]
     sys.stdout.flush()
     sys.stderr.flush()
-    command = [sys.executable, "-m", "torch.distributed.run", *before, "-m", "cli", "record", *options, *script]
+    command = [sys.executable, "-m", "torch.distributed.run", *before, program, "record", *options, *script]
     os.execv(sys.executable, command)
 
 
@@ -337,17 +340,12 @@ class _Session:
             wrapper.__doc__ = original.__doc__
             wrapper.__wrapped__ = original  # inspect.signature follows it
             setattr(owner, name, wrapper)
-        before = signal.getsignal(signal.SIGTERM)
-        mine = before is signal.SIG_DFL
-        if mine:  # by default SIGTERM ends a process at once; as an exception it lets the trace be closed
-            signal.signal(signal.SIGTERM, _terminate)
         try:
-            yield
+            with sigterm_raises():
+                yield
         finally:
             for owner, name, original in originals:
                 setattr(owner, name, original)
-            if mine and signal.getsignal(signal.SIGTERM) is _terminate:
-                signal.signal(signal.SIGTERM, before)
 
     def guarded(self, what: str, work: Callable[[], None]) -> None:
         """Do our part of a call of the script's; in a worker process that it forked, there is none."""
@@ -522,6 +520,19 @@ def _as_main(main: ModuleType, argv: list[str], first_path: str) -> Iterator[Non
         yield
     finally:
         sys.modules["__main__"], sys.argv, sys.path[:] = before
+
+
+@contextlib.contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """Let SIGTERM, which by default ends a process at once, be a `SystemExit`: what is open can then be closed."""
+    mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if mine:
+        signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        if mine and signal.getsignal(signal.SIGTERM) is _terminate:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _terminate(number: int, frame: object) -> None:

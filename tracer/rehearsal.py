@@ -82,7 +82,7 @@ def certify_script(program: Program, steps: int) -> Certificate:
         If this is one of several ranks.
     """
     _refuse_ranks("--certify")
-    with tempfile.TemporaryDirectory(prefix="trace-certify-") as folder:
+    with launch.sigterm_raises(), tempfile.TemporaryDirectory(prefix="trace-certify-") as folder:
         runs = [
             _run(program, Path(folder), "certify", steps, recorded=recorded)[0] for recorded in (False, True, False)
         ]
@@ -120,7 +120,7 @@ def dry_run(program: Program, *, run_steps: int | None = None, max_bytes: int | 
         If this is one of several ranks, the script trains nothing, fails, or nothing of it can be recorded.
     """
     _refuse_ranks("--dry-run")
-    with tempfile.TemporaryDirectory(prefix="trace-dry-run-") as folder:
+    with launch.sigterm_raises(), tempfile.TemporaryDirectory(prefix="trace-dry-run-") as folder:
         bare, _ = _run(program, Path(folder), "dry-run", DRY_RUN_STEPS, recorded=False)
         if bare.error is not None:
             raise CaptureError(f"{program.script} failed in its first steps: {bare.error}")
