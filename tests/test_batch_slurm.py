@@ -1,4 +1,4 @@
-"""Batches on SLURM: a job array, and workers of Dask. Skipped where no SLURM answers; ``tests/slurm.sh`` sets one up."""
+"""Batches on SLURM: a job array, and workers of Dask. Skipped where none answers; ``tests/slurm.sh`` sets one up."""
 
 from __future__ import annotations
 
