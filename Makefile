@@ -17,7 +17,7 @@ demo: $(INSTALLED) ## train a small network on real images, record it, replay it
 test: lint ## everything that must hold: lint, types, tests, doctests
 	$(BIN)/python -m pytest -n 2
 
-test-slow: $(INSTALLED) ## what takes minutes: a hundred kills of each format, and more damaged traces
+test-slow: $(INSTALLED) ## what takes minutes: a hundred kills of each format, more damaged traces, random models, the experiment
 	$(BIN)/python -m pytest -n 2 -m slow
 	TRACEREEL_FUZZ_CASES=1000 $(BIN)/python -m pytest -n 2 tests/test_hostile.py -k random
 
