@@ -351,14 +351,16 @@ def test_wrong_wishes(wrong: dict[str, Any], sentence: str) -> None:
 def test_channels_equal_the_statistics_of_slices(shape: tuple[int, ...], axis: int) -> None:
     """Statistics of channels are those of each slice along the axis."""
     x = of(*shape) + 0.5
-    found = analyze.statistics(x, EVERYTHING, per="channel", axis=axis)
     slices = list(np.moveaxis(x.numpy(), axis, 0)) if shape else [x.numpy()]
-    for name in EVERYTHING:
+    # those of each channel by itself take a while
+    wanted = EVERYTHING if len(slices) < 10_000 else ["count", "mean", "variance", "min", "max", "norm1", "skewness"]
+    found = analyze.statistics(x, wanted, per="channel", axis=axis)
+    for name in wanted:
         assert found[name].dtype == np.float64
         assert found[name].shape == (len(slices),)
     for number, one in list(enumerate(slices))[:: max(1, len(slices) // 20)]:
-        alone = analyze.statistics(one, EVERYTHING)
-        for name in EVERYTHING:
+        alone = analyze.statistics(one, wanted)
+        for name in wanted:
             assert found[name][number] == pytest.approx(alone[name], rel=1e-9, abs=1e-12, nan_ok=True), name
 
 
