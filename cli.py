@@ -1421,6 +1421,10 @@ class _Counter:
 )
 @_options(_kinds, _modules, _steps, _tags)
 @click.option(
+    "--pairs", type=click.Choice(["all", "first"]),
+    help="Compare the layers of each two runs, or of each with the first; for svcca, cka and their like.",
+)  # fmt: skip
+@click.option(
     "--workers", type=click.IntRange(min=0), metavar="N",
     help="Processes of this machine (default: its processors); 0 for this process alone; or jobs of --slurm.",
 )  # fmt: skip
@@ -1441,6 +1445,7 @@ def batch(
     traces: tuple[str, ...],
     specs: tuple[str, ...],
     out: str,
+    pairs: Any,
     workers: int | None,
     scheduler: str | None,
     slurm: str | None,
@@ -1468,7 +1473,7 @@ def batch(
     from analyze.progress import display
 
     asked: dict[str, Any] = {name: filters[name] or None for name in ("kinds", "modules", "steps", "tags")}
-    asked |= {"workers": workers, "part": part, "force": force, "part_bytes": part_bytes or PART_BYTES}
+    asked |= {"pairs": pairs, "workers": workers, "part": part, "force": force, "part_bytes": part_bytes or PART_BYTES}
     with _wrong_usage(), _plain_warnings():
         options = None if slurm is None else options_of(slurm)
         if only_plan or dry_run:

@@ -27,6 +27,7 @@ from typing import Any, Final, TypeAlias, final
 
 from analyze.engines import Death, Engine, Inline, Processes, cores
 from analyze.folder import Folder
+from analyze.pairing import Pairs, plan_pairs
 from analyze.planning import (
     PART_BYTES,
     SCHEMA,
@@ -246,6 +247,7 @@ def plan_batch(
     modules: str | Iterable[str] | None = None,
     steps: Steps | None = None,
     tags: str | Iterable[str] | None = None,
+    pairs: Pairs | None = None,
     workers: int | None = None,
     part: str | tuple[int, int] | None = None,
     force: bool = False,
@@ -263,25 +265,11 @@ def plan_batch(
     asked = questions([subscribers] if isinstance(subscribers, str) else subscribers)
     found = find_traces(traces, outside=out)
     say = progress or (lambda event: None)
-    planned = []
-    with contextlib.ExitStack() as stack:
-
-        def planner(trace: str) -> TracePlan:
-            return plan_trace(trace, asked, selection, part_bytes=part_bytes)
-
-        if any(isinstance(location(trace), Url) for trace in found):
-            threads = stack.enter_context(ThreadPoolExecutor(PLANNERS, "batch-planner"))
-            made: Iterable[TracePlan] = threads.map(planner, found)
-        else:
-            made = map(planner, found)
-        seen: set[str] = set()
-        for number, one in enumerate(made, 1):
-            # a trace that is named in two ways is one
-            if one.run is None or one.run.trace not in seen:
-                planned.append(one)
-            if one.run is not None:
-                seen.add(one.run.trace)
-            say({"event": "planning", "traces": number, "of": len(found)})
+    if pairs is not None:
+        planned = plan_pairs(found, asked, pairs, selection, part_bytes=part_bytes)
+        say({"event": "planning", "traces": len(found), "of": len(found)})
+    else:
+        planned = _plans(found, asked, selection, part_bytes, say)
     hands = share[1] if share is not None else cores() if workers is None else max(workers, 1)
     if share is not None:
         # every share must come to the same whole, so what is there already is looked at only after dealing
@@ -304,6 +292,32 @@ def plan_batch(
         cached=cached,
         share=share,
     )
+
+
+def _plans(
+    found: Sequence[str], asked: Sequence[Question], selection: Selection, part_bytes: int, say: Progress
+) -> list[TracePlan]:
+    """The plan of each trace; of those on object stores, several at once."""
+    planned: list[TracePlan] = []
+    with contextlib.ExitStack() as stack:
+
+        def planner(trace: str) -> TracePlan:
+            return plan_trace(trace, asked, selection, part_bytes=part_bytes)
+
+        if any(isinstance(location(trace), Url) for trace in found):
+            threads = stack.enter_context(ThreadPoolExecutor(PLANNERS, "batch-planner"))
+            made: Iterable[TracePlan] = threads.map(planner, found)
+        else:
+            made = map(planner, found)
+        seen: set[str] = set()
+        for number, one in enumerate(made, 1):
+            # a trace that is named in two ways is one
+            if one.run is None or one.run.trace not in seen:
+                planned.append(one)
+            if one.run is not None:
+                seen.add(one.run.trace)
+            say({"event": "planning", "traces": number, "of": len(found)})
+    return planned
 
 
 def _there(out: Anywhere) -> set[str]:
@@ -347,6 +361,7 @@ def batch(
     modules: str | Iterable[str] | None = None,
     steps: Steps | None = None,
     tags: str | Iterable[str] | None = None,
+    pairs: Pairs | None = None,
     workers: int | None = None,
     scheduler: Any = None,
     slurm: Mapping[str, Any] | None = None,
@@ -371,6 +386,9 @@ def batch(
         the last question.
     kinds, modules, steps, tags
         What is replayed, as in `tracer.replay`.
+    pairs : {"all", "first"}, optional
+        Compare runs instead: each layer of each trace with the same layer of each other one, or of the first, at the
+        steps that both have, as `analyze.compare` does. The column ``trace`` is then ``one|other``.
     workers : int, optional
         Processes of this machine (or jobs of SLURM); as many as there are processors, if not given; 0 to compute in
         this process, where a subscriber that crashes takes all with it.
@@ -429,7 +447,7 @@ def batch(
     say = progress or (lambda event: None)
     planned = plan_batch(
         traces, subscribers, out,
-        kinds=kinds, modules=modules, steps=steps, tags=tags, workers=workers, part=part, force=force,
+        kinds=kinds, modules=modules, steps=steps, tags=tags, pairs=pairs, workers=workers, part=part, force=force,
         part_bytes=part_bytes, progress=progress,
     )  # fmt: skip
     folder = Folder(out)
@@ -569,7 +587,7 @@ class _Work:
             self._failed += 1
             self.failures.append(
                 Failure(
-                    trace=unit.trace,
+                    trace=unit.title,
                     spec=unit.spec,
                     rank=unit.rank,
                     unit=unit.id,
@@ -583,7 +601,7 @@ class _Work:
             {
                 "event": "part",
                 "id": unit.id,
-                "trace": unit.trace,
+                "trace": unit.title,
                 "subscriber": unit.spec,
                 "rank": unit.rank,
                 "status": status,
@@ -684,7 +702,7 @@ def _told(planned: BatchPlan, work: _Work, state: str, before: Mapping[str, Any]
     runs |= {one.run.trace: asdict(one.run) for one in planned.traces if one.run is not None}
     specs = {one["spec"]: one for one in before.get("subscribers", ())}
     specs |= {one.spec: _of_question(one) for one in planned.asked}
-    used = {one["trace"] for one in listed}
+    used = {f"{one['trace']}|{one['other']}" if one.get("other") else one["trace"] for one in listed}
     seconds = {**before.get("seconds", {}), **{spec: spent for spec, spent in work.seconds.items() if spent[2]}}
     return {
         "schema": SCHEMA,

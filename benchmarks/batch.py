@@ -203,7 +203,7 @@ def memory(folder: Path, scale: float) -> dict[str, float]:
         for _ in planned.tasks:
             engine.next_done()
         status = Path(f"/proc/{worker.process.pid}/status").read_text()
-        peak = int(status.partition("VmHWM:")[2].split()[0]) / 1e3
+        peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6
     finally:
         engine.close()
     shutil.rmtree(path)
