@@ -1497,12 +1497,16 @@ def batch(
         "seconds": round(results.seconds, 3),
     }
     if as_json:
-        _print_json(told | {"failures": [dataclasses.asdict(failure) for failure in results.failures]})
+        _print_json(
+            told | {"notes": results.notes, "failures": [dataclasses.asdict(failure) for failure in results.failures]}
+        )
     else:
         click.echo(
             f"{results.computed:,} parts computed, {results.cached:,} were there already, {len(results.failures):,} "
             f"failed, in {results.seconds:.1f} s: {results.out}"
         )
+    for note in results.notes:
+        click.echo(_printable(note), err=True)
     if results.failures:
         for failure in results.failures:
             click.echo(_failure_line(failure), err=True)

@@ -93,6 +93,20 @@ class BatchPlan:
         return [failure for one in self.traces for failure in one.failures]
 
     @property
+    def notes(self) -> list[str]:
+        """What is to be known of the traces: a sentence for each run that did not finish, and each missing part."""
+        runs = [one.run for one in self.traces if one.run is not None]
+        told = [
+            sentence
+            for run in runs
+            for sentence in (
+                *run.problems,
+                *([] if run.status == "finished" else [f"{run.trace} is of a run that is {run.status}"]),
+            )
+        ]
+        return list(dict.fromkeys(told))
+
+    @property
     def bytes(self) -> int:
         """What is to be read."""
         return sum(task.bytes for task in self.tasks)
@@ -140,6 +154,9 @@ class BatchResults:
     computed, cached : int
         Units that were computed, and that were there already.
     seconds : float
+    notes : list of str
+        What is to be known of the traces: a run that did not finish, parts of a trace that are missing. What was read
+        of them is answered.
     """
 
     out: str
@@ -148,6 +165,7 @@ class BatchResults:
     computed: int = 0
     cached: int = 0
     seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
@@ -481,6 +499,7 @@ def batch(
             computed=work.computed,
             cached=len(planned.cached),
             seconds=time.monotonic() - began,
+            notes=planned.notes,
         )
     finally:
         folder.close()
@@ -754,7 +773,8 @@ def estimate(planned: BatchPlan, out: Anywhere, workers: int | None = None) -> d
     alone = [
         Task(units=(unit,), run=task.run, selection=task.selection) for task in planned.tasks for unit in task.units
     ]
-    for spec in dict.fromkeys(task.units[0].spec for task in alone):
+    left = {task.units[0].spec for task in alone}
+    for spec in (one.spec for one in planned.asked if one.spec in left):
         spent, nbytes, parts = known.get(spec, (0.0, 0.0, 0))
         if not parts:
             smallest = min((task for task in alone if task.units[0].spec == spec), key=lambda task: task.bytes)
