@@ -34,6 +34,7 @@ bench: $(INSTALLED) ## what recording and storing cost, measured in one run
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/hooks.py
 	$(BIN)/python benchmarks/storage.py
+	$(BIN)/python benchmarks/batch.py
 	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/objects.py

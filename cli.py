@@ -1455,6 +1455,10 @@ class _Counter:
 )
 @_options(_kinds, _modules, _steps, _tags)
 @click.option(
+    "--pairs", type=click.Choice(["all", "first"]),
+    help="Compare the layers of each two runs, or of each with the first; for svcca, cka and their like.",
+)  # fmt: skip
+@click.option(
     "--workers", type=click.IntRange(min=0), metavar="N",
     help="Processes of this machine (default: its processors); 0 for this process alone; or jobs of --slurm.",
 )  # fmt: skip
@@ -1475,6 +1479,7 @@ def batch(
     traces: tuple[str, ...],
     specs: tuple[str, ...],
     out: str,
+    pairs: Any,
     workers: int | None,
     scheduler: str | None,
     slurm: str | None,
@@ -1502,7 +1507,7 @@ def batch(
     from analyze.progress import display
 
     asked: dict[str, Any] = {name: filters[name] or None for name in ("kinds", "modules", "steps", "tags")}
-    asked |= {"workers": workers, "part": part, "force": force, "part_bytes": part_bytes or PART_BYTES}
+    asked |= {"pairs": pairs, "workers": workers, "part": part, "force": force, "part_bytes": part_bytes or PART_BYTES}
     with _wrong_usage(), _plain_warnings():
         options = None if slurm is None else options_of(slurm)
         if only_plan or dry_run:
@@ -1526,12 +1531,16 @@ def batch(
         "seconds": round(results.seconds, 3),
     }
     if as_json:
-        _print_json(told | {"failures": [dataclasses.asdict(failure) for failure in results.failures]})
+        _print_json(
+            told | {"notes": results.notes, "failures": [dataclasses.asdict(failure) for failure in results.failures]}
+        )
     else:
         click.echo(
             f"{results.computed:,} parts computed, {results.cached:,} were there already, {len(results.failures):,} "
             f"failed, in {results.seconds:.1f} s: {results.out}"
         )
+    for note in results.notes:
+        click.echo(_printable(note), err=True)
     if results.failures:
         for failure in results.failures:
             click.echo(_failure_line(failure), err=True)

@@ -27,6 +27,7 @@ from typing import Any, Final, TypeAlias, final
 
 from analyze.engines import Death, Engine, Inline, Processes, cores
 from analyze.folder import Folder
+from analyze.pairing import Pairs, plan_pairs
 from analyze.planning import (
     PART_BYTES,
     SCHEMA,
@@ -92,6 +93,20 @@ class BatchPlan:
         return [failure for one in self.traces for failure in one.failures]
 
     @property
+    def notes(self) -> list[str]:
+        """What is to be known of the traces: a sentence for each run that did not finish, and each missing part."""
+        runs = [one.run for one in self.traces if one.run is not None]
+        told = [
+            sentence
+            for run in runs
+            for sentence in (
+                *run.problems,
+                *([] if run.status == "finished" else [f"{run.trace} is of a run that is {run.status}"]),
+            )
+        ]
+        return list(dict.fromkeys(told))
+
+    @property
     def bytes(self) -> int:
         """What is to be read."""
         return sum(task.bytes for task in self.tasks)
@@ -139,6 +154,9 @@ class BatchResults:
     computed, cached : int
         Units that were computed, and that were there already.
     seconds : float
+    notes : list of str
+        What is to be known of the traces: a run that did not finish, parts of a trace that are missing. What was read
+        of them is answered.
     """
 
     out: str
@@ -147,6 +165,7 @@ class BatchResults:
     computed: int = 0
     cached: int = 0
     seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
@@ -246,6 +265,7 @@ def plan_batch(
     modules: str | Iterable[str] | None = None,
     steps: Steps | None = None,
     tags: str | Iterable[str] | None = None,
+    pairs: Pairs | None = None,
     workers: int | None = None,
     part: str | tuple[int, int] | None = None,
     force: bool = False,
@@ -263,25 +283,11 @@ def plan_batch(
     asked = questions([subscribers] if isinstance(subscribers, str) else subscribers)
     found = find_traces(traces, outside=out)
     say = progress or (lambda event: None)
-    planned = []
-    with contextlib.ExitStack() as stack:
-
-        def planner(trace: str) -> TracePlan:
-            return plan_trace(trace, asked, selection, part_bytes=part_bytes)
-
-        if any(isinstance(location(trace), Url) for trace in found):
-            threads = stack.enter_context(ThreadPoolExecutor(PLANNERS, "batch-planner"))
-            made: Iterable[TracePlan] = threads.map(planner, found)
-        else:
-            made = map(planner, found)
-        seen: set[str] = set()
-        for number, one in enumerate(made, 1):
-            # a trace that is named in two ways is one
-            if one.run is None or one.run.trace not in seen:
-                planned.append(one)
-            if one.run is not None:
-                seen.add(one.run.trace)
-            say({"event": "planning", "traces": number, "of": len(found)})
+    if pairs is not None:
+        planned = plan_pairs(found, asked, pairs, selection, part_bytes=part_bytes)
+        say({"event": "planning", "traces": len(found), "of": len(found)})
+    else:
+        planned = _plans(found, asked, selection, part_bytes, say)
     hands = share[1] if share is not None else cores() if workers is None else max(workers, 1)
     if share is not None:
         # every share must come to the same whole, so what is there already is looked at only after dealing
@@ -304,6 +310,32 @@ def plan_batch(
         cached=cached,
         share=share,
     )
+
+
+def _plans(
+    found: Sequence[str], asked: Sequence[Question], selection: Selection, part_bytes: int, say: Progress
+) -> list[TracePlan]:
+    """The plan of each trace; of those on object stores, several at once."""
+    planned: list[TracePlan] = []
+    with contextlib.ExitStack() as stack:
+
+        def planner(trace: str) -> TracePlan:
+            return plan_trace(trace, asked, selection, part_bytes=part_bytes)
+
+        if any(isinstance(location(trace), Url) for trace in found):
+            threads = stack.enter_context(ThreadPoolExecutor(PLANNERS, "batch-planner"))
+            made: Iterable[TracePlan] = threads.map(planner, found)
+        else:
+            made = map(planner, found)
+        seen: set[str] = set()
+        for number, one in enumerate(made, 1):
+            # a trace that is named in two ways is one
+            if one.run is None or one.run.trace not in seen:
+                planned.append(one)
+            if one.run is not None:
+                seen.add(one.run.trace)
+            say({"event": "planning", "traces": number, "of": len(found)})
+    return planned
 
 
 def _there(out: Anywhere) -> set[str]:
@@ -347,6 +379,7 @@ def batch(
     modules: str | Iterable[str] | None = None,
     steps: Steps | None = None,
     tags: str | Iterable[str] | None = None,
+    pairs: Pairs | None = None,
     workers: int | None = None,
     scheduler: Any = None,
     slurm: Mapping[str, Any] | None = None,
@@ -371,6 +404,9 @@ def batch(
         the last question.
     kinds, modules, steps, tags
         What is replayed, as in `tracer.replay`.
+    pairs : {"all", "first"}, optional
+        Compare runs instead: each layer of each trace with the same layer of each other one, or of the first, at the
+        steps that both have, as `analyze.compare` does. The column ``trace`` is then ``one|other``.
     workers : int, optional
         Processes of this machine (or jobs of SLURM); as many as there are processors, if not given; 0 to compute in
         this process, where a subscriber that crashes takes all with it.
@@ -429,7 +465,7 @@ def batch(
     say = progress or (lambda event: None)
     planned = plan_batch(
         traces, subscribers, out,
-        kinds=kinds, modules=modules, steps=steps, tags=tags, workers=workers, part=part, force=force,
+        kinds=kinds, modules=modules, steps=steps, tags=tags, pairs=pairs, workers=workers, part=part, force=force,
         part_bytes=part_bytes, progress=progress,
     )  # fmt: skip
     folder = Folder(out)
@@ -463,6 +499,7 @@ def batch(
             computed=work.computed,
             cached=len(planned.cached),
             seconds=time.monotonic() - began,
+            notes=planned.notes,
         )
     finally:
         folder.close()
@@ -569,7 +606,7 @@ class _Work:
             self._failed += 1
             self.failures.append(
                 Failure(
-                    trace=unit.trace,
+                    trace=unit.title,
                     spec=unit.spec,
                     rank=unit.rank,
                     unit=unit.id,
@@ -583,7 +620,7 @@ class _Work:
             {
                 "event": "part",
                 "id": unit.id,
-                "trace": unit.trace,
+                "trace": unit.title,
                 "subscriber": unit.spec,
                 "rank": unit.rank,
                 "status": status,
@@ -684,7 +721,7 @@ def _told(planned: BatchPlan, work: _Work, state: str, before: Mapping[str, Any]
     runs |= {one.run.trace: asdict(one.run) for one in planned.traces if one.run is not None}
     specs = {one["spec"]: one for one in before.get("subscribers", ())}
     specs |= {one.spec: _of_question(one) for one in planned.asked}
-    used = {one["trace"] for one in listed}
+    used = {f"{one['trace']}|{one['other']}" if one.get("other") else one["trace"] for one in listed}
     seconds = {**before.get("seconds", {}), **{spec: spent for spec, spent in work.seconds.items() if spent[2]}}
     return {
         "schema": SCHEMA,
@@ -736,7 +773,8 @@ def estimate(planned: BatchPlan, out: Anywhere, workers: int | None = None) -> d
     alone = [
         Task(units=(unit,), run=task.run, selection=task.selection) for task in planned.tasks for unit in task.units
     ]
-    for spec in dict.fromkeys(task.units[0].spec for task in alone):
+    left = {task.units[0].spec for task in alone}
+    for spec in (one.spec for one in planned.asked if one.spec in left):
         spent, nbytes, parts = known.get(spec, (0.0, 0.0, 0))
         if not parts:
             smallest = min((task for task in alone if task.units[0].spec == spec), key=lambda task: task.bytes)

@@ -17,6 +17,7 @@ import uuid
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias, final
 
@@ -279,10 +280,11 @@ class Dask:
 
     def __init__(self, scheduler: Any, workers: int | None = None, memory: int | None = None) -> None:
         try:
-            import distributed
+            # by its name: it has annotations in some places only
+            distributed: Any = import_module("distributed")
         except ImportError as error:
             raise TracerError("Dask is not installed: pip install 'tracereel[cluster]'") from error
-        self._distributed = distributed
+        self._distributed: Any = distributed
         self._cluster: Any = None
         self._name = scheduler if isinstance(scheduler, str) else type(scheduler).__name__
         try:
@@ -411,7 +413,7 @@ def slurm(options: Mapping[str, Any]) -> Any:
         If dask-jobqueue is not installed, or cannot start the cluster.
     """
     try:
-        import dask_jobqueue
+        dask_jobqueue: Any = import_module("dask_jobqueue")
     except ImportError as error:
         raise TracerError("dask-jobqueue is not installed: pip install 'tracereel[cluster]'") from error
     given = dict(options)

@@ -77,6 +77,8 @@ class Unit:
         Only these global steps; None for all.
     messages, bytes : int
         What it reads.
+    other : str
+        The trace that the layers of `trace` are compared with; empty if nothing is compared.
     """
 
     id: str
@@ -88,11 +90,17 @@ class Unit:
     steps: tuple[int | None, ...] | None
     messages: int
     bytes: int
+    other: str = ""
 
     @property
     def cell(self) -> str:
         """What it belongs to: the first half of its id."""
         return self.id.partition("-")[0]
+
+    @property
+    def title(self) -> str:
+        """What the trace is called in the table; a pair is ``one|other``."""
+        return f"{self.trace}|{self.other}" if self.other else self.trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +114,38 @@ class Run:
     ranks: tuple[int, ...]
     messages: int
     problems: tuple[str, ...]
+
+    @classmethod
+    def of(cls, path: str, reader: TraceReader) -> Run:
+        """What a trace says of its run."""
+        header = reader.header
+        return cls(
+            trace=path,
+            run_id=str(header.get("run_id") or ""),
+            created=str(header.get("created") or ""),
+            status=reader.status,
+            ranks=tuple(reader.ranks),
+            messages=len(reader),
+            problems=tuple(reader.problems),
+        )
+
+    @property
+    def ended(self) -> str:
+        """How the run ended, as far as that does not change by looking again."""
+        status = self.status.partition(":")[0]
+        return status if status in ("finished", "failed") else "unfinished"
+
+    def beside(self, other: Run) -> Run:
+        """What is said of two runs that are compared: of each, with a bar between them."""
+        return Run(
+            trace=f"{self.trace}|{other.trace}",
+            run_id=f"{self.run_id}|{other.run_id}",
+            created=f"{self.created}|{other.created}",
+            status=self.status if self.status == other.status else f"{self.status}|{other.status}",
+            ranks=(0,),
+            messages=self.messages + other.messages,
+            problems=(*self.problems, *other.problems),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,9 +382,9 @@ def plan_trace(
     try:
         reader = TraceReader(path)
     except TracerError as error:
-        return TracePlan(run=None, failures=[_unplanned(path, "", None, error)])
+        return TracePlan(run=None, failures=[unplanned(path, "", None, error)])
     except Exception as error:  # noqa: BLE001 - one file that a library chokes on must not end a batch of hundreds
-        return TracePlan(run=None, failures=[_unplanned(path, "", None, f"{type(error).__name__}: {error}")])
+        return TracePlan(run=None, failures=[unplanned(path, "", None, f"{type(error).__name__}: {error}")])
     with reader:
         return _plan_trace(path, reader, asked, selection, part_bytes)
 
@@ -352,44 +392,34 @@ def plan_trace(
 def _plan_trace(
     path: str, reader: TraceReader, asked: Sequence[Question], selection: Selection, part_bytes: int
 ) -> TracePlan:
-    info_status, header, ranks = reader.status, reader.header, reader.ranks
-    run = Run(
-        trace=path,
-        run_id=str(header.get("run_id") or ""),
-        created=str(header.get("created") or ""),
-        status=info_status,
-        ranks=tuple(ranks),
-        messages=len(reader),
-        problems=tuple(reader.problems),
-    )
+    run = Run.of(path, reader)
     planned = TracePlan(run=run)
-    status = info_status.partition(":")[0]
-    ended = status if status in ("finished", "failed") else "unfinished"
-    views = {rank: reader.of_rank(rank) for rank in ranks}
+    views = {rank: reader.of_rank(rank) for rank in run.ranks}
     for question in asked:
         units: list[Unit] = []
         failures: list[Failure] = []
         lacking: list[Failure] = []
         for rank, view in views.items():
             try:
-                steps = _settled(view, selection.steps) if info_status == "recording" else selection.steps
+                steps = _settled(view, selection.steps) if run.status == "recording" else selection.steps
                 filters = selection.filters() | {"steps": steps}
                 todo = plan(view, *question.receivers, rank=rank, **filters)
                 if todo.missing:
-                    lacking.append(_unplanned(path, question.spec, rank, "; ".join(todo.missing)))
+                    lacking.append(unplanned(path, question.spec, rank, "; ".join(todo.missing)))
                     continue
-                units += _units(path, view, question, todo, rank, steps, ended, part_bytes)
+                units += _units(path, view, question, todo, rank, steps, run.ended, part_bytes)
             except TracerError as error:
-                failures.append(_unplanned(path, question.spec, rank, error))
+                failures.append(unplanned(path, question.spec, rank, error))
             except Exception as error:  # noqa: BLE001 - as above
-                failures.append(_unplanned(path, question.spec, rank, f"{type(error).__name__}: {error}"))
+                failures.append(unplanned(path, question.spec, rank, f"{type(error).__name__}: {error}"))
         planned.units += units
         # a rank may have been recorded in part, such as without the weights, which are the same in all
         planned.failures += failures if units else failures + lacking
     return planned
 
 
-def _unplanned(trace: str, spec: str, rank: int | None, why: object) -> Failure:
+def unplanned(trace: str, spec: str, rank: int | None, why: object) -> Failure:
+    """What cannot be answered, as is clear before anything is read."""
     return Failure(trace=trace, spec=spec, rank=rank, unit="", status="unplanned", reason=str(why))
 
 
@@ -411,7 +441,7 @@ def _units(
     part_bytes: int,
 ) -> list[Unit]:
     """The units of one subscriber in one rank of a trace."""
-    cell = _digest([path, rank, question.spec])[:16]
+    cell = digest([path, rank, question.spec])[:16]
     units = []
     for share in shares(reader, todo, question.scope, steps, part_bytes):
         rows, pairs = share.rows(reader, todo)
@@ -450,10 +480,11 @@ def identity(
         reader.fingerprint(rows),
         reader.fingerprint(pairs.reshape(-1)),
     ]
-    return _digest(values)[:32]
+    return digest(values)[:32]
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """A digest of JSON values, in hexadecimal digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

@@ -13,6 +13,7 @@ import socket
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -20,7 +21,8 @@ import torch
 
 from analyze import registry
 from analyze.folder import Folder
-from analyze.planning import Question, Share, Task, Unit, identity, of_modules, questions
+from analyze.pairing import identity_of, take
+from analyze.planning import Question, Selection, Share, Task, Unit, identity, of_modules, questions
 from analyze.results import COLUMNS, Results
 from tracer.bus import Receiver, describe
 from tracer.errors import TraceCorruptError, TraceError, TracerError
@@ -80,7 +82,7 @@ def run(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run(task: Task, folder: Folder, replace: bool) -> list[Outcome]:
-    if len(task.units) > 1:
+    if len(task.units) > 1 and not task.units[0].other:
         outcomes = _attempt(task, task.units, folder, replace)
         if all(one.status == "computed" for one in outcomes):
             return outcomes
@@ -93,14 +95,16 @@ def _attempt(task: Task, units: Sequence[Unit], folder: Folder, replace: bool) -
     heard: list[_Heard] = []
     status, reason, told = "computed", "", ""
     try:
-        with torch.no_grad(), TraceReader(task.run.trace) as whole:
-            reader = whole.of_rank(units[0].rank)
+        with torch.no_grad(), TraceReader(units[0].trace) as whole:
             try:
-                _replay(task, units, reader, heard)
+                if units[0].other:
+                    heard.append(_compared(task, units[0], whole))
+                else:
+                    _replay(task, units, whole.of_rank(units[0].rank), heard)
             except TraceCorruptError as error:
                 status, reason = "damaged", str(error)  # what was published before is right
-                if len(units) == 1:
-                    reason += _salvage(task, units[0], reader, heard)
+                if len(units) == 1 and not units[0].other:
+                    reason += _salvage(task, units[0], whole.of_rank(units[0].rank), heard)
     except Exception as error:  # noqa: BLE001 - a subscriber, a file or a library may raise anything; the rest goes on
         status, told = "failed", traceback.format_exc()
         notes = "; ".join(getattr(error, "__notes__", ()))
@@ -198,18 +202,35 @@ def _salvage(task: Task, unit: Unit, reader: TraceReader, heard: list[_Heard]) -
     return f"; the answers to {lost} of {pieces} {what} are missing" + (" in part" if what == "modules" else "")
 
 
+def _compared(task: Task, unit: Unit, one: TraceReader) -> _Heard:
+    """What comparing the layers of two traces says."""
+    (question,) = questions([unit.spec])
+    with TraceReader(unit.other) as other:
+        steps = Selection(steps=task.selection.steps)
+        pair = take(one, question, steps), take(other, question, steps)
+        if not unit.id.endswith(f"-{identity_of(unit.trace, unit.other, question, unit.steps, pair)}"):
+            raise _changed(unit)
+        measure = registry.parse(unit.spec)
+        heard = _Heard(unit, measure, None)
+        # imported by its name, because it is a function of the package, too
+        heard.results = import_module("analyze.compare").compare(one, other, measure, steps=unit.steps)
+    return heard
+
+
 def _check_unchanged(task: Task, unit: Unit, question: Question, reader: TraceReader) -> None:
     """Raise `TraceError` if the trace or a subscriber is not what was planned: its answers would be filed wrongly."""
     filters = task.selection.filters() | {"steps": unit.steps}
     todo = plan(reader, *of_modules(question.receivers, unit.modules), rank=unit.rank, **filters)
-    status = task.run.status.partition(":")[0]
-    ended = status if status in ("finished", "failed") else "unfinished"
     rows = todo.where.nonzero()[0]
-    now = identity(reader, question, rows, todo.pairs, unit.trace, unit.rank, ended)
+    now = identity(reader, question, rows, todo.pairs, unit.trace, unit.rank, task.run.ended)
     if not unit.id.endswith(f"-{now}"):
-        raise TraceError(
-            f"{unit.trace} or the source of {unit.spec} is not what it was when the batch was planned: plan it again"
-        )
+        raise _changed(unit)
+
+
+def _changed(unit: Unit) -> TraceError:
+    return TraceError(
+        f"{unit.title} or the source of {unit.spec} is not what it was when the batch was planned: plan it again"
+    )
 
 
 @final
@@ -250,7 +271,7 @@ class _Heard:
     passive = True
     name = "results"
 
-    def __init__(self, unit: Unit, subscriber: Subscriber, timed: _Timed) -> None:
+    def __init__(self, unit: Unit, subscriber: Subscriber, timed: _Timed | None) -> None:
         self.unit = unit
         self.results = Results()
         self.arrays: list[Message] = []
@@ -261,7 +282,7 @@ class _Heard:
     @property
     def seconds(self) -> float:
         """How long the subscriber took."""
-        return self._timed.seconds
+        return 0.0 if self._timed is None else self._timed.seconds
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
         return kind in self._kinds
@@ -270,7 +291,7 @@ class _Heard:
         if message.data is not None and message.data.numel() > ARRAY_NUMBERS:
             self.arrays.append(message)
         else:
-            self.results.add(message, self.unit.trace, self._called)
+            self.results.add(message, self.unit.title, self._called)
         return ()
 
     def finish(self) -> Iterable[Message]:
@@ -291,7 +312,7 @@ class _Heard:
         details = {
             "unit": unit.id,
             "spec": unit.spec,
-            "trace": unit.trace,
+            "trace": unit.title,
             "rank": unit.rank,
             "modules": unit.modules,
             "steps": unit.steps,
@@ -322,7 +343,7 @@ def _table(results: Results, arrays: Sequence[Message], subscriber: str, task: T
         columns = {name: list(column) for name, column in columns.items()}
         for number, message in enumerate(arrays):
             said: dict[str, Any] = {
-                "trace": unit.trace,
+                "trace": unit.title,
                 "subscriber": subscriber,
                 "kind": message.kind,
                 "module": (message.key or "") + (f"#{message.leaf}" if message.leaf else ""),
@@ -367,7 +388,7 @@ def _write_arrays(folder: Folder, unit: Unit, arrays: Sequence[Message]) -> str:
     place = f"arrays/{unit.id}.zarr"
     if not isinstance(folder.path, Url):
         (folder.path / "arrays").mkdir(exist_ok=True)
-    header = {"results_of": unit.trace, "subscribers": [unit.spec]}
+    header = {"results_of": unit.title, "subscribers": [unit.spec]}
     with TraceWriter(folder.path.joinpath(*place.split("/")), header=header, overwrite=True) as writer:
         for message in arrays:
             writer.write(message)

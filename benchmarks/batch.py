@@ -153,7 +153,7 @@ def scaling(folder: Path, rounds: int, scale: float) -> tuple[dict[str, float], 
     runs.mkdir()
     for seed in range(8):
         heavy(runs / f"run{seed}.zarr", max(int(24 * scale), 2), seed)
-    ratios, walls, parts = [], {1: [], 2: []}, []
+    ratios, walls, busy, parts = [], {1: [], 2: []}, [], []
     for _ in range(rounds):
         for workers in (1, 2):
             times: list[tuple[float, float]] = []
@@ -169,6 +169,9 @@ def scaling(folder: Path, rounds: int, scale: float) -> tuple[dict[str, float], 
             walls[workers].append((times[-1][0] - times[workers - 1][0]) / (len(times) - workers))
             if workers == 1:
                 parts = [seconds for _, seconds in times]
+            else:
+                span = times[-1][0] - times[workers - 1][0]
+                busy.append(sum(seconds for _, seconds in times[workers:]) / (workers * span))
         ratios.append(walls[1][-1] / walls[2][-1])
     return {
         "parts": len(parts),
@@ -176,6 +179,7 @@ def scaling(folder: Path, rounds: int, scale: float) -> tuple[dict[str, float], 
         "two_over_one": statistics.median(ratios),
         "lowest": min(ratios),
         "highest": max(ratios),
+        "busy": statistics.median(busy),
         "processors": float(len(os.sched_getaffinity(0))),
         "load": os.getloadavg()[0],
     }, parts
@@ -203,7 +207,7 @@ def memory(folder: Path, scale: float) -> dict[str, float]:
         for _ in planned.tasks:
             engine.next_done()
         status = Path(f"/proc/{worker.process.pid}/status").read_text()
-        peak = int(status.partition("VmHWM:")[2].split()[0]) / 1e3
+        peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6
     finally:
         engine.close()
     shutil.rmtree(path)
@@ -249,9 +253,11 @@ def main() -> None:
         found["per_task_seconds"] = handing_out()
         found["scaling"], parts = scaling(folder, given.rounds, given.scale)
         found["memory"] = memory(folder, given.scale)
-    found["simulated"] = simulated(parts, found["per_task_seconds"], given.tasks)
-    bend = next((one["workers"] for one in found["simulated"] if one["efficiency"] < 0.9), None)
-    found["bends_at"] = bend
+    shorter = [seconds / 10 for seconds in parts]
+    for name, times in (("simulated", parts), ("simulated_shorter", shorter)):
+        curve = simulated(times, found["per_task_seconds"], given.tasks)
+        bend = next((one["workers"] for one in curve if one["efficiency"] < 0.9), None)
+        found[name] = {"part_seconds": statistics.median(times), "bends_at": bend, "curve": curve}
     if given.json:
         print(json.dumps(found, indent=1))
         return
@@ -266,16 +272,19 @@ def main() -> None:
     print(
         f"two workers over one: {grows['two_over_one']:.2f} ({grows['lowest']:.2f}-{grows['highest']:.2f}), "
         f"{grows['parts']} parts of {grows['part_seconds']:.2f} s, {grows['processors']:.0f} processors, "
-        f"load {grows['load']:.1f}"
+        f"load {grows['load']:.1f}; two workers had a part to compute {100 * grows['busy']:.0f} % of the time"
     )
     print(
         f"memory: {held['above_mb']:.0f} MB above an idle worker's {held['idle_mb']:.0f} MB, "
         f"trace of {held['trace_mb']:.0f} MB in parts of 34 MB"
     )
-    print(f"simulated, {given.tasks} tasks:")
-    for one in found["simulated"]:
-        print(f"  {one['workers']:>5} workers: {one['speedup']:8.1f} x, {100 * one['efficiency']:5.1f} %")
-    print(f"below 90 % from {bend} workers on" if bend else "not below 90 % up to 1,000 workers")
+    for name in ("simulated", "simulated_shorter"):
+        curve = found[name]
+        print(f"simulated, {given.tasks} tasks of {curve['part_seconds']:.3f} s:")
+        for one in curve["curve"]:
+            print(f"  {one['workers']:>5} workers: {one['speedup']:8.1f} x, {100 * one['efficiency']:5.1f} %")
+        bend = curve["bends_at"]
+        print(f"below 90 % from {bend} workers on" if bend else "not below 90 % up to 1,000 workers")
 
 
 if __name__ == "__main__":

@@ -280,6 +280,29 @@ def test_a_run_that_is_still_recorded_is_analysed_as_far_as_it_is(tmp_path: Path
     assert len(list((out / "parts").iterdir())) == 1
 
 
+def test_a_run_that_was_interrupted_is_analysed_and_told(tmp_path: Path) -> None:
+    """What a run that was killed has committed is answered; that it did not finish is a note, and no failure."""
+    path = tmp_path / "run.zarr"
+    program = f"""
+import os, signal, torch
+from tracer import ModuleMessage, TraceWriter
+writer = TraceWriter({str(path)!r})
+for step in range(5):
+    at = dict(global_step=step, train_step=step, epoch=0, module="fc")
+    writer.write(ModuleMessage(kind="weights", data=torch.full((3,), float(step)), **at))
+writer.commit()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", program], env=environment(), check=False).returncode == -signal.SIGKILL
+    results = batch(path, "norm", tmp_path / "out", workers=0)
+    assert counted(results) == (1, 0, 0)
+    assert [row.global_step for row in results] == [0, 1, 2, 3, 4]
+    assert results.notes == [f"{path} is of a run that is interrupted"]
+    done = CliRunner().invoke(cli.main, ["batch", str(path), "-s", "norm", "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0
+    assert f"{path} is of a run that is interrupted" in done.stderr
+
+
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
@@ -527,7 +550,7 @@ def test_the_command(runs: Path, trouble: str, tmp_path: Path) -> None:
     assert [line["done"] for line in lines[1:]] == [1, 2, 3, 4, 5, 6]
     again = runner.invoke(cli.main, [*common, "--json"])
     assert json.loads(again.stdout) | {"seconds": 0} == {
-        "out": str(out), "parts": 6, "computed": 0, "cached": 6, "failed": 0, "seconds": 0, "failures": [],
+        "out": str(out), "parts": 6, "computed": 0, "cached": 6, "failed": 0, "seconds": 0, "notes": [], "failures": [],
     }  # fmt: skip
     later = runner.invoke(cli.main, [*common, "--force", "--dry-run"])
     assert "would compute 6 parts of 3 traces" in later.stdout
