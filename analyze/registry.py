@@ -143,12 +143,10 @@ def parse(text: str) -> Subscriber:
     Examples
     --------
     >>> probe = parse("svcca:threshold=0.9,tag=probe,modules=conv*+fc*")
-    >>> probe.produces, probe.threshold, probe.subscriptions[0].modules
-    (('activations_svcca',), 0.9, ('conv*', 'fc*'))
-    >>> parse("svcca:lag=5,as=lag5").produces
-    ('activations_svcca_lag5',)
     >>> probe.produces[0], probe.threshold, probe.subscriptions[0].modules
     ('activations_svcca', 0.9, ('conv*', 'fc*'))
+    >>> parse("svcca:lag=5,as=lag5").produces[0]
+    'activations_svcca_lag5'
     """
     in_file = _IN_FILE.fullmatch(text)
     if in_file is not None:
