@@ -487,6 +487,7 @@ def analyze(
     modules: Any = None,
     steps: Any = None,
     tags: Any = None,
+    rank: int | None = None,
 ) -> Results:
     """Replay a trace through subscribers and gather their answers.
 
@@ -495,8 +496,8 @@ def analyze(
     path : path of a trace, or TraceReader
     subscribers : subscriber or str, or several
         As instances, or as `parse` reads them: ``"svcca:threshold=0.9"``.
-    kinds, modules, steps, tags
-        What is replayed, as in `tracer.replay`.
+    kinds, modules, steps, tags, rank
+        What is replayed, as in `tracer.replay`; subscribers remember what they heard, so each rank needs its own.
 
     Returns
     -------
@@ -514,7 +515,7 @@ def analyze(
         raise MessageError("analyze needs at least one subscriber, but got none")
     results = Results()
     sink = results.sink(asked, str(getattr(path, "path", path)))
-    replay(path, *asked, sink, kinds=kinds, modules=modules, steps=steps, tags=tags)
+    replay(path, *asked, sink, kinds=kinds, modules=modules, steps=steps, tags=tags, rank=rank)
     return results
 
 

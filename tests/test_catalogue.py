@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
+from torch import nn
 
 import analyze
 from analyze import catalogue, registry
@@ -62,6 +64,37 @@ def test_other_numbers_are_those_of_their_recipes() -> None:
     theirs = np.mean([analyze.accuracy(*batch) for batch in batches])
     asked = said["TestAccuracySubscriber", "accuracy of 64 right and 3 wrong, in batches of 64"]
     assert asked == (f"{theirs:g}", f"{analyze.test_accuracy(batches):.4f}")
+
+
+def test_other_spectra_are_those_of_their_recipes() -> None:
+    """The same of spectral norms, condition numbers and intrinsic dimensions."""
+    said = {(row.system, row.name): (row.theirs, row.ours) for row in catalogue.DEVIATIONS}
+    torch.manual_seed(0)
+    weight = nn.Linear(512, 512).weight.detach()
+    ours = f"{analyze.spectral_norm(weight):.2f}"
+    assert ours == f"{torch.linalg.matrix_norm(weight.double(), 2):.2f}"
+    right = torch.randn(512, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        left = nn.functional.normalize(weight @ right, dim=0)
+        right = nn.functional.normalize(weight.T @ left, dim=0)
+    assert said["ikkuna", "SpectralNormSubscriber"] == (f"{left @ weight @ right:.2f}", ours)
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(512, 512)).eval()
+    original = layer.parametrizations.weight.original.detach()
+    assert torch.equal(original, weight)
+    theirs = float((original / layer.weight.detach()).median())
+    assert said["torch", "parametrizations.spectral_norm"] == (f"{theirs:.2f}", ours)
+    diagonal = torch.diag(torch.tensor([4.0, 2.0, 0.5], dtype=torch.float64))
+    ours = f"{analyze.condition_number(diagonal):g}"
+    largest = torch.linalg.matrix_norm(diagonal, 2)
+    theirs = largest / torch.linalg.matrix_norm(torch.linalg.pinv(diagonal), 2)
+    assert said["ikkuna", "ConditionNumberSubscriber"] == (f"{theirs:g}", ours)
+    assert said["monitorch", "ParameterCond"] == (f"{torch.linalg.cond(diagonal, p=-2):g}", ours)
+    assert said["weightwatcher", "spectral_norm"] == (f"{largest**2:g}", f"{analyze.spectral_norm(diagonal):g}")
+    shares = np.array([0.995, 0.005])
+    x_nd = np.sqrt(shares) * np.array([[1.0, 1.0], [-1.0, 1.0], [1.0, -1.0], [-1.0, -1.0]])
+    theirs = np.count_nonzero(np.cumsum(shares) < 0.99)
+    assert said["delve", "idim"] == (f"{theirs}", f"{analyze.saturation(x_nd).k}")
 
 
 @pytest.mark.parametrize("row", catalogue.FORMER, ids=lambda row: f"{row.system}-{row.name}")

@@ -18,6 +18,7 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
+import analyze
 import tracer
 from cli import main
 from tracer import Collect, ModuleMessage, NetworkMessage, TraceReader, TraceWriter
@@ -117,6 +118,8 @@ def test_a_replay_is_of_one_rank(tmp_path: Path, suffix: str) -> None:
     heard = Collect("loss")
     tracer.replay(path, heard, rank=1)
     assert [(one.rank, float(one.data)) for one in heard if one.data is not None] == [(1, 1000.0 + s) for s in range(3)]
+    found = analyze.analyze(path, ["ema:decay=0", "message_mean:kind=loss"], rank=1)
+    assert {(row.rank, row.global_step, row.value) for row in found} == {(1, s, 1000.0 + s) for s in range(3)}
     ran = CliRunner().invoke(main, ["replay", str(path), "-s", "norm:kind=weights", "--json"])
     rows = [json.loads(line) for line in ran.stdout.splitlines()]
     assert [(row["rank"], row["global_step"]) for row in rows] == [(rank, s) for rank in (0, 1) for s in range(3)]

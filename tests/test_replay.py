@@ -197,6 +197,9 @@ def test_the_plan_says_who_remembers_what(trace: Path) -> None:
     assert {"svcca": "stream", "path_length": "stream"}.items() <= planned.memory.items()
     assert not {"norm", "Collect"} & planned.memory.keys()
     assert planned.describe()["memory"] == planned.memory
+    asked = [parse("svcca:tag=probe"), parse("svcca:tag=probe,against=layers,as=l"), parse("saturation:tag=probe")]
+    expected = {"svcca": "stream", "svcca (activations_svcca_l)": "step"}
+    assert tracer.plan(trace, *asked).memory == expected
 
 
 def test_ten_subscribers_read_each_message_once(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -330,15 +330,22 @@ def _plan(
         bytes=_nbytes(reader, read),
         skipped=len(journal) - int(where.sum()),
         missing=missing,
-        memory={
-            describe(one): one.scope
-            for one in receivers
-            if isinstance(one, Subscriber) and one.scope != "message" and one.produces
-        },
+        memory=_memories(receivers),
         partial=_spoiled(receivers, [*wanted, *derived]),
         where=where,
         pairs=of_updates,
     )
+
+
+def _memories(receivers: Iterable[Receiver]) -> dict[str, Scope]:
+    """What each receiver remembers across; of those of one name that differ in it, with the kind of their answers."""
+    memory: dict[str, Scope] = {}
+    for one in receivers:
+        if isinstance(one, Subscriber) and one.scope != "message" and one.produces:
+            name = describe(one)
+            differs = memory.get(name, one.scope) != one.scope
+            memory[f"{name} ({one.produces[0]})" if differs else name] = one.scope
+    return memory
 
 
 def _spoiled(receivers: Iterable[Receiver], streams: Iterable[StreamInfo]) -> list[str]:

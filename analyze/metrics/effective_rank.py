@@ -151,8 +151,8 @@ class StableRank(Subscriber):
     r"""Stable rank of each tensor of a kind: :math:`\sum_i \lambda_i / \lambda_1`.
 
     Answers ``{kind}_stable_rank``: a float64 scalar from 1, without unit, for each message; beside it
-    ``{kind}_stable_rank_status``, a number: 0 as it should be, 1 empty, 2 zero or constant, 3 NaN or infinity
-    in the data, 5 fewer than five datapoints for each neuron, 6 no set of activations.
+    ``{kind}_stable_rank_status``, a number: 0 as it should be, 1 fewer than five datapoints for each
+    neuron, 3 zero or constant, 4 NaN or infinity in the data, 5 no set of activations, 6 empty.
 
     Parameters
     ----------
@@ -195,6 +195,7 @@ class StableRank(Subscriber):
 
     name = "stable_rank"
     scope = "message"
+    version = 2
     spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign", "scale", "orthogonal")
 
@@ -226,8 +227,8 @@ class ParticipationRatio(Subscriber):
     r"""Participation ratio of each tensor: :math:`(\sum_i \lambda_i)^2 / \sum_i \lambda_i^2`.
 
     Answers ``{kind}_participation_ratio``: a float64 scalar from 1, without unit, for each message; beside it
-    ``{kind}_participation_ratio_status``, a number: 0 as it should be, 1 empty, 2 zero or constant, 3 NaN or infinity
-    in the data, 5 fewer than five datapoints for each neuron, 6 no set of activations.
+    ``{kind}_participation_ratio_status``, a number: 0 as it should be, 1 fewer than five datapoints for each
+    neuron, 3 zero or constant, 4 NaN or infinity in the data, 5 no set of activations, 6 empty.
 
     Parameters
     ----------
@@ -271,6 +272,7 @@ class ParticipationRatio(Subscriber):
 
     name = "participation_ratio"
     scope = "message"
+    version = 2
     spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign", "scale", "orthogonal")
 
@@ -302,8 +304,8 @@ class EffectiveRank(Subscriber):
     r"""Effective rank of each tensor: :math:`\exp(-\sum_i p_i \ln p_i)`.
 
     Answers ``{kind}_effective_rank``: a float64 scalar from 1, without unit, for each message; beside it
-    ``{kind}_effective_rank_status``, a number: 0 as it should be, 1 empty, 2 zero or constant, 3 NaN or infinity
-    in the data, 5 fewer than five datapoints for each neuron, 6 no set of activations.
+    ``{kind}_effective_rank_status``, a number: 0 as it should be, 1 fewer than five datapoints for each
+    neuron, 3 zero or constant, 4 NaN or infinity in the data, 5 no set of activations, 6 empty.
 
     Parameters
     ----------
@@ -347,6 +349,7 @@ class EffectiveRank(Subscriber):
 
     name = "effective_rank"
     scope = "message"
+    version = 2
     spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign", "scale", "orthogonal")
 

@@ -310,7 +310,7 @@ class OperatorNorm(Subscriber):
     Answers ``{kind}_operator_norm``: a float64 scalar, in the unit of the data, for each message; beside it
     ``{kind}_operator_norm_residual``, r = |W'u − σv| in the same unit: some singular value of the layer lies within
     r; and ``{kind}_operator_norm_status``: 0 converged, 1 exact, 2 certified, 3 corrected by the certificate, 4
-    unconverged, 5 NaN or infinity in the data, 6 without a known size, or no layer that this metric knows, 7 several
+    NaN or infinity in the data, 5 unconverged, 6 without a known size, or no layer that this metric knows, 7 several
     strides and paddings fit the recorded sizes, so it may be the norm of another layer: give `stride` and `padding`.
 
     Parameters

@@ -406,8 +406,8 @@ class PowerLaw(Subscriber):
 
     :math:`\lambda` are the eigenvalues of W'W. Answers ``{kind}_power_law_alpha``, without unit; ``_xmin``, where the
     tail begins, in the unit of the data squared; ``_D``, the Kolmogorov-Smirnov distance; ``_sigma``, the standard
-    error of alpha; ``_num_spikes``, the size of the tail; and ``_status``: 0 as it should be, 1 empty, 2 zero, 3 NaN or
-    infinity in the data, 7 fewer than two different eigenvalues. All are float64 scalars, for each message.
+    error of alpha; ``_num_spikes``, the size of the tail; and ``_status``: 0 as it should be, 3 zero, 4 NaN or
+    infinity in the data, 6 empty, 8 fewer than two different eigenvalues. All are float64 scalars, for each message.
 
     Parameters
     ----------
@@ -451,6 +451,7 @@ class PowerLaw(Subscriber):
 
     name = "power_law"
     scope = "message"
+    version = 2
     spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign", "orthogonal")
 
@@ -486,7 +487,7 @@ class WeightWatcher(Subscriber):
     Answers ``{kind}_weightwatcher_alpha`` and the same with ``_xmin``, ``_D``, ``_sigma``, ``_num_spikes``,
     ``_alpha_weighted``, ``_log_alpha_norm``, ``_log_norm``, ``_log_spectral_norm``, ``_stable_rank``, ``_entropy``,
     ``_matrix_rank``, ``_rank_loss``, ``_mp_softrank`` and ``_mp_spikes``, as `WeightWatcherResult` says; and
-    ``_status``: 0 as it should be, 1 empty, 2 zero, 3 NaN or infinity in the data, 7 too few eigenvalues for a power
+    ``_status``: 0 as it should be, 3 zero, 4 NaN or infinity in the data, 6 empty, 8 too few eigenvalues for a power
     law. With `randomize` also ``_rand_distance``, ``_ww_softrank`` and ``_traps``. All are float64 scalars, for each
     message.
 
@@ -538,6 +539,7 @@ class WeightWatcher(Subscriber):
 
     name = "weightwatcher"
     scope = "message"
+    version = 2
     spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign", "orthogonal")
 

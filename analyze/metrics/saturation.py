@@ -172,8 +172,8 @@ class Saturation(Subscriber):
     float64 scalar from 0 to 1, without unit, for each message or each epoch; beside it
     ``{kind}_saturation_k``, the intrinsic dimension; ``_trace``, the total variance in the unit of the data squared;
     ``_log_det``, the natural logarithm of the covariance's determinant; and ``_status``, a number: 0 as it should be, 1
-    empty, 2 no variance, 3 NaN or infinity in the data, 5 few datapoints (n - 1 < 5 k), 6 no activations, or another
-    number of neurons than before.
+    few datapoints (n - 1 < 5 k), 3 no variance, 4 NaN or infinity in the data, 5 no activations, or another number of
+    neurons than before, 6 empty.
 
     Parameters
     ----------
@@ -221,11 +221,12 @@ class Saturation(Subscriber):
     >>> x_nd = torch.tensor([[3.0, 0.1, 0.0], [-3.0, 0.1, 0.0], [0.0, -0.1, 0.0], [0.0, -0.1, 0.0]])
     >>> message = ModuleMessage(kind="activations", module="fc", data=x_nd, global_step=0, train_step=0, epoch=0)
     >>> [round(float(said.data), 4) for said in Saturation().compute(message)]
-    [0.3333, 1.0, 6.0133, -inf, 5.0]
+    [0.3333, 1.0, 6.0133, -inf, 1.0]
     """
 
     name = "saturation"
     scope: Scope = "stream"
+    version = 2
     spoiled_by = ("elements", "reduce")
     mergeable = True
     invariances = ("rows", "sign", "scale", "offset", "orthogonal")

@@ -153,8 +153,8 @@ class ConditionNumber(Subscriber):
     r"""Condition number of each tensor of a kind: :math:`\sigma_1 / \sigma_{\min(o,i)}`, the true ratio.
 
     Answers ``{kind}_condition_number``: a float64 scalar from 1, without unit, for each message; beside it
-    ``{kind}_condition_number_status``, a number: 0 as it should be, 1 empty, 2 zero, 3 NaN or infinity in the data, 4
-    not of full rank, 6 no set of activations.
+    ``{kind}_condition_number_status``, a number: 0 as it should be, 3 zero, 4 NaN or infinity in the data, 5 no set
+    of activations, 6 empty, 7 not of full rank.
 
     Parameters
     ----------
@@ -198,6 +198,7 @@ class ConditionNumber(Subscriber):
 
     name = "condition_number"
     scope = "message"
+    version = 2
     spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign", "scale", "orthogonal")
 

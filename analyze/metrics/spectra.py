@@ -23,19 +23,22 @@ from analyze.metrics.inputs import Array, as_array, as_float64
 from tracer.errors import MessageError
 from tracer.messages import KINDS
 
-Status = Literal["ok", "empty", "zero", "nonfinite", "rank_deficient", "few_samples", "mismatch", "too_few"]
+Status = Literal[
+    "ok", "few_samples", "ill_posed", "zero", "nonfinite", "mismatch", "empty", "rank_deficient", "too_few"
+]
 
 STATUSES: tuple[Status, ...] = (
     "ok",  # 0
-    "empty",  # 1: no elements
-    "zero",  # 2: no spread at all, or a weight of zeros
-    "nonfinite",  # 3: NaN or infinity among the elements
-    "rank_deficient",  # 4: the smallest singular value is 0 within rounding
-    "few_samples",  # 5: fewer than five datapoints for each neuron or direction
-    "mismatch",  # 6: no set of activations, or another number of neurons than before
-    "too_few",  # 7: too few eigenvalues for a fit
+    "few_samples",  # 1: fewer than five datapoints for each neuron or direction
+    "ill_posed",  # 2: of similarities only
+    "zero",  # 3: no spread at all, or a weight of zeros
+    "nonfinite",  # 4: NaN or infinity among the elements
+    "mismatch",  # 5: no set of activations, or another number of neurons than before
+    "empty",  # 6: no elements
+    "rank_deficient",  # 7: the smallest singular value is 0 within rounding
+    "too_few",  # 8: too few eigenvalues for a fit
 )
-"""What a status kind's number means: the place in this tuple."""
+"""What a status kind's number means: the place in this tuple. Up to 5 the numbers are those of the similarities."""
 
 _CHUNK = 1 << 19
 """Elements per chunk of datapoints: 4 MiB of float64."""

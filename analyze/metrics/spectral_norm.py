@@ -22,15 +22,15 @@ from tracer.errors import MessageError
 from tracer.messages import DEFAULT_TAG, Message, derived
 from tracer.subscriber import Subscriber
 
-Status = Literal["converged", "exact", "certified", "corrected", "unconverged", "nonfinite", "unknown_size", "guessed"]
+Status = Literal["converged", "exact", "certified", "corrected", "nonfinite", "unconverged", "unknown_size", "guessed"]
 
 STATUSES: tuple[Status, ...] = (
     "converged",  # 0: the iteration met its stopping rule
     "exact",  # 1: by the eigenvalues of the Gram matrix
     "certified",  # 2: the iteration's, and a Cholesky factorisation proves that no singular value is larger
     "corrected",  # 3: the factorisation refused the iteration's, so it is the exact one
-    "unconverged",  # 4: the steps ran out: a lower bound, within its residual of some singular value
-    "nonfinite",  # 5: NaN or infinity among the elements
+    "nonfinite",  # 4: NaN or infinity among the elements, as in other metrics
+    "unconverged",  # 5: the steps ran out: a lower bound, within its residual of some singular value
     "unknown_size",  # 6: (operator norms) the size of the input is not known
     "guessed",  # 7: (operator norms) several strides and paddings fit the recorded sizes: of the likeliest
 )
@@ -206,7 +206,7 @@ class SpectralNorm(Subscriber):
 
     Answers ``{kind}_spectral_norm``: a float64 scalar, in the unit of the data, for each message; beside it
     ``{kind}_spectral_norm_residual``, r = |W'u − σv| in the same unit: some singular value lies within r of σ; and
-    ``{kind}_spectral_norm_status``: 0 converged, 1 exact, 2 certified, 3 corrected by the certificate, 5 NaN or
+    ``{kind}_spectral_norm_status``: 0 converged, 1 exact, 2 certified, 3 corrected by the certificate, 4 NaN or
     infinity in the data.
 
     Parameters
@@ -266,7 +266,7 @@ class SpectralNorm(Subscriber):
     name = "spectral_norm"
     scope = "stream"
     spoiled_by = ("elements", "reduce")
-    version = 2
+    version = 3
     invariances = ("rows", "sign", "orthogonal")
 
     def __init__(
