@@ -601,7 +601,8 @@ def record(
 
     Every option can be given in the environment, as TRACE_RECORD_ and its name: TRACE_RECORD_EVERY=10,
     TRACE_RECORD_MAX_BYTES=2GiB, TRACE_RECORD_DURABLE=1; several values are separated by spaces (TRACE_RECORD_KIND). The
-    command line wins. With TRACE_DISABLE=1 the script runs without being recorded.
+    command line wins. With TRACE_DISABLE=1 the script runs without being recorded, and of TRACE_MAX_BYTES and
+    --max-bytes the smaller bound holds.
     """
     if module is None and not program:
         raise click.UsageError("there is no script to run: trace record [OPTIONS] SCRIPT.py [ARGS]...")
@@ -629,10 +630,11 @@ def record(
     name = module.rpartition(".")[2] if module is not None else Path(program[0]).stem
     if module is None and not Path(program[0]).is_file():
         raise Failure(f"{program[0]} is not a file, so there is no script to run")
-    from tracer.environment import DISABLE, disabled
+    from tracer.environment import DISABLE, bound_or, disabled
 
     with _wrong_usage():
         off = disabled()
+        max_bytes = bound_or(max_bytes)
     if off and not only_dry_run:
         from tracer.launch import unwatched
 
@@ -1031,6 +1033,7 @@ def list_streams(trace: str, as_json: bool, **filters: Any) -> None:
     """List the streams of a trace, one a row."""
     with tracer.open(trace) as reader:
         streams = _chosen_streams(reader, filters)
+        _note_problems(reader)
     if as_json:
         _print_json([_stream_facts(stream) for stream in streams])
         return
@@ -1068,6 +1071,7 @@ def cat(trace: str, limit: int | None, values: int, as_json: bool, **filters: An
 
     with tracer.open(trace) as reader:
         chosen = [stream.id for stream in _chosen_streams(reader, filters)]
+        _note_problems(reader)
         for message in islice(reader.messages(streams=chosen, steps=filters["steps"]), limit):
             told = _message_facts(message, values)
             if as_json:
@@ -1164,7 +1168,8 @@ def recover(src: str, dst: str, as_json: bool) -> None:
 def convert(src: str, dst: str, chunk_bytes: int, compression: tuple[str, ...], as_json: bool, **filters: Any) -> None:
     """Copy a trace, or a part of it, into another format, chunks or compression; the suffix of DST chooses the format.
 
-    DST is never overwritten, and is there only when it is complete.
+    DST is never overwritten, and is there only when it is complete. Where ranks of SRC are missing or damaged, the
+    others are copied, what is lost stands in the copy, and the exit code is 3.
     """
     from tracer.compression import Compression
     from tracer.convert import convert as copy
@@ -1184,11 +1189,15 @@ def convert(src: str, dst: str, chunk_bytes: int, compression: tuple[str, ...], 
             progress=lambda done, total: advance(done),
             **_reading(filters),
         )
+    for problem in told["problems"]:
+        click.echo(problem, err=True)
+    code = DAMAGED if told["problems"] else 0
     if as_json:
         _print_json(told)
-        return
+        click.get_current_context().exit(code)
     rest = f", and left out {told['left_out']:,}" if told["left_out"] else ""
     click.echo(f"copied {told['messages']:,} messages, {_size(told['bytes'])}, to {dst}{rest}")
+    click.get_current_context().exit(code)
 
 
 @main.command(cls=Command)
@@ -1568,9 +1577,13 @@ def _print_estimate(told: Mapping[str, Any], as_json: bool) -> None:
         )
 
 
-def _note_status(reader: TraceReader) -> None:
+def _note_problems(reader: TraceReader) -> None:
     for problem in reader.problems:
         click.echo(problem, err=True)
+
+
+def _note_status(reader: TraceReader) -> None:
+    _note_problems(reader)
     if reader.status != "finished":
         click.echo(f"{reader.path} is of a run that is {reader.status}: this is what it holds so far", err=True)
 

@@ -21,8 +21,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 
+import cli
 import tracer
 from tests import two_ranks
 from tracer import Collect, ModuleMessage, TraceReader, TraceWriter, assembly
@@ -432,6 +434,28 @@ def write_parts(
                 writer.write(message, {"placement": placement})
     found: np.ndarray[Any, Any] = whole.numpy()
     return found
+
+
+@pytest.mark.parametrize("lost", ["missing", "torn"])
+def test_a_copy_says_what_the_original_had_lost(tmp_path: Path, lost: str) -> None:
+    """The ranks that can be read are copied; the command tells, exits with 3, and the copy, of one part, has a note."""
+    path, copy = tmp_path / "run.zarr", tmp_path / "copy.h5"
+    write_parts(path, [([0, 0], [2, 3]), ([2, 0], [1, 3])], [3, 3])
+    if lost == "missing":
+        shutil.rmtree(path / "rank1")
+    else:
+        (journal,) = (path / "rank1" / "journal" / "c").glob("*/*")
+        journal.write_bytes(journal.read_bytes()[:100])
+    told = CliRunner().invoke(cli.main, ["cat", str(path)])
+    assert (told.exit_code, "nothing of rank 1" in told.stderr) == (0, True), told.output
+    told = CliRunner().invoke(cli.main, ["convert", str(path), str(copy)])
+    assert (told.exit_code, "nothing of rank 1" in told.stderr) == (3, True), told.output
+    with TraceReader(copy) as reader:
+        notes = [note["problem"]["why"] for note in reader.notes if "problem" in note]
+        assert any("nothing of rank 1" in why for why in notes)
+        assert len(reader) == 2
+    told = CliRunner().invoke(cli.main, ["convert", "--json", str(path), str(tmp_path / "other.zarr")])
+    assert (told.exit_code, json.loads(told.stdout)["problems"]) == (3, notes), told.output
 
 
 def splits(shape: list[int], generator: np.random.Generator) -> Iterator[tuple[list[int], list[int]]]:

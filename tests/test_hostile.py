@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tracer import layout
-from tracer.errors import TraceCorruptError, TraceFormatError, TracerError
+from tracer.errors import TraceCorruptError, TraceError, TraceFormatError, TracerError
 from tracer.layout import Column
 from tracer.messages import Message, ModuleMessage, NetworkMessage
 from tracer.reader import TraceReader
@@ -447,3 +447,20 @@ def test_a_finished_file_that_was_cut_off(tmp_path: Path, part: float) -> None:
         TraceReader(path)
     with bounded():
         assert not verify(path).intact
+
+
+@pytest.mark.parametrize("name", ["a" * 300 + ".zarr", "a" * 300 + ".h5", "a\0b.zarr"])
+def test_names_that_no_file_can_have(tmp_path: Path, name: str) -> None:
+    """A sentence, before a script is trained whose trace could never be written."""
+    for opens in (TraceReader, TraceWriter):
+        with pytest.raises(TraceFormatError, match="is no path: "):
+            opens(tmp_path / name)
+
+
+def test_a_file_that_was_closed_is_not_called_damaged(tmp_path: Path) -> None:
+    """What cannot be read any more is as it was."""
+    reader = TraceReader(write(tmp_path / "run.h5"))
+    reader.close()
+    with pytest.raises(TraceError, match="was closed") as told:
+        list(reader.messages())
+    assert not isinstance(told.value, TraceCorruptError)

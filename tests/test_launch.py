@@ -359,3 +359,25 @@ def test_a_trace_that_is_being_recorded_is_not_overwritten(tmp_path: Path) -> No
         with tracer.open(tmp_path / name) as trace:
             assert trace.status == "failed: SystemExit: 143"
             assert sum(1 for _ in trace.messages(kinds="loss")) > 10
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
+def test_resuming_what_is_still_recorded_is_refused_before_the_script_trains(tmp_path: Path, suffix: str) -> None:
+    """Else it would train all its steps, and nothing of them would be recorded."""
+    path = script(tmp_path, "open('ran', 'w'); " + PLAIN.strip())
+    target = tmp_path / f"run{suffix}"
+    other = "import sys, time, tracer; w = tracer.TraceWriter(sys.argv[1]); w.commit(); print(1, flush=True)"
+    living = subprocess.Popen(
+        [sys.executable, "-c", f"{other}; time.sleep(300)", str(target)],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert living.stdout is not None
+        living.stdout.readline()
+        refused = record(tmp_path, "--out", str(target), "--resume", "--first-step", "3", str(path))
+    finally:
+        living.kill()
+        living.communicate()
+    assert (refused.returncode, "is being recorded by process" in refused.stderr) == (1, True), refused.stderr
+    assert not (tmp_path / "ran").exists()

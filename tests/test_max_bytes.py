@@ -256,14 +256,22 @@ print(step)
 """
 
 
-def test_trace_record_is_bounded(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "environment"),
+    [
+        (["--max-bytes", "4MB"], {}),
+        ([], {"TRACE_MAX_BYTES": "4MB"}),
+        (["--max-bytes", "1GB"], {"TRACE_MAX_BYTES": "4MB"}),
+    ],
+)
+def test_trace_record_is_bounded(options: list[str], environment: dict[str, str], tmp_path: Path) -> None:
     """The script runs to its end, and ``info`` says where the recording stopped, for people and as JSON."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "cli", "record", "--max-bytes", "4MB", "train.py"]
+    command = [sys.executable, "-m", "cli", "record", *options, "train.py"]
     done = subprocess.run(
         command,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
         check=False,

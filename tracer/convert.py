@@ -64,7 +64,9 @@ def convert(
     Returns
     -------
     dict
-        ``source``, ``path``, ``messages``, ``bytes``, ``status``, and ``left_out``: messages that did not pass.
+        ``source``, ``path``, ``messages``, ``bytes``, ``status``, ``left_out``: messages that did not pass, and
+        ``problems``: what is lost of `src`, such as ranks whose parts are missing or damaged; each is also a note in
+        the copy.
 
     Raises
     ------
@@ -73,7 +75,7 @@ def convert(
     TraceExistsError
         If something is at `dst`, or if it lies within `src`.
     TraceCorruptError
-        If `src` is damaged; `tracer.recover` saves what there is. Nothing is left at `dst`.
+        If what is to be copied of `src` is damaged; `tracer.recover` saves what there is. Nothing is left at `dst`.
     CaptureError
         If the steps are no range.
     UnknownNameError
@@ -112,7 +114,7 @@ def convert(
         chosen = _streams(reader, kinds, modules, tags)
         codecs.check(stream.kind for stream in streams)
         rows = reader.select(streams=chosen, steps=steps, ranks=ranks)
-        info = reader.info
+        info, problems = reader.info, list(reader.problems)
         status, ended = reader.status, info["ended"]
         if status == "recording":
             status = "interrupted"
@@ -121,6 +123,8 @@ def convert(
         with new_trace(src, dst, single(reader.header) | began, **options) as writer:
             for note in reader.notes:
                 writer.note(note)
+            for problem in problems:  # the copy has one part, and could not say itself what it lacks
+                writer.note({"problem": {"what": str(src), "why": problem, "count": 1}})
             for done, (stream, message) in enumerate(
                 zip(
                     reader.journal[rows, Column.STREAM].tolist(),
@@ -140,6 +144,7 @@ def convert(
             "bytes": writer.bytes,
             "status": status,
             "left_out": len(reader) - len(rows),
+            "problems": problems,
         }
 
 

@@ -3,7 +3,7 @@
 ==================  ============================================================================================
 ``TRACE_DISABLE``   ``1``: `tracer.record` and ``trace record`` record nothing, and the training runs as without them
 ``TRACE_PATH``      where `tracer.record` writes its trace, instead of the path that the script gives
-``TRACE_MAX_BYTES`` the most that `tracer.record` may write (``500MB``, ``2GiB``); of two bounds the smaller one holds
+``TRACE_MAX_BYTES`` the most that either may write (``500MB``, ``2GiB``); of two bounds the smaller one holds
 ==================  ============================================================================================
 
 Every option of ``trace record`` has a variable too, ``TRACE_RECORD_`` and its name; see its ``--help``.

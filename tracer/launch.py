@@ -34,7 +34,7 @@ from tracer.compression import Compression
 from tracer.errors import CaptureError, TraceError
 from tracer.exporter import LOSS_FUNCTIONS, Exporter
 from tracer.messages import DEFAULT_TAG, EVAL_TAG
-from tracer.parts import this_process
+from tracer.parts import heads, refuse_living, this_process
 from tracer.recorder import COMMIT_SECONDS, QUEUE_BYTES, Resume, Run, end, start
 from tracer.stores import Anywhere, Location, location
 from tracer.wrappers import unwrap
@@ -115,11 +115,13 @@ def run(
     TraceError
         If the script ended without error but no training was seen.
     TraceExistsError
-        If something is at `out`.
+        If something is at `out`; with `resume`, if it is still being recorded.
     """
     # a trace that is resumed, or that other ranks have begun, is looked at when the first step begins
     if not resume and this_process().size == 1:
         check_target(out, overwrite=overwrite)
+    elif resume and this_process().size == 1:  # but not what the script trains while another process records it
+        refuse_living(location(out), heads(location(out)))
     codecs = Compression(compression)
     code, main = _load_module(script) if module else _load_script(script)
     if capture is None or isinstance(capture, Capture):

@@ -7,6 +7,7 @@ shares: how appended rows fall into chunks.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import math
 import os
@@ -285,7 +286,7 @@ def location(path: Anywhere) -> Location:
     Raises
     ------
     TraceFormatError
-        If it is a URL that no trace can be at.
+        If it is a URL that no trace can be at, or a path that the system does not take: too long, or with a null.
 
     Examples
     --------
@@ -297,6 +298,7 @@ def location(path: Anywhere) -> Location:
     text = os.fspath(path)
     found = re.fullmatch(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)(.*)", text, re.DOTALL)
     if found is None or not (found[2] or found[1] in SCHEMES):
+        _check_name(text)
         return Path(path)
     if not found[2]:
         raise TraceFormatError(f"{text} was a URL before it was made a Path, which joins slashes; give it as text")
@@ -308,6 +310,16 @@ def location(path: Anywhere) -> Location:
     if found[1].startswith("http") and ("?" in key or "#" in key or "@" in bucket):
         raise TraceFormatError(f"{text}: the URL of a trace has no query, no fragment and no password")
     return Url(found[1], bucket, key)
+
+
+def _check_name(path: str | bytes) -> None:
+    try:
+        os.lstat(path)
+    except ValueError as error:  # it has a null
+        raise TraceFormatError(f"{path!r} is no path: {error}") from None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise TraceFormatError(f"{path!r} is no path: {error.strerror}") from None
 
 
 def exists(path: Location) -> bool:

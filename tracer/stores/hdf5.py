@@ -823,6 +823,8 @@ class Hdf5ReadStore:
     def _dataset(self, name: str) -> Any:
         dataset = self._datasets.get(name)
         if dataset is None:
+            if not self._file:  # as h5py says of a file that is closed
+                raise TraceError(f"{self.path} was closed, and is not read any more")
             raise TraceCorruptError(f"{self.path} has no array {name!r}")
         return dataset
 
