@@ -78,11 +78,9 @@ _OTHERS = {
     "statistics_over_time": "over_time",
     "compare": "compare",
     "pairs": "pairs",
+    "batch": "batch",
+    "BatchResults": "batch",
 } | dict.fromkeys(("describe", "parse", "subscribers"), "registry")
-_OTHERS = {"accuracy": "metrics.accuracy", "analyze": "results", "Results": "results"} | dict.fromkeys(
-    ("describe", "parse", "subscribers"), "registry"
-)
-_OTHERS |= {"batch": "batch", "BatchResults": "batch"}
 """Public name → its home, for the names that no registered metric brings."""
 
 __all__ = [
