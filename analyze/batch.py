@@ -660,7 +660,7 @@ def _lines(failures: Sequence[Failure]) -> bytes:
 
 def _shares_there(folder: Folder) -> list[tuple[int, int]]:
     found = []
-    for name in folder.names("") if not isinstance(folder.path, Url) else ():
+    for name in folder.names(""):
         front, of, back = name.removeprefix("failures-").removesuffix(".jsonl").partition("-of-")
         if name.startswith("failures-") and of and front.isdigit() and back.isdigit():
             found.append((int(front), int(back)))

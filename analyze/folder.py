@@ -71,7 +71,9 @@ class Folder:
                 raise TraceError(f"{self.path / 'parts'} cannot be written to")
 
     def names(self, prefix: str) -> set[str]:
-        """The names of the files directly below a prefix, without it; those that are being written are not there."""
+        """The names of what is directly below a prefix, without it; files that are being written are not there."""
+        if self.objects is not None and not prefix:
+            return set(self.objects.names())
         if self.objects is not None:
             found = (one.name.removeprefix(f"{prefix}/") for one in self.objects.listed(prefix))
             return {name for name in found if "/" not in name}

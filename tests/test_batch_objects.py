@@ -123,6 +123,20 @@ def test_traces_and_results_on_an_object_store(bucket: Any, tmp_path: Path) -> N
     assert not np.array_equal([row.value for row in changed if row.subscriber == "norm"], [row.value for row in rows])
 
 
+def test_shares_on_an_object_store(bucket: Any) -> None:
+    """Shares put their parts and failures; the whole finds them and clears up after them."""
+    for seed in range(3):
+        write(f"s3://{BUCKET}/shared/run{seed}.zarr", seed)
+    runs, out = f"s3://{BUCKET}/shared", f"s3://{BUCKET}/shares"
+    shares = [batch(runs, "norm", out, workers=0, part=(number, 2)) for number in range(2)]
+    assert sorted(share.computed for share in shares) == [1, 2]
+    assert "shares/failures-1-of-2.jsonl" in keys(bucket, "shares/")
+    whole = batch(runs, "norm", out, workers=0)
+    assert (whole.computed, whole.cached, whole.failures) == (0, 3, [])
+    left = sorted(key for key in keys(bucket, "shares/") if "/parts/" not in key)
+    assert left == ["shares/failures.jsonl", "shares/manifest.json"]
+
+
 def test_two_workers_may_compute_the_same(bucket: Any) -> None:
     """What is there is not put again, unless it is to be replaced."""
     folder = Folder(f"s3://{BUCKET}/folder")
