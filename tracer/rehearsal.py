@@ -279,10 +279,17 @@ def _wait(process: subprocess.Popen[bytes], report: Path) -> None:
     while process.poll() is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.1)
-        if deadline is None and b'"over"' in report.read_bytes()[-4096:]:
+        if deadline is None and b'"over"' in _tail(report):
             deadline = time.monotonic() + _PATIENCE
         if deadline is not None and time.monotonic() > deadline:
             return
+
+
+def _tail(report: Path) -> bytes:
+    """The end of a report, which of many steps of a large model is too long to be read again and again."""
+    with report.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+        return file.read()
 
 
 def _read(report: Path, errors: Path, code: int) -> tuple[Steps, dict[str, Any]]:
