@@ -629,3 +629,20 @@ def test_blosc_uses_one_thread() -> None:
     """Where it is used from the main thread, too: a training has better uses for the processors."""
     encode(CODECS["lz4"], memoryview(np.zeros(100, np.uint8)), 1)
     assert blosc.use_threads is False
+
+
+@pytest.mark.parametrize(
+    ("suffix", "compression", "loads"),
+    [(".zarr", "auto", True), (".zarr", "none", False), (".h5", "auto", False), (".h5", "zstd", True)],
+)
+def test_what_compresses_is_imported_at_the_beginning(
+    tmp_path: Path, suffix: str, compression: str, loads: bool
+) -> None:
+    """Not with the first chunk, which may be as late as the end of a program; and not if nothing is compressed."""
+    code = (
+        "import sys; from tracer import TraceWriter; TraceWriter(sys.argv[1], compression=sys.argv[2]); "
+        "print('numcodecs.blosc' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / f"run{suffix}"), compression]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
+    assert done.stdout.strip() == str(loads)

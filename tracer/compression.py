@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Final, final
 
 from tracer.errors import CaptureError, UnknownNameError
-from tracer.stores.codecs import CODECS
+from tracer.stores.codecs import CODECS, load
 
 AUTO: Final = "auto"
 NONE: Final = "none"
@@ -123,6 +123,11 @@ class Compression:
         if name == AUTO:
             return "lz4" if plainly and dtype in _INTEGERS else None
         return None if name == NONE else name
+
+    def load(self, *, plainly: bool = True) -> None:
+        """Import what compresses, if something may have to be; `plainly` as in `of`."""
+        if any(name != NONE and (name != AUTO or plainly) for name in self.choice.values()):
+            load()
 
     def describe(self) -> str | dict[str, str]:
         """The choice as JSON."""

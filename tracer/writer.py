@@ -253,6 +253,7 @@ class TraceWriter:
         self._tables_rest = False
         self._finished = False
         self._store: WriteStore = create_store(self.path, part=part, overwrite=overwrite, durable=durable)
+        self._compression.load(plainly=self._store.plainly_compressed)
         self._journal_name = layout.journal_name(self._part)
         self._declarations = layout.declarations_name(self._part)
         _living.add(self)

@@ -80,6 +80,15 @@ def codec_of(name: str | None) -> Codec | None:
     return CODECS[name]
 
 
+def load() -> None:
+    """Import the library that compresses now, and not when the first chunk is full.
+
+    That may be as late as when a program ends, where an import is late: of Python 3.11 it changes the exit status of a
+    program that SIGINT interrupted.
+    """
+    _blosc()
+
+
 @cache
 def _blosc() -> ModuleType:
     # only where something is compressed
