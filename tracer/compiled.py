@@ -15,12 +15,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 if TYPE_CHECKING:
     from tracer.hooks import Hook
 
-SUPPORTED = hasattr(torch.library, "_register_effectful_op") and hasattr(torch.compiler, "is_exporting")
+SUPPORTED = hasattr(library, "_register_effectful_op") and hasattr(torch.compiler, "is_exporting")
 """Whether this torch knows operators with effects, as 2.13 does; else hooks stay silent in compiled regions."""
 
 hooks: weakref.WeakValueDictionary[str, Hook] = weakref.WeakValueDictionary()
@@ -375,17 +375,17 @@ _OPERATORS: tuple[tuple[str, str, Any, Any], ...] = (
 """Name, schema, what it does, and what is known of its result without running it."""
 
 
-def _define() -> torch.library.Library:
+def _define() -> library.Library:
     """Register the operators; they are there as long as what is returned is."""
-    library = torch.library.Library("tracereel", "FRAGMENT")  # `torch.library.custom_op` would add 10 us to each call
+    ours = library.Library("tracereel", "FRAGMENT")  # `custom_op` would add 10 us to each call
     for name, schema, function, fake in _OPERATORS:
-        library.define(name + schema, tags=_TAGS)
+        ours.define(name + schema, tags=_TAGS)
         run_uncompiled(function)
-        library.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"tracereel::{name}", fake, lib=library)
+        ours.impl(name, function, "CompositeExplicitAutograd")
+        library.register_fake(f"tracereel::{name}", fake, lib=ours)
         if name.startswith("observe"):
-            library._register_effectful_op(f"tracereel::{name}", EffectType.ORDERED)
-    return library
+            ours._register_effectful_op(f"tracereel::{name}", EffectType.ORDERED)
+    return ours
 
 
 if SUPPORTED:
