@@ -6,15 +6,14 @@ count noise directions like all others; `analyze.svcca` leaves those out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from analyze.metrics.bases import Basis, basis
-from analyze.metrics.canonical import CanonicalResult, canonical, compare
+from analyze.metrics.canonical import Average, CanonicalResult, canonical, compare
 from analyze.metrics.datapoints import Channels, Positions, check_positions
 from analyze.metrics.gathering import ByTriangle, Gathering
 from analyze.metrics.inputs import Array
-from analyze.metrics.similarity import Against, Calls, Similarity, code
+from analyze.metrics.similarity import Similarity, code
 from analyze.metrics.svcca import unlike
 
 
@@ -107,23 +106,38 @@ def pwcca(
     return canonical("pwcca", x_nd, y_ne, 1.0, "weighted", **options)
 
 
-_COMPANIONS = ("_k", "_m", "_null", "_forced_ones", "_cut_gap", "_status")
+class FullRank(Similarity):
+    """A `Similarity` by the canonical correlations of all directions."""
 
+    average: ClassVar[Average]
+    companions = ("_k", "_m", "_null", "_forced_ones", "_cut_gap", "_status")
+    fourier = True
 
-def _numbers(found: CanonicalResult) -> tuple[float, ...]:
-    return (
-        found.value,
-        found.k,
-        found.m,
-        found.null_baseline,
-        found.forced_ones,
-        found.cut_gap,
-        code(found.status),
-    )
+    def represent(self, data: Array) -> Basis:
+        """The basis of a layer at one step, of all its directions; if weighted, in terms of its neurons too."""
+        loadings = self.average == "weighted"
+        return basis(data, 1.0, channels=self.channels, positions=self.positions, loadings=loadings)
+
+    def compare(self, one: Basis, other: Basis) -> CanonicalResult:
+        """The similarity of two bases; if it is weighted, with the weights of the first."""
+        return compare(one, other, self.average)
+
+    def numbers(self, found: CanonicalResult) -> tuple[float, ...]:
+        """The value and its companions."""
+        counts = (found.k, found.m, found.null_baseline, found.forced_ones, found.cut_gap)
+        return (found.value, *counts, code(found.status))
+
+    def unlike(self) -> CanonicalResult:
+        """The result for layers that have not the same datapoints."""
+        return unlike()
+
+    def gathering(self) -> Gathering:
+        """The triangular factor of all layers."""
+        return super().gathering() if self.positions == "fourier" else ByTriangle(1.0, self.average)
 
 
 @final
-class CCA(Similarity):
+class CCA(FullRank):
     r"""Mean canonical correlation of each layer with its own past, its final state, or the other layers.
 
     Answers ``{kind}_cca``, a float64 scalar from 0 to 1 without unit, and beside it its companions, for each message
@@ -176,63 +190,12 @@ class CCA(Similarity):
     """
 
     name = "cca"
-    scope = "stream"
-    spoiled_by = ("elements", "reduce")
+    average = "mean"
     invariances = ("rows", "columns", "sign", "scale", "shift", "offset", "orthogonal", "invertible")
-
-    def __init__(
-        self,
-        kind: str = "activations",
-        *,
-        lag: int = 1,
-        against: Against = "past",
-        calls: Calls = "apart",
-        details: bool = True,
-        channels: Channels = "auto",
-        positions: Positions = "datapoints",
-        tag: str | None = "probe",
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
-    ) -> None:
-        super().__init__(
-            "cca",
-            _COMPANIONS,
-            kind,
-            against=against,
-            lag=lag,
-            calls=calls,
-            details=details,
-            channels=channels,
-            positions=positions,
-            fourier=True,
-            tag=tag,
-            subsample=subsample,
-            modules=modules,
-        )
-
-    def represent(self, data: Array) -> Basis:
-        """The basis of a layer at one step, of all its directions."""
-        return basis(data, 1.0, channels=self.channels, positions=self.positions)
-
-    def compare(self, one: Basis, other: Basis) -> CanonicalResult:
-        """The similarity of two bases."""
-        return compare(one, other)
-
-    def numbers(self, found: CanonicalResult) -> tuple[float, ...]:
-        """The value and its companions."""
-        return _numbers(found)
-
-    def unlike(self) -> CanonicalResult:
-        """The result for layers that have not the same datapoints."""
-        return unlike()
-
-    def gathering(self) -> Gathering:
-        """The triangular factor of all layers."""
-        return super().gathering() if self.positions == "fourier" else ByTriangle(1.0, "mean")
 
 
 @final
-class R2CCA(Similarity):
+class R2CCA(FullRank):
     r"""Mean squared canonical correlation of each layer with its own past, its final state, or the other layers.
 
     Answers ``{kind}_r2_cca``, a float64 scalar from 0 to 1 without unit, and beside it its companions, for each message
@@ -278,63 +241,12 @@ class R2CCA(Similarity):
     """
 
     name = "r2_cca"
-    scope = "stream"
-    spoiled_by = ("elements", "reduce")
+    average = "square"
     invariances = ("rows", "columns", "sign", "scale", "shift", "offset", "orthogonal", "invertible")
-
-    def __init__(
-        self,
-        kind: str = "activations",
-        *,
-        lag: int = 1,
-        against: Against = "past",
-        calls: Calls = "apart",
-        details: bool = True,
-        channels: Channels = "auto",
-        positions: Positions = "datapoints",
-        tag: str | None = "probe",
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
-    ) -> None:
-        super().__init__(
-            "r2_cca",
-            _COMPANIONS,
-            kind,
-            against=against,
-            lag=lag,
-            calls=calls,
-            details=details,
-            channels=channels,
-            positions=positions,
-            fourier=True,
-            tag=tag,
-            subsample=subsample,
-            modules=modules,
-        )
-
-    def represent(self, data: Array) -> Basis:
-        """The basis of a layer at one step, of all its directions."""
-        return basis(data, 1.0, channels=self.channels, positions=self.positions)
-
-    def compare(self, one: Basis, other: Basis) -> CanonicalResult:
-        """The similarity of two bases."""
-        return compare(one, other, "square")
-
-    def numbers(self, found: CanonicalResult) -> tuple[float, ...]:
-        """The value and its companions."""
-        return _numbers(found)
-
-    def unlike(self) -> CanonicalResult:
-        """The result for layers that have not the same datapoints."""
-        return unlike()
-
-    def gathering(self) -> Gathering:
-        """The triangular factor of all layers."""
-        return super().gathering() if self.positions == "fourier" else ByTriangle(1.0, "square")
 
 
 @final
-class PWCCA(Similarity):
+class PWCCA(FullRank):
     r"""Projection-weighted CCA of each layer with its own past, its final state, or the other layers.
 
     Answers ``{kind}_pwcca``, a float64 scalar from 0 to 1 without unit, and beside it its companions, for each message
@@ -387,57 +299,7 @@ class PWCCA(Similarity):
     """
 
     name = "pwcca"
-    scope = "stream"
-    spoiled_by = ("elements", "reduce")
+    average = "weighted"
+    fourier = False
     symmetric = False
     invariances = ("rows", "columns", "sign", "scale", "shift", "offset")
-
-    def __init__(
-        self,
-        kind: str = "activations",
-        *,
-        lag: int = 1,
-        against: Against = "past",
-        calls: Calls = "apart",
-        details: bool = True,
-        channels: Channels = "auto",
-        positions: Positions = "datapoints",
-        tag: str | None = "probe",
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
-    ) -> None:
-        super().__init__(
-            "pwcca",
-            _COMPANIONS,
-            kind,
-            against=against,
-            lag=lag,
-            calls=calls,
-            details=details,
-            channels=channels,
-            positions=positions,
-            fourier=False,
-            tag=tag,
-            subsample=subsample,
-            modules=modules,
-        )
-
-    def represent(self, data: Array) -> Basis:
-        """The basis of a layer at one step, of all its directions, and these in terms of its neurons."""
-        return basis(data, 1.0, channels=self.channels, positions=self.positions, loadings=True)
-
-    def compare(self, one: Basis, other: Basis) -> CanonicalResult:
-        """The similarity of two bases, with the weights of the first."""
-        return compare(one, other, "weighted")
-
-    def numbers(self, found: CanonicalResult) -> tuple[float, ...]:
-        """The value and its companions."""
-        return _numbers(found)
-
-    def unlike(self) -> CanonicalResult:
-        """The result for layers that have not the same datapoints."""
-        return unlike()
-
-    def gathering(self) -> Gathering:
-        """The triangular factor of all layers."""
-        return ByTriangle(1.0, "weighted")

@@ -425,8 +425,27 @@ class ByBatches(Gathering):
         self.statuses = [a if a != "ok" else b for a, b in zip(self.statuses, other.statuses, strict=True)]
 
 
+class Alignment(Similarity):
+    """A `Similarity` of the activations themselves, with an `AlignmentResult`."""
+
+    companions = ("_null", "_status")
+    representation = Kept
+
+    def represent(self, data: Array) -> Kept:
+        """The activations of a layer at one step."""
+        return Kept.of(data, self.channels, self.positions)
+
+    def numbers(self, found: AlignmentResult) -> tuple[float, ...]:
+        """The value and its companions."""
+        return found.value, found.null_baseline, code(found.status)
+
+    def unlike(self) -> AlignmentResult:
+        """The result for layers that have not the same datapoints."""
+        return UNLIKE
+
+
 @final
-class CKA(Similarity):
+class CKA(Alignment):
     r"""Centred kernel alignment of each layer with its own past, its final state, or the other layers.
 
     Answers ``{kind}_cka``, a float64 scalar without unit (from 0 to 1, if `estimator` is ``"biased"``), and beside it
@@ -487,9 +506,6 @@ class CKA(Similarity):
     """
 
     name = "cka"
-    scope = "stream"
-    spoiled_by = ("elements", "reduce")
-    representation = Kept
     invariances = ("rows", "columns", "sign", "scale", "shift", "offset", "orthogonal")
 
     def __init__(
@@ -512,8 +528,6 @@ class CKA(Similarity):
     ) -> None:
         _check(kernel, estimator, bandwidth, batch_size)
         super().__init__(
-            "cka",
-            ("_null", "_status"),
             kind,
             against=against,
             lag=lag,
@@ -521,30 +535,17 @@ class CKA(Similarity):
             details=details,
             channels=channels,
             positions=positions,
-            fourier=False,
             tag=tag,
             subsample=subsample,
             modules=modules,
         )
         self.kernel, self.estimator, self.bandwidth, self.batch_size = kernel, estimator, bandwidth, batch_size
 
-    def represent(self, data: Array) -> Kept:
-        """The activations of a layer at one step."""
-        return Kept.of(data, self.channels, self.positions)
-
     def compare(self, one: Kept, other: Kept) -> AlignmentResult:
         """The similarity of a layer at two steps, or of two layers."""
         if not one.like(other):
             return UNLIKE
         return _aligned(one.sheet, other.sheet, self.kernel, self.estimator, self.bandwidth, self.batch_size)
-
-    def numbers(self, found: AlignmentResult) -> tuple[float, ...]:
-        """The value and its companions."""
-        return found.value, found.null_baseline, code(found.status)
-
-    def unlike(self) -> AlignmentResult:
-        """The result for layers that have not the same datapoints."""
-        return UNLIKE
 
     def gathering(self) -> Gathering:
         """The sums of all layers, or of each batch; kernels of all datapoints need all datapoints."""

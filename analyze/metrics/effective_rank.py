@@ -7,8 +7,9 @@ singular values of a weight, or the eigenvalues of the covariance of activations
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -146,8 +147,45 @@ def _effective_rank(found: Spectrum) -> float:
     return float(np.exp(-np.sum(some * np.log(some))))
 
 
+class _SoftRank(Subscriber):
+    """Answers each message with a function of its shares, and with its status."""
+
+    name: ClassVar[str]
+    scope = "message"
+    version = 2
+    spoiled_by = ("elements", "reduce")
+    invariances = ("rows", "sign", "scale", "orthogonal")
+
+    def __init__(
+        self,
+        kind: str = "weights",
+        *,
+        centre: bool | None = None,
+        channels: Channels = "auto",
+        tag: str | None = DEFAULT_TAG,
+        subsample: int = 1,
+        modules: str | Iterable[str] | None = None,
+    ) -> None:
+        check_channels(channels)
+        metric = f"{kind}_{self.name}"
+        super().__init__(subscription_to(kind, tag, subsample, modules), produces=(metric, f"{metric}_status"))
+        self.centre, self.channels = centred(kind, centre), channels
+
+    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+        """Answer one message with its rank."""
+        message = message_or_bundle
+        found = of_data(message.data, self.centre, self.channels)
+        yield derived(message, self.produces[0], answer(self.measure(found)))
+        yield derived(message, self.produces[1], answer(code(_status(found, self.centre))))
+
+    @staticmethod
+    @abstractmethod
+    def measure(found: Spectrum) -> float:
+        """The rank."""
+
+
 @final
-class StableRank(Subscriber):
+class StableRank(_SoftRank):
     r"""Stable rank of each tensor of a kind: :math:`\sum_i \lambda_i / \lambda_1`.
 
     Answers ``{kind}_stable_rank``: a float64 scalar from 1, without unit, for each message; beside it
@@ -194,36 +232,11 @@ class StableRank(Subscriber):
     """
 
     name = "stable_rank"
-    scope = "message"
-    version = 2
-    spoiled_by = ("elements", "reduce")
-    invariances = ("rows", "sign", "scale", "orthogonal")
-
-    def __init__(
-        self,
-        kind: str = "weights",
-        *,
-        centre: bool | None = None,
-        channels: Channels = "auto",
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
-    ) -> None:
-        check_channels(channels)
-        metric = f"{kind}_stable_rank"
-        super().__init__(subscription_to(kind, tag, subsample, modules), produces=(metric, f"{metric}_status"))
-        self.centre, self.channels = centred(kind, centre), channels
-
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
-        """Answer one message with its stable rank."""
-        message = message_or_bundle
-        found = of_data(message.data, self.centre, self.channels)
-        yield derived(message, self.produces[0], answer(_stable_rank(found)))
-        yield derived(message, self.produces[1], answer(code(_status(found, self.centre))))
+    measure = staticmethod(_stable_rank)
 
 
 @final
-class ParticipationRatio(Subscriber):
+class ParticipationRatio(_SoftRank):
     r"""Participation ratio of each tensor: :math:`(\sum_i \lambda_i)^2 / \sum_i \lambda_i^2`.
 
     Answers ``{kind}_participation_ratio``: a float64 scalar from 1, without unit, for each message; beside it
@@ -271,36 +284,11 @@ class ParticipationRatio(Subscriber):
     """
 
     name = "participation_ratio"
-    scope = "message"
-    version = 2
-    spoiled_by = ("elements", "reduce")
-    invariances = ("rows", "sign", "scale", "orthogonal")
-
-    def __init__(
-        self,
-        kind: str = "weights",
-        *,
-        centre: bool | None = None,
-        channels: Channels = "auto",
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
-    ) -> None:
-        check_channels(channels)
-        metric = f"{kind}_participation_ratio"
-        super().__init__(subscription_to(kind, tag, subsample, modules), produces=(metric, f"{metric}_status"))
-        self.centre, self.channels = centred(kind, centre), channels
-
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
-        """Answer one message with its participation ratio."""
-        message = message_or_bundle
-        found = of_data(message.data, self.centre, self.channels)
-        yield derived(message, self.produces[0], answer(_participation_ratio(found)))
-        yield derived(message, self.produces[1], answer(code(_status(found, self.centre))))
+    measure = staticmethod(_participation_ratio)
 
 
 @final
-class EffectiveRank(Subscriber):
+class EffectiveRank(_SoftRank):
     r"""Effective rank of each tensor: :math:`\exp(-\sum_i p_i \ln p_i)`.
 
     Answers ``{kind}_effective_rank``: a float64 scalar from 1, without unit, for each message; beside it
@@ -348,29 +336,4 @@ class EffectiveRank(Subscriber):
     """
 
     name = "effective_rank"
-    scope = "message"
-    version = 2
-    spoiled_by = ("elements", "reduce")
-    invariances = ("rows", "sign", "scale", "orthogonal")
-
-    def __init__(
-        self,
-        kind: str = "weights",
-        *,
-        centre: bool | None = None,
-        channels: Channels = "auto",
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
-    ) -> None:
-        check_channels(channels)
-        metric = f"{kind}_effective_rank"
-        super().__init__(subscription_to(kind, tag, subsample, modules), produces=(metric, f"{metric}_status"))
-        self.centre, self.channels = centred(kind, centre), channels
-
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
-        """Answer one message with its effective rank."""
-        message = message_or_bundle
-        found = of_data(message.data, self.centre, self.channels)
-        yield derived(message, self.produces[0], answer(_effective_rank(found)))
-        yield derived(message, self.produces[1], answer(code(_status(found, self.centre))))
+    measure = staticmethod(_effective_rank)

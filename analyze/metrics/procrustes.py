@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from analyze.metrics.bases import Basis, Status, centred, of_sheet
 from analyze.metrics.canonical import null_baseline, refuse, sheets
-from analyze.metrics.cka import UNLIKE, AlignmentResult
+from analyze.metrics.cka import UNLIKE, Alignment, AlignmentResult
 from analyze.metrics.datapoints import Channels, Positions, Sheet, check_channels, check_positions
 from analyze.metrics.gathering import ByMoments, ByTriangle, Gathering
 from analyze.metrics.inputs import Array
-from analyze.metrics.similarity import Against, Calls, Kept, Similarity, code
+from analyze.metrics.similarity import Against, Calls, Kept
 from tracer.errors import MessageError
 
 _CLOSE = 0.99
@@ -285,7 +285,7 @@ class ByAngle(ByTriangle):
 
 
 @final
-class Procrustes(Similarity):
+class Procrustes(Alignment):
     r"""Squared distance of each layer from its own past, its final state, or the other layers, after the best rotation.
 
     Answers ``{kind}_procrustes``, a float64 scalar from 0 to 2 without unit (or in the square of the activations'), and
@@ -341,9 +341,6 @@ class Procrustes(Similarity):
     """
 
     name = "procrustes"
-    scope = "stream"
-    spoiled_by = ("elements", "reduce")
-    representation = Kept
     invariances = ("rows", "columns", "sign", "scale", "shift", "offset", "orthogonal")
 
     def __init__(
@@ -362,8 +359,6 @@ class Procrustes(Similarity):
         modules: str | Iterable[str] | None = None,
     ) -> None:
         super().__init__(
-            "procrustes",
-            ("_null", "_status"),
             kind,
             against=against,
             lag=lag,
@@ -371,28 +366,15 @@ class Procrustes(Similarity):
             details=details,
             channels=channels,
             positions=positions,
-            fourier=False,
             tag=tag,
             subsample=subsample,
             modules=modules,
         )
         self.normalised = normalised
 
-    def represent(self, data: Array) -> Kept:
-        """The activations of a layer at one step."""
-        return Kept.of(data, self.channels, self.positions)
-
     def compare(self, one: Kept, other: Kept) -> AlignmentResult:
         """The distance of a layer at two steps, or of two layers."""
         return _procrustes(one.sheet, other.sheet, self.normalised) if one.like(other) else UNLIKE
-
-    def numbers(self, found: AlignmentResult) -> tuple[float, ...]:
-        """The value and its companions."""
-        return found.value, found.null_baseline, code(found.status)
-
-    def unlike(self) -> AlignmentResult:
-        """The result for layers that have not the same datapoints."""
-        return UNLIKE
 
     def gathering(self) -> Gathering:
         """The scatter matrix of all layers."""
@@ -400,7 +382,7 @@ class Procrustes(Similarity):
 
 
 @final
-class Angular(Similarity):
+class Angular(Alignment):
     r"""Angle between each layer and its own past, its final state, or the other layers, after the best rotation.
 
     Answers ``{kind}_angular``, a float64 scalar in radians from 0 to pi / 2, and beside it its companions, for each
@@ -455,9 +437,6 @@ class Angular(Similarity):
     """
 
     name = "angular"
-    scope = "stream"
-    spoiled_by = ("elements", "reduce")
-    representation = Kept
     invariances = ("rows", "columns", "sign", "scale", "shift", "offset", "orthogonal")
 
     def __init__(
@@ -477,8 +456,6 @@ class Angular(Similarity):
     ) -> None:
         _check_alpha(alpha)
         super().__init__(
-            "angular",
-            ("_null", "_status"),
             kind,
             against=against,
             lag=lag,
@@ -486,28 +463,15 @@ class Angular(Similarity):
             details=details,
             channels=channels,
             positions=positions,
-            fourier=False,
             tag=tag,
             subsample=subsample,
             modules=modules,
         )
         self.alpha = alpha
 
-    def represent(self, data: Array) -> Kept:
-        """The activations of a layer at one step."""
-        return Kept.of(data, self.channels, self.positions)
-
     def compare(self, one: Kept, other: Kept) -> AlignmentResult:
         """The angle between a layer at two steps, or two layers."""
         return _angle(one.sheet, other.sheet, self.alpha) if one.like(other) else UNLIKE
-
-    def numbers(self, found: AlignmentResult) -> tuple[float, ...]:
-        """The value and its companions."""
-        return found.value, found.null_baseline, code(found.status)
-
-    def unlike(self) -> AlignmentResult:
-        """The result for layers that have not the same datapoints."""
-        return UNLIKE
 
     def gathering(self) -> Gathering:
         """The scatter matrix of all layers, or their triangular factor."""

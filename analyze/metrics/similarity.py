@@ -108,33 +108,44 @@ class Similarity(Subscriber):
 
     Parameters
     ----------
-    metric : str
+    kind, against, lag, calls, details, channels, positions, tag, subsample, modules
+        As in `analyze.SVCCA`.
+
+    Attributes
+    ----------
+    name : str
         What is put behind the kind in the names of the answers.
     companions : tuple of str
         What is put behind that for each further number, in the order of `numbers`.
-    kind, against, lag, calls, details, channels, positions, tag, subsample, modules
-        As in `analyze.SVCCA`.
+    representation : type
+        Of what is kept of a layer at one step.
+    symmetric : bool
+        Whether two layers have one answer, and not one for each of them.
+    fourier : bool
+        Whether positions can be taken for frequencies.
     """
 
+    name: ClassVar[str]
+    companions: ClassVar[tuple[str, ...]]
     representation: ClassVar[type[Basis] | type[Kept]] = Basis
     symmetric: ClassVar[bool] = True
+    fourier: ClassVar[bool] = False
+    scope: Scope = "stream"
+    spoiled_by = ("elements", "reduce")
 
     def __init__(
         self,
-        metric: str,
-        companions: tuple[str, ...],
-        kind: str,
+        kind: str = "activations",
         *,
-        against: Against,
-        lag: int,
-        calls: Calls,
-        details: bool,
-        channels: Channels,
-        positions: Positions,
-        fourier: bool,
-        tag: str | None,
-        subsample: int,
-        modules: str | Iterable[str] | None,
+        lag: int = 1,
+        against: Against = "past",
+        calls: Calls = "apart",
+        details: bool = True,
+        channels: Channels = "auto",
+        positions: Positions = "datapoints",
+        tag: str | None = "probe",
+        subsample: int = 1,
+        modules: str | Iterable[str] | None = None,
     ) -> None:
         if against not in _SCOPES:
             raise MessageError(f"against is 'past', 'final' or 'layers', not {against!r}")
@@ -142,8 +153,8 @@ class Similarity(Subscriber):
             raise MessageError(f"calls is 'apart' or 'together', not {calls!r}")
         check_lag(lag)
         check_channels(channels)
-        check_positions(positions, fourier=fourier)
-        produces = tuple(f"{kind}_{metric}{suffix}" for suffix in ("", *(companions if details else ())))
+        check_positions(positions, fourier=self.fourier)
+        produces = tuple(f"{kind}_{self.name}{suffix}" for suffix in ("", *(self.companions if details else ())))
         super().__init__(subscription_to(kind, tag, subsample, modules), produces)
         self.against, self.lag, self.calls, self.details = against, lag, calls, details
         self.channels, self.positions = channels, positions

@@ -158,8 +158,8 @@ class SVCCA(Similarity):
     """
 
     name = "svcca"
-    scope = "stream"
-    spoiled_by = ("elements", "reduce")
+    companions = COMPANIONS
+    fourier = True
     version = 2
     invariances = ("rows", "columns", "sign", "scale", "shift", "offset", "orthogonal")
 
@@ -181,8 +181,6 @@ class SVCCA(Similarity):
     ) -> None:
         check_threshold(threshold)
         super().__init__(
-            "svcca",
-            COMPANIONS,
             kind,
             against=against,
             lag=lag,
@@ -190,7 +188,6 @@ class SVCCA(Similarity):
             details=details,
             channels=channels,
             positions=positions,
-            fourier=True,
             tag=tag,
             subsample=subsample,
             modules=modules,
