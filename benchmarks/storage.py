@@ -28,10 +28,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import h5py
 import numpy as np
 import torch
+from awscrt.checksums import crc32c
 
 import tracer
 from tracer.messages import Message, ModuleMessage, NetworkMessage
@@ -126,7 +126,7 @@ def write_raw(load: Workload, path: Path, checksum: bool = False) -> float:
         for start in range(0, len(block), PIECE):
             piece = block[start : min(start + PIECE, start + left)]
             if checksum:
-                google_crc32c.value(piece)
+                crc32c(piece)
             left -= os.write(file, piece.data)
         if left <= 0:
             break
@@ -166,7 +166,7 @@ def read_raw(path: Path, checksum: bool = False) -> float:
             for piece in itertools.cycle(pieces):
                 if not file.readinto(piece.data):
                     break
-                google_crc32c.value(piece)
+                crc32c(piece)
     return time.process_time() - begin
 
 

@@ -19,9 +19,9 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import torch
+from awscrt.checksums import crc32c
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -208,18 +208,6 @@ def decode(array: NDArray[Any], dtype: str, shape: Iterable[int]) -> Tensor:
     return tensor.reshape(tuple(shape))
 
 
-def crc32c(array: NDArray[Any]) -> int:
-    """The CRC-32C of the bytes of a contiguous array.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> crc32c(np.frombuffer(b"123456789", np.uint8)) == 0xE3069283
-    True
-    """
-    return int(google_crc32c.value(array))
-
-
 SHORT = 8 * COLUMNS
 """Bytes of the longest rows whose checksums `checksums` looks up in tables."""
 
@@ -236,7 +224,7 @@ def _crc_tables() -> tuple[NDArray[np.uint32], list[int]]:
     for place in range(SHORT - 2, -1, -1):
         after = tables[place + 1]
         tables[place] = tables[-1][after & 0xFF] ^ (after >> 8)
-    return tables, [int(google_crc32c.value(bytes(size))) for size in range(SHORT + 1)]
+    return tables, [crc32c(bytes(size)) for size in range(SHORT + 1)]
 
 
 _CRC_TABLES, _CRC_ZEROS = _crc_tables()
@@ -253,7 +241,7 @@ def checksums(rows: NDArray[Any]) -> NDArray[np.int64]:
     """
     size = rows[:1].nbytes
     if size > SHORT:
-        return np.fromiter(map(google_crc32c.value, rows), np.int64, len(rows))
+        return np.fromiter(map(crc32c, rows), np.int64, len(rows))
     found = np.full(len(rows), _CRC_ZEROS[size], np.uint32)
     values = rows.reshape(-1).view(np.uint8).reshape(len(rows), size)
     for place in range(size):
@@ -414,7 +402,7 @@ def sealed(lines: Iterable[bytes], checksum: int = 0) -> tuple[bytes, int]:
     """
     stored = []
     for line in lines:
-        checksum = int(google_crc32c.extend(checksum, line[:-1]))
+        checksum = crc32c(line[:-1], checksum)
         stored.append(b"%s%s%d}\n" % (line[:-1], _SEAL, checksum))
     return b"".join(stored), checksum
 
@@ -434,7 +422,7 @@ def unsealed(line: bytes, before: Collection[int]) -> tuple[dict[str, Any] | Non
         Checksums that it may be continued from.
     """
     body, _, tail = line.rpartition(_SEAL)
-    found = {int(google_crc32c.extend(checksum, body)) for checksum in before}
+    found = {crc32c(body, checksum) for checksum in before}
     for checksum in found:
         if tail == b"%d}\n" % checksum:
             try:

@@ -27,7 +27,7 @@ from tracer.errors import CaptureError, TraceCorruptError, TraceError
 from tracer.layout import Column
 from tracer.messages import DEFAULT_TAG, Message, checked
 from tracer.parts import Part, Stream, counting, merged, missing, worst
-from tracer.stores import STORES, Anywhere, ReadStore, location, open_parts
+from tracer.stores import STORES, Anywhere, ReadStore, location, new_memory, open_parts
 
 BLOCK_BYTES: Final = 8 << 20
 """Bytes of data that `TraceReader.messages` reads at a time."""
@@ -153,15 +153,16 @@ class _Memory:
         # blocks become free in the order in which they were taken, so the search goes on where it ended
         for number in range(self._next, self._next + min(count, _LOOKED_AT)):
             block = self._blocks[number % count]
-            # the list, this variable and the argument: arrays and tensors made of it would count, too
-            if nbytes <= block.nbytes <= 2 * nbytes and sys.getrefcount(block) == _UNUSED:
+            whole = block.base
+            # the block itself, this variable and the argument: arrays and tensors made of it would count, too
+            if nbytes <= block.nbytes <= 2 * nbytes and sys.getrefcount(whole) == _UNUSED:
                 self._next = number % count + 1
-                return block
-        block = np.empty(nbytes, np.uint8)
+                return block[:]
+        block = new_memory(nbytes)
         if self._nbytes + nbytes <= MOST_REUSED:
             self._blocks.append(block)
             self._nbytes += nbytes
-        return block
+        return block[:]
 
 
 @final

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 import numpy as np
+from awscrt.checksums import crc32c
 from numpy.typing import NDArray
 
 from tracer import layout
@@ -644,7 +645,7 @@ class Survey:
         if stream.dtype is None or layout.ENCODINGS[stream.dtype].storage != array.dtype:
             return None
         part = self._elements(array, row[Column.OFFSET], row[Column.COUNT])
-        if part is not None and row[Column.CRC32C] not in (layout.NONE, layout.crc32c(part)):
+        if part is not None and row[Column.CRC32C] not in (layout.NONE, crc32c(part)):
             return None
         return part
 
@@ -756,7 +757,7 @@ class Survey:
                 if row[Column.CRC32C] == layout.NONE:
                     continue
                 part = self._elements(array, row[Column.OFFSET], row[Column.COUNT])
-                if part is not None and layout.crc32c(part) != row[Column.CRC32C]:
+                if part is not None and crc32c(part) != row[Column.CRC32C]:
                     failed.append(number)
             touched = self._touched(array, members)
             for number in np.flatnonzero(array.state == 0).tolist():

@@ -30,7 +30,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
-from tracer.stores import PART, RowChunks, check_name, contiguous, largest_chunk, rows_in, sync_folder, walk
+from tracer.stores import (
+    ALIGNED_BYTES,
+    PAGE,
+    PART,
+    RowChunks,
+    check_name,
+    contiguous,
+    largest_chunk,
+    rows_in,
+    sync_folder,
+    walk,
+)
 from tracer.stores.codecs import CODECS, HDF5_FILTER, OVERHEAD, Codec, codec_of, decode, encode, hdf5_options
 
 if TYPE_CHECKING:
@@ -214,6 +225,14 @@ class _Array:
         self.committed = 0
 
 
+_WRITING: dict[str, Any] = {
+    "libver": "latest",
+    "locking": False,
+    "alignment_threshold": ALIGNED_BYTES,
+    "alignment_interval": PAGE,
+}
+
+
 class Hdf5WriteStore:
     """An HDF5 file being written; see `tracer.stores.WriteStore`."""
 
@@ -229,7 +248,7 @@ class Hdf5WriteStore:
         self._copy = path.with_name(f".{path.name}.copy")
         self._sealed = False
         try:
-            self._file: Any = h5py.File(self._unsealed, "w", libver="latest", locking=False)
+            self._file: Any = h5py.File(self._unsealed, "w", **_WRITING)
         except OSError:
             self._unsealed.unlink(missing_ok=True)
             raise
@@ -332,7 +351,7 @@ class Hdf5WriteStore:
                 file.close()
                 shutil.copyfile(self._unsealed, self._copy)
                 os.replace(self._copy, self.path)
-                self._file = h5py.File(self._unsealed, "r+", libver="latest", locking=False)
+                self._file = h5py.File(self._unsealed, "r+", **_WRITING)
                 self._descriptor = int(self._file.id.get_vfd_handle())
                 for name, array in self._arrays.items():
                     array.dataset = self._file[name].id

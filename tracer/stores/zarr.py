@@ -24,12 +24,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import numpy as np
+from awscrt.checksums import crc32c
 from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
-from tracer.stores import PART, RowChunks, check_name, contiguous, largest_chunk, rows_in, sync_folder, walk
+from tracer.stores import (
+    ALIGNED_BYTES,
+    PAGE,
+    PART,
+    RowChunks,
+    check_name,
+    contiguous,
+    largest_chunk,
+    rows_in,
+    sync_folder,
+    walk,
+)
 from tracer.stores.codecs import CODECS, OVERHEAD, Codec, codec_of, decode, decoded_size, encode, zarr_codec
 
 CHUNKS_PER_SHARD = 128
@@ -41,9 +52,6 @@ into many small ones. A piece should still be in the processor's cache when it i
 """
 READ_PIECE = 1 << 18
 """Bytes of one read: they should be in the processor's cache when their checksum is computed."""
-PAGE = 4096
-ALIGNED_BYTES = 1 << 18
-"""Chunks of this size begin at a page of their shard, which costs at most 1.6 % of the space."""
 DOCUMENT_LIMIT = 16 << 20
 """Bytes of the largest zarr.json that is read; parsed, it takes many times as much."""
 CHUNK_LIMIT = 1 << 30
@@ -157,8 +165,7 @@ def _written(path: Path) -> Iterator[None]:
 
 
 def _crc32c(data: bytes | memoryview) -> bytes:
-    # the library takes no memoryview, but takes an array that looks at one
-    return int(google_crc32c.value(np.frombuffer(data, np.uint8))).to_bytes(4, "little")
+    return int(crc32c(data)).to_bytes(4, "little")
 
 
 class _Shard:
@@ -425,15 +432,14 @@ class ZarrWriteStore:
         if self._durable:
             self._unsynced[shard.path] = None
         # each piece is checksummed just before it is written, while that brings it into the processor's cache
-        values = np.frombuffer(data, np.uint8)
         start = checksum = 0
         # where the first piece ends; the last one takes the checksum along
         stop = PIECE - offset % PIECE
         while stop < nbytes:
-            checksum = google_crc32c.extend(checksum, values[start:stop])
+            checksum = crc32c(data[start:stop], checksum)
             _pwrite(file, [data[start:stop]], stop - start, offset + start)
             start, stop = stop, stop + PIECE
-        checksum = google_crc32c.extend(checksum, values[start:])
+        checksum = crc32c(data[start:], checksum)
         _pwrite(file, [data[start:], checksum.to_bytes(4, "little")], nbytes - start + 4, offset + start)
         before = shard.places.get(place)
         if before is not None:
@@ -719,11 +725,11 @@ def _read_chunk(file: int, target: NDArray[np.uint8], trailer: bytearray, offset
         piece = target[start : start + READ_PIECE]
         if os.preadv(file, [piece.data], offset + start) != READ_PIECE:
             return False
-        checksum = google_crc32c.extend(checksum, piece)
+        checksum = crc32c(piece, checksum)
     piece = target[last:]
     if os.preadv(file, [piece.data, trailer], offset + last) != nbytes - last + 4:
         return False
-    checksum = google_crc32c.extend(checksum, piece)
+    checksum = crc32c(piece, checksum)
     return bool(checksum == int.from_bytes(trailer, "little"))
 
 
