@@ -1150,7 +1150,7 @@ def recover(src: str, dst: str, as_json: bool) -> None:
             _show(_table(None, columns, rows, right=("saved", "lost")))
         click.echo(f"saved {loss.saved:,} of {loss.messages:,} messages to {dst}")
         if not loss.lossless and not loss.lost:
-            click.echo("whether more was committed is not known, because the tables of the trace are damaged")
+            click.echo("what was lost cannot be counted: see above what is damaged or missing")
     if not loss.lossless:
         click.get_current_context().exit(DAMAGED)
 

@@ -31,17 +31,15 @@ from tracer.stores import STORES, Anywhere, ReadStore, location, new_memory, ope
 
 BLOCK_BYTES: Final = 8 << 20
 """Bytes of data that `TraceReader.messages` reads at a time."""
-LARGE_BLOCK_BYTES: Final = 2 << 20
-"""The same where messages are large: the blocks in use should stay in the processor's cache."""
 LARGE_ROWS: Final = 64
-"""Messages are large where no more than so many are in `BLOCK_BYTES`."""
+"""Where no more messages than these are in `BLOCK_BYTES`, each is read by itself and stays in the processor's cache."""
 BLOCK_ROWS: Final = 16384
 """Messages that it reads at a time, at most."""
 GAP_BYTES: Final = 65536
 """Parts of a pool that are closer than this are read at once, with what lies between: a chunk is read as a whole."""
 AHEAD: Final = 3
 """Blocks that a thread reads ahead where the store is slow."""
-SLOW_SECONDS: Final = 0.002
+SLOW_SECONDS: Final = 0.001
 SLOW_BLOCKS: Final = 3
 """It is slow if so many blocks in a row had to be waited for so long; one may be because others had the processor."""
 SMALLEST_REUSED: Final = 1 << 17
@@ -52,6 +50,7 @@ _LOOKED_AT: Final = 64
 _KEPT: Final = 64
 """A message that is kept keeps at most so many times its size."""
 _FIELDS: Final = [Column.STREAM, Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
+_FIRST: Final = np.zeros(1, np.int64)
 _T = TypeVar("_T")
 
 Steps = tuple[int | None, int | None] | tuple[int | None, int | None, int | None]
@@ -641,6 +640,9 @@ class TraceReader:
     def _iterate(self, selected: NDArray[np.int64]) -> Iterator[Message]:
         streams = self._streams
         for rows, groups in self._blocks(selected):
+            if len(rows) == 1:
+                yield self._single(self.journal[rows[0]].tolist(), groups)
+                continue
             owners, tensors = _in_order(groups, len(rows))
             groups.clear()  # so that the memory can be used for another block as soon as the messages are gone
             fields = self.journal[rows][:, _FIELDS].tolist()
@@ -661,26 +663,42 @@ class TraceReader:
                 )
             tensors.clear()
 
+    def _single(self, row: list[int], groups: list[_Group]) -> Message:
+        """The message of a block of one."""
+        stream = self._streams[row[Column.STREAM]]
+        return checked(
+            stream.kind,
+            stream.module,
+            row[Column.GLOBAL_STEP],
+            row[Column.TRAIN_STEP],
+            row[Column.EPOCH],
+            stream.tag,
+            row[Column.CALL],
+            stream.leaf,
+            stream.rank,
+            next(_tensors(groups.pop())) if groups else None,
+        )
+
     def _blocks(self, selected: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], list[_Group]]]:
         """Rows of the journal, cut into blocks, with their data; a thread reads ahead where the store is slow.
 
         The list of groups is emptied when the next block is asked for.
         """
         nbytes = self.journal[selected, Column.COUNT] * self._itemsizes[self.journal[selected, Column.STREAM]]
+        readers = max((store.readers for store in self._stores), default=1)
+        # which memory is free can be told by one thread only
+        memory = _Memory() if readers == 1 else None
         ends = np.cumsum(nbytes)
         blocks = []
         first = 0
         while first < len(selected):
             before = int(ends[first - 1]) if first else 0
             last = int(np.searchsorted(ends, before + BLOCK_BYTES, side="right"))
-            if last - first <= LARGE_ROWS:
-                last = int(np.searchsorted(ends, before + min(BLOCK_BYTES, LARGE_BLOCK_BYTES), side="right"))
             last = min(max(last, first + 1), first + BLOCK_ROWS)
-            blocks.append(selected[first:last])
+            large = last - first <= LARGE_ROWS and nbytes[first:last].min() >= SMALLEST_REUSED
+            step = 1 if large and memory is not None else last - first
+            blocks += [selected[begin : begin + step] for begin in range(first, last, step)]
             first = last
-        readers = max((store.readers for store in self._stores), default=1)
-        # which memory is free can be told by one thread only
-        memory = _Memory() if readers == 1 else None
         left = iter(blocks)
         slow = 0
         # Without a thread as long as the data is there at once: two threads would only get into each other's way, and
@@ -713,6 +731,10 @@ class TraceReader:
 
     def _read_groups(self, selected: NDArray[np.int64], memory: _Memory | None) -> list[_Group]:
         """The data of rows of the journal, verified, in groups of one pool, dtype and shape."""
+        if memory is not None and len(selected) == 1:
+            row = self.journal[selected[0]].tolist()
+            if row[Column.POOL] != WHOLE:
+                return [] if row[Column.POOL] == layout.NONE else [self._read_one(row, memory)]
         rows = self.journal[selected]
         whole = rows[:, Column.POOL] == WHOLE
         if whole.any():
@@ -748,8 +770,6 @@ class TraceReader:
         return _Group(np.array([place]), data, dtype, data.nbytes)
 
     def _read_rows(self, rows: NDArray[np.int64], memory: _Memory | None) -> list[_Group]:
-        if memory is not None and len(rows) <= LARGE_ROWS and self._large(rows):
-            return [group for place, row in enumerate(rows.tolist()) for group in self._read_one(place, row, memory)]
         groups: list[_Group] = []
         to_read = []
         pools = rows[:, Column.POOL]
@@ -791,16 +811,9 @@ class TraceReader:
             groups += self._group(rows, places, offsets - low * row_size, counts, whole)
         return groups
 
-    def _large(self, rows: NDArray[np.int64]) -> bool:
-        """Whether each of these messages is so large that nothing is won by reading some of them together."""
-        nbytes = rows[:, Column.COUNT] * self._itemsizes[rows[:, Column.STREAM]]
-        return bool((nbytes >= SMALLEST_REUSED).all())
-
-    def _read_one(self, place: int, row: list[int], memory: _Memory) -> Iterator[_Group]:
+    def _read_one(self, row: list[int], memory: _Memory) -> _Group:
         """The data of one message, as `_read_groups` has it, with as few steps as possible."""
         number, pool, offset, count = row[Column.STREAM], row[Column.POOL], row[Column.OFFSET], row[Column.COUNT]
-        if pool == layout.NONE:
-            return
         dtype = self._streams[number].dtype
         name, storage = self._pools[pool]
         size, length = self._size_of(pool)
@@ -814,7 +827,7 @@ class TraceReader:
             raise self._damaged(row)
         assert dtype is not None
         shape = self._shapes[row[Column.SHAPE]]
-        yield _Group(np.array([place]), data.reshape(1, *shape), dtype, whole.nbytes)
+        return _Group(_FIRST, data.reshape(1, *shape), dtype, whole.nbytes)
 
     def _group(
         self,
