@@ -45,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.recover": {"tracer.messages", "tracer.verify", "tracer.convert"} | STORAGE,
     "tracer.compiled": set(),
     "tracer.transfers": set(),
+    "tracer.termination": set(),
     "tracer.hooks": {"tracer.compiled"},
     "tracer.environment": set(),
     "tracer.budget": {"tracer.messages"} | STORAGE,
@@ -52,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.exporter": FOUNDATION | {"tracer.hooks", "tracer.compiled", "tracer.wrappers", "tracer.placement"},
     "tracer.recorder": FOUNDATION
     | STORAGE
-    | {"tracer.exporter", "tracer.transfers", "tracer", "tracer.budget", "tracer.environment"},
+    | {"tracer.exporter", "tracer.transfers", "tracer", "tracer.budget", "tracer.environment", "tracer.termination"},
     "tracer.certify": STORAGE
     | {"tracer.exporter", "tracer.hooks", "tracer.recorder", "tracer.environment", "tracer.wrappers"},
     "tracer.recorders": FOUNDATION

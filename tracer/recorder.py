@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tracer import environment
+from tracer import environment, termination
 from tracer.budget import Budget, Held, already_spent
 from tracer.bus import MessageBus, Receiver, in_order, version_of
 from tracer.capture import Capture, choice
@@ -157,7 +157,8 @@ class Recorder:
         TraceError
             If the writer thread has failed: what was committed before is safe, the rest is lost.
         """
-        if os.getpid() != self._pid:  # a forked child has this object, but not the thread: the trace is the parent's
+        # a forked child has this object, but not the thread: the trace is the parent's
+        if self._closed or os.getpid() != self._pid:
             return ()
         if self._writer is None and self._make is not None:
             self._writer = self._make()
@@ -599,6 +600,8 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
             exporter.detach()
             raise
         self._run = run
+        if run.recorder is not None:
+            termination.watch(run.recorder.close)
         return run
 
     def __exit__(
@@ -606,7 +609,11 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
     ) -> None:
         run, self._run = self._run, None
         if run is not None:
-            end(run, error)
+            try:
+                end(run, error)
+            finally:
+                if run.recorder is not None:
+                    termination.unwatch(run.recorder.close)
 
 
 def check_options(

@@ -72,7 +72,7 @@ def create(path: Path, *, part: str | None = None, overwrite: bool = False, dura
             raise TraceExistsError(f"{path} has a part beside it already, {beside[0].name}")
     if path.exists() or path.is_symlink():
         if not overwrite:
-            raise TraceExistsError(f"{path} already exists")
+            raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
         if path.is_symlink() or not path.is_file() or not h5py.is_hdf5(path):
             raise TraceExistsError(f"{path} already exists, and is not an HDF5 file that could be overwritten")
     with _written(path):

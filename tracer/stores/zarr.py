@@ -74,7 +74,7 @@ def create(path: Path, *, part: str | None = None, overwrite: bool = False, dura
     mine = path if part is None else path / part
     if mine.exists() or mine.is_symlink():
         if not overwrite:
-            raise TraceExistsError(f"{mine} already exists")
+            raise TraceExistsError(f"{mine} already exists; give another path, or say that it may be overwritten")
         if mine.is_symlink() or not mine.is_dir() or _document(mine).get("node_type") != "group":
             raise TraceExistsError(f"{mine} already exists, and is not a Zarr group that could be overwritten")
     with _written(path):
@@ -86,7 +86,9 @@ def create(path: Path, *, part: str | None = None, overwrite: bool = False, dura
         try:
             mine.mkdir(parents=True)
         except FileExistsError:
-            raise TraceExistsError(f"{mine} already exists") from None
+            raise TraceExistsError(
+                f"{mine} already exists; give another path, or say that it may be overwritten"
+            ) from None
     return ZarrWriteStore(path, part=part, durable=durable)
 
 
