@@ -156,6 +156,20 @@ def test_constructed_correlations(condition: float) -> None:
     np.testing.assert_allclose(stream.result(0, 1).rho, exact, atol=2 * tolerance)
 
 
+def test_correlations_of_published_logits() -> None:
+    """Data built to have those of the two networks in google/svcca's tutorial, whose logits are 10 x 10000."""
+    exact = [0.94624592, 0.92024729, 0.9054238, 0.8832599, 0.84734994]
+    exact += [0.77714795, 0.73653048, 0.57411572, 0.37665398, 0.09028817]
+    random, rho = np.random.default_rng(0), np.array(exact)
+    q = np.linalg.qr(centred(random.standard_normal((10000, 20))))[0]
+    x = q[:, :10] @ random.standard_normal((10, 10))
+    y = (q[:, :10] * rho + q[:, 10:] * np.sqrt(1 - rho**2)) @ random.standard_normal((10, 10))
+    found = analyze.cca(x + 3, y - 5)
+    np.testing.assert_allclose(found.rho, rho, atol=1e-12)
+    assert float(found) == pytest.approx(0.70572631366, abs=5e-9)  # of correlations that are printed with 8 digits
+    assert found.status == "ok"
+
+
 def pwcca_of(x: Any, y: Any) -> float:
     """PWCCA as in section 3 of the paper: the canonical vectors over the datapoints, weighted by x's neurons."""
     x, y = centred(x), centred(y)
@@ -299,6 +313,17 @@ def test_nulls_equal_simulation() -> None:
         error = 3 * np.std(found) / math.sqrt(len(found))
         assert np.mean(nulls) == pytest.approx(np.mean(found), abs=error + tolerance), name
     assert analyze.r2_cca(x, y).null_baseline == 12 / (n - 1)
+
+
+def test_the_null_of_the_tutorial() -> None:
+    """Unrelated layers of 500 neurons and 10000 datapoints: 0.1908, where google/svcca's tutorial measured 0.19061."""
+    random = np.random.default_rng(0)
+    found = analyze.cca(random.standard_normal((10000, 500)), random.standard_normal((10000, 500)))
+    assert found.null_baseline == pytest.approx(0.1908, abs=5e-5)
+    assert float(found) == pytest.approx(found.null_baseline, abs=1e-3)
+    assert found.null_baseline == pytest.approx(0.19061, abs=1e-3)
+    r2 = float(np.mean(found.rho**2))
+    assert r2 == pytest.approx(500 / 9999, abs=3e-4)
 
 
 def test_another_order_of_the_datapoints_is_the_null() -> None:
