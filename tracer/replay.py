@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tracer.bus import MessageBus, Receiver, describe, in_order
+from tracer.bus import MessageBus, Receiver, describe, in_order, tell_of_model
 from tracer.errors import CaptureError, UnknownNameError
 from tracer.layout import ENCODINGS, Column
 from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message
@@ -190,6 +190,7 @@ def replay(
         _register_topics(bus, reader)
         for receiver in ordered:
             bus.register(receiver)
+        tell_of_model(ordered, lambda: reader.header.get("model"))
         try:
             done = 0
             while following:
@@ -198,6 +199,7 @@ def replay(
                 done = limit
                 following = _wait(reader)
                 _register_topics(bus, reader)
+                tell_of_model(ordered, lambda: reader.header.get("model"))  # which may not have been there
                 todo = planned(done)
             if todo.missing:
                 raise CaptureError("; ".join(todo.missing))
