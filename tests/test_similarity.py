@@ -7,6 +7,7 @@ import io
 import itertools
 import math
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from sklearn.datasets import load_digits, load_iris, load_linnerud
 import analyze
 import tracer
 from analyze.invariances import INVARIANCES
+from analyze.metrics import similarity
 from analyze.metrics.bases import STATUSES, Basis, basis, leading
 from analyze.metrics.canonical import compare, null_baseline
 from analyze.metrics.cka import ByBatches, ByLinear
@@ -505,6 +507,39 @@ def test_few_datapoints(name: str, n: int) -> None:
     assert math.isnan(float(debiased)) == (n < 4)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_that_are_too_wide(name: str) -> None:
+    """Of 20000 neurons, as of a flattened convolution, no 3 GB are made: the datapoints are few, and that is told."""
+    random = np.random.default_rng(0)
+    z = random.standard_normal((40, 6)) * 0.5 ** np.arange(6)
+    x, y = (z @ random.standard_normal((6, 20000)) for _ in range(2))
+    x += 1e-3 * random.standard_normal(x.shape)
+    tracemalloc.start()
+    try:
+        found = FUNCTIONS[name](x, y)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 10 * x.nbytes
+    small = [centred(w) @ np.linalg.svd(centred(w), full_matrices=False)[2].T for w in (x, y)]  # the same, turned
+    if name == "pwcca":  # which a rotation of the neurons changes
+        assert float(found) == pytest.approx(pwcca_of_rank(x, y, (39, 6)), abs=1e-9)
+    else:
+        assert float(found) == pytest.approx(float(FUNCTIONS[name](*small)), abs=1e-9)
+    if name in ("cca", "r2_cca", "pwcca"):
+        assert (found.status, found.k, found.m) == ("few_samples", 39, 6)
+        assert found.forced_ones == 39 + 6 - 39
+
+
+def pwcca_of_rank(x: Any, y: Any, ranks: tuple[int, int]) -> float:
+    """PWCCA of the directions that the ranks say."""
+    x, y = centred(x), centred(y)
+    u, w = (np.linalg.svd(z, full_matrices=False)[0][:, :rank] for z, rank in zip((x, y), ranks, strict=True))
+    left, rho, _ = np.linalg.svd(u.T @ w, full_matrices=False)
+    alpha = np.abs((u @ left).T @ x).sum(1)
+    return float(alpha @ rho / alpha.sum())
+
+
 def test_ill_posed_cuts_are_flagged() -> None:
     """Equal variances at the cut, or a threshold met exactly: rounding decides, and the status says so."""
     random = np.random.default_rng(0)
@@ -861,6 +896,29 @@ def test_modes_go_on_from_their_state(name: str, against: str, calls: str) -> No
         buffer.seek(0)
         second.load_state_dict(copy.deepcopy(torch.load(buffer, weights_only=True)))
         assert answers + said(second, messages[cut:]) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_many_neurons_are_not_multiplied_with_each_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the products of all neurons would take too much, a step's datapoints are kept; the answers are the same."""
+    messages = run_of(3, 3)
+    wish = f"{name}:against=layers,calls=together"
+    added_up = said(parse(wish), messages)  # type: ignore[arg-type] # a similarity
+    monkeypatch.setattr(similarity, "WIDE", 20)  # of 21
+    kept: list[tuple[Any, ...]] = []
+    metric = parse(wish)
+    for number, one in enumerate(messages):
+        kept += said(metric, [one], end=False)  # type: ignore[arg-type]
+        if number == 14:
+            (state,) = metric.state_dict()["steps"]
+            assert all("parts" in group["gathering"] for group in state["groups"])
+            metric, old = parse(wish), metric
+            metric.load_state_dict(old.state_dict())
+    kept += said(metric, [])  # type: ignore[arg-type]
+    assert [answer[:-1] for answer in kept] == [answer[:-1] for answer in added_up]
+    drawn = ("activations_procrustes_null", "activations_angular_null")  # another order of the datapoints, or noise
+    pairs = [(value_of(a), value_of(b)) for a, b in zip(kept, added_up, strict=True) if a[0] not in drawn]
+    np.testing.assert_allclose(*zip(*pairs, strict=True), atol=1e-9)
 
 
 def test_options_of_cka_in_a_run() -> None:
