@@ -455,7 +455,7 @@ def _units(
                 modules=share.modules,
                 steps=share.steps,
                 messages=len(rows) + len(pairs),
-                bytes=int(reader.sizes(_read(rows, pairs)).sum()),
+                bytes=int(reader.sizes(np.union1d(rows, pairs)).sum()),
             )
         )
     return units
@@ -486,12 +486,6 @@ def identity(
 def digest(value: Any) -> str:
     """A digest of JSON values, in hexadecimal digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _read(rows: NDArray[np.int64], pairs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The rows whose data is read: those that are published, and those that updates are derived from."""
-    bases = pairs[:, 0][~np.isin(pairs[:, 0], rows)]
-    return np.concatenate([rows, bases, pairs[:, 1]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,6 +97,42 @@ def test_other_spectra_are_those_of_their_recipes() -> None:
     x_nd = np.sqrt(shares) * np.array([[1.0, 1.0], [-1.0, 1.0], [1.0, -1.0], [-1.0, -1.0]])
     theirs = np.count_nonzero(np.cumsum(shares) < 0.99)
     assert said["delve", "idim"] == (f"{theirs}", f"{analyze.saturation(x_nd).k}")
+
+
+def gram_iteration(w: Any, times: int) -> float:
+    """lip4conv's bound: of products with the own transpose, each scaled, with the scales kept as logarithms."""
+    log_scale = np.float32(0)
+    for _ in range(times):
+        size = np.linalg.norm(w)
+        log_scale, w = np.float32(2) * (log_scale + np.log(size)), (w / size).T @ (w / size)
+    root = np.float32(0.5) ** times
+    return float(np.linalg.norm(w) ** root * np.exp(log_scale * root))
+
+
+def test_other_norms_are_those_of_their_recipes() -> None:
+    """The same of vector and operator norms, and of variances far from zero."""
+    said = {(row.system, row.name): (row.theirs, row.ours) for row in catalogue.DEVIATIONS}
+    diagonal = np.diag([4.0, 2.0, 0.5])
+    expected = {("weightwatcher", "norm"): (f"{np.sum(diagonal**2):g}", f"{analyze.norm(diagonal):g}")}
+    kernel = np.array([[[[0.0, 1, 0], [1, -4, 1], [0, 1, 0]]]])
+    expected["torch", "spectral_norm of a kernel"] = (
+        f"{np.linalg.norm(kernel.reshape(1, -1), 2):.4f}",
+        f"{analyze.operator_norm(kernel, 8):.4f}",
+    )
+    small = np.diag(np.array([1e-10, 5e-11], np.float32))
+    theirs = {gram_iteration(small, times) for times in (6, 8)}
+    (bound,) = {f"{one:.7g}" for one in theirs}
+    assert max(theirs) < np.linalg.norm(small.astype(np.float64), 2)
+    expected["lip4conv", "Gram iteration in float32"] = (bound, f"{analyze.spectral_norm(small, certify=True):.7g}")
+    tenths = np.full(2**24, 0.1, np.float32)
+    sums = np.cumsum((tenths * tenths).reshape(-1, 8), axis=0, dtype=np.float32)[-1]
+    theirs = math.sqrt(float(sums.sum()))
+    expected["torch", "linalg.vector_norm"] = (f"{theirs:.2f}", f"{analyze.norm(tenths):.6g}")
+    x = np.random.default_rng(0).standard_normal(10000) + 1e6
+    unshifted = (np.cumsum(x * x)[-1] - np.cumsum(x)[-1] ** 2 / 10000) / 9999
+    assert analyze.variance(x) == pytest.approx(analyze.saturation(x[:, None]).trace, rel=1e-9)
+    expected["delve", "covariance"] = (f"{unshifted:.5f}", f"{analyze.saturation(x[:, None]).trace:.5f}")
+    assert {who: said[who] for who in expected} == expected
 
 
 @pytest.mark.parametrize("row", catalogue.FORMER, ids=lambda row: f"{row.system}-{row.name}")

@@ -288,6 +288,20 @@ def test_there_are_memoryless_subscribers() -> None:
     assert {"svcca", "message_mean", "spectral_norm"}.isdisjoint(MEMORYLESS)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plan_says_who_remembers(name: str, live: Live, published: list[Message]) -> None:
+    """A plan says of each registered subscriber what it remembers across, if it has a state, and only then."""
+    one = parse(name)
+    told = tracer.plan(live.path, *with_producers(name)).memory
+    assert (one.scope != "message") == (name in told)
+    if name in told:
+        assert told[name] == one.scope
+        assert name not in MEMORYLESS
+    else:
+        answers(one, published)
+        assert one.state_dict() == parse(name).state_dict()
+
+
 @pytest.mark.parametrize("name", MEMORYLESS)
 @pytest.mark.parametrize("steps", [(2, 4), (0, 1), (1, 6, 2), (None, 3)])
 def test_a_replay_of_some_steps_is_a_slice_of_the_whole(name: str, steps: Any, live: Live) -> None:

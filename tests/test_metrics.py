@@ -515,7 +515,13 @@ def test_svcca_of_digits(threshold: float, value: float, kept: tuple[int, int]) 
     found = analyze.svcca(left, right, threshold)
     assert float(found) == pytest.approx(value, abs=1e-12)
     assert ((found.k, found.m), found.status, found.n) == (kept, "ok", 1797)
-    assert reference(left, right, threshold)[0] == pytest.approx(value, abs=1e-12)
+    by_angles = reference(left, right, threshold)
+    bases = []
+    for half, k in zip((left, right), kept, strict=True):
+        bases.append(np.linalg.svd(half - half.mean(0), full_matrices=False)[0][:, :k])
+    by_svd = np.linalg.svd(bases[0].T @ bases[1], compute_uv=False).mean()
+    assert by_angles[0] == pytest.approx(by_svd, abs=7e-15)
+    assert float(found) == pytest.approx(by_svd, abs=7e-15)
     if threshold == 0.99:
         assert found.rho[0] == pytest.approx(0.812065102635, abs=1e-11)
         assert found.rho[-1] == pytest.approx(0.029226967045, abs=1e-11)

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 
 import tracer
 from analyze import parse
+from cli import main
 from tracer import (
     CallbackSubscriber,
     Capture,
@@ -28,6 +30,8 @@ from tracer import (
     UnknownNameError,
 )
 from tracer.messages import KINDS
+from tracer.stores.hdf5 import Hdf5ReadStore
+from tracer.stores.zarr import ZarrReadStore
 
 STEPS = 6
 
@@ -221,6 +225,42 @@ def test_ten_subscribers_read_each_message_once(trace: Path, monkeypatch: pytest
     assert sorted(read) == planned.where.nonzero()[0].tolist()
     kinds = {stream.kind for stream in planned.streams}
     assert kinds == {"weights", "weight_updates", "weight_gradients", "loss", "activations"}
+
+
+@pytest.mark.parametrize("suffix", ["zarr", "h5"])
+def test_ten_subscribers_of_a_command_read_each_byte_once(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`trace replay` with ten of them asks the stores for what the plan says, also where updates are derived."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(120, 160), nn.Linear(160, 120))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    path = tmp_path / f"run.{suffix}"
+    with tracer.record(path, model, optimizer, capture=Capture(kinds=["weights", "weight_gradients", "activations"])):
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(200, 120)).square().mean().backward()
+            optimizer.step()
+    asked = "norm norm:order=1 mean:kind=weights variance:kind=weights spectral_norm distance ratio path_length"
+    specs = [*asked.split(), "norm:kind=weight_gradients", "alpha:bias=false"]
+    planned = tracer.plan(path, *map(parse, specs))
+    assert {one.kind for one in planned.derived} == {"weight_updates"}
+    weights, steps, each = 2, 6, 120 * 160 * 4
+    assert planned.bytes == 2 * weights * steps * each  # weights and their gradients
+    read: list[tuple[str, int, int]] = []
+    for store in (ZarrReadStore, Hdf5ReadStore):
+        plainly = store.read
+
+        def noting(self: Any, name: str, start: int, stop: int, out: Any = None, plainly: Any = plainly) -> Any:
+            read.append((name, start, stop))
+            return plainly(self, name, start, stop, out)
+
+        monkeypatch.setattr(store, "read", noting)
+    told = CliRunner().invoke(main, ["replay", str(path), *(f"--subscriber={one}" for one in specs)])
+    assert told.exit_code == 0, told.output
+    rows = [(name, row) for name, start, stop in read for row in range(start, stop) if "/weight" in name]
+    assert len(rows) == len(set(rows)) == 2 * weights * steps
+    assert not [name for name, *_ in read if "activations" in name]
 
 
 def test_a_plan_tells_what_is_missing_instead_of_raising(trace: Path) -> None:

@@ -7,6 +7,7 @@ import io
 import itertools
 import math
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from sklearn.datasets import load_digits, load_iris, load_linnerud
 import analyze
 import tracer
 from analyze.invariances import INVARIANCES
+from analyze.metrics import similarity
 from analyze.metrics.bases import STATUSES, Basis, basis, leading
 from analyze.metrics.canonical import compare, null_baseline
 from analyze.metrics.cka import ByBatches, ByLinear
@@ -154,6 +156,20 @@ def test_constructed_correlations(condition: float) -> None:
     for start in range(0, n, 70):
         stream.update([x[start : start + 70].T, y[start : start + 70].T])
     np.testing.assert_allclose(stream.result(0, 1).rho, exact, atol=2 * tolerance)
+
+
+def test_correlations_of_published_logits() -> None:
+    """Data built to have those of the two networks in google/svcca's tutorial, whose logits are 10 x 10000."""
+    exact = [0.94624592, 0.92024729, 0.9054238, 0.8832599, 0.84734994]
+    exact += [0.77714795, 0.73653048, 0.57411572, 0.37665398, 0.09028817]
+    random, rho = np.random.default_rng(0), np.array(exact)
+    q = np.linalg.qr(centred(random.standard_normal((10000, 20))))[0]
+    x = q[:, :10] @ random.standard_normal((10, 10))
+    y = (q[:, :10] * rho + q[:, 10:] * np.sqrt(1 - rho**2)) @ random.standard_normal((10, 10))
+    found = analyze.cca(x + 3, y - 5)
+    np.testing.assert_allclose(found.rho, rho, atol=1e-12)
+    assert float(found) == pytest.approx(0.70572631366, abs=5e-9)  # of correlations that are printed with 8 digits
+    assert found.status == "ok"
 
 
 def pwcca_of(x: Any, y: Any) -> float:
@@ -299,6 +315,17 @@ def test_nulls_equal_simulation() -> None:
         error = 3 * np.std(found) / math.sqrt(len(found))
         assert np.mean(nulls) == pytest.approx(np.mean(found), abs=error + tolerance), name
     assert analyze.r2_cca(x, y).null_baseline == 12 / (n - 1)
+
+
+def test_the_null_of_the_tutorial() -> None:
+    """Unrelated layers of 500 neurons and 10000 datapoints: 0.1908, where google/svcca's tutorial measured 0.19061."""
+    random = np.random.default_rng(0)
+    found = analyze.cca(random.standard_normal((10000, 500)), random.standard_normal((10000, 500)))
+    assert found.null_baseline == pytest.approx(0.1908, abs=5e-5)
+    assert float(found) == pytest.approx(found.null_baseline, abs=1e-3)
+    assert found.null_baseline == pytest.approx(0.19061, abs=1e-3)
+    r2 = float(np.mean(found.rho**2))
+    assert r2 == pytest.approx(500 / 9999, abs=3e-4)
 
 
 def test_another_order_of_the_datapoints_is_the_null() -> None:
@@ -478,6 +505,39 @@ def test_few_datapoints(name: str, n: int) -> None:
         np.testing.assert_allclose(found.rho, rho, atol=1e-11)
     debiased = analyze.cka(x, y, estimator="debiased")
     assert math.isnan(float(debiased)) == (n < 4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_that_are_too_wide(name: str) -> None:
+    """Of 20000 neurons, as of a flattened convolution, no 3 GB are made: the datapoints are few, and that is told."""
+    random = np.random.default_rng(0)
+    z = random.standard_normal((40, 6)) * 0.5 ** np.arange(6)
+    x, y = (z @ random.standard_normal((6, 20000)) for _ in range(2))
+    x += 1e-3 * random.standard_normal(x.shape)
+    tracemalloc.start()
+    try:
+        found = FUNCTIONS[name](x, y)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 10 * x.nbytes
+    small = [centred(w) @ np.linalg.svd(centred(w), full_matrices=False)[2].T for w in (x, y)]  # the same, turned
+    if name == "pwcca":  # which a rotation of the neurons changes
+        assert float(found) == pytest.approx(pwcca_of_rank(x, y, (39, 6)), abs=1e-9)
+    else:
+        assert float(found) == pytest.approx(float(FUNCTIONS[name](*small)), abs=1e-9)
+    if name in ("cca", "r2_cca", "pwcca"):
+        assert (found.status, found.k, found.m) == ("few_samples", 39, 6)
+        assert found.forced_ones == 39 + 6 - 39
+
+
+def pwcca_of_rank(x: Any, y: Any, ranks: tuple[int, int]) -> float:
+    """PWCCA of the directions that the ranks say."""
+    x, y = centred(x), centred(y)
+    u, w = (np.linalg.svd(z, full_matrices=False)[0][:, :rank] for z, rank in zip((x, y), ranks, strict=True))
+    left, rho, _ = np.linalg.svd(u.T @ w, full_matrices=False)
+    alpha = np.abs((u @ left).T @ x).sum(1)
+    return float(alpha @ rho / alpha.sum())
 
 
 def test_ill_posed_cuts_are_flagged() -> None:
@@ -836,6 +896,29 @@ def test_modes_go_on_from_their_state(name: str, against: str, calls: str) -> No
         buffer.seek(0)
         second.load_state_dict(copy.deepcopy(torch.load(buffer, weights_only=True)))
         assert answers + said(second, messages[cut:]) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_many_neurons_are_not_multiplied_with_each_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the products of all neurons would take too much, a step's datapoints are kept; the answers are the same."""
+    messages = run_of(3, 3)
+    wish = f"{name}:against=layers,calls=together"
+    added_up = said(parse(wish), messages)  # type: ignore[arg-type] # a similarity
+    monkeypatch.setattr(similarity, "WIDE", 20)  # of 21
+    kept: list[tuple[Any, ...]] = []
+    metric = parse(wish)
+    for number, one in enumerate(messages):
+        kept += said(metric, [one], end=False)  # type: ignore[arg-type]
+        if number == 14:
+            (state,) = metric.state_dict()["steps"]
+            assert all("parts" in group["gathering"] for group in state["groups"])
+            metric, old = parse(wish), metric
+            metric.load_state_dict(old.state_dict())
+    kept += said(metric, [])  # type: ignore[arg-type]
+    assert [answer[:-1] for answer in kept] == [answer[:-1] for answer in added_up]
+    drawn = ("activations_procrustes_null", "activations_angular_null")  # another order of the datapoints, or noise
+    pairs = [(value_of(a), value_of(b)) for a, b in zip(kept, added_up, strict=True) if a[0] not in drawn]
+    np.testing.assert_allclose(*zip(*pairs, strict=True), atol=1e-9)
 
 
 def test_options_of_cka_in_a_run() -> None:

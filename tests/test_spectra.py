@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from pathlib import Path
@@ -142,13 +143,17 @@ def test_scales_of_the_iteration(scale: float, dtype: torch.dtype) -> None:
     assert analyze.spectral_norm(data, exact=True) == pytest.approx(exact, rel=1e-12)
 
 
+def crossing(t: int) -> Any:
+    """A matrix with two singular values that change places at step 5, their vectors exactly orthogonal."""
+    return np.diag(np.concatenate([[3 - 0.1 * t, 2 + 0.1 * t], np.linspace(0, 1, 200)]))
+
+
 @pytest.mark.parametrize("certify", [0, 1])
 def test_a_crossing_is_seen(certify: int) -> None:
     """Exactly orthogonal singular vectors change places at step 5: within 1e-6 at every step, without a certificate."""
     metric = analyze.SpectralNorm(certify=certify)
-    for t in range(11):
-        diagonal = np.concatenate([[3 - 0.1 * t, 2 + 0.1 * t], np.linspace(0, 1, 200)])
-        found = said(metric, message(np.diag(diagonal), step=t))
+    for t in range(15):
+        found = said(metric, message(crossing(t), step=t))
         assert found["value"] == pytest.approx(max(3 - 0.1 * t, 2 + 0.1 * t), rel=1e-6)
         assert STATUSES[int(found["status"])] == ("certified" if certify else "converged")
 
@@ -167,11 +172,17 @@ def test_slow_and_fast_crossings(rate: float, dtype: Any) -> None:
 
 
 def test_without_a_random_vector_the_crossing_is_missed() -> None:
-    """From the bare old vector the old singular value is confirmed at once: why there is a random one."""
-    w = np.diag(np.concatenate([[1.0, 2.0], np.linspace(0, 0.5, 198)]))
-    old = np.eye(200)[:1]
-    assert largest(lambda q: q @ w.T, lambda p: p @ w, old).value == pytest.approx(1.0)
-    assert largest(lambda q: q @ w.T, lambda p: p @ w, started(old, 200, w.dtype, seeded())).value == pytest.approx(2.0)
+    """From the bare old vector the old singular value is confirmed at every step, 53 % below at last."""
+    bare = with_random = np.eye(202)[:1]
+    for t in range(15):
+        w = crossing(t)
+        old = largest(lambda q, w=w: q @ w.T, lambda p, w=w: p @ w, bare)  # type: ignore[misc] # bound at once
+        assert old.value == pytest.approx(3 - 0.1 * t)
+        begin = started(with_random, 202, w.dtype, seeded(t))
+        new = largest(lambda q, w=w: q @ w.T, lambda p, w=w: p @ w, begin)  # type: ignore[misc]
+        assert new.value == pytest.approx(max(3 - 0.1 * t, 2 + 0.1 * t), rel=1e-6)
+        bare, with_random = old.vectors, new.vectors
+    assert 1 - old.value / new.value == pytest.approx(0.53, abs=5e-3)
 
 
 @pytest.mark.parametrize("name", ["uniform initialisation", "evenly spread", "complex"])
@@ -1012,3 +1023,122 @@ def test_without_recorded_outputs_the_stride_is_a_guess() -> None:
     assert not list(asked.compute(ModuleMessage(kind="layer_inputs", data=torch.ones(1, 2, 8, 8), **where)))
     _, _, status = asked.compute(ModuleMessage(kind="weights", data=torch.ones(3, 2, 3, 3), **where))
     assert STATUSES[int(status.data)] == "guessed"
+
+
+LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "strided": (lambda: nn.Conv2d(2, 3, 3, stride=2), (8, 8)),  # its sizes say stride 3 and padding 1, too
+    "dilated": (lambda: nn.Conv2d(2, 4, 3, dilation=3, groups=2, padding=1), (8, 7)),
+    "depthwise": (lambda: nn.Conv2d(4, 4, 3, groups=4, padding="same"), (6, 5)),
+    "valid": (lambda: nn.Conv1d(2, 3, 4, stride=3, padding="valid", padding_mode="reflect"), (12,)),
+    "circular": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (6, 5)),
+    "transposed": (lambda: nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, output_padding=1), (4, 5)),
+    "transposed, in groups": (lambda: nn.ConvTranspose1d(4, 6, 5, stride=3, groups=2, dilation=2), (5,)),
+    "three axes": (lambda: nn.Conv3d(1, 2, 2, stride=(1, 2, 1)), (3, 4, 3)),
+    "lazy": (lambda: nn.LazyConv2d(3, 3, stride=3, padding=2), (7, 7)),
+}
+
+
+@pytest.mark.parametrize("kinds", ["layer_inputs+activations", "layer_inputs", "activations"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_recording_tells_what_a_convolution_is(name: str, kinds: str, tmp_path: Path) -> None:
+    """Whatever it is, the norm is that of torch's own map as a dense matrix, live and on replay; nothing is a guess."""
+    torch.manual_seed(0)
+    make, size = LAYERS[name]
+    layer, live, heard = make(), tracer.Collect("weights_*"), tracer.Collect("weights_*")
+    channels = 2 if name == "lazy" else layer.in_channels
+    x = torch.randn(2, channels, *size)
+    model = nn.Sequential(layer, nn.Tanh())
+    model(x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    capture = tracer.Capture(kinds=["weights", *kinds.split("+")])
+    receivers = [OperatorNorm(), live]
+    with tracer.record(tmp_path / "run.h5", model, optimizer, capture=capture, receivers=receivers):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            with torch.no_grad():
+                units = torch.eye(x[0].numel(), dtype=torch.float64).reshape(-1, *x.shape[1:])
+                dense = copy.deepcopy(layer).double()
+                dense.bias.zero_()
+                exact = float(torch.linalg.matrix_norm(dense(units).reshape(len(units), -1), 2))
+            optimizer.step()
+    tracer.replay(tmp_path / "run.h5", OperatorNorm(), heard)
+    told = [[(one.kind, one.global_step, float(one.data)) for one in collected] for collected in (live, heard)]  # type: ignore[arg-type]
+    assert told[0] == told[1]
+    said_last = {kind.removeprefix("weights_operator_norm"): value for kind, _, value in told[0][-3:]}
+    # of outputs alone follows the smallest input only, which this one is not
+    if kinds == "activations" and name in ("strided", "lazy"):
+        assert said_last[""] <= exact * (1 + 1e-6)
+    else:
+        assert said_last[""] == pytest.approx(exact, rel=1e-6)
+    assert STATUSES[int(said_last["_status"])] in ("converged", "exact")
+
+
+def test_a_batch_knows_what_a_convolution_is(tmp_path: Path) -> None:
+    """The parts of a batch, each of one layer, are told what the header says, as a replay is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, stride=2), nn.Conv2d(3, 2, 2, padding=1, padding_mode="circular"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    capture = tracer.Capture(kinds=["weights", "layer_inputs"])
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=capture):
+        for _ in range(3):
+            model(torch.randn(2, 2, 8, 8)).square().mean().backward()
+            optimizer.step()
+    rows = analyze.batch(tmp_path / "run.zarr", ["operator_norm"], tmp_path / "out", workers=0, part_bytes=1)
+    assert len(rows.units) == 2
+    whole = analyze.analyze(tmp_path / "run.zarr", ["operator_norm"])
+    found, right = (
+        sorted((row.kind, row.module, row.global_step, row.value) for row in some if not math.isnan(row.value))
+        for some in (rows, whole)
+    )
+    assert found == right
+    status = {row.module: STATUSES[int(row.value)] for row in rows if row.kind.endswith("_status")}
+    assert status == {"0": "converged", "1": "unknown_size"}  # its circle is one longer than its input
+
+
+def test_what_a_header_says_of_convolutions_is_not_believed_blindly() -> None:
+    """What is missing or broken there is as if nothing were said; a padding that is not known is no zero padding."""
+    kernel = torch.randn(3, 2, 3, 3, generator=torch.Generator().manual_seed(0))
+    good = {
+        "stride": [1, 1],
+        "padding": [1, 1],
+        "dilation": [1, 1],
+        "output_padding": [0, 0],
+        "groups": 1,
+        "padding_mode": "zeros",
+        "transposed": False,
+    }
+    x = torch.zeros(1, 2, 6, 6)
+
+    def answers(model: Any, **options: Any) -> tuple[float, str]:
+        metric = OperatorNorm(**options)
+        metric.know_model(model)
+        for kind in ("layer_inputs", "activations"):
+            list(metric.receive(message(x if kind == "layer_inputs" else F.conv2d(x, kernel, padding=1), kind)))
+        value, _, status = (float(one.data) for one in metric.receive(message(kernel)))  # type: ignore[arg-type]
+        return value, STATUSES[int(status)]
+
+    exact = float(analyze.operator_norm(kernel, 6, padding=1))
+    for broken in (
+        {},
+        {"modules": None},
+        {"modules": [3, {"name": "m"}, {"name": "m", "convolution": 4}]},
+        *({"modules": [{"name": "m", "convolution": {**good, name: "x"}}]} for name in ("stride", "padding")),
+        *({"modules": [{"name": "m", "convolution": {**good, name: [1]}}]} for name in ("dilation", "output_padding")),
+        {"modules": [{"name": "m", "convolution": {name: good[name] for name in good if name != "groups"}}]},
+    ):
+        assert answers(broken) == (pytest.approx(exact, rel=1e-6), "converged"), broken
+
+    def said_to_be(**change: Any) -> dict[str, Any]:
+        return {"modules": [{"name": "m", "convolution": {**good, **change}}]}
+
+    assert math.isnan(answers(said_to_be(padding_mode="reflect"))[0])
+    assert math.isnan(answers(said_to_be(padding_mode="circular", padding=[2, 1]))[0])
+    assert math.isnan(answers(said_to_be(transposed=True, output_padding=[1, 1]))[0])
+    assert math.isnan(answers(said_to_be(groups="x"))[0])
+    circular = float(analyze.operator_norm(kernel, 6, padding="circular"))
+    assert answers(said_to_be(padding_mode="circular")) == (pytest.approx(circular, rel=1e-12), "exact")
+    # what the user gives wins
+    strided = float(analyze.operator_norm(kernel, 6, padding=0, stride=2))
+    assert answers(said_to_be(), padding=0, stride=2) == (pytest.approx(strided, rel=1e-6), "converged")
+    assert answers(said_to_be(padding_mode="reflect"), padding=1)[0] == pytest.approx(exact, rel=1e-6)

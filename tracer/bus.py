@@ -6,9 +6,9 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -27,7 +27,9 @@ class Receiver(Protocol):
     - ``needs``: kinds without which it cannot work; asking for one that nobody can provide is an error;
     - ``produces``: kinds of its own answers;
     - ``passive``: True if it only overhears what others ask for;
-    - ``awake(step) -> bool``: False if it wants nothing of the training passes of that global step.
+    - ``awake(step) -> bool``: False if it wants nothing of the training passes of that global step;
+    - ``know_model(model)``: it is told, before the first message, live and on replay alike, what a trace's header has
+      under ``model`` (docs/trace-format.md, rule 6); anything may be missing there.
     """
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
@@ -371,6 +373,24 @@ class Collect:
 
     def __len__(self) -> int:
         return len(self.messages)
+
+
+def tell_of_model(receivers: Iterable[Receiver], structure: Callable[[], Any]) -> None:
+    """Tell those who want to know it what is known of the model; `structure` is called if there are such.
+
+    Examples
+    --------
+    >>> class Asking(Collect):
+    ...     def know_model(self, model):
+    ...         print(model)
+    >>> tell_of_model([Asking(), Collect()], lambda: {"class": "Net"})
+    {'class': 'Net'}
+    """
+    asking = [know for one in receivers if (know := getattr(one, "know_model", None)) is not None]
+    if asking:
+        model = structure()
+        for know in asking:
+            know(model if isinstance(model, Mapping) else {})
 
 
 def version_of(message: Message | None) -> int:

@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.optim import Optimizer
 
-from tracer.bus import MessageBus, Receiver
+from tracer.bus import MessageBus, Receiver, tell_of_model
 from tracer.capture import Capture
 from tracer.compiled import TOO_LATE, compiled_anything, tag_number, unseen_regions
 from tracer.errors import CaptureError, MessageError
@@ -657,9 +657,7 @@ class Exporter:
         return self._capture_of(kind, path, tag)
 
     def structure(self) -> dict[str, Any]:
-        """The model as JSON: module names and classes, parameter names, shapes and dtypes, tied aliases, silent
-        modules.
-        """
+        """The model as JSON: names and classes of modules, what convolutions are, parameters, tied aliases."""
         if self._root is None:
             return {}
         names_of: dict[int, list[str]] = {}
@@ -671,7 +669,9 @@ class Exporter:
                     names_of.setdefault(id(parameter), []).append(f"{path}.{name}" if path else name)
         return {
             "class": _class_name(self._root),
-            "modules": [{"name": name, "class": _class_name(one)} for name, one in named_parts(self._root)],
+            "modules": [
+                {"name": name, "class": _class_name(one), **_convolution(one)} for name, one in named_parts(self._root)
+            ],
             "parameters": [
                 {
                     "name": names_of[key][0],
@@ -752,6 +752,7 @@ class Exporter:
             path: one for path, one in self._candidates() if any(c.takes_module(path, one) for c in self.captures)
         }
         self._find_parameters()
+        tell_of_model(receivers, self.structure)
         self._surveyed = False
         # these stay while others come and go: torch forbids changing an optimizer's hooks while they run
         if self._root is not None and "root" not in self._lasting and self._takes_hooks("", self._root):
@@ -1857,6 +1858,15 @@ def _computed(module: nn.Module) -> list[str]:
     """The attributes of a module that parametrizations compute."""
     own = getattr(module, "parametrizations", None)
     return list(own) if isinstance(own, nn.ModuleDict) and is_parametrized(module) else []
+
+
+def _convolution(one: nn.Module) -> dict[str, Any]:
+    """What the shape of a convolution's weight does not tell, as JSON."""
+    if not isinstance(one, nn.modules.conv._ConvNd):
+        return {}
+    said: dict[str, Any] = {name: list(getattr(one, name)) for name in ("stride", "dilation", "output_padding")}
+    said["padding"] = one.padding if isinstance(one.padding, str) else list(one.padding)
+    return {"convolution": said | {name: getattr(one, name) for name in ("groups", "padding_mode", "transposed")}}
 
 
 def _class_name(one: nn.Module) -> str:

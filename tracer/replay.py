@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tracer.bus import MessageBus, Receiver, describe, in_order
+from tracer.bus import MessageBus, Receiver, describe, in_order, tell_of_model
 from tracer.errors import CaptureError, UnknownNameError
 from tracer.layout import ENCODINGS, Column
 from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message
@@ -190,6 +190,7 @@ def replay(
         _register_topics(bus, reader)
         for receiver in ordered:
             bus.register(receiver)
+        tell_of_model(ordered, lambda: reader.header.get("model"))
         try:
             done = 0
             while following:
@@ -198,6 +199,7 @@ def replay(
                 done = limit
                 following = _wait(reader)
                 _register_topics(bus, reader)
+                tell_of_model(ordered, lambda: reader.header.get("model"))  # which may not have been there
                 todo = planned(done)
             if todo.missing:
                 raise CaptureError("; ".join(todo.missing))
@@ -320,7 +322,7 @@ def _plan(
             pairs.append(_pairs(journal, rows, everything.get(stream.id, _NO_ROWS)))
     of_updates = np.concatenate(pairs)
     of_updates = of_updates[np.argsort(of_updates[:, 0])]
-    read = np.concatenate([np.flatnonzero(where), of_updates[:, 1], of_updates[~where[of_updates[:, 0]], 0]])
+    read = np.union1d(np.flatnonzero(where), of_updates)
     messages = int(where.sum()) + len(of_updates)
     return Plan(
         trace=str(reader.path),
@@ -476,26 +478,35 @@ def _messages(reader: TraceReader, where: NDArray[np.bool_], pairs: NDArray[np.i
     if not len(pairs):
         yield from reader.messages(where=where)
         return
-    mask = where.copy()
-    mask[pairs[:, 0]] = True
-    followers = np.zeros_like(mask)
+    wanted = where.copy()
+    wanted[pairs[:, 0]] = True
+    followers = np.zeros_like(wanted)
     followers[pairs[:, 1]] = True
     follower_of = dict(pairs.tolist())
-    # read a second time, a step ahead: parameters come in one order in every step, so this holds few at once
+    # weights are read a step ahead, once: this holds those of one step, until it is their turn
     ahead = zip(np.flatnonzero(followers).tolist(), reader.messages(where=followers), strict=True)
+    others = reader.messages(where=wanted & ~followers)
     met: dict[int, Message] = {}
+
+    def follower(row: int) -> Message:
+        while row not in met:
+            number, later = next(ahead)
+            met[number] = later
+        return met[row]
+
     held: Message | None = None
-    for row, message in zip(np.flatnonzero(mask).tolist(), reader.messages(where=mask), strict=True):
+    for row in np.flatnonzero(wanted | followers).tolist():
+        message = follower(row) if followers[row] else next(others)
+        met.pop(row, None)
+        if not wanted[row]:
+            continue
         if held is not None and not (message.kind == _GRADIENTS[held.kind] and message.key == held.key):
             yield held
             held = None
         if where[row]:
             yield message
         if row in follower_of:
-            while follower_of[row] not in met:
-                number, later = next(ahead)
-                met[number] = later
-            later = met.pop(follower_of[row])
+            later = follower(follower_of[row])
             assert message.data is not None and later.data is not None  # noqa: PT018 - weights are never events
             held = replace(message, kind=_UPDATES[message.kind], data=later.data - message.data)
     if held is not None:

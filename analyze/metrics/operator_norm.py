@@ -303,6 +303,64 @@ def _fitting(n: int, m: int, k: int) -> Iterator[tuple[int, int]]:
                 yield s, p
 
 
+def _recorded(said: Mapping[str, Any], kernel: Sequence[int]) -> dict[str, Any] | None:
+    """What a trace's header says of a convolution, in the words of `operator_norm`.
+
+    Empty if it says nothing that fits the kernel; None if this is a padding that `operator_norm` does not have.
+    """
+    try:
+        axes = len(kernel)
+        strides = _per_axis(said["stride"], axes, "stride", 1)
+        dilations = _per_axis(said["dilation"], axes, "dilation", 1)
+        further = _per_axis(said["output_padding"], axes, "output_padding", 0)
+        before, after = _padded(said["padding"], kernel, strides, dilations)
+        groups, transposed = said["groups"], said["transposed"]
+        zeros = said["padding_mode"] == "zeros" or not any(before + after)
+        around = said["padding_mode"] == "circular"
+    except (KeyError, TypeError, MessageError):
+        return {}
+    found = {
+        "stride": strides,
+        "padding": said["padding"] if isinstance(said["padding"], str) else before,
+        "dilation": dilations,
+        "groups": groups,
+        "transposed": transposed is True,
+        "output_padding": further,
+    }
+    if zeros:
+        # where an output has more than a stride of its own, it is no transpose of what `operator_norm` has
+        fits = all(p < s for p, s in zip(further, strides, strict=True))
+        return found if fits else None
+    spans = [d * (k - 1) for k, d in zip(kernel, dilations, strict=True)]
+    whole = [b + a for b, a in zip(before, after, strict=True)] == spans
+    return {**found, "padding": "circular"} if around and whole and set(strides) == {1} else None
+
+
+def _inputs_of(
+    outputs: Sequence[int],
+    kernel: Sequence[int],
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    further: Sequence[int] | None = None,
+) -> tuple[int, ...] | None:
+    """The smallest input of which a convolution makes such an output; or one that is larger by `further`."""
+    try:
+        strides, dilations = (
+            _per_axis(given, len(kernel), what, 1) for given, what in ((stride, "stride"), (dilation, "dilation"))
+        )
+        before, after = _padded(padding, kernel, strides, dilations)
+        outputs = _per_axis(outputs, len(kernel), "input_hw", 1)
+    except MessageError:  # given for another number of axes than this layer has
+        return None
+    if padding == "circular":
+        return tuple(outputs)
+    more = further or (0,) * len(kernel)
+    parts = zip(outputs, kernel, strides, dilations, before, after, more, strict=True)
+    sizes = tuple((m - 1) * s + (k - 1) * d + 1 - b - a + f for m, k, s, d, b, a, f in parts)
+    return sizes if min(sizes) > 0 else None
+
+
 @final
 class OperatorNorm(Subscriber):
     r"""Operator norm of each layer: :math:`\max_{|x|=1} |W * x|`, of a convolution at the size of its recorded input.
@@ -310,8 +368,9 @@ class OperatorNorm(Subscriber):
     Answers ``{kind}_operator_norm``: a float64 scalar, in the unit of the data, for each message; beside it
     ``{kind}_operator_norm_residual``, r = |W'u − σv| in the same unit: some singular value of the layer lies within
     r; and ``{kind}_operator_norm_status``: 0 converged, 1 exact, 2 certified, 3 corrected by the certificate, 4
-    NaN or infinity in the data, 5 unconverged, 6 without a known size, or no layer that this metric knows, 7 several
-    strides and paddings fit the recorded sizes, so it may be the norm of another layer: give `stride` and `padding`.
+    NaN or infinity in the data, 5 unconverged, 6 without a known size, or no layer that this metric knows (padding that
+    is neither zero nor circular at stride 1), 7 several strides and paddings fit the recorded sizes, so it may be the
+    norm of another layer: give `stride` and `padding`.
 
     Parameters
     ----------
@@ -322,13 +381,12 @@ class OperatorNorm(Subscriber):
         The size of the input of all convolutions, one number or one for each spatial axis. None: each layer's own, as
         its last recorded ``layer_inputs`` had it, under any tag; or, with `stride` and `padding` given, the smallest
         that gives its last recorded ``activations``. These are read then too.
-    stride, padding : int, tuple of int, or None
-        Of all convolutions; `padding` also ``"same"``, ``"valid"`` or ``"circular"``, see `operator_norm`. None: those
-        that the sizes of the layer's recorded input and ``activations`` tell (see `inferred`); where no outputs are
-        recorded, stride 1 and ``"same"``, and the status says that it is a guess.
-    dilation : int or tuple of int
-    groups : int or None
-        None: what the channels of the recorded inputs tell, else 1.
+    stride, padding, dilation, groups : int, tuple of int, or None
+        Of all convolutions; `padding` also ``"same"``, ``"valid"`` or ``"circular"``, see `operator_norm`. None: what
+        the recording says of each layer, which knows transposed ones, too. Where it does not (see *Needs*), `groups` is
+        what the channels of the inputs tell, `dilation` is 1, and `stride` and `padding` are those that the sizes of
+        the layer's recorded input and ``activations`` tell (see `inferred`); where no outputs are recorded, stride 1
+        and ``"same"``, and the status says that it is a guess.
     tolerance, certify
         As in ``spectral_norm``; only matrices are certified.
     tag, subsample, modules
@@ -344,9 +402,9 @@ class OperatorNorm(Subscriber):
     *Formula*: as ``spectral_norm``, on the convolution and its transpose, from the singular vectors of the step before;
     the matrix of the map is never made. With ``"circular"`` padding it is the largest singular value over all
     frequencies, exactly.
-    *Needs*: of convolutions ``layer_inputs`` and, for stride and padding, ``activations``; or ``activations`` alone,
-    with `stride` and `padding` given; or `input_hw`. A module with dilation, or transposed, looks like another: give
-    what it has, and its `modules`.
+    *Needs*: of convolutions ``layer_inputs`` or ``activations``, or `input_hw`. Stride, padding, dilation and groups
+    stand in the trace, if a convolution of ``torch.nn`` was recorded by tracereel. In others the sizes of both kinds
+    tell them, and one with dilation, or a transposed one, looks like another: give what it has, and its `modules`.
     *Cost*: warm about ten convolutions of one input and their transposes.
     *Invariant to* the order of outputs, and to the sign; scales with the data. It is from 1 to :math:`\sqrt{hw}` times
     the spectral norm of the reshaped kernel, where the padding is at least half the kernel and the stride is 1.
@@ -372,7 +430,7 @@ class OperatorNorm(Subscriber):
     name = "operator_norm"
     scope = "stream"
     spoiled_by = ("elements", "reduce")
-    version = 2
+    version = 3
     invariances = ("rows", "sign")
 
     def __init__(
@@ -382,7 +440,7 @@ class OperatorNorm(Subscriber):
         input_hw: int | tuple[int, ...] | None = None,
         stride: int | tuple[int, ...] | None = None,
         padding: int | str | tuple[int, ...] | None = None,
-        dilation: int | tuple[int, ...] = 1,
+        dilation: int | tuple[int, ...] | None = None,
         groups: int | None = None,
         tolerance: float = 1e-6,
         certify: int = 100,
@@ -416,6 +474,16 @@ class OperatorNorm(Subscriber):
         self.groups, self.tolerance, self.certify = groups, tolerance, certify
         self._past = Past()
         self._sizes: dict[tuple[str, str | None], tuple[int, ...]] = {}
+        self._convolutions: dict[Any, Mapping[str, Any]] = {}
+
+    def know_model(self, model: Mapping[str, Any]) -> None:
+        """Keep what a recording says of its convolutions."""
+        modules = model.get("modules")
+        self._convolutions = {
+            one.get("name"): one["convolution"]
+            for one in (modules if isinstance(modules, list) else ())
+            if isinstance(one, Mapping) and isinstance(one.get("convolution"), Mapping)
+        }
 
     def compute(self, message_or_bundle: Message) -> Iterator[Message]:
         """Keep the size of an input or output; answer a weight with its operator norm, its residual and its status."""
@@ -447,7 +515,7 @@ class OperatorNorm(Subscriber):
                 layer["input_hw"],
                 stride=layer["stride"],
                 padding=layer["padding"],
-                dilation=self.dilation,
+                dilation=layer["dilation"],
                 groups=layer["groups"],
                 tolerance=self.tolerance,
                 start=start,
@@ -460,24 +528,40 @@ class OperatorNorm(Subscriber):
         return found
 
     def _layer(self, module: str | None, shape: tuple[int, ...]) -> dict[str, Any] | None:
-        """What is known of a convolution; None if the size of its input is not."""
-        axes, stride, padding, groups = len(shape) - 2, self.stride, self.padding, self.groups
-        inputs = self._sizes.get(("layer_inputs", module), ())
-        if len(inputs) not in (axes + 1, axes + 2):
-            inputs = ()
-        outputs = self._sizes.get(("activations", module), ())
+        """What is known of a convolution; None if the size of its input is not, or if it is none that is known."""
+        axes = len(shape) - 2
+        recorded = _recorded(self._convolutions.get(module, {}), shape[2:])
+        if recorded is None and self.padding is None:
+            return None
+        of = recorded or {}
+        stride, padding, dilation, groups = (
+            of.get(what) if given is None else given
+            for what, given in (
+                ("stride", self.stride),
+                ("padding", self.padding),
+                ("dilation", self.dilation),
+                ("groups", self.groups),
+            )
+        )
+        dilation = 1 if dilation is None else dilation
+        inputs, outputs = (self._sizes.get((kind, module), ()) for kind in _SIZES)
+        inputs, outputs = (sizes if len(sizes) in (axes + 1, axes + 2) else () for sizes in (inputs, outputs))
         size: Any = self.input_hw if self.input_hw is not None else inputs[-axes:]
-        if not size and len(outputs) in (axes + 1, axes + 2):
-            size = self._before(outputs[-axes:], shape[2:])
+        backward = of.get("transposed", False)  # the norm of a map is that of its transpose, from outputs to inputs
+        if backward and outputs and self.input_hw is None:
+            size = outputs[-axes:]
+        elif backward and size:
+            size = _inputs_of(size, shape[2:], stride, padding, dilation, of["output_padding"])
+        elif not size and outputs and stride is not None and padding is not None:
+            size = _inputs_of(outputs[-axes:], shape[2:], stride, padding, dilation)
         if not size:
             return None
         if groups is None:
             channels = inputs[-axes - 1] if inputs else shape[1]
             groups = channels // shape[1] if shape[1] and channels % shape[1] == 0 else 0
-        unsaid = stride is None and padding is None and self.dilation == 1
         # without its outputs nothing tells the stride; with an input of the user's all is as the user says
         guessed = self.input_hw is None and (stride is None or padding is None)
-        if unsaid and inputs and len(outputs) == len(inputs):
+        if stride is None and padding is None and dilation == 1 and inputs and len(outputs) == len(inputs):
             sizes = inputs[-axes:], outputs[-axes:], shape[2:]
             told = inferred(*sizes)
             if told is None:
@@ -487,28 +571,10 @@ class OperatorNorm(Subscriber):
             "input_hw": size,
             "stride": 1 if stride is None else stride,
             "padding": "same" if padding is None else padding,
+            "dilation": dilation,
             "groups": groups,
             "guessed": guessed,
         }
-
-    def _before(self, outputs: tuple[int, ...], kernel: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The smallest input of which a convolution with the given stride and padding makes such an output."""
-        if self.stride is None or self.padding is None:
-            return None
-        try:
-            strides, dilations = (
-                _per_axis(given, len(kernel), what, 1)
-                for given, what in ((self.stride, "stride"), (self.dilation, "dilation"))
-            )
-            padding: Any = self.padding
-            before, after = _padded(padding, kernel, strides, dilations)
-        except MessageError:  # given for another number of axes than this layer has
-            return None
-        if self.padding == "circular":
-            return outputs
-        parts = zip(outputs, kernel, strides, dilations, before, after, strict=True)
-        sizes = tuple((m - 1) * s + (k - 1) * d + 1 - b - a for m, k, s, d, b, a in parts)
-        return sizes if min(sizes) > 0 else None
 
     def state_dict(self) -> dict[str, Any]:
         """The singular vectors of each stream, and the sizes of each layer."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from analyze.metrics.bases import STATUSES, Basis, Status
 from analyze.metrics.datapoints import Channels, Positions, Sheet, check_channels, check_positions, comparable
-from analyze.metrics.gathering import Gathering
+from analyze.metrics.gathering import Gathering, Layers
 from analyze.metrics.inputs import Array, as_array, subscription_to
 from tracer.errors import MessageError
 from tracer.messages import Message, ModuleMessage, NetworkMessage
@@ -28,6 +28,9 @@ Against = Literal["past", "final", "layers"]
 Calls = Literal["apart", "together"]
 
 _SCOPES: dict[str, Scope] = {"past": "stream", "final": "stream", "layers": "step"}
+
+WIDE = 16384
+"""Neurons of all layers together, of which the matrix of their products takes 2 GiB."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -396,7 +399,13 @@ class _Step:
                     alike.setdefault(rows[:1] if metric.positions == "fourier" else rows, []).append(name)
                 else:
                     self.late.add(name)
-            self.groups = [_Group(names, metric.gathering()) for names in alike.values()]
+            self.groups = []
+            for names in alike.values():
+                gathering = metric.gathering()
+                # of so many neurons the datapoints take less than the products of each neuron with each
+                if isinstance(gathering, Layers) and sum(sheets[name].d for name in names) > WIDE:
+                    gathering = _Whole(metric)
+                self.groups.append(_Group(names, gathering))
 
         def count(sheet: Sheet) -> int:
             return sheet.rows[0] if metric.positions == "fourier" else sheet.n
@@ -449,7 +458,9 @@ class _Step:
         if state["groups"] is not None:
             step.groups = []
             for one in state["groups"]:
-                group = _Group(list(one["names"]), metric.gathering())
+                group = _Group(
+                    list(one["names"]), _Whole(metric) if "parts" in one["gathering"] else metric.gathering()
+                )
                 group.broken = one["broken"]
                 group.gathering.load_state_dict(one["gathering"])
                 step.groups.append(group)
