@@ -196,6 +196,22 @@ def test_nothing_is_computed_twice(runs: Path, tmp_path: Path) -> None:
     assert counted(batch(runs, ["norm", "ratio"], out, workers=0, force=True)) == (6, 0, 0)
 
 
+def test_a_finished_batch_loads_nothing_that_computes(runs: Path, tmp_path: Path) -> None:
+    """The command that finds everything done opens traces and compares names: no tables, no engine, no solvers."""
+    arguments = ["batch", str(runs), *(word for spec in SPECS for word in ("-s", spec)), "--out", str(tmp_path / "out")]
+    program = f"import sys, cli; cli.main({arguments}, standalone_mode=False); print(*sorted(sys.modules))"
+
+    def loaded() -> set[str]:
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+        said, modules = done.stdout.splitlines()
+        assert said.startswith("0 parts computed, 12 were there already")
+        return set(modules.split())
+
+    batch(runs, SPECS, tmp_path / "out", workers=0)
+    assert not loaded() & {"scipy.linalg", "pyarrow", "pandas", "distributed", "dask", "zarr", "analyze.worker"}
+
+
 def test_a_folder_holds_the_answers_to_several_questions(runs: Path, tmp_path: Path) -> None:
     """Another batch into the same folder adds to it; the same question of other steps takes the place of the first."""
     out = tmp_path / "out"
