@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,13 @@ class Large(Subscriber):
     def compute(self, message):
         yield derived(message, "weights_large", torch.full((self.side, self.side), float(message.global_step)))
         yield derived(message, "weights_small", torch.tensor(2.0))
+
+class Silent(Subscriber):
+    """Never answers."""
+    def __init__(self):
+        super().__init__(Subscription("weights"), produces="weights_silent")
+    def compute(self, message):
+        return ()
 
 class Talks(Subscriber):
     """Prints."""
@@ -256,6 +263,49 @@ def test_the_table_is_one_file(runs: Path, tmp_path: Path) -> None:
         results.to_parquet(one)
     with pytest.raises(CaptureError, match=r"ends in \.parquet"):
         batch(runs, SPECS, tmp_path / "a", workers=0, table=tmp_path / "x.csv")
+
+
+def _with_pandas(parts: Path) -> Any:
+    import pandas as pd
+
+    return pyarrow.Table.from_pandas(pd.read_parquet(parts), preserve_index=False)
+
+
+def _with_polars(parts: Path) -> Any:
+    polars = pytest.importorskip("polars", reason="polars is not installed: pip install polars")
+    return polars.scan_parquet(parts / "*.parquet").collect().to_arrow()
+
+
+def _with_duckdb(parts: Path) -> Any:
+    duckdb = pytest.importorskip("duckdb", reason="DuckDB is not installed: pip install duckdb")
+    return duckdb.sql(f"SELECT * FROM '{parts}/*.parquet'").to_arrow_table()
+
+
+@pytest.mark.parametrize("read", [_with_pandas, _with_polars, _with_duckdb])
+def test_others_read_the_parts_as_one_table(
+    read: Callable[[Path], Any], runs: Path, trouble: str, tmp_path: Path
+) -> None:
+    """The same columns, and the same rows to the bit: numbers, what is not finite, nulls, no rows at all."""
+    with TraceWriter(runs / "odd.zarr") as writer:
+        for step, value in enumerate((float("nan"), float("inf"), -0.0, 5e-324)):
+            at = {"global_step": step, "train_step": step, "epoch": 0, "module": "änd \n'.\"so"}
+            writer.write(ModuleMessage(kind="weights", data=torch.tensor([value], dtype=torch.float64), **at))
+    specs = ["mean:kind=weights", f"{trouble}:Large", f"{trouble}:Silent"]
+    results = batch(runs, specs, tmp_path / "out", workers=0)
+    assert counted(results) == (12, 0, 0)
+    table, expected = read(tmp_path / "out" / "parts"), results.to_arrow()
+    assert table.column_names == expected.column_names
+
+    def bits(rows: list[dict[str, Any]]) -> list[str]:
+        exact = ({name: one.hex() if isinstance(one, float) else one for name, one in row.items()} for row in rows)
+        return sorted(map(repr, exact))
+
+    found = table.to_pylist()
+    if read is _with_pandas:  # which has one word for null and for what is not a number
+        for row in found:
+            row["value"] = float("nan") if row["value"] is None and not row["array"] else row["value"]
+    assert bits(found) == bits(expected.to_pylist())
+    assert sum(row["value"] is None for row in found) == 3 * 12 + 4
 
 
 def test_large_answers_are_arrays(runs: Path, trouble: str, tmp_path: Path) -> None:
