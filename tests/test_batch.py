@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from analyze.engines import Dask, Death, Processes, environment, options_of, slu
 from analyze.folder import Folder
 from analyze.planning import Selection
 from analyze.results import COLUMNS, Results, Row
-from tracer import ModuleMessage, NetworkMessage, TraceWriter
+from tracer import Collect, Message, ModuleMessage, NetworkMessage, TraceWriter
 from tracer.errors import CaptureError, MessageError, TraceError, TraceExistsError, TracerError, UnknownNameError
 
 ROOT = Path(__file__).parent.parent
@@ -37,7 +38,7 @@ SPECS = ["norm", "ratio", "message_mean", "svcca:tag=default"]
 TROUBLE = '''
 import os, pathlib, signal, time
 import torch
-from tracer import Subscriber, Subscription
+from tracer import ModuleMessage, NetworkMessage, Subscriber, Subscription
 from tracer.messages import derived
 
 class Raises(Subscriber):
@@ -89,6 +90,24 @@ class Large(Subscriber):
     def compute(self, message):
         yield derived(message, "weights_large", torch.full((self.side, self.side), float(message.global_step)))
         yield derived(message, "weights_small", torch.tensor(2.0))
+
+class Odd(Subscriber):
+    """Answers in every form: dtypes and shapes that change, nothing at all, of the network and of the root."""
+    scope = "message"
+    def __init__(self):
+        super().__init__(Subscription("weights"), produces=("weights_odd", "weights_wide"))
+    def compute(self, message):
+        step = message.global_step
+        for data in (torch.tensor([step], dtype=torch.int32), torch.zeros(0, 3), torch.ones((), dtype=torch.bfloat16),
+                     torch.zeros(2, 0, dtype=torch.bool), torch.arange(12).reshape(3, 1, 4) % 2 == 0):
+            yield derived(message, "weights_odd", data)
+        yield derived(message, "weights_wide", torch.full((5000,), float(step)))
+        at = dict(global_step=step, train_step=step, epoch=0, kind="weights_odd")
+        yield NetworkMessage(**at, data=None)
+        yield NetworkMessage(**at, data=torch.tensor(-0.0))
+        yield ModuleMessage(**at, module="", data=torch.tensor(1.0))
+        yield ModuleMessage(**at, module="a", leaf="b", call=2, data=torch.full((1, 1), torch.inf))
+        yield ModuleMessage(**at, module="a#b", call=2, data=torch.full((1, 1), torch.nan))
 
 class Silent(Subscriber):
     """Never answers."""
@@ -327,6 +346,62 @@ def test_large_answers_are_arrays(runs: Path, trouble: str, tmp_path: Path) -> N
         assert torch.equal(message.data, torch.full((70, 70), float(row["global_step"])))
     batch(runs / "run0.zarr", f"{trouble}:Large", out, workers=0, steps=(0, 1))
     assert len(list((out / "arrays").iterdir())) == 1
+
+
+def told(message: Message) -> tuple[Any, ...]:
+    """All that a message says, to the bit."""
+    data = message.data
+    exact = None if data is None else (data.dtype, tuple(data.shape), data.to(torch.float64).numpy().tobytes())
+    return type(message), message.kind, message.key, message.tag, message.leaf, message.rank, message.step, exact
+
+
+def test_the_results_of_a_batch_are_results(runs: Path, trouble: str, tmp_path: Path) -> None:
+    """Whatever `Results` can do, these can, and it comes to the same as of the replays, one after the other."""
+    specs, traces = ["norm", f"{trouble}:Odd", "svcca:tag=default"], sorted(runs.iterdir())
+    expected = Results()
+    for trace in traces:
+        for spec in specs:
+            expected.extend(analyze.analyze(trace, spec))
+
+    def asked() -> BatchResults:
+        return batch(runs, specs, tmp_path / "out", workers=0)
+
+    results = asked()
+    assert isinstance(results, Results)
+    assert len(results) == len(expected)
+    assert results.traces == expected.traces
+    assert [told(one) for one in results.messages()] == [told(one) for one in expected.messages()]
+    for suffix in (".csv", ".jsonl"):
+        for name, one in (("batch", results), ("replays", expected)):
+            one.write(tmp_path / f"{name}{suffix}")
+        assert (tmp_path / f"batch{suffix}").read_bytes() == (tmp_path / f"replays{suffix}").read_bytes()
+    assert "_kept" not in vars(results), "all answers were read into memory"
+    columns = expected.columns()
+    for name, column in results.columns().items():
+        np.testing.assert_array_equal(column, columns[name])
+    assert repr(results.summary()) == repr(expected.summary())
+    assert len(results) == len(expected)
+    assert results.to_table().row_count == expected.to_table().row_count
+    assert said(results) == said(expected)
+    (message,) = (one for one in results.messages() if told(one) == told(next(expected.messages())))
+    for one in (results, expected):
+        one.add(message, "more", "norm")
+    assert said(asked()) != said(results) == said(expected)
+    both = Results()
+    both.extend(asked())
+    assert len(both) == len(asked())
+
+
+def test_the_results_of_one_run_become_a_trace(runs: Path, trouble: str, tmp_path: Path) -> None:
+    """As those of a replay do, also in parts; and of several they are refused in the same words."""
+    trace, specs = runs / "run0.zarr", ["norm", "mean"]
+    batch(trace, specs, tmp_path / "out", workers=0, part_bytes=1000).write(tmp_path / "batch.zarr")
+    heard = Collect("*")
+    tracer.replay(tmp_path / "batch.zarr", heard)
+    expected = analyze.analyze(trace, specs)
+    assert sorted(map(str, map(told, heard))) == sorted(map(str, map(told, expected.messages())))
+    with pytest.raises(TraceError, match="these are of 3"):
+        batch(runs, specs, tmp_path / "out", workers=0).write(tmp_path / "all.zarr")
 
 
 def test_a_run_that_is_still_recorded_is_analysed_as_far_as_it_is(tmp_path: Path) -> None:
@@ -785,6 +860,48 @@ def test_a_local_dask_cluster_and_a_part_that_kills_its_workers(runs: Path, trou
     (failure,) = results.failures
     assert (failure.status, Path(failure.trace).name) == ("killed", "bad.zarr")
     assert "KilledWorker" in failure.reason
+
+
+def test_a_receipt_that_died_with_its_worker_is_waited_for() -> None:
+    """Dask computes it again, however long that takes; it is given up when the scheduler is gone, or the task fails."""
+
+    class Future:
+        key = "tracereel-batch-1-unit"
+
+        def __init__(self, *statuses: str) -> None:
+            self.statuses = list(statuses)
+
+        @property
+        def status(self) -> str:
+            return self.statuses[0]
+
+        def result(self, timeout: float) -> dict[str, Any]:
+            if len(self.statuses) > 1:
+                del self.statuses[0]
+            if self.status == "receipt":
+                return {"outcomes": []}
+            raise TimeoutError if self.status == "pending" else ArithmeticError
+
+        def exception(self, timeout: float) -> Exception:
+            return ArithmeticError("no")
+
+    def engine(future: Future, client: str) -> Dask:
+        one = object.__new__(Dask)
+        one._results, one._left, one._name = iter([future]), 1, "here"
+        one._client = SimpleNamespace(status=client)
+        one._distributed = SimpleNamespace(KilledWorker=KeyError)
+        return one
+
+    def done(*statuses: str, client: str = "running") -> Any:
+        key, found = engine(Future(*statuses), client).next_done()
+        assert key == "unit"
+        return found
+
+    assert done("finished", "receipt") == done("finished", "pending", "pending", "receipt") == {"outcomes": []}
+    assert done("finished", "pending", "error") == Death("Dask could not run it: ArithmeticError: no")
+    assert done("lost") == Death("Dask gave it up (lost)")
+    with pytest.raises(TracerError, match=r"the Dask scheduler at here is gone with 0 tasks left"):
+        done("finished", "pending", client="connecting")
 
 
 def test_dask_that_cannot_be_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
