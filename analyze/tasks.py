@@ -386,12 +386,22 @@ def _table(results: Results, arrays: Sequence[Message], subscriber: str, task: T
     return pa.table({name: pa.array(columns[name], types[name]) for name in (*COLUMNS, *RUN_COLUMNS)})
 
 
-def restored(data: bytes, folder: Folder) -> Results:
-    """The answers that a file of a part tells of, as they were given; with the numbers of large ones."""
+def read_part(data: bytes, columns: Sequence[str] | None = None) -> Any:
+    """The Arrow table in the bytes of a file of a part.
+
+    It is read by this thread alone: a thread of Arrow may let go of the bytes when the interpreter is ending, and abort
+    the process.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = pq.read_table(pa.BufferReader(data), columns=[*COLUMNS, "array"])
+    with pq.ParquetFile(pa.BufferReader(data)) as file:
+        return file.read(columns=columns, use_threads=False)
+
+
+def restored(data: bytes, folder: Folder) -> Results:
+    """The answers that a file of a part tells of, as they were given; with the numbers of large ones."""
+    table = read_part(data, [*COLUMNS, "array"])
     told = json.loads(table.schema.metadata[DETAILS])
     columns = {name: table.column(name).to_pylist() for name in table.column_names}
     small = Results.restored({name: columns[name][: columns["array"].count("")] for name in COLUMNS}, told["structure"])

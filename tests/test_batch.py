@@ -327,6 +327,24 @@ def test_others_read_the_parts_as_one_table(
     assert sum(row["value"] is None for row in found) == 3 * 12 + 4
 
 
+def test_reading_the_parts_starts_no_thread(runs: Path, tmp_path: Path) -> None:
+    """A thread of Arrow that still holds a part when the interpreter ends would abort the process."""
+    batch(runs, "norm", tmp_path / "out", workers=0)
+    program = f"""
+import os, pyarrow.parquet
+from analyze.batch import batch
+results = batch({str(runs)!r}, "norm", {str(tmp_path / "out")!r}, workers=0)
+before = len(os.listdir("/proc/self/task"))
+assert len(results) == results.to_arrow().num_rows == len(list(results)) == 36
+results.to_parquet({str(tmp_path / "table.parquet")!r})
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "0\n"
+
+
 def test_large_answers_are_arrays(runs: Path, trouble: str, tmp_path: Path) -> None:
     """An answer of very many numbers is one row that says where its array is: in a results trace."""
     out = tmp_path / "out"
