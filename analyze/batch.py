@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import io
+import itertools
 import json
 import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, TypeAlias, final
@@ -43,9 +44,10 @@ from analyze.planning import (
     questions,
     steps_of,
 )
-from analyze.results import COLUMNS, Row, _new_file
+from analyze.results import COLUMNS, PathLike, Results, Row, _needs, _new_file
 from analyze.traces import find_traces
 from tracer.errors import CaptureError, TracerError
+from tracer.messages import Message
 from tracer.reader import Steps
 from tracer.stores import Anywhere, Url, location
 from tracer.stores import remove as remove_url
@@ -54,6 +56,8 @@ MANIFEST: Final = "manifest.json"
 FAILURES: Final = "failures.jsonl"
 PLANNERS: Final = 8
 """Traces on object stores that are planned at once."""
+TRY_AGAIN: Final = 5.0
+"""A part that took fewer seconds than this is tried once more, for an estimate."""
 Progress: TypeAlias = Callable[[Mapping[str, Any]], None]
 """Is told what happens, as JSON values: see `batch`."""
 
@@ -139,11 +143,15 @@ def _of_question(one: Question) -> dict[str, Any]:
 
 
 @final
-@dataclass(slots=True, kw_only=True, eq=False)
-class BatchResults:
-    """The answers of a batch, in its folder; they are read when they are asked for.
+class BatchResults(Results):
+    """The answers of a batch: `Results` that are in a folder, and are read when they are asked for.
 
-    Attributes
+    Rows, columns and messages are those of the replays of all traces, one after the other. Iterating, `messages`,
+    `to_csv`, `to_jsonl` and `to_parquet` have the answers of one unit in memory at a time; what else `Results` can do
+    reads all of them, and keeps them. `tables`, `to_arrow`, `to_pandas` and `to_parquet` are of what is in the folder:
+    they have more columns.
+
+    Parameters
     ----------
     out : str
         The folder.
@@ -159,62 +167,111 @@ class BatchResults:
         of them is answered.
     """
 
-    out: str
-    units: list[Unit]
-    failures: list[Failure] = field(default_factory=list)
-    computed: int = 0
-    cached: int = 0
-    seconds: float = 0.0
-    notes: list[str] = field(default_factory=list)
+    def __init__(
+        self,
+        *,
+        out: str,
+        units: list[Unit],
+        failures: list[Failure],
+        computed: int,
+        cached: int,
+        seconds: float,
+        notes: list[str],
+    ) -> None:
+        self.out = out
+        self.units = units
+        self.failures = failures
+        self.computed = computed
+        self.cached = cached
+        self.seconds = seconds
+        self.notes = notes
 
     @property
     def complete(self) -> bool:
         """Whether everything was answered."""
         return not self.failures
 
-    def tables(self) -> Iterator[Any]:
-        """The answers of each unit as a `pyarrow.Table`, as far as they are there.
+    def __repr__(self) -> str:
+        return f"BatchResults({self.out!r}: {len(self.units)} parts, {len(self.failures)} failures)"
 
-        Columns are those of `analyze.Results` and ``spec`` (the subscriber with its parameters), ``run_id``,
-        ``created``, ``status`` (of the run, when it was planned), and ``array``: empty, or where an answer of many
-        numbers is, as ``arrays/ID.zarr#NUMBER``; its value is null.
-        """
-        import pyarrow.parquet as pq
+    # -- reading ---------------------------------------------------------------------------------------------------
 
+    def _files(self) -> Iterator[tuple[bytes, Folder]]:
+        """The files of the units, as far as they are there."""
         from analyze.tasks import COMPLETE, DAMAGED
 
         folder = Folder(self.out)
         try:
             there = folder.names("parts")
             for unit in self.units:
-                for ending in (COMPLETE, DAMAGED):
-                    if unit.id + ending in there:
-                        data = folder.read(f"parts/{unit.id}{ending}")
-                        if data is not None:
-                            yield pq.read_table(io.BytesIO(data)).replace_schema_metadata(None)
-                            break
+                name = next((unit.id + ending for ending in (COMPLETE, DAMAGED) if unit.id + ending in there), None)
+                data = None if name is None else folder.read(f"parts/{name}")
+                if data is not None:
+                    yield data, folder
         finally:
             folder.close()
 
+    def _parts(self) -> Iterator[Results]:
+        from analyze.tasks import restored
+
+        if "_kept" in vars(self):
+            whole = Results()
+            whole._kept = self._kept
+            yield whole
+            return
+        for data, folder in self._files():
+            yield restored(data, folder)
+
+    @cached_property
+    def _kept(self) -> Any:
+        results = Results()
+        for part in self._parts():
+            results.extend(part)
+        return results._kept
+
     def __len__(self) -> int:
         """How many rows."""
-        return sum(table.num_rows for table in self.tables())
+        from analyze.tasks import DETAILS, read_part
+
+        if "_kept" in vars(self):
+            return super().__len__()
+        return sum(json.loads(read_part(data, []).schema.metadata[DETAILS])["numbers"] for data, _ in self._files())
 
     def __iter__(self) -> Iterator[Row]:
-        for table in self.tables():
-            columns = [table.column(name).to_pylist() for name in COLUMNS]
-            for values in zip(*columns, strict=True):
-                yield Row._make((*values[:-1], float("nan") if values[-1] is None else values[-1]))
+        return itertools.chain.from_iterable(self._parts())
+
+    def messages(self) -> Iterator[Message]:
+        """The answers as messages again, with their shape and dtype."""
+        return itertools.chain.from_iterable(part.messages() for part in self._parts())
+
+    @property
+    def traces(self) -> tuple[str, ...]:
+        """The traces that were asked, in their order; of runs that were compared, ``one|other``."""
+        return tuple(dict.fromkeys(unit.title for unit in self.units))
+
+    # -- the dataset -----------------------------------------------------------------------------------------------
+
+    def tables(self) -> Iterator[Any]:
+        """The answers of each unit as a `pyarrow.Table`, as far as they are there.
+
+        Columns are those of `analyze.Results` and ``spec`` (the subscriber with its parameters), ``run_id``,
+        ``created``, ``status`` (of the run, when it was planned), and ``array``: empty, or where an answer of many
+        numbers is, as ``arrays/ID.zarr#NUMBER``; that is one row, whose value is null.
+        """
+        from analyze.tasks import read_part
+
+        for data, _ in self._files():
+            yield read_part(data).replace_schema_metadata(None)
 
     def to_arrow(self) -> Any:
-        """All answers as one `pyarrow.Table`."""
+        """All `tables` as one `pyarrow.Table`."""
         import pyarrow as pa
 
         tables = list(self.tables())
         return pa.concat_tables(tables) if tables else _schema().empty_table()
 
     def to_pandas(self) -> Any:
-        """All answers as a `pandas.DataFrame`.
+        """All `tables` as a `pandas.DataFrame`.
 
         Raises
         ------
@@ -222,11 +279,11 @@ class BatchResults:
             If pandas is not installed.
         """
         if find_spec("pandas") is None:
-            raise TracerError("a data frame needs pandas, which is not installed: pip install 'tracereel[tables]'")
+            raise _needs("a data frame", "pandas", "tables")
         return self.to_arrow().to_pandas()
 
-    def to_parquet(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write all answers to one Parquet file; the answers of one unit are in memory at a time.
+    def to_parquet(self, path: PathLike, *, overwrite: bool = False) -> None:
+        """Write all `tables` to one Parquet file.
 
         Raises
         ------
@@ -779,6 +836,8 @@ def estimate(planned: BatchPlan, out: Anywhere, workers: int | None = None) -> d
         if not parts:
             smallest = min((task for task in alone if task.units[0].spec == spec), key=lambda task: task.bytes)
             spent, nbytes, parts = _tried(smallest), smallest.bytes, 1
+            if spent < TRY_AGAIN:  # most of which was loading what computes it
+                spent = min(spent, _tried(smallest))
         rates[spec] = (spent, max(nbytes, 1.0), int(parts))
     seconds = [
         rates[task.units[0].spec][0] / rates[task.units[0].spec][1] * task.bytes if task.bytes else 0.0

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from analyze.metrics.similarity import Origin, Similarity
+from analyze.pairing import both_ranks
 from analyze.registry import instances
 from analyze.results import Results
 from tracer.errors import CaptureError, MessageError
@@ -40,7 +41,8 @@ def compare(
     Returns
     -------
     Results
-        A row for each number, at the step, module, call and leaf that both have; the trace is called ``one|other``.
+        A row for each number, at the step, module, call and leaf that both have; the trace is called ``one|other``. Of
+        runs of several ranks, each is compared with that of the same number in the other run, as far as both have it.
 
     Raises
     ------
@@ -69,18 +71,52 @@ def compare(
         if not isinstance(measure, Similarity):
             raise MessageError(f"compare compares layers, and {type(measure).__name__} does not")
     results = Results()
-    for measure in asked:
-        with aligned([one, other], measure) as (first, second):
+    with contextlib.ExitStack() as stack:
+        first, second = (
+            trace if isinstance(trace, TraceReader) else stack.enter_context(TraceReader(trace))
+            for trace in (one, other)
+        )
+        for measure in asked:
             sink = results.sink([measure], f"{first.path}|{second.path}")
             met = 0
-            for a, b in _matched(observed(first, measure, steps), observed(second, measure, steps)):
-                found = measure.compare(measure.represent(a.data), measure.represent(b.data))
-                for answer in measure.answers(Origin.of(a), found):
-                    sink.receive(answer)
-                met += 1
+            for a, b in _ranks(first, second, measure):
+                with aligned([first.of_rank(a), second.of_rank(b)], measure) as (mine, theirs):
+                    for x, y in _matched(observed(mine, measure, steps), observed(theirs, measure, steps)):
+                        found = measure.compare(measure.represent(x.data), measure.represent(y.data))
+                        for answer in measure.answers(Origin.of(x), found):
+                            sink.receive(answer)
+                        met += 1
             if not met:
                 raise CaptureError(f"{first.path} and {second.path} have no step of a layer in common")
     return results
+
+
+def _ranks(one: TraceReader, other: TraceReader, measure: Similarity) -> list[tuple[int, int]]:
+    """Which ranks of two traces are compared; where none has all that it takes, `aligned` tells what is missing.
+
+    Raises
+    ------
+    CaptureError
+        If there are none.
+    """
+    having = [
+        [rank for rank in reader.ranks if not _lacking(reader.of_rank(rank), measure)] or reader.ranks[:1]
+        for reader in (one, other)
+    ]
+    both = both_ranks(*having)
+    if not both:
+        mine, theirs = (", ".join(map(str, ranks)) for ranks in having)
+        raise CaptureError(
+            f"what is compared is in {one.path} of the ranks {mine}, in {other.path} of {theirs}: none is in both; "
+            "compare TraceReader(path).of_rank(number) of each"
+        )
+    return both
+
+
+def _lacking(reader: TraceReader, measure: Similarity) -> list[str]:
+    """What a trace lacks that a subscriber needs, in sentences."""
+    offered = [(stream.kind, stream.module, stream.tag) for stream in reader.streams]
+    return unmet([measure], offered, str(reader.path))
 
 
 def observed(reader: TraceReader, measure: Similarity, steps: Steps | None) -> Iterator[Message]:
@@ -138,12 +174,14 @@ def aligned(traces: Sequence[Anywhere | TraceReader], measure: Similarity) -> It
             trace if isinstance(trace, TraceReader) else stack.enter_context(TraceReader(trace)) for trace in traces
         ]
         for reader in readers:
-            offered = [(stream.kind, stream.module, stream.tag) for stream in reader.streams]
-            missing = unmet([measure], offered, str(reader.path))
+            missing = _lacking(reader, measure)
             if missing:
                 raise CaptureError("; ".join(missing))
             if len(reader.ranks) > 1:
-                raise CaptureError(f"{reader.path} has the ranks {', '.join(map(str, reader.ranks))}: open one of them")
+                raise CaptureError(
+                    f"{reader.path} has the ranks {', '.join(map(str, reader.ranks))}: give one of them, as "
+                    f"TraceReader(path).of_rank({reader.ranks[0]})"
+                )
         for other in readers[1:]:
             _check_alike(readers[0], other, measure)
         yield readers

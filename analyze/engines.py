@@ -31,6 +31,8 @@ CONNECT_SECONDS: Final = 30.0
 """How long a Dask scheduler is waited for."""
 WORKERS_SECONDS: Final = 300.0
 """How long Dask is waited for until it has a worker."""
+RECEIPT_SECONDS: Final = 60.0
+"""How long the receipt of a task that is done is waited for, until it is asked whether the scheduler is there."""
 Document: TypeAlias = Mapping[str, Any]
 
 
@@ -353,10 +355,11 @@ class Dask:
             future = next(self._results)
             self._left -= 1
             key = future.key.split("-", 3)[3]
+            receipt = self._receipt(future)
+            if receipt is not None:
+                return key, receipt
             status = future.status
-            if status == "finished":
-                return key, future.result(timeout=60)
-            error = future.exception(timeout=60) if status == "error" else None
+            error = future.exception(timeout=RECEIPT_SECONDS) if status == "error" else None
         except (OSError, TimeoutError, StopIteration) as lost:
             raise TracerError(
                 f"the Dask scheduler at {self._name} is gone with {self._left} tasks left; what is done is kept: run "
@@ -372,6 +375,20 @@ class Dask:
                 )
             return key, Death(f"Dask gave it up ({status})")
         return key, Death(f"Dask could not run it: {type(error).__name__}: {error}")
+
+    def _receipt(self, future: Any) -> Document | None:
+        """What a task said; None if it is not to be had. If the worker that held it died, it is computed again."""
+        while future.status in ("finished", "pending"):
+            try:
+                found: Document = future.result(timeout=RECEIPT_SECONDS)
+                return found
+            except TimeoutError:
+                if future.status != "error" and self._client.status != "running":
+                    raise
+            except Exception:
+                if future.status != "error":
+                    raise
+        return None
 
     def close(self) -> None:
         with contextlib.suppress(Exception):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal, TypeAlias
@@ -85,7 +85,7 @@ def plan_pairs(
     if len(names) < 2:
         raise CaptureError(f"to compare runs takes at least two traces, and not {len(names)}")
     runs: dict[str, Run] = {}
-    taken: dict[tuple[str, str], Taken] = {}
+    taken: dict[tuple[str, str], dict[int, Taken]] = {}
     unread = TracePlan(run=None)
     for name in names:
         try:
@@ -93,7 +93,7 @@ def plan_pairs(
                 runs[name] = Run.of(name, reader)
                 for question in asked:
                     try:
-                        taken[name, question.spec] = take(reader, question, selection)
+                        taken[name, question.spec] = take_ranks(reader, question, selection)
                     except TracerError as error:
                         unread.failures.append(unplanned(name, question.spec, None, error))
         except Exception as error:  # noqa: BLE001 - one file that a library chokes on must not end a batch of hundreds
@@ -106,37 +106,73 @@ def plan_pairs(
             planned = TracePlan(run=runs[one].beside(runs[other]))
             for question in asked:
                 if (one, question.spec) in taken and (other, question.spec) in taken:
-                    pair = (taken[one, question.spec], taken[other, question.spec])
-                    found = _units(one, other, question, pair, selection, part_bytes)
+                    mine, theirs = taken[one, question.spec], taken[other, question.spec]
+                    found = [
+                        unit
+                        for a, b in both_ranks(mine, theirs)
+                        for unit in _units((one, a), (other, b), question, (mine[a], theirs[b]), selection, part_bytes)
+                    ]
                     planned.units += found
-                    planned.failures += [] if found else [_apart(one, other, question)]
+                    planned.failures += [] if found else [_apart(one, other, question, mine, theirs)]
             plans.append(planned)
     return plans
 
 
-def _apart(one: str, other: str, question: Question) -> Failure:
-    return unplanned(f"{one}|{other}", question.spec, None, f"{one} and {other} have no step of a layer in common")
+def both_ranks(one: Iterable[int], other: Iterable[int]) -> list[tuple[int, int]]:
+    """Which ranks of two runs are compared: those of the same number; of runs of one rank each, these."""
+    mine, theirs = list(one), list(other)
+    if len(mine) == len(theirs) == 1:
+        return [(mine[0], theirs[0])]
+    return [(rank, rank) for rank in mine if rank in theirs]
+
+
+def _apart(one: str, other: str, question: Question, mine: Iterable[int], theirs: Iterable[int]) -> Failure:
+    why = f"{one} and {other} have no step of a layer in common"
+    if not both_ranks(mine, theirs):
+        ranks = [", ".join(map(str, some)) for some in (mine, theirs)]
+        why = f"what is compared is in {one} of the ranks {ranks[0]}, in {other} of {ranks[1]}: none is in both"
+    return unplanned(f"{one}|{other}", question.spec, None, why)
 
 
 def identity_of(
-    one: str, other: str, question: Question, steps: tuple[int | None, ...] | None, pair: tuple[Taken, Taken]
+    one: tuple[str, int],
+    other: tuple[str, int],
+    question: Question,
+    steps: tuple[int | None, ...] | None,
+    pair: tuple[Taken, Taken],
 ) -> str:
     """A digest of all that the stored answers of a unit depend on."""
     return digest([SCHEMA, one, other, question.identity, steps, pair[0].digest, pair[1].digest])[:32]
 
 
-def take(reader: TraceReader, question: Question, selection: Selection) -> Taken:
-    """What a question reads of a trace.
+def take_ranks(reader: TraceReader, question: Question, selection: Selection) -> dict[int, Taken]:
+    """What a question reads of each rank of a trace; a rank that was recorded in part may be left out.
 
     Raises
     ------
     CaptureError
-        If that is not there, or the trace has several ranks.
+        If no rank has what it reads.
     """
-    if len(reader.ranks) > 1:
-        raise CaptureError(
-            f"{reader.path} has the ranks {', '.join(map(str, reader.ranks))}, and runs of one rank are compared"
-        )
+    found: dict[int, Taken] = {}
+    lacking: CaptureError | None = None
+    for rank in reader.ranks:
+        try:
+            found[rank] = take(reader.of_rank(rank), question, selection)
+        except CaptureError as error:
+            lacking = lacking or error
+    if lacking is not None and not found:
+        raise lacking
+    return found
+
+
+def take(reader: TraceReader, question: Question, selection: Selection) -> Taken:
+    """What a question reads of a trace of one rank.
+
+    Raises
+    ------
+    CaptureError
+        If that is not there.
+    """
     todo = plan(reader, *question.receivers, steps=selection.steps)  # type: ignore[arg-type] # a tuple of two or three
     if todo.missing:
         raise CaptureError("; ".join(todo.missing))
@@ -154,14 +190,14 @@ def take(reader: TraceReader, question: Question, selection: Selection) -> Taken
 
 
 def _units(
-    one: str,
-    other: str,
+    one: tuple[str, int],
+    other: tuple[str, int],
     question: Question,
     pair: tuple[Taken, Taken],
     selection: Selection,
     part_bytes: int,
 ) -> list[Unit]:
-    """The units of one question about two traces; none if they have no step of a layer in common."""
+    """The units of one question about two traces, each with a rank; none if they have no step of a layer in common."""
     both = [key for key in pair[0].steps if key in pair[1].steps]
     met = [np.intersect1d(pair[0].steps[key], pair[1].steps[key]) for key in both]
     numbers = np.unique(np.concatenate(met)) if met else np.zeros(0, np.int64)
@@ -187,13 +223,14 @@ def _units(
                 id=f"{cell}-{identity_of(one, other, question, share, pair)}",
                 spec=question.spec,
                 chain=question.chain,
-                trace=one,
-                rank=0,
+                trace=one[0],
+                rank=one[1],
                 modules=None,
                 steps=share,
                 messages=2 * (last - first),
                 bytes=int(ends[last - 1]) - before,
-                other=other,
+                other=other[0],
+                other_rank=other[1],
             )
         )
         first = last

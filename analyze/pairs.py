@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 import numpy as np
-import scipy.linalg
+import scipy
 from numpy.typing import NDArray
 
 from analyze.metrics.bases import STATUSES, Basis, Status, basis, check_threshold

@@ -31,7 +31,7 @@ from tracer.replay import Plan, plan
 from tracer.stores import Anywhere, Url, location
 from tracer.subscriber import Scope, Subscriber
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 """Raised whenever the files of parts change, so that parts of another release are not taken for this one's."""
 PART_BYTES: Final = 128 << 20
 """Bytes that a part reads, at most, where the work can be cut."""
@@ -79,6 +79,8 @@ class Unit:
         What it reads.
     other : str
         The trace that the layers of `trace` are compared with; empty if nothing is compared.
+    other_rank : int
+        The rank of `other` that `rank` is compared with.
     """
 
     id: str
@@ -91,6 +93,7 @@ class Unit:
     messages: int
     bytes: int
     other: str = ""
+    other_rank: int = 0
 
     @property
     def cell(self) -> str:

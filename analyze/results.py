@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import itertools
 import json
 import math
 import os
 import shutil
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, final
 
@@ -70,6 +71,11 @@ class _Stream(NamedTuple):
         """The column ``module``."""
         return (self.module or "") + (f"#{self.leaf}" if self.leaf else "")
 
+    @property
+    def words(self) -> tuple[str, str, str, str, str, int]:
+        """What each of its rows begins with."""
+        return self.trace, self.subscriber, self.kind, self.place, self.tag, self.rank
+
 
 class Series(NamedTuple):
     """A stream of answers at a glance; minimum and maximum are of the finite values."""
@@ -88,6 +94,110 @@ class Series(NamedTuple):
 
 
 @final
+class _Kept:
+    """The answers of results by columns: streams, an entry for each message, and one for each number."""
+
+    __slots__ = (
+        "call", "epoch", "global_step", "ids", "shapes", "starts", "stream", "streams", "train_step", "values",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.streams: list[_Stream] = []
+        self.ids: dict[_Stream, int] = {}
+        # one entry for each message
+        self.stream = array("q")
+        self.epoch = array("q")
+        self.train_step = array("q")
+        self.global_step = array("q")
+        self.call = array("q")
+        self.shapes: list[tuple[int, ...]] = []
+        self.starts = array("q", [0])
+        # one entry for each number
+        self.values = array("d")
+
+    def number(self, stream: _Stream) -> int:
+        """The number of a stream, which is new or known."""
+        number = self.ids.get(stream)
+        if number is None:
+            number = self.ids[stream] = len(self.streams)
+            self.streams.append(stream)
+        return number
+
+    def add(self, number: int, counters: Iterable[int], shape: tuple[int, ...], values: Iterable[float]) -> None:
+        """Append a message."""
+        self.stream.append(number)
+        for place, counter in zip((self.epoch, self.train_step, self.global_step, self.call), counters, strict=True):
+            place.append(counter)
+        self.shapes.append(shape)
+        self.values.extend(values)
+        self.starts.append(len(self.values))
+
+    def extend(self, other: _Kept) -> None:
+        """Append what another one holds."""
+        numbers = [self.number(stream) for stream in other.streams]
+        self.stream.extend([numbers[number] for number in other.stream])
+        for name in ("epoch", "train_step", "global_step", "call"):
+            getattr(self, name).extend(getattr(other, name))
+        self.shapes += other.shapes
+        end = len(self.values)
+        self.starts.extend([end + start for start in other.starts[1:]])
+        self.values.extend(other.values)
+
+    def structure(self) -> dict[str, Any]:
+        """What the rows do not say of the messages, as JSON values, which `of` reads.
+
+        That is the streams; for messages whose rows name several streams, which it is; and messages without numbers.
+        """
+        alike = self._alike()
+        return {
+            "streams": [list(stream) for stream in self.streams],
+            "which": [
+                number
+                for at, number in enumerate(self.stream)
+                if self.starts[at] < self.starts[at + 1] and len(alike[self.streams[number].words]) > 1
+            ],
+            "empty": [
+                [at, self.stream[at], self.epoch[at], self.train_step[at], self.global_step[at], self.call[at], shape]
+                for at, shape in enumerate(self.shapes)
+                if self.starts[at] == self.starts[at + 1]
+            ],
+        }
+
+    def _alike(self) -> dict[tuple[str, str, str, str, str, int], list[int]]:
+        """The numbers of the streams whose rows begin with the same words."""
+        alike: dict[tuple[str, str, str, str, str, int], list[int]] = {}
+        for number, stream in enumerate(self.streams):
+            alike.setdefault(stream.words, []).append(number)
+        return alike
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Sequence[Any]], structure: Mapping[str, Any]) -> _Kept:
+        """What had these rows and this structure."""
+        kept = cls()
+        for one in structure["streams"]:
+            kept.number(_Stream(*one))
+        alike, which = kept._alike(), iter(structure["which"])
+        empty = {at: rest for at, *rest in structure["empty"]}
+
+        def add_empty() -> None:
+            while len(kept.shapes) in empty:
+                number, *counters, shape = empty[len(kept.shapes)]
+                kept.add(number, counters, tuple(shape), ())
+
+        index, words = columns["index"], list(zip(*(columns[name] for name in COLUMNS[:6]), strict=True))
+        counters = list(zip(*(columns[name] for name in COLUMNS[6:10]), strict=True))
+        # a message begins with a single number, or with the element [0, 0]
+        begins = [row for row, position in enumerate(index) if not position.strip("[]0, ")]
+        for row, end in itertools.pairwise([*begins, len(index)]):
+            add_empty()
+            numbers = alike[words[row]]
+            number = numbers[0] if len(numbers) == 1 else next(which)
+            shape = tuple(at + 1 for at in json.loads(index[end - 1] or "[]"))
+            kept.add(number, counters[row], shape, columns["value"][row:end])
+        add_empty()
+        return kept
+
+
 class Results:
     """A table of answers: one row for each number, in the order in which they came.
 
@@ -123,19 +233,10 @@ class Results:
     weights_counts fc 3 '[1]' 2.0
     """
 
-    def __init__(self) -> None:
-        self._streams: list[_Stream] = []
-        self._ids: dict[_Stream, int] = {}
-        # one entry for each message
-        self._stream = array("q")
-        self._epoch = array("q")
-        self._train_step = array("q")
-        self._global_step = array("q")
-        self._call = array("q")
-        self._shapes: list[tuple[int, ...]] = []
-        self._starts = array("q", [0])
-        # one entry for each number
-        self._values = array("d")
+    @cached_property
+    def _kept(self) -> _Kept:
+        """Where the answers are."""
+        return _Kept()
 
     # -- filling --------------------------------------------------------------------------------------------
 
@@ -160,29 +261,41 @@ class Results:
             message.rank,
             None if data is None else str(data.dtype).removeprefix("torch."),
         )
-        number = self._ids.get(stream)
-        if number is None:
-            number = self._ids[stream] = len(self._streams)
-            self._streams.append(stream)
-        self._stream.append(number)
-        self._epoch.append(message.epoch)
-        self._train_step.append(message.train_step)
-        self._global_step.append(message.global_step)
-        self._call.append(message.call)
-        if data is not None and data.ndim == 0:
-            self._shapes.append(())
-            self._values.append(float(data))
-        else:
-            self._shapes.append((0,) if data is None else tuple(data.shape))
-            if data is not None:
-                self._values.frombytes(data.detach().cpu().to(torch.float64).contiguous().numpy().tobytes())
-        self._starts.append(len(self._values))
+        counters = (message.epoch, message.train_step, message.global_step, message.call)
+        shape: tuple[int, ...] = (0,) if data is None else tuple(data.shape)
+        values = array("d")
+        if data is not None:
+            if data.ndim == 0:
+                values.append(float(data))
+            else:
+                values.frombytes(data.detach().cpu().to(torch.float64).contiguous().numpy().tobytes())
+        self._kept.add(self._kept.number(stream), counters, shape, values)
 
     def extend(self, other: Results) -> None:
         """Append all rows of other results, such as those of another trace."""
-        for position, message in enumerate(other.messages()):
-            stream = other._streams[other._stream[position]]
-            self.add(message, stream.trace, stream.subscriber)
+        self._kept.extend(other._kept)
+
+    def structure(self) -> dict[str, Any]:
+        """What the rows do not say of the answers, as JSON values: see `restored`."""
+        return self._kept.structure()
+
+    @classmethod
+    def restored(cls, columns: Mapping[str, Sequence[Any]], structure: Mapping[str, Any]) -> Results:
+        """Results as they were, from their `columns` and their `structure`.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from tracer import NetworkMessage
+        >>> results = Results()
+        >>> where = dict(global_step=0, train_step=0, epoch=0)
+        >>> results.add(NetworkMessage(kind="loss_counts", data=torch.tensor([[4, 2]]), **where))
+        >>> [message.data for message in Results.restored(results.columns(), results.structure()).messages()]
+        [tensor([[4, 2]])]
+        """
+        results = Results()
+        results._kept.extend(_Kept.of(columns, structure))
+        return results
 
     def sink(self, subscribers: Iterable[object], trace: str = "") -> Sink:
         """A receiver that adds to these results what the subscribers answer, for a bus or a replay."""
@@ -192,46 +305,47 @@ class Results:
 
     def __len__(self) -> int:
         """How many rows."""
-        return len(self._values)
+        return len(self._kept.values)
 
     def __iter__(self) -> Iterator[Row]:
-        for position, shape in enumerate(self._shapes):
-            stream = self._streams[self._stream[position]]
-            front = (stream.trace, stream.subscriber, stream.kind, stream.place, stream.tag, stream.rank)
+        kept = self._kept
+        for position, shape in enumerate(kept.shapes):
+            stream = kept.streams[kept.stream[position]]
             counters = (
-                self._epoch[position],
-                self._train_step[position],
-                self._global_step[position],
-                self._call[position],
+                kept.epoch[position],
+                kept.train_step[position],
+                kept.global_step[position],
+                kept.call[position],
             )
-            start, stop = self._starts[position], self._starts[position + 1]
-            for index, value in zip(_positions(shape), self._values[start:stop], strict=True):
-                yield Row(*front, *counters, index, value)
+            start, stop = kept.starts[position], kept.starts[position + 1]
+            for index, value in zip(_positions(shape), kept.values[start:stop], strict=True):
+                yield Row(*stream.words, *counters, index, value)
 
     def __repr__(self) -> str:
-        return f"Results({len(self)} rows, {len(self._streams)} series)"
+        return f"Results({len(self)} rows, {len(self._kept.streams)} series)"
 
     @property
     def traces(self) -> tuple[str, ...]:
         """The traces that were asked, in their order."""
-        return tuple(dict.fromkeys(stream.trace for stream in self._streams))
+        return tuple(dict.fromkeys(stream.trace for stream in self._kept.streams))
 
     def messages(self) -> Iterator[Message]:
         """The answers as messages again, with their shape and dtype."""
-        for position, shape in enumerate(self._shapes):
-            stream = self._streams[self._stream[position]]
+        kept = self._kept
+        for position, shape in enumerate(kept.shapes):
+            stream = kept.streams[kept.stream[position]]
             data = None
             if stream.dtype is not None:
-                start, stop = self._starts[position], self._starts[position + 1]
-                values = torch.tensor(self._values[start:stop], dtype=torch.float64)
+                start, stop = kept.starts[position], kept.starts[position + 1]
+                values = torch.tensor(kept.values[start:stop], dtype=torch.float64)
                 data = values.reshape(shape).to(getattr(torch, stream.dtype))
             fields: dict[str, Any] = {
                 "kind": stream.kind,
-                "global_step": self._global_step[position],
-                "train_step": self._train_step[position],
-                "epoch": self._epoch[position],
+                "global_step": kept.global_step[position],
+                "train_step": kept.train_step[position],
+                "epoch": kept.epoch[position],
                 "tag": stream.tag,
-                "call": self._call[position],
+                "call": kept.call[position],
                 "leaf": stream.leaf,
                 "rank": stream.rank,
                 "data": data,
@@ -243,20 +357,20 @@ class Results:
 
     def columns(self) -> dict[str, list[str] | NDArray[Any]]:
         """The table by columns: lists of words, and arrays of int64 and (``value``) float64."""
-        starts = np.array(self._starts, dtype=np.int64)
+        kept = self._kept
+        starts = np.array(kept.starts, dtype=np.int64)
         sizes = starts[1:] - starts[:-1]
-        stream = np.repeat(np.array(self._stream, dtype=np.int64), sizes).tolist()
-        words = [(one.trace, one.subscriber, one.kind, one.place, one.tag) for one in self._streams]
+        stream = np.repeat(np.array(kept.stream, dtype=np.int64), sizes).tolist()
         columns: dict[str, list[str] | NDArray[Any]] = {}
         for position, name in enumerate(COLUMNS[:5]):
-            of_stream = [word[position] for word in words]
+            of_stream = [str(one.words[position]) for one in kept.streams]
             columns[name] = [of_stream[number] for number in stream]
-        ranks = np.array([one.rank for one in self._streams], dtype=np.int64)
+        ranks = np.array([one.rank for one in kept.streams], dtype=np.int64)
         columns["rank"] = ranks[stream]
         for name in ("epoch", "train_step", "global_step", "call"):
-            columns[name] = np.repeat(np.array(getattr(self, f"_{name}"), dtype=np.int64), sizes)
-        columns["index"] = [index for shape in self._shapes for index in _positions(shape)]
-        columns["value"] = np.array(self._values, dtype=np.float64)
+            columns[name] = np.repeat(np.array(getattr(kept, name), dtype=np.int64), sizes)
+        columns["index"] = [index for shape in kept.shapes for index in _positions(shape)]
+        columns["value"] = np.array(kept.values, dtype=np.float64)
         return columns
 
     def summary(self) -> list[Series]:
@@ -264,17 +378,18 @@ class Results:
 
         Of answers that are arrays the course is that of their means over the finite values.
         """
+        kept = self._kept
         positions: dict[tuple[str, str, str, str, int], list[int]] = {}
-        for position, number in enumerate(self._stream):
-            stream = self._streams[number]
+        for position, number in enumerate(kept.stream):
+            stream = kept.streams[number]
             positions.setdefault((stream.trace, stream.kind, stream.place, stream.tag, stream.rank), []).append(
                 position
             )
-        values = np.array(self._values, dtype=np.float64)
+        values = np.array(kept.values, dtype=np.float64)
         series = []
         for (trace, kind, module, tag, rank), these in positions.items():
-            course = np.array([_middle(values[self._starts[at] : self._starts[at + 1]]) for at in these])
-            inside = np.concatenate([values[self._starts[at] : self._starts[at + 1]] for at in these])
+            course = np.array([_middle(values[kept.starts[at] : kept.starts[at + 1]]) for at in these])
+            inside = np.concatenate([values[kept.starts[at] : kept.starts[at + 1]] for at in these])
             finite = inside[np.isfinite(inside)]
             series.append(
                 Series(
@@ -412,7 +527,7 @@ class Results:
             raise TraceError(f"a trace holds the results of one trace, but these are of {len(self.traces)}")
         header = {
             "results_of": self.traces[0] if self.traces else None,
-            "subscribers": sorted({stream.subscriber for stream in self._streams}),
+            "subscribers": sorted({stream.subscriber for stream in self._kept.streams}),
         }
         check_target(path, overwrite=overwrite)
         with _new_file(path, overwrite) as temporary, TraceWriter(temporary, header=header) as writer:
@@ -628,13 +743,13 @@ def _new_file(path: PathLike, overwrite: bool) -> Iterator[Path]:
 
 
 def _for_tensorboard(results: Results, writer: Any) -> None:
-    streams = {(stream.trace, stream.kind) for stream in results._streams}
+    streams = {(stream.trace, stream.kind) for stream in results._kept.streams}
     several = len(results.traces) > 1
     # the edges of a histogram may have a label after them: weights_histogram_edges_fine
     edges_of = {(trace, kind.replace("_edges", "", 1)): kind for trace, kind in streams if "_edges" in kind}
     counted: dict[tuple[Any, ...], torch.Tensor] = {}
     for position, message in enumerate(results.messages()):
-        stream = results._streams[results._stream[position]]
+        stream = results._kept.streams[results._kept.stream[position]]
         name = "/".join(filter(None, (stream.kind, stream.place)))
         if stream.tag != "default":
             name += f"@{stream.tag}"

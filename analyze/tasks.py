@@ -6,6 +6,7 @@ are computed. `run` never raises for what is in a trace or a subscriber: the rec
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -14,6 +15,7 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
+from itertools import islice
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -207,13 +209,15 @@ def _compared(task: Task, unit: Unit, one: TraceReader) -> _Heard:
     (question,) = questions([unit.spec])
     with TraceReader(unit.other) as other:
         steps = Selection(steps=task.selection.steps)
-        pair = take(one, question, steps), take(other, question, steps)
-        if not unit.id.endswith(f"-{identity_of(unit.trace, unit.other, question, unit.steps, pair)}"):
+        views = one.of_rank(unit.rank), other.of_rank(unit.other_rank)
+        pair = take(views[0], question, steps), take(views[1], question, steps)
+        places = (unit.trace, unit.rank), (unit.other, unit.other_rank)
+        if not unit.id.endswith(f"-{identity_of(*places, question, unit.steps, pair)}"):
             raise _changed(unit)
         measure = registry.parse(unit.spec)
         heard = _Heard(unit, measure, None)
         # imported by its name, because it is a function of the package, too
-        heard.results = import_module("analyze.compare").compare(one, other, measure, steps=unit.steps)
+        heard.results = import_module("analyze.compare").compare(*views, measure, steps=unit.steps)
     return heard
 
 
@@ -275,6 +279,8 @@ class _Heard:
         self.unit = unit
         self.results = Results()
         self.arrays: list[Message] = []
+        self._heard = 0
+        self._at: list[int] = []
         self._timed = timed
         self._kinds = frozenset(subscriber.produces)
         self._called = describe(subscriber)
@@ -290,8 +296,10 @@ class _Heard:
     def receive(self, message: Message) -> Iterable[Message]:
         if message.data is not None and message.data.numel() > ARRAY_NUMBERS:
             self.arrays.append(message)
+            self._at.append(self._heard)
         else:
             self.results.add(message, self.unit.title, self._called)
+        self._heard += 1
         return ()
 
     def finish(self) -> Iterable[Message]:
@@ -304,6 +312,8 @@ class _Heard:
         """Append what another one heard."""
         self.results.extend(other.results)
         self.arrays += other.arrays
+        self._at += [self._heard + at for at in other._at]
+        self._heard += other._heard
 
     def write(self, folder: Folder, task: Task, unit: Unit, seconds: float, *, complete: bool, replace: bool) -> int:
         """Write the answers; how many rows they are."""
@@ -319,6 +329,9 @@ class _Heard:
             "messages": unit.messages,
             "bytes": unit.bytes,
             "rows": table.num_rows,
+            "numbers": len(self.results) + sum(one.data.numel() for one in self.arrays if one.data is not None),
+            "arrays": self._at,
+            "structure": self.results.structure(),
             "seconds": round(seconds, 6),
             "complete": complete,
         }
@@ -371,6 +384,39 @@ def _table(results: Results, arrays: Sequence[Message], subscriber: str, task: T
     whole = {"rank", "epoch", "train_step", "global_step", "call"}
     types = {name: pa.int64() if name in whole else pa.string() for name in columns} | {"value": pa.float64()}
     return pa.table({name: pa.array(columns[name], types[name]) for name in (*COLUMNS, *RUN_COLUMNS)})
+
+
+def read_part(data: bytes, columns: Sequence[str] | None = None) -> Any:
+    """The Arrow table in the bytes of a file of a part.
+
+    It is read by this thread alone: a thread of Arrow may let go of the bytes when the interpreter is ending, and abort
+    the process.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(pa.BufferReader(data)) as file:
+        return file.read(columns=columns, use_threads=False)
+
+
+def restored(data: bytes, folder: Folder) -> Results:
+    """The answers that a file of a part tells of, as they were given; with the numbers of large ones."""
+    table = read_part(data, [*COLUMNS, "array"])
+    told = json.loads(table.schema.metadata[DETAILS])
+    columns = {name: table.column(name).to_pylist() for name in table.column_names}
+    small = Results.restored({name: columns[name][: columns["array"].count("")] for name in COLUMNS}, told["structure"])
+    if not told["arrays"]:
+        return small
+    place, who = columns["array"][-1].partition("#")[0], columns["subscriber"][-1]
+    results, messages, done = Results(), small.messages(), 0
+    with TraceReader(folder.path.joinpath(*place.split("/"))) as reader:
+        for at, message in zip(told["arrays"], reader, strict=True):
+            for one in (*islice(messages, at - done), dataclasses.replace(message, rank=told["rank"])):
+                results.add(one, told["trace"], who)
+            done = at + 1
+    for one in messages:
+        results.add(one, told["trace"], who)
+    return results
 
 
 def _parquet(table: Any) -> bytes:

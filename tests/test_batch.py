@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from analyze.engines import Dask, Death, Processes, environment, options_of, slu
 from analyze.folder import Folder
 from analyze.planning import Selection
 from analyze.results import COLUMNS, Results, Row
-from tracer import ModuleMessage, NetworkMessage, TraceWriter
+from tracer import Collect, Message, ModuleMessage, NetworkMessage, TraceWriter
 from tracer.errors import CaptureError, MessageError, TraceError, TraceExistsError, TracerError, UnknownNameError
 
 ROOT = Path(__file__).parent.parent
@@ -37,7 +38,7 @@ SPECS = ["norm", "ratio", "message_mean", "svcca:tag=default"]
 TROUBLE = '''
 import os, pathlib, signal, time
 import torch
-from tracer import Subscriber, Subscription
+from tracer import ModuleMessage, NetworkMessage, Subscriber, Subscription
 from tracer.messages import derived
 
 class Raises(Subscriber):
@@ -89,6 +90,31 @@ class Large(Subscriber):
     def compute(self, message):
         yield derived(message, "weights_large", torch.full((self.side, self.side), float(message.global_step)))
         yield derived(message, "weights_small", torch.tensor(2.0))
+
+class Odd(Subscriber):
+    """Answers in every form: dtypes and shapes that change, nothing at all, of the network and of the root."""
+    scope = "message"
+    def __init__(self):
+        super().__init__(Subscription("weights"), produces=("weights_odd", "weights_wide"))
+    def compute(self, message):
+        step = message.global_step
+        for data in (torch.tensor([step], dtype=torch.int32), torch.zeros(0, 3), torch.ones((), dtype=torch.bfloat16),
+                     torch.zeros(2, 0, dtype=torch.bool), torch.arange(12).reshape(3, 1, 4) % 2 == 0):
+            yield derived(message, "weights_odd", data)
+        yield derived(message, "weights_wide", torch.full((5000,), float(step)))
+        at = dict(global_step=step, train_step=step, epoch=0, kind="weights_odd")
+        yield NetworkMessage(**at, data=None)
+        yield NetworkMessage(**at, data=torch.tensor(-0.0))
+        yield ModuleMessage(**at, module="", data=torch.tensor(1.0))
+        yield ModuleMessage(**at, module="a", leaf="b", call=2, data=torch.full((1, 1), torch.inf))
+        yield ModuleMessage(**at, module="a#b", call=2, data=torch.full((1, 1), torch.nan))
+
+class Silent(Subscriber):
+    """Never answers."""
+    def __init__(self):
+        super().__init__(Subscription("weights"), produces="weights_silent")
+    def compute(self, message):
+        return ()
 
 class Talks(Subscriber):
     """Prints."""
@@ -196,6 +222,22 @@ def test_nothing_is_computed_twice(runs: Path, tmp_path: Path) -> None:
     assert counted(batch(runs, ["norm", "ratio"], out, workers=0, force=True)) == (6, 0, 0)
 
 
+def test_a_finished_batch_loads_nothing_that_computes(runs: Path, tmp_path: Path) -> None:
+    """The command that finds everything done opens traces and compares names: no tables, no engine, no solvers."""
+    arguments = ["batch", str(runs), *(word for spec in SPECS for word in ("-s", spec)), "--out", str(tmp_path / "out")]
+    program = f"import sys, cli; cli.main({arguments}, standalone_mode=False); print(*sorted(sys.modules))"
+
+    def loaded() -> set[str]:
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+        said, modules = done.stdout.splitlines()
+        assert said.startswith("0 parts computed, 12 were there already")
+        return set(modules.split())
+
+    batch(runs, SPECS, tmp_path / "out", workers=0)
+    assert not loaded() & {"scipy.linalg", "pyarrow", "pandas", "distributed", "dask", "zarr", "analyze.worker"}
+
+
 def test_a_folder_holds_the_answers_to_several_questions(runs: Path, tmp_path: Path) -> None:
     """Another batch into the same folder adds to it; the same question of other steps takes the place of the first."""
     out = tmp_path / "out"
@@ -242,6 +284,67 @@ def test_the_table_is_one_file(runs: Path, tmp_path: Path) -> None:
         batch(runs, SPECS, tmp_path / "a", workers=0, table=tmp_path / "x.csv")
 
 
+def _with_pandas(parts: Path) -> Any:
+    import pandas as pd
+
+    return pyarrow.Table.from_pandas(pd.read_parquet(parts), preserve_index=False)
+
+
+def _with_polars(parts: Path) -> Any:
+    polars = pytest.importorskip("polars", reason="polars is not installed: pip install polars")
+    return polars.scan_parquet(parts / "*.parquet").collect().to_arrow()
+
+
+def _with_duckdb(parts: Path) -> Any:
+    duckdb = pytest.importorskip("duckdb", reason="DuckDB is not installed: pip install duckdb")
+    return duckdb.sql(f"SELECT * FROM '{parts}/*.parquet'").to_arrow_table()
+
+
+@pytest.mark.parametrize("read", [_with_pandas, _with_polars, _with_duckdb])
+def test_others_read_the_parts_as_one_table(
+    read: Callable[[Path], Any], runs: Path, trouble: str, tmp_path: Path
+) -> None:
+    """The same columns, and the same rows to the bit: numbers, what is not finite, nulls, no rows at all."""
+    with TraceWriter(runs / "odd.zarr") as writer:
+        for step, value in enumerate((float("nan"), float("inf"), -0.0, 5e-324)):
+            at = {"global_step": step, "train_step": step, "epoch": 0, "module": "änd \n'.\"so"}
+            writer.write(ModuleMessage(kind="weights", data=torch.tensor([value], dtype=torch.float64), **at))
+    specs = ["mean:kind=weights", f"{trouble}:Large", f"{trouble}:Silent"]
+    results = batch(runs, specs, tmp_path / "out", workers=0)
+    assert counted(results) == (12, 0, 0)
+    table, expected = read(tmp_path / "out" / "parts"), results.to_arrow()
+    assert table.column_names == expected.column_names
+
+    def bits(rows: list[dict[str, Any]]) -> list[str]:
+        exact = ({name: one.hex() if isinstance(one, float) else one for name, one in row.items()} for row in rows)
+        return sorted(map(repr, exact))
+
+    found = table.to_pylist()
+    if read is _with_pandas:  # which has one word for null and for what is not a number
+        for row in found:
+            row["value"] = float("nan") if row["value"] is None and not row["array"] else row["value"]
+    assert bits(found) == bits(expected.to_pylist())
+    assert sum(row["value"] is None for row in found) == 3 * 12 + 4
+
+
+def test_reading_the_parts_starts_no_thread(runs: Path, tmp_path: Path) -> None:
+    """A thread of Arrow that still holds a part when the interpreter ends would abort the process."""
+    batch(runs, "norm", tmp_path / "out", workers=0)
+    program = f"""
+import os, pyarrow.parquet
+from analyze.batch import batch
+results = batch({str(runs)!r}, "norm", {str(tmp_path / "out")!r}, workers=0)
+before = len(os.listdir("/proc/self/task"))
+assert len(results) == results.to_arrow().num_rows == len(list(results)) == 36
+results.to_parquet({str(tmp_path / "table.parquet")!r})
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "0\n"
+
+
 def test_large_answers_are_arrays(runs: Path, trouble: str, tmp_path: Path) -> None:
     """An answer of very many numbers is one row that says where its array is: in a results trace."""
     out = tmp_path / "out"
@@ -261,6 +364,62 @@ def test_large_answers_are_arrays(runs: Path, trouble: str, tmp_path: Path) -> N
         assert torch.equal(message.data, torch.full((70, 70), float(row["global_step"])))
     batch(runs / "run0.zarr", f"{trouble}:Large", out, workers=0, steps=(0, 1))
     assert len(list((out / "arrays").iterdir())) == 1
+
+
+def told(message: Message) -> tuple[Any, ...]:
+    """All that a message says, to the bit."""
+    data = message.data
+    exact = None if data is None else (data.dtype, tuple(data.shape), data.to(torch.float64).numpy().tobytes())
+    return type(message), message.kind, message.key, message.tag, message.leaf, message.rank, message.step, exact
+
+
+def test_the_results_of_a_batch_are_results(runs: Path, trouble: str, tmp_path: Path) -> None:
+    """Whatever `Results` can do, these can, and it comes to the same as of the replays, one after the other."""
+    specs, traces = ["norm", f"{trouble}:Odd", "svcca:tag=default"], sorted(runs.iterdir())
+    expected = Results()
+    for trace in traces:
+        for spec in specs:
+            expected.extend(analyze.analyze(trace, spec))
+
+    def asked() -> BatchResults:
+        return batch(runs, specs, tmp_path / "out", workers=0)
+
+    results = asked()
+    assert isinstance(results, Results)
+    assert len(results) == len(expected)
+    assert results.traces == expected.traces
+    assert [told(one) for one in results.messages()] == [told(one) for one in expected.messages()]
+    for suffix in (".csv", ".jsonl"):
+        for name, one in (("batch", results), ("replays", expected)):
+            one.write(tmp_path / f"{name}{suffix}")
+        assert (tmp_path / f"batch{suffix}").read_bytes() == (tmp_path / f"replays{suffix}").read_bytes()
+    assert "_kept" not in vars(results), "all answers were read into memory"
+    columns = expected.columns()
+    for name, column in results.columns().items():
+        np.testing.assert_array_equal(column, columns[name])
+    assert repr(results.summary()) == repr(expected.summary())
+    assert len(results) == len(expected)
+    assert results.to_table().row_count == expected.to_table().row_count
+    assert said(results) == said(expected)
+    (message,) = (one for one in results.messages() if told(one) == told(next(expected.messages())))
+    for one in (results, expected):
+        one.add(message, "more", "norm")
+    assert said(asked()) != said(results) == said(expected)
+    both = Results()
+    both.extend(asked())
+    assert len(both) == len(asked())
+
+
+def test_the_results_of_one_run_become_a_trace(runs: Path, trouble: str, tmp_path: Path) -> None:
+    """As those of a replay do, also in parts; and of several they are refused in the same words."""
+    trace, specs = runs / "run0.zarr", ["norm", "mean"]
+    batch(trace, specs, tmp_path / "out", workers=0, part_bytes=1000).write(tmp_path / "batch.zarr")
+    heard = Collect("*")
+    tracer.replay(tmp_path / "batch.zarr", heard)
+    expected = analyze.analyze(trace, specs)
+    assert sorted(map(str, map(told, heard))) == sorted(map(str, map(told, expected.messages())))
+    with pytest.raises(TraceError, match="these are of 3"):
+        batch(runs, specs, tmp_path / "out", workers=0).write(tmp_path / "all.zarr")
 
 
 def test_a_run_that_is_still_recorded_is_analysed_as_far_as_it_is(tmp_path: Path) -> None:
@@ -719,6 +878,48 @@ def test_a_local_dask_cluster_and_a_part_that_kills_its_workers(runs: Path, trou
     (failure,) = results.failures
     assert (failure.status, Path(failure.trace).name) == ("killed", "bad.zarr")
     assert "KilledWorker" in failure.reason
+
+
+def test_a_receipt_that_died_with_its_worker_is_waited_for() -> None:
+    """Dask computes it again, however long that takes; it is given up when the scheduler is gone, or the task fails."""
+
+    class Future:
+        key = "tracereel-batch-1-unit"
+
+        def __init__(self, *statuses: str) -> None:
+            self.statuses = list(statuses)
+
+        @property
+        def status(self) -> str:
+            return self.statuses[0]
+
+        def result(self, timeout: float) -> dict[str, Any]:
+            if len(self.statuses) > 1:
+                del self.statuses[0]
+            if self.status == "receipt":
+                return {"outcomes": []}
+            raise TimeoutError if self.status == "pending" else ArithmeticError
+
+        def exception(self, timeout: float) -> Exception:
+            return ArithmeticError("no")
+
+    def engine(future: Future, client: str) -> Dask:
+        one = object.__new__(Dask)
+        one._results, one._left, one._name = iter([future]), 1, "here"
+        one._client = SimpleNamespace(status=client)
+        one._distributed = SimpleNamespace(KilledWorker=KeyError)
+        return one
+
+    def done(*statuses: str, client: str = "running") -> Any:
+        key, found = engine(Future(*statuses), client).next_done()
+        assert key == "unit"
+        return found
+
+    assert done("finished", "receipt") == done("finished", "pending", "pending", "receipt") == {"outcomes": []}
+    assert done("finished", "pending", "error") == Death("Dask could not run it: ArithmeticError: no")
+    assert done("lost") == Death("Dask gave it up (lost)")
+    with pytest.raises(TracerError, match=r"the Dask scheduler at here is gone with 0 tasks left"):
+        done("finished", "pending", client="connecting")
 
 
 def test_dask_that_cannot_be_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

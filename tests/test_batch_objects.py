@@ -103,7 +103,8 @@ def test_traces_and_results_on_an_object_store(bucket: Any, tmp_path: Path) -> N
     assert len(parts) == 4
     # read by others: boto3 and pyarrow
     tables = [pq.read_table(io.BytesIO(bucket.get_object(Bucket=BUCKET, Key=key)["Body"].read())) for key in parts]
-    assert sum(table.num_rows for table in tables) == len(results) == pq.read_table(tmp_path / "table.parquet").num_rows
+    assert sum(table.num_rows for table in tables) == pq.read_table(tmp_path / "table.parquet").num_rows
+    assert len(results) == sum(1 for _ in results) > sum(table.num_rows for table in tables)
     row = next(row for row in results.to_arrow().to_pylist() if row["array"])
     place, _, number = row["array"].partition("#")
     with TraceReader(f"{out}/{place}") as trace:

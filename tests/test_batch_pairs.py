@@ -11,23 +11,25 @@ import numpy as np
 import pytest
 import torch
 
+import tracer
 from analyze.batch import BatchResults, batch
 from analyze.results import Row
 from tracer import ModuleMessage, NetworkMessage, TraceWriter
 from tracer.errors import CaptureError, MessageError
+from tracer.layout import part_name
 
 module = pytest.importorskip("analyze.compare", reason="there is no comparison of two runs to partition")
 SPECS = ["svcca", "cka"]
 
 
-def write(path: Path, seed: int, steps: int = 6, *, labels: int = 0) -> Path:
-    """A run whose layers drift from what all runs began with, with a probe of the same datapoints."""
+def write(path: Path, seed: int, steps: int = 6, *, labels: int = 0, rank: int = 0) -> Path:
+    """A run whose layers drift from what all runs began with, with a probe of the same datapoints; or a rank of one."""
     start = torch.Generator().manual_seed(0)
     own = torch.Generator().manual_seed(seed + 1)
     first = {name: torch.randn(40, 5, generator=start) for name in ("conv", "fc")}
-    with TraceWriter(path) as writer:
+    with TraceWriter(path, part=part_name(rank, 0)) as writer:
         for step in range(steps):
-            at: dict[str, Any] = {"global_step": step, "train_step": step, "epoch": 0, "tag": "probe"}
+            at: dict[str, Any] = {"global_step": step, "train_step": step, "epoch": 0, "tag": "probe", "rank": rank}
             kinds = torch.arange(40) % (2 + labels)
             writer.write(NetworkMessage(kind="input_labels", data=kinds, **at))
             for name, x_nd in first.items():
@@ -78,6 +80,51 @@ def test_each_run_with_the_first(runs: list[Path], tmp_path: Path) -> None:
     assert set(frame["global_step"]) == {2, 3}
     assert set(frame["status"]) == {"finished"}
     assert all("|" in run_id for run_id in frame["run_id"])
+
+
+def test_runs_of_several_ranks(tmp_path: Path) -> None:
+    """Each rank is compared with that of the same number, as far as both have it, and stands in the table."""
+    runs = [tmp_path / name for name in ("a.zarr", "b.h5", "c.zarr", "d.zarr")]
+    for seed, (path, ranks) in enumerate(zip(runs, ((0, 1), (0, 1), (1,), (2,)), strict=True)):
+        for rank in ranks:
+            write(path, 10 * seed + rank, rank=rank)
+    a, b, c, d = (tracer.open(path) for path in runs)
+    expected = [
+        row
+        for one, other, rank in ((a, b, 0), (a, b, 1), (a, c, 1), (b, c, 1))
+        for row in module.compare(one.of_rank(rank), other.of_rank(rank), SPECS)
+    ]
+    # of runs of one rank each, whatever its number, these are compared
+    expected += list(module.compare(c, d, SPECS))
+    assert {row.rank for row in expected} == {0, 1}
+    for part_bytes in (1, 1 << 30):
+        results = batch(runs, SPECS, tmp_path / f"out{part_bytes}", pairs="all", workers=0, part_bytes=part_bytes)
+        assert said(results) == said(expected)
+        told = {(failure.status, failure.trace): failure.reason for failure in results.failures}
+        assert set(told) == {("unplanned", f"{one}|{runs[3]}") for one in runs[:2]}
+        assert told["unplanned", f"{runs[0]}|{runs[3]}"].endswith(
+            "ranks 0, 1, in " + f"{runs[3]} of 2: none is in both"
+        )
+    with pytest.raises(CaptureError, match=r"of the ranks 0, 1, in .* of 2: none is in both"):
+        module.compare(a, d)
+    for reader in (a, b, c, d):
+        reader.close()
+
+
+def test_a_rank_without_a_probe_is_left_out(tmp_path: Path) -> None:
+    """Often only one rank evaluates; if none does, what is missing is told."""
+    paths = [tmp_path / f"{name}.zarr" for name in ("one", "other")]
+    for seed, path in enumerate(paths):
+        write(path, seed)
+        with TraceWriter(path, part=part_name(1, 0)) as writer:
+            at: dict[str, Any] = {"global_step": 0, "train_step": 0, "epoch": 0, "rank": 1, "module": "fc"}
+            writer.write(ModuleMessage(kind="weights", data=torch.randn(40, 5), **at))
+    results = batch(paths, "svcca", tmp_path / "out", pairs="all", workers=0)
+    assert not results.failures
+    assert {row.rank for row in results} == {0}
+    assert said(results) == said(module.compare(*paths, "svcca"))
+    lacking = batch(paths, "svcca:kind=gradients", tmp_path / "out", pairs="all", workers=0)
+    assert ["svcca needs gradients" in failure.reason for failure in lacking.failures] == [True, True]
 
 
 def test_runs_that_cannot_be_compared_are_told(runs: list[Path], tmp_path: Path) -> None:

@@ -528,4 +528,4 @@ def test_a_hundred_thousand_rows(tmp_path: Path) -> None:
     rows = read_csv(tmp_path / "t.csv")
     assert len(rows) == len(results) == 100_000
     assert rows[-1][-2:] == ("[74999]", 74999.0)
-    assert sum(len(array) for array in (results._values, results._call)) < 130_000
+    assert sum(len(array) for array in (results._kept.values, results._kept.call)) < 130_000

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-import scipy.linalg
-import scipy.linalg.lapack
+import scipy
 import torch
 from numpy.typing import NDArray
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import scipy.linalg
-import scipy.special
+import scipy
 from numpy.typing import NDArray
 
 from analyze.metrics.bases import (

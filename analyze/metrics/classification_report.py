@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias, final, get_args
 
 import numpy as np
-import scipy.special
+import scipy
 import torch
 from numpy.typing import NDArray
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy.spatial.distance import jensenshannon
 
 from analyze.metrics.inputs import Array, answer, as_array, subscription_to
 from analyze.metrics.lanczos import generator_of, seeded
@@ -394,7 +394,7 @@ def _shuffled(array: NDArray[Any], esd: _Esd, conv: Conv, random: np.random.Gene
     long, short = math.sqrt(esd.rows), math.sqrt(esd.columns)
     margin = 3 * edge / (long + short) * (1 / long + 1 / short) ** (1 / 3)
     return Randomized(
-        float(jensenshannon(ours, theirs)),
+        float(scipy.spatial.distance.jensenshannon(ours, theirs)),
         float(10 ** (other.logs[-1] + shift - esd.logs[-1])),
         int(np.count_nonzero(theirs > edge + margin)),
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any, final
 
 import numpy as np
-import scipy.linalg
+import scipy
 from numpy.typing import NDArray
 
 from analyze.metrics.bases import Basis, Status, centred, of_sheet

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-import scipy.linalg
+import scipy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, final
 
 import numpy as np
-import scipy.linalg
+import scipy
 import torch
 from numpy.typing import NDArray
 

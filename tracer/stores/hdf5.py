@@ -92,9 +92,10 @@ def files(path: Path) -> list[Path]:
     except OSError:
         names = []
     beside = []
+    front, suffix = f"{path.stem}.", path.suffix
     for name in names:
-        if name.startswith(f"{path.stem}.") and name.endswith(path.suffix):
-            part = PART.fullmatch(name[len(path.stem) + 1 : len(name) - len(path.suffix)])
+        if name.startswith(front) and name.endswith(suffix):
+            part = PART.fullmatch(name[len(front) : len(name) - len(suffix)])
             if part is not None and part[0] != FIRST_PART:
                 beside.append((int(part["rank"]), int(part["attempt"] or 0), path.with_name(name)))
     found = [file for _, _, file in sorted(beside)]
