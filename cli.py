@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor
 
-    from analyze.results import Results
+    from analyze.results import Results, Sink
     from tracer.bus import Receiver
     from tracer.messages import Message
     from tracer.reader import StreamInfo, TraceReader
@@ -1382,11 +1382,9 @@ def _followed(
     as_json: bool,
 ) -> TraceCorruptError | None:
     """Gather the answers and print each when it comes, until the run ends or the user has seen enough."""
-    printer = _Printer({kind for one in asked for kind in one.produces}, as_json)
+    sink = results.sink(asked, str(reader.path))
     try:
-        tracer.replay(
-            reader, *asked, results.sink(asked, str(reader.path)), printer, rank=rank, follow=True, **_reading(filters)
-        )
+        tracer.replay(reader, *asked, sink, _Printer(sink, as_json), rank=rank, follow=True, **_reading(filters))
     except TraceCorruptError as error:
         return error
     except KeyboardInterrupt:
@@ -1395,24 +1393,28 @@ def _followed(
 
 
 class _Printer:
-    """A receiver that prints answers when they come."""
+    """A receiver that prints answers when they come: what a sink keeps of them, too."""
 
     passive = True
 
-    def __init__(self, kinds: set[str], as_json: bool) -> None:
-        self.kinds, self.as_json = kinds, as_json
+    def __init__(self, sink: Sink, as_json: bool) -> None:
+        self.sink, self.as_json = sink, as_json
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
         """Whether it is an answer."""
-        return kind in self.kinds
+        return self.sink.wants(kind, module, tag, step)
 
     def receive(self, message: Message) -> Iterable[Message]:
-        """Print an answer on a line."""
-        told = _message_facts(message, 8)
+        """Print an answer: on a line, or as JSON the rows that it is in the results."""
         if self.as_json:
-            _print_json(told, indent=None)
+            from analyze.results import Results, as_json
+
+            rows = Results()
+            rows.add(message, self.sink.trace, self.sink.producers[message.kind])
+            for row in rows:
+                _print_json(as_json(row), indent=None)
         else:
-            click.echo(_message_line(told))
+            click.echo(_message_line(_message_facts(message, 8)))
         sys.stdout.flush()
         return ()
 
