@@ -597,7 +597,8 @@ def record(
 
     --certify and --dry-run run the script's first steps in processes of their own, which begin with the same seeds, and
     end it with SystemExit. Their output is thrown away, but what they write to files, or send, they write and send;
-    TRACE_REHEARSAL in their environment is certify or dry-run, so that a script can tell.
+    TRACE_REHEARSAL in their environment is certify or dry-run, so that a script can tell. Under torchrun --certify
+    compares the bits of every rank, and --dry-run is refused.
 
     Every option can be given in the environment, as TRACE_RECORD_ and its name: TRACE_RECORD_EVERY=10,
     TRACE_RECORD_MAX_BYTES=2GiB, TRACE_RECORD_DURABLE=1; several values are separated by spaces (TRACE_RECORD_KIND). The
@@ -619,8 +620,8 @@ def record(
     if only_dry_run and certify_steps is not None:
         raise click.UsageError("--dry-run records nothing that could be certified: give --certify or --dry-run")
     if module == "torch.distributed.run" or (module is None and program[:1] == ("torchrun",)):
-        if certify_steps is not None or only_dry_run:
-            raise click.UsageError("--certify and --dry-run run a script of one process: give it without torchrun")
+        if only_dry_run:
+            raise click.UsageError("--dry-run runs a script of one process: give it without torchrun")
         from tracer.launch import torchrun
 
         with _wrong_usage():
@@ -841,9 +842,10 @@ def _info_rows(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "model", f"{model.get('class')}, {inner} modules inside, {weights:,} parameters"
         for names in model.get("tied", ()):
             yield "tied", " = ".join(names)
-    certificate = header.get("certificate")
-    if isinstance(certificate, Mapping):
-        yield "certified", _certificate(certificate)
+    certified = [one for one in info["attempts"] if isinstance(one["certificate"], Mapping)]
+    for number, one in enumerate(certified):
+        attempt = f"attempt {one['attempt']}: " if len(info["attempts"]) > 1 else ""
+        yield "certified" if number == 0 else "", attempt + _certificate(one["certificate"])
     for number, capture in enumerate(header.get("capture") or ()):
         yield "capture" if number == 0 else "else", _capture(capture)
     for name, value in header.items():

@@ -361,6 +361,24 @@ def test_the_certificate_stands_in_the_trace(tmp_path: Path) -> None:
     assert f"CPU time ×{certificate.overhead['cpu_ratio']:.3f} over 2 steps, 2 of them recorded" in line
 
 
+def test_info_shows_the_certificate_of_every_attempt(tmp_path: Path) -> None:
+    """A resumed run that was not certified again does not hide what was said of the attempt before it."""
+    path = tmp_path / "run.zarr"
+    for certificate in (Certificate(verdict="identical", reason="so it was"), None):
+        trainer()(
+            lambda *given, one=certificate, **more: tracer.record(
+                path, *given, certificate=one, resume=True, first_step=0, first_epoch=0, **more
+            )
+        )
+    runner = CliRunner()
+    told = json.loads(runner.invoke(cli.main, ["info", str(path), "--json"]).stdout)
+    assert told["header"].get("certificate") is None
+    first, second = (one["certificate"] for one in told["attempts"])
+    assert (first["verdict"], first["reason"], second) == ("identical", "so it was", None)
+    lines = runner.invoke(cli.main, ["info", str(path)]).stdout.splitlines()
+    assert [one for one in lines if "so it was" in one] == ["certified   attempt 0: identical: so it was"]
+
+
 def test_a_fingerprint_is_of_all_bits() -> None:
     """Signed zeros, dtypes, shapes and tensors of every sort count, and equal models have equal ones."""
 
@@ -526,10 +544,9 @@ def test_options_that_do_not_go_together() -> None:
         assert (done.exit_code, sentence in done.output) == (2, True), done.output
 
 
-@pytest.mark.parametrize("option", ["--dry-run", "--certify=2"])
-def test_torchrun_is_refused_before_it_is_started(option: str) -> None:
+def test_a_dry_run_of_torchrun_is_refused_before_it_is_started() -> None:
     """One sentence, and not one of each rank."""
-    done = CliRunner().invoke(cli.main, ["record", option, "torchrun", "--nproc-per-node", "2", "train.py"])
+    done = CliRunner().invoke(cli.main, ["record", "--dry-run", "torchrun", "--nproc-per-node", "2", "train.py"])
     assert (done.exit_code, "give it without torchrun" in done.output) == (2, True), done.output
 
 
@@ -556,16 +573,91 @@ def test_who_ends_a_rehearsal_ends_its_process(number: signal.Signals, tmp_path:
     assert not (tmp_path / "train.zarr").exists()
 
 
+RANKS = """
+import os, sys, torch, tracer, torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+def train(record=None):
+    if record: torch.manual_seed(rank)
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Dropout(0.2), nn.Linear(4, 2))
+    model = nn.parallel.DistributedDataParallel(net)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    def steps():
+        for step in range(6):
+            opt.zero_grad()
+            model(torch.full((2, 3), float(rank + step))).square().mean().backward()
+            opt.step()
+            if "notice" in sys.argv and rank == 1 and step == 1 and net[0]._forward_hooks: torch.rand(1)
+            if "fail" in sys.argv and rank == 1 and step == 1 and net[0]._forward_hooks: raise ValueError("bad data")
+    if record is None: return steps()
+    with record(model, opt): steps()
+if "inside" in sys.argv:
+    certificate = tracer.certify(train, steps=3)
+    train(lambda *given: tracer.record("run.zarr", *given, certificate=certificate))
+else:
+    train()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this build of torch has no torch.distributed")
+@pytest.mark.parametrize(
+    ("way", "verdict", "sentence"),
+    [
+        (
+            "alike",
+            "identical",
+            "after each of 4 steps all bits were the same with and without a recorder, on each of 2 ",
+        ),
+        ("inside", "identical", "after each of 3 steps all bits were the same with and without a recorder"),
+        pytest.param("notice", "different", "on rank 1, with a recorder, after step 2 ", marks=pytest.mark.slow),
+        pytest.param("fail", "different", "on rank 1, with a recorder the training failed ", marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_are_certified_together(tmp_path: Path, way: str, verdict: str, sentence: str) -> None:
+    """Each rehearses with the other, and all say the worst; ranks can also certify a training of their own."""
+    (tmp_path / "train.py").write_text(RANKS)
+    launcher = ["torchrun", "--standalone", "--nproc-per-node", "2", "train.py", way]
+    required = ["--require-identical"] if way == "fail" else []
+    record = ["-m", "cli", "record", "--out", "run.zarr", "--certify", "4", *required, *launcher]
+    done = subprocess.run(
+        [sys.executable, *(record if way != "inside" else ["-m", "torch.distributed.run", *launcher[1:]])],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    if way == "fail":
+        assert (done.returncode, (tmp_path / "run.zarr").exists()) == (1, False), done.stderr
+        assert f"certificate: {verdict}: {sentence}after step 1, and without it did not: ValueError" in done.stderr
+        assert "the script is not run" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert (trace.ranks, trace.problems) == ([0, 1], [])
+        certificate = trace.attempts[0]["certificate"]
+        assert certificate["verdict"] == verdict, certificate
+        assert certificate["reason"].startswith(sentence), certificate
+        if way == "notice":
+            assert certificate["differing"][0] == "random generator of torch"
+
+
 def test_one_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Rehearsals of one rank would wait for the others: both options say that they are for one process."""
+    """Where the ranks cannot meet, rehearsals would wait for each other: what to do instead is said."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(HEAD)
-    for arguments in (["--certify", "2"], ["--dry-run"]):
+    for arguments, instead in ((["--certify", "2"], "start it with torchrun"), (["--dry-run"], "a run of one process")):
         done = CliRunner().invoke(cli.main, ["record", *arguments, "train.py"])
         assert done.exit_code == 2
         assert "this is rank 1 of 2" in done.output
+        assert instead in " ".join(done.output.split())
 
 
 def test_a_certificate_as_a_sentence() -> None:

@@ -59,6 +59,29 @@ class OwnLoss(Classifier):
         return loss
 
 
+class Parts(Classifier):
+    """Makes its loss of the sum, or of the datapoints' losses, that torch gives; remembers what is differentiated."""
+
+    def __init__(self, reduction: str = "sum") -> None:
+        super().__init__()
+        self.reduction = reduction
+        self.differentiated: list[Tensor] = []
+
+    def loss_of(self, batch: list[Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1], reduction=self.reduction)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        part = self.loss_of(batch)
+        return part.sum() / 7 + self.net[0].weight.square().sum() if part.ndim else part / 7
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.seen.append((self.loss_of(batch), batch[1]))
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.differentiated.append(loss.detach().clone())
+        loss.backward(*args, **kwargs)
+
+
 class Duel(Classifier):
     """Two optimizers, stepped by hand."""
 
@@ -132,7 +155,38 @@ def test_counters_tags_losses_and_labels(tmp_path: Path) -> None:
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
 
 
-@pytest.mark.parametrize("kind", [Classifier, OwnLoss, Duel])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_what_becomes_of_a_sum_is_the_loss(tmp_path: Path, reduction: str, scale: float | None) -> None:
+    """Each micro-batch's loss is what Lightning differentiates, without its GradScaler; a validation's the sum."""
+    model, path = Parts(reduction), tmp_path / "run.zarr"
+    plugins = []
+    if scale is not None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        plugins = [pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)]
+    options = {"accumulate_grad_batches": 2, "max_epochs": 1, "num_sanity_val_steps": 0, "plugins": plugins}
+    trainer(TraceCallback(path), **options).fit(model, loader(), loader())
+    losses = [one for one in read(path, "loss") if one.tag == "default"]
+    assert [at(one) for one in losses] == [(0, 0, 0, 0), (0, 0, 0, 1), (1, 1, 0, 0), (1, 1, 0, 1), (2, 2, 0, 0)]
+    for one, loss in zip(losses, model.differentiated, strict=True):
+        assert torch.equal(one.data, loss if scale is None else loss / scale)
+    assert [len(one.data) for one in read(path, "input_labels")[:5]] == [4, 4, 4, 4, 2]
+    validation = [one.data for one in read(path, "loss") if one.tag == "eval"]
+    assert all(map(torch.equal, validation, [loss for loss, _ in model.seen]))
+    assert len(validation) == 5
+
+
+def test_a_loss_of_ones_own_is_recorded_after_a_validation(tmp_path: Path) -> None:
+    """That the validation called a function of torch's says nothing of the training's loss; nor does a scale."""
+    model, path = OwnLoss(), tmp_path / "run.zarr"
+    precision = pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))
+    trainer(TraceCallback(path), val_check_interval=1, plugins=[precision]).fit(model, loader(), loader())
+    losses = [one for one in read(path, "loss") if one.tag == "default"]
+    assert [at(one)[0] for one in losses] == list(range(10))
+    assert all(torch.equal(one.data, loss) for one, (loss, _) in zip(losses, model.seen, strict=True))
+
+
+@pytest.mark.parametrize("kind", [Classifier, OwnLoss, Duel, Parts])
 def test_training_is_the_same(tmp_path: Path, kind: type[Classifier]) -> None:
     """Weights are bit-equal with and without the callback."""
 

@@ -171,6 +171,83 @@ def test_a_loss_outside_the_model(tmp_path: Path) -> None:
     assert [tuple(one.data.shape) for one in labels] == [(28,), (28,)]
 
 
+def summed(out: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """A loss made of a sum, as the trainer asks for it."""
+    logits = out["logits"].flatten(0, 1)
+    return nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / num_items_in_batch
+
+
+class Backward:
+    """What accelerate calls ``backward`` on."""
+
+    def __init__(self, fit: Any) -> None:
+        self.losses: list[Tensor] = []
+        original = fit.accelerator.backward
+
+        def backward(loss: Tensor, **kwargs: Any) -> None:
+            self.losses.append(loss.detach().clone())
+            original(loss, **kwargs)
+
+        fit.accelerator.backward = backward
+
+
+@pytest.mark.parametrize("way", ["named", "unnamed", "smoothed", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_the_loss_is_what_the_trainer_differentiates(tmp_path: Path, way: str) -> None:
+    """What becomes of a named function's sum; a loss outside the model that nobody named; one that nobody sees."""
+    path = tmp_path / "run.zarr"
+    named = {"loss": nn.functional.cross_entropy} if way == "named" else {}
+    options: dict[str, Any] = {"label_smoothing_factor": 0.1} if way == "smoothed" else {}
+    if way == "compiled":
+        torch._dynamo.reset()
+        options = {"torch_compile": True, "torch_compile_backend": "eager"}
+    own = Tensor.backward
+    fit = trainer(
+        tmp_path, TraceCallback(path, **named), gradient_accumulation_steps=2, eval_strategy="epoch", **options
+    )
+    if way in ("named", "unnamed"):
+        fit.compute_loss_func = summed
+    seen = Backward(fit)
+    fit.train()
+    assert Tensor.backward is own
+    losses = [one for one in read(path, "loss") if one.tag == "default"]
+    counters = [(0, 0, 0, 0), (0, 0, 0, 1), (1, 1, 0, 0), (1, 1, 0, 1), (2, 2, 0, 0)]
+    assert [at(one) for one in losses] == counters + [(step + 3, t, 1, call) for step, t, _, call in counters]
+    assert all(map(torch.equal, [one.data for one in losses], seen.losses))
+    labels = [one for one in read(path, "input_labels") if one.tag == "default"]
+    assert len(labels) == (len(losses) if way == "named" else 0)
+
+
+def test_who_is_told_of_backward(tmp_path: Path) -> None:
+    """Two recordings at once each have the loss once; afterwards the method is torch's, whoever else came and went."""
+    own = Tensor.backward
+    paths = [tmp_path / "one.zarr", tmp_path / "two.zarr"]
+    fit = trainer(tmp_path, *map(TraceCallback, paths), max_steps=2)
+    fit.compute_loss_func = summed
+    seen = Backward(fit)
+    fit.train()
+    assert Tensor.backward is own
+    for path in paths:
+        assert all(map(torch.equal, [one.data for one in read(path, "loss")], seen.losses))
+        assert len(read(path, "loss")) == 2
+
+    class Wrap(hf.TrainerCallback):  # type: ignore[misc]
+        """Another program that puts something around the method while a recording lasts."""
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            inner = Tensor.backward
+            Tensor.backward = lambda tensor, *a, **k: inner(tensor, *a, **k)  # type: ignore[method-assign]
+
+    try:
+        for number in range(2):
+            path = tmp_path / f"wrapped{number}.zarr"
+            fit = trainer(tmp_path, TraceCallback(path), Wrap(), max_steps=2)
+            fit.compute_loss_func = summed
+            fit.train()
+            assert len(read(path, "loss")) == 2
+    finally:
+        Tensor.backward = own  # type: ignore[method-assign]
+
+
 def test_max_steps_end_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     """The trainer calls that the end of the epoch, and so does the trace."""
     path = tmp_path / "run.h5"

@@ -54,7 +54,9 @@ from tracer.hooks import (
     undisturbed,
     unobservable,
     unscaled,
+    unwatch_backward,
     unwatch_scalers,
+    watch_backward,
     watch_scalers,
 )
 from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message, ModuleMessage, NetworkMessage, checked
@@ -132,8 +134,9 @@ class Exporter:
         self.rank = 0
         self.starting: Callable[[], None] | None = None
         self.losses_seen = 0
-        self.holds_parts = False  # whether who calls `take_part` knows the loss that a sum becomes
+        self.holds_parts = False  # whether who calls `backward_called` knows the loss that a sum becomes
         self._part: Tensor | None = None
+        self._loss_told = False  # by a loss function, since the last `backward`
         self.last_scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # what a GradScaler gave, and what it got
         self.forwards_seen = 0  # of the root, in training and aside
         self.optimizer_calls = 0
@@ -467,6 +470,7 @@ class Exporter:
         self._built, self._placed, self._places, self._placements = [], [], {}, {}
         self.message_bus.unwatch(self._rewire)
         unwatch_scalers(self)
+        unwatch_backward(self)
 
     @property
     def attached(self) -> bool:
@@ -512,6 +516,7 @@ class Exporter:
                 raise MessageError(f"log({kind!r}) takes a number or an array, not {type(value).__name__}") from error
         with self._lock:
             aside = self._user_tag is not None
+            self._loss_told = self._loss_told or (kind == "loss" and not aside)
             at = self._now() if aside or self._open or self._last is None else self._last
             tag = self._user_tag or DEFAULT_TAG
             # counted apart from what is observed: this may come before a step, in it and after it
@@ -1536,6 +1541,7 @@ class Exporter:
         if not isinstance(output, Tensor) or self._collecting is not None:
             return
         self.losses_seen += 1
+        self._loss_told = self._loss_told or output.requires_grad
         if self._user_tag is not None:
             tag = self._user_tag
         elif not output.requires_grad:  # without gradients, or a second look at detached outputs
@@ -1557,10 +1563,24 @@ class Exporter:
         else:
             self._publish_leaves("loss", None, output, tag)
 
-    def take_part(self) -> bool:
-        """Whether a sum of losses waits for what it becomes; from now on it does not."""
-        part, self._part = self._part, None
-        return part is not None
+    def watch_backward(self) -> None:
+        """Have `backward_called` called by each ``backward``, until `detach`."""
+        watch_backward(self)
+
+    def backward_called(self, tensor: Tensor) -> None:
+        """Publish a scalar that is differentiated as the loss, without what a GradScaler multiplied it with.
+
+        But not if a loss function has told a loss of its own since the last time, other than a sum or the losses of the
+        datapoints: those become the loss only here.
+        """
+        told, self._loss_told = self._loss_told and self._part is None, False
+        if told or tensor.numel() != 1 or not (self._enabled and self._attached):
+            return
+        self._part = None
+        if self.last_scaled is not None and self.last_scaled[0]() is tensor:
+            tensor = self.last_scaled[1]
+        self._begin_step()
+        self._publish_leaves("loss", None, tensor, DEFAULT_TAG)
 
     # -- optimizer ------------------------------------------------------------------------------------------
 

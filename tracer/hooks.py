@@ -215,6 +215,39 @@ def _observe_scalers(owner: type[GradScaler]) -> None:
         _observe_scalers(one)
 
 
+_told_of_backward: weakref.WeakSet[Exporter] = weakref.WeakSet()
+_backward: Callable[..., None] | None = None  # what stands in the place of torch's
+
+
+def watch_backward(exporter: Exporter) -> None:
+    """Let an exporter know on what ``backward`` is called, for a loss that a library computes."""
+    global _backward
+    _told_of_backward.add(exporter)
+    if _backward is None:
+        _backward = _observed_backward(Tensor.backward)
+        setattr(Tensor, "backward", _backward)  # noqa: B010 - mypy forbids to assign it
+
+
+def unwatch_backward(exporter: Exporter) -> None:
+    """No longer let an exporter know; without any, the method is as it was."""
+    global _backward
+    _told_of_backward.discard(exporter)
+    if not _told_of_backward and _backward is not None:
+        if Tensor.backward is _backward:  # else another program has put its own around it, which may stay
+            setattr(Tensor, "backward", _backward.__wrapped__)  # type: ignore[attr-defined]  # noqa: B010
+        _backward = None
+
+
+def _observed_backward(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        for one in list(_told_of_backward) if _backward is backward else ():
+            one._guard("loss", functools.partial(one.backward_called, tensor))
+        original(tensor, *args, **kwargs)
+
+    return backward
+
+
 def _new_scaler(owner: type[Any], /, **kwargs: Any) -> None:
     super(GradScaler, owner).__init_subclass__(**kwargs)
     _observe_scalers(owner)

@@ -33,7 +33,7 @@ from tracer.capture import Capture
 from tracer.compression import Compression
 from tracer.errors import CaptureError, TraceError
 from tracer.exporter import LOSS_FUNCTIONS, Exporter
-from tracer.messages import DEFAULT_TAG, EVAL_TAG
+from tracer.messages import EVAL_TAG
 from tracer.parts import heads, refuse_living, this_process
 from tracer.recorder import COMMIT_SECONDS, QUEUE_BYTES, Resume, Run, end, start
 from tracer.stores import Anywhere, Location, location
@@ -249,7 +249,6 @@ class _Session:
         self._drawn: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._unused: tuple[int, int] | None = None  # where an iterator began that ended early, and when all is used
         self._epoch_began = 0
-        self._losses = 0
         self._pid = os.getpid()
         self.refusal: CaptureError | TraceError | None = None
 
@@ -300,7 +299,7 @@ class _Session:
             def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
                 if session.refusal is not None:  # before anything is trained that was meant to be recorded
                     raise session.refusal
-                session.guarded("loss", lambda: session.backward_called(tensor))
+                session.guarded("loss", lambda: session.exporter.backward_called(tensor))
                 original(tensor, *args, **kwargs)
 
             return backward
@@ -379,20 +378,6 @@ class _Session:
         else:
             self.refusal = None
         self.exporter.train(self.refusal is None)
-
-    def backward_called(self, tensor: Tensor) -> None:
-        """A scalar that is differentiated, and that no known loss function made, is a hand-written loss.
-
-        So is what a script makes of a sum, or of the losses of the datapoints, that such a function gave it.
-        """
-        seen = self.exporter.losses_seen
-        if tensor.numel() == 1 and (self.exporter.take_part() or seen == self._losses):
-            scaled = self.exporter.last_scaled
-            if scaled is not None and scaled[0]() is tensor:
-                tensor = scaled[1]
-            self.exporter._begin_step()
-            self.exporter._publish_leaves("loss", None, tensor, DEFAULT_TAG)
-        self._losses = seen
 
     def drawn(self, iterator: Any) -> None:
         """A batch is drawn: if a step took place since the one before, this DataLoader feeds the training."""

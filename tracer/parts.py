@@ -329,6 +329,22 @@ def worst(statuses: Sequence[str]) -> str:
     return next((status for status in statuses if status != "finished"), statuses[0])
 
 
+VERDICTS = ("identical", "nondeterministic", "different", "failed")
+"""Of certificates, from the best to the worst."""
+
+
+def worst_certificate(told: Iterable[object]) -> dict[str, Any] | None:
+    """Of what headers say of certificates, the first with the worst verdict; what is no certificate does not count.
+
+    Examples
+    --------
+    >>> worst_certificate([None, {"verdict": "identical"}, {"verdict": "different"}])
+    {'verdict': 'different'}
+    """
+    found = [one for one in told if isinstance(one, dict) and one.get("verdict") in VERDICTS]
+    return max(found, key=lambda one: VERDICTS.index(one["verdict"]), default=None)
+
+
 def lives(process: object, store: ReadStore) -> bool:
     """Whether the process that writes a part still runs; of another machine's, whether it wrote in the last minute."""
     found = layout.process_lives(process)

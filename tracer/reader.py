@@ -26,7 +26,7 @@ from tracer.assembly import WHOLE, Block, assembled
 from tracer.errors import CaptureError, TraceCorruptError, TraceError
 from tracer.layout import Column
 from tracer.messages import DEFAULT_TAG, Message, checked
-from tracer.parts import Part, Stream, counting, merged, missing, worst
+from tracer.parts import Part, Stream, counting, merged, missing, worst, worst_certificate
 from tracer.stores import STORES, Anywhere, ReadStore, location, new_memory, open_parts
 
 BLOCK_BYTES: Final = 8 << 20
@@ -379,7 +379,8 @@ class TraceReader:
     def attempts(self) -> list[dict[str, Any]]:
         """Each attempt of the run, as JSON values: its first step, status and ranks, its messages and how many count.
 
-        Messages of steps that a later attempt trained again do not count, and are read by nothing.
+        Messages of steps that a later attempt trained again do not count, and are read by nothing. ``certificate`` is
+        what `tracer.certify` said of the attempt, of several ranks the worst; None where it was not asked.
         """
         found: dict[int, dict[str, Any]] = {}
         for part, counts in zip(self._parts, counting(self._parts), strict=True):
@@ -393,6 +394,7 @@ class TraceReader:
                     "ranks": [],
                     "messages": 0,
                     "superseded": 0,
+                    "certificate": None,
                 },
             )
             told["ranks"].append(part.rank)
@@ -400,6 +402,7 @@ class TraceReader:
             told["superseded"] += int((~counts).sum())
             if told["status"] == "finished":
                 told["status"] = part.status
+            told["certificate"] = worst_certificate([told["certificate"], part.header.get("certificate")])
         return list(found.values())
 
     @property

@@ -18,7 +18,8 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -36,16 +37,19 @@ from tracer.environment import REHEARSAL
 from tracer.errors import CaptureError, TracerError
 from tracer.hooks import steps_within
 from tracer.messages import DEFAULT_TAG, KINDS
-from tracer.parts import this_process
+from tracer.parts import VERDICTS, this_process
 from tracer.reader import TraceReader
 from tracer.recorder import Run
 
 DRY_RUN_STEPS: Final = 8
 """How many steps a dry run takes."""
 _PATIENCE = 20.0
-"""Seconds that a script has for its end after the last step."""
+"""Seconds that a script has for its end after the last step, and a rank for the others' last step."""
 _SEED = 67280421310721
 """With which all generators begin: torch's own default."""
+_LONG = timedelta(days=1)
+"""How long ranks wait for each other between rehearsals, which take as long as the script's first steps do."""
+_ANOTHER = "another rank had failed before"
 
 Purpose = Literal["certify", "dry-run"]
 
@@ -76,19 +80,23 @@ class Program:
 def certify_script(program: Program, steps: int) -> Certificate:
     """`tracer.certify` for a script: its first steps without, with and again without a recorder.
 
+    Of several ranks that torchrun has started each calls this; what all of them get is the worst verdict.
+
     Raises
     ------
     CaptureError
-        If this is one of several ranks.
+        If this is one of several ranks that torchrun has not started.
     """
-    _refuse_ranks("--certify")
+    ranks = _Ranks() if this_process().size > 1 else None
     with launch.sigterm_raises(), tempfile.TemporaryDirectory(prefix="trace-certify-") as folder:
         runs = [
-            _run(program, Path(folder), "certify", steps, recorded=recorded)[0] for recorded in (False, True, False)
+            _run(program, Path(folder), "certify", steps, recorded=recorded, ranks=ranks)[0]
+            for recorded in (False, True, False)
         ]
-    return compare(
+    certificate = compare(
         *runs, hint="; it seeds a generator anew in each run, reads the clock, or computes in no fixed order"
     )
+    return certificate if ranks is None else ranks.agree(certificate)
 
 
 def dry_run(program: Program, *, run_steps: int | None = None, max_bytes: int | None = None) -> dict[str, Any]:
@@ -119,7 +127,12 @@ def dry_run(program: Program, *, run_steps: int | None = None, max_bytes: int | 
     CaptureError
         If this is one of several ranks, the script trains nothing, fails, or nothing of it can be recorded.
     """
-    _refuse_ranks("--dry-run")
+    process = this_process()
+    if process.size > 1:
+        raise CaptureError(
+            f"--dry-run runs a script of one process, and this is rank {process.rank} of {process.size}: give it to a "
+            "run of one process, whose streams are those of each rank"
+        )
     with launch.sigterm_raises(), tempfile.TemporaryDirectory(prefix="trace-dry-run-") as folder:
         bare, _ = _run(program, Path(folder), "dry-run", DRY_RUN_STEPS, recorded=False)
         if bare.error is not None:
@@ -153,13 +166,65 @@ def dry_run(program: Program, *, run_steps: int | None = None, max_bytes: int | 
     }
 
 
-def _refuse_ranks(option: str) -> None:
-    process = this_process()
-    if process.size > 1:
-        raise CaptureError(
-            f"{option} runs a script of one process, and this is rank {process.rank} of {process.size}: "
-            "give it to a run of one"
-        )
+class _Ranks:
+    """The ranks that torchrun has started, in one of them: they meet in torchrun's store.
+
+    Each rehearsal has a store of its own, which rank 0 serves, because what a process group leaves behind in one would
+    be found by the next.
+
+    Raises
+    ------
+    CaptureError
+        If torchrun has not started them.
+    """
+
+    def __init__(self) -> None:
+        process = this_process()
+        self._rank, self._size = process.rank, process.size
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            raise CaptureError(
+                f"--certify of several ranks needs torchrun, and this is rank {self._rank} of {self._size} of another "
+                "launcher: start it with torchrun, give it to a run of one process, or call tracer.certify in it"
+            )
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+        self._make = TCPStore
+        self._host = os.environ["MASTER_ADDR"]
+        shared = TCPStore(self._host, int(os.environ["MASTER_PORT"]), is_master=False, timeout=_LONG)
+        self._store = PrefixStore(f"trace-certify/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", shared)
+        self._servers: list[Any] = []
+
+    def environment(self, number: int) -> dict[str, str]:
+        """What leads the processes of a rehearsal to each other."""
+        if self._rank == 0:
+            self._servers.append(self._make(self._host, 0, is_master=True, wait_for_workers=False))
+            self._store.set(f"port/{number}", str(self._servers[-1].port))
+        return {"MASTER_PORT": self._store.get(f"port/{number}").decode()}
+
+    def failed(self, number: int) -> bool:
+        """Whether a rehearsal has failed on any rank, so that others may wait for it forever."""
+        return bool(self._store.check([f"failed/{number}"]))
+
+    def is_first_to_fail(self, number: int) -> bool:
+        """Let the others know that a rehearsal has failed here; whether none did so before."""
+        first: bool = self._store.add(f"failed/{number}", 1) == 1
+        return first
+
+    def agree(self, certificate: Certificate) -> Certificate:
+        """The worst of all ranks' certificates, with the rank; this rank's own if all are as good."""
+        self._store.set(f"certificate/{self._rank}", json.dumps(asdict(certificate)))
+        found = [json.loads(self._store.get(f"certificate/{rank}")) for rank in range(self._size)]
+        told = [Certificate(**{**one, "differing": tuple(one["differing"])}) for one in found]
+        if all(one.identical for one in told):
+            return replace(certificate, reason=f"{certificate.reason}, on each of {self._size} ranks")
+
+        def weight(one: Certificate) -> tuple[object, ...]:
+            # what one rank does differently changes the parameters of all: a generator is nearer to the cause
+            drew = any(name.startswith("random generator") for name in one.differing)
+            return VERDICTS.index(one.verdict), _ANOTHER not in one.reason, -(one.step or 0), drew
+
+        worst = max(told, key=weight)
+        return replace(worst, reason=f"on rank {told.index(worst)}, {worst.reason}")
 
 
 # -- estimates --------------------------------------------------------------------------------------------------------
@@ -232,7 +297,7 @@ def _reached(streams: Sequence[Mapping[str, Any]], header: int, max_bytes: int) 
 
 
 def _run(
-    program: Program, folder: Path, purpose: Purpose, steps: int, *, recorded: bool
+    program: Program, folder: Path, purpose: Purpose, steps: int, *, recorded: bool, ranks: _Ranks | None = None
 ) -> tuple[Steps, dict[str, Any]]:
     """One rehearsal, in a process of its own: its steps, and what else it told."""
     number = len(list(folder.glob("*.request")))
@@ -256,6 +321,8 @@ def _run(
     )
     command = [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", begin]  # type: ignore[attr-defined]
     environment = {"PYTHONHASHSEED": "0", **os.environ, REHEARSAL: purpose}
+    if ranks is not None:
+        environment |= ranks.environment(number)
     with errors.open("wb") as stderr:
         process = subprocess.Popen(
             [*command, str(folder / f"{number}.request")],
@@ -265,21 +332,24 @@ def _run(
             env=environment,
         )
         try:
-            _wait(process, report)
+            _wait(process, report, (lambda: False) if ranks is None else functools.partial(ranks.failed, number))
         finally:
             if process.poll() is None:
                 process.kill()
             process.wait()
-    return _read(report, errors, process.returncode)
+    found, told = _read(report, errors, process.returncode)
+    if ranks is not None and found.error is not None and not ranks.is_first_to_fail(number):
+        found.error = _ANOTHER
+    return found, told
 
 
-def _wait(process: subprocess.Popen[bytes], report: Path) -> None:
-    """Until the process has ended; it has some time for that after it has told all."""
+def _wait(process: subprocess.Popen[bytes], report: Path, in_vain: Callable[[], bool]) -> None:
+    """Until the process has ended; it has some time for that after it has told all, or once it runs in vain."""
     deadline = None
     while process.poll() is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.1)
-        if deadline is None and b'"over"' in _tail(report):
+        if deadline is None and (b'"over"' in _tail(report) or in_vain()):
             deadline = time.monotonic() + _PATIENCE
         if deadline is not None and time.monotonic() > deadline:
             return
@@ -341,6 +411,18 @@ def main() -> None:
             tell(refused=str(error), over=True)
         else:
             tell(status=status, over=True)
+
+
+def _wait_for_the_others() -> None:
+    """Until all ranks have taken the last step: one that leaves may break what another still computes with it."""
+    process = this_process()
+    if process.size > 1:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        with contextlib.suppress(RuntimeError):  # a rank that has failed takes no last step
+            store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+            store.set(f"trace-rehearsal/{process.rank}", "")
+            store.wait([f"trace-rehearsal/{rank}" for rank in range(process.size)], timedelta(seconds=_PATIENCE))
 
 
 class _Rehearsal:
@@ -439,6 +521,7 @@ class _Rehearsal:
             self._tell(hashes=steps.hashes[-1], cpu=steps.cpu[-1], wall=steps.wall[-1], recorded=steps.recorded[-1])
             if last:
                 self._tell(left=True)
+                _wait_for_the_others()
         if last:
             raise _Left(0)
 

@@ -26,8 +26,9 @@ class TraceCallback(Callback):  # type: ignore[misc]  # without Lightning it is 
     Steps and epochs are the trainer's: with gradient accumulation the batches of a step are calls of it, and of several
     optimizers the last one ends a step (where Lightning counts a step for each). The sanity check before the training
     is not recorded. Loss and labels are those of the functions of ``torch.nn.functional`` that the training step calls,
-    itself or through a module of ``torch.nn``; of another loss, the value is recorded that Lightning takes the gradient
-    of (with accumulation, that is divided by the number of batches).
+    itself or through a module of ``torch.nn``. Of another loss, and of one made of the sum or the single losses that
+    such a function gave, the value is recorded that Lightning takes the gradient of: with accumulation that is divided
+    by the number of batches, and what a GradScaler multiplies it with is left out.
 
     Parameters
     ----------
@@ -57,7 +58,6 @@ class TraceCallback(Callback):  # type: ignore[misc]  # without Lightning it is 
         super().__init__()
         self._module = module
         self._recording = Recording(path, options)
-        self._losses_seen = 0
         self._step: int | None = None
 
     @property
@@ -77,15 +77,11 @@ class TraceCallback(Callback):  # type: ignore[misc]  # without Lightning it is 
         step = trainer.global_step if self._step is None or len(trainer.optimizers) == 1 else self._step
         self._recording.begin(network, trainer.optimizers, step, trainer.current_epoch)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Remember which losses were seen before."""
-        if self._recording.active:
-            self._losses_seen = self.run.exporter.losses_seen
-
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        """Record a loss that is no function of torch's."""
-        if self._recording.active and self.run.exporter.losses_seen == self._losses_seen:
-            self.run.log("loss", loss)
+        """Record a loss that is no function of torch's, or is made of the sum that one gave."""
+        if self._recording.active:
+            exporter = self.run.exporter
+            exporter._guard("loss", lambda: exporter.backward_called(loss))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """End the epoch, after its validation."""

@@ -30,8 +30,10 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]  # without transform
 
     Steps and epochs are the trainer's; the batches of gradient accumulation are calls of one step. The loss is the one
     that the model returns, with its ``logits`` and the ``labels`` it was given, which a causal language model shifts
-    only inside. For a loss outside the model give ``loss=``, as to `tracer.record`, or call
-    ``callback.run.log("loss", value)``; also for a compiled model, whose forward nobody sees.
+    only inside. Where it returns none (with label smoothing, or a loss of one's own) and where it is compiled, so that
+    nobody sees it, the loss is what the trainer calls ``backward`` on: with accumulation that is each batch's share.
+    With ``loss=``, as for `tracer.record`, such a loss has outputs and labels, too; what the trainer makes of a sum is
+    the loss.
 
     The trainer does not tell a callback that it was interrupted. The trace is then closed when the program ends, and
     says why; where the program goes on, `close` does so, or a ``with`` block::
@@ -78,7 +80,9 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]  # without transform
         optimizer = _inner(kwargs["optimizer"])
         self._unhook()
         self._recording.begin(kwargs["model"], [optimizer], state.global_step, int(state.epoch or 0))
-        root = self.run.exporter.model
+        exporter = self.run.exporter
+        exporter.watch_backward()
+        root = exporter.model
         if self._loss is not None and root is not None:
             self._handle = root.register_forward_hook(_ModelHook(self._loss), with_kwargs=True)
 
