@@ -424,7 +424,7 @@ def assert_merged(whole: Moments, merged: Moments) -> None:
     one, other = derive(whole, NEEDS), derive(merged, NEEDS)
     for name in NEEDS:
         np.testing.assert_allclose(
-            other[name], one[name], rtol=1e-11 if name in ("skewness", "kurtosis") else 1e-12, atol=1e-13
+            other[name], one[name], rtol=1e-12, atol=1e-12 if name in ("skewness", "kurtosis") else 1e-13
         )
 
 
