@@ -17,8 +17,9 @@ thread included. Beside them stand others' ways of watching, written here from t
 
 All variants of a part are made once and take turns in short segments, in a new order each round, in one process; what
 is printed is the median over the rounds of the ratio (or difference) to the same round's bare segment, its quartiles,
-and in the last column the same of the sums over all rounds, which hold what happens now and then, such as commits. The
-weights of all variants are compared at the end.
+the same of the sums over all rounds, which hold what happens now and then, such as commits, and the median for the CPU
+time of the training's thread alone: what the training itself takes longer. The weights of all variants are compared at
+the end.
 
     python benchmarks/hooks.py [--rounds 40] [--steps 20] [--only calls,mlp,cnn] [--folder /tmp] [--json]
 """
@@ -98,6 +99,7 @@ class Training:
         self.watch, self.folder = watch, folder
         self.stack = contextlib.ExitStack()
         self.settle: Callable[[], None] | None = None
+        self.thread_seconds: list[float] = []
 
     def begin(self) -> None:
         """A new watcher, which writes to a new place."""
@@ -111,12 +113,16 @@ class Training:
         self.settle = None
 
     def segment(self, steps: int) -> float:
-        """CPU seconds of the process, all threads, for some steps and for all that is still to be written of them."""
-        begin = time.process_time()
+        """CPU seconds of the process, all threads, for some steps and for all that is still to be written of them.
+
+        Those of the training's thread alone are appended to `thread_seconds`.
+        """
+        begin, alone = time.process_time(), time.thread_time()
         for _ in range(steps):
             self.optimizer.zero_grad()
             self.loss(self.model(self.inputs), self.labels).backward()
             self.optimizer.step()
+        self.thread_seconds.append(time.thread_time() - alone)
         if self.settle is not None:
             self.settle()
         return time.process_time() - begin
@@ -434,6 +440,7 @@ def trainings(part: str, make: Any, rounds: int, steps: int, folder: Path) -> li
     }
     seconds = take_turns(variants, rounds, steps, 10)
     bare = seconds["bare"]
+    threads = {name: one.thread_seconds for name, one in variants.items()}
     rows = []
     for name, found in seconds.items():
         own = sorted(one / base for one, base in zip(found, bare, strict=True))
@@ -444,6 +451,9 @@ def trainings(part: str, make: Any, rounds: int, steps: int, folder: Path) -> li
                 **_spread(own),
                 "least": min(found) / min(bare),
                 "sum": sum(found) / sum(bare),
+                "thread": statistics.median(
+                    one / base for one, base in zip(threads[name], threads["bare"], strict=True)
+                ),
                 "ms": 1e3 * statistics.median(found) / steps,
             }
         )
@@ -502,12 +512,12 @@ def main() -> int:
         own = [one for one in rows if one["part"] == part]
         if own:
             print(f"\n{part}, CPU ratio to the bare step of {own[0]['ms']:.2f} ms")
-            print(f"{'':38} {'median':>7} {'(quartiles)':>15} {'least':>7} {'sum':>7} {'bar':>6}")
+            print(f"{'':38} {'median':>7} {'(quartiles)':>15} {'least':>7} {'sum':>7} {'thread':>7} {'bar':>6}")
         for row in own:
             bar = BARS[part].get(row["variant"])
             span = f"({row['low']:.3f}-{row['high']:.3f})"
             told = "" if bar is None else f"{bar:.2f}"
-            figures = f"{row['median']:7.3f} {span:>15} {row['least']:7.3f} {row['sum']:7.3f}"
+            figures = f"{row['median']:7.3f} {span:>15} {row['least']:7.3f} {row['sum']:7.3f} {row['thread']:7.3f}"
             print(f"{row['variant']:38} {figures} {told:>6}")
     return 0
 

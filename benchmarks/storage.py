@@ -270,6 +270,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
         folder = Path(temporary)
         for load in loads:
+            one_round(load, folder)  # a virtual machine gets memory slowly that it did not use before
             rounds = [one_round(load, folder) for _ in range(arguments.rounds)]
             result[load.name] = {
                 what: {
