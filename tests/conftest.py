@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
+
+
+# a shell ignores it in what it starts in the background, and so would the processes that are interrupted here
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

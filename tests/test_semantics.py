@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import random
 import re
 import threading
 import warnings
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -79,8 +81,8 @@ def unchanged(
     given: Callable[[Any], Any] = lambda optimizer: optimizer,
     **settings: Any,
 ) -> tuple[nn.Module, Exporter, Collect]:
-    """Train with and without an exporter from one state; parameters, buffers and generators end bit-equal."""
-    ends: list[dict[str, Tensor]] = []
+    """Train with and without an exporter from one state; all that `ended` tells of both trainings is the same."""
+    ends: list[dict[str, Any]] = []
     for watched in (False, True):
         torch.manual_seed(5)
         model = make()
@@ -91,17 +93,57 @@ def unchanged(
         if watched:
             exporter.finish()
             exporter.detach()
-        ends.append({**model.state_dict(), "generator": torch.get_rng_state()})
+        ends.append(ended(model, optimizers_of(chosen)))
     assert ends[0].keys() == ends[1].keys()
     for name, value in ends[0].items():
-        assert torch.equal(value, ends[1][name]), name
-    for one in model.modules():
-        assert not one._forward_hooks
-        assert not one._forward_pre_hooks
-    for parameter in model.parameters():
-        assert not parameter._backward_hooks
-        assert not getattr(parameter, "_post_accumulate_grad_hooks", None)
+        assert alike(value, ends[1][name]), name
     return model, exporter, heard
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two values are the same, to the bit."""
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
+
+
+HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+    *("_post_accumulate_grad_hooks", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+    *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
+)
+"""Where modules, tensors and optimizers keep their hooks."""
+
+
+def optimizers_of(chosen: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers in what a test trains with: one, several, or an object that holds them."""
+    if isinstance(chosen, torch.optim.Optimizer):
+        return [chosen]
+    held = list(chosen) if isinstance(chosen, (tuple, list)) else list(vars(chosen).values())
+    inner = [one for value in held for one in (value.values() if isinstance(value, dict) else [value])]
+    return [one for one in inner if isinstance(one, torch.optim.Optimizer)]
+
+
+def ended(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+    """How a training ended: its tensors, gradients and optimizers, all generators, all hooks, and torch's functions."""
+    found: dict[str, Any] = dict(model.state_dict())
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        found[f"{name}.grad"] = gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+    for number, one in enumerate(optimizers):
+        for place, state in one.state_dict()["state"].items():
+            found |= {f"optimizer {number}: {place}: {name}": value for name, value in state.items()}
+    of_numpy = np.random.get_state()  # noqa: NPY002 - the one that is there for all
+    found["generators"] = (torch.get_rng_state(), random.getstate(), str(of_numpy))
+    things = [*model.modules(), *model.parameters(), *model.buffers(), *optimizers]
+    found["hooks"] = [len(getattr(thing, name, None) or ()) for thing in things for name in HOOKS]
+    scaler = torch.amp.GradScaler
+    found["functions"] = [
+        *(value for _, value in sorted(vars(nn.functional).items()) if callable(value)),
+        *(Tensor.backward, nn.Module.__call__, scaler.scale, scaler.step, scaler.unscale_, scaler.update),
+    ]
+    return found
 
 
 def batches(number: int, shape: tuple[int, ...] = (4, 3)) -> list[Tensor]:
@@ -956,6 +998,70 @@ def test_fused_optimizer() -> None:
     assert same(told(heard, "weight_updates", "2")[1], model[2].weight - weights[1])
 
 
+class SignDescent(torch.optim.Optimizer):
+    """An optimizer of the user's own."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Move each parameter by the sign of its gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * parameter.grad.sign())
+
+
+def matrices() -> nn.Sequential:
+    """Two layers without biases: Muon takes matrices only."""
+    return nn.Sequential(nn.Linear(3, 3, bias=False), nn.Tanh(), nn.Linear(3, 2, bias=False))
+
+
+OF_ALL_KINDS = {
+    "muon": lambda model: torch.optim.Muon(model.parameters(), lr=0.1),
+    "own": lambda model: SignDescent(model.parameters(), lr=0.125),
+    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.1),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("kind", OF_ALL_KINDS)
+@pytest.mark.parametrize("compiled", ["no", "step", "around it"])
+def test_optimizers_of_all_kinds_and_compiled_steps(kind: str, compiled: str) -> None:
+    """Weights, gradients and updates of each step are those of the loop, also where ``step`` is compiled."""
+    if kind == "muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    seen: list[dict[str, tuple[Tensor, Tensor, Tensor]]] = []
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        def around() -> None:
+            optimizer.step()
+
+        torch._dynamo.reset()
+        step = optimizer.step if compiled == "no" else optimizer.step if compiled == "step" else around
+        step = step if compiled == "no" else torch.compile(step, backend="eager")
+        seen.clear()
+        for x in batches(3):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            before = {name: one.detach().clone() for name, one in model.named_parameters()}
+            step()
+            moved = {name: one.detach() - before[name] for name, one in model.named_parameters()}
+            seen.append({name: (before[name], one.grad.clone(), moved[name]) for name, one in model.named_parameters()})
+
+    _, exporter, heard = unchanged(matrices, train, OF_ALL_KINDS[kind])
+    torch._dynamo.reset()
+    assert exporter.global_step == 3
+    assert not exporter.problems
+    for module in ("0", "2"):
+        for place, what in enumerate(("weights", "weight_gradients", "weight_updates")):
+            found = told(heard, what, module)
+            assert len(found) == 3
+            for step, data in enumerate(found):
+                assert same(data, seen[step][f"{module}.weight"][place]), (module, what, step)
+
+
 def test_clipping() -> None:
     """Clipping: the gradient of a step is the clipped one, that of an activation is not."""
 
@@ -1006,8 +1112,6 @@ def test_optimizer_in_backward(checkpointed: bool) -> None:
                 model[2](x).square().sum().backward()
             else:
                 model(x).square().sum().backward()
-        for p in model.parameters():
-            p._post_accumulate_grad_hooks.clear()
 
     model, exporter, heard = unchanged(mlp, train, make_optimizer, lambda optimizer: optimizer.each.values())
     assert exporter.global_step == 3

@@ -33,11 +33,23 @@ if TYPE_CHECKING:
 class Hook:
     """A hook of an exporter; in a copy or a pickle of what it hangs on, a function that does nothing."""
 
-    __slots__ = ("__weakref__", "_exporter", "_inner", "fired", "gradients", "method", "name", "off", "site")
+    __slots__ = (
+        "__weakref__",
+        "_exporter",
+        "_inner",
+        "_of_optimizer",
+        "fired",
+        "gradients",
+        "method",
+        "name",
+        "off",
+        "site",
+    )
 
     def __init__(self, exporter: Exporter, method: str, name: str, gradients: bool = False) -> None:
         self._exporter = weakref.ref(exporter)
         self._inner = method in ("_before_forward", "_after_forward")
+        self._of_optimizer = method in ("_before_optimizer", "_after_optimizer")
         self.method = method
         self.name = name
         self.gradients = gradients  # whether they may be wanted of what this hook sees
@@ -47,7 +59,12 @@ class Hook:
 
     def __call__(self, *args: Any) -> Any:
         if is_dynamo_compiling():  # state that changes would recompile the graph at every step
-            return observe_in_graph(self, *args) if self.site else None
+            if self.site:
+                return observe_in_graph(self, *args)
+            if self._of_optimizer:
+                # Runs this between graphs. A step is never one graph: it has breaks of torch's own.
+                torch._dynamo.graph_break()
+            return None
         if self.fired and self._inner:
             exporter = self._exporter()
             if exporter is not None:
@@ -76,7 +93,7 @@ class Hook:
         except Exception as error:
             if exporter.strict:
                 raise
-            self.off = self.method not in ("_before_root", "_after_root", "_before_optimizer", "_after_optimizer")
+            self.off = not (self._of_optimizer or self.method in ("_before_root", "_after_root"))
             what = f"module {self.name!r}" if self.name else self.method.strip("_").replace("_", " ")
             exporter._problem(what, f"{type(error).__name__}: {error}")
 
