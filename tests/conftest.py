@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-
 # a shell ignores it in what it starts in the background, and so would the processes that are interrupted here
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -107,6 +107,7 @@ def test_training_is_the_same_to_the_bit_without_a_collective_of_ours(folder: Pa
         for parameter, value in plain["final"].items():
             assert torch.equal(value, recorded["final"][parameter]), parameter
         assert torch.equal(plain["random"], recorded["random"])
+        assert plain["hooks"] == recorded["hooks"]
         assert plain["collectives"] == recorded["collectives"] > 0
         assert one["callers"] == []
 

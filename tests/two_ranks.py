@@ -214,6 +214,17 @@ def bare(name: str) -> str:
     return name
 
 
+def hooks_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
+    """How many hooks hang on each module and parameter, and on the optimizer."""
+    counts = [
+        sum(len(value) for name, value in vars(thing).items() if "_hooks" in name and isinstance(value, dict))
+        for thing in (*model.modules(), optimizer)
+    ]
+    for parameter in model.parameters():
+        counts += [len(getattr(parameter, n, None) or ()) for n in ("_backward_hooks", "_post_accumulate_grad_hooks")]
+    return counts
+
+
 def train(situation: Situation, path: Path | None) -> dict[str, Any]:
     """Train; plainly, with every step's weights and gradients, if there is no `path` for a trace."""
     rank = dist.get_rank()
@@ -257,6 +268,7 @@ def train(situation: Situation, path: Path | None) -> dict[str, Any]:
     saved["final"] = local | {bare(name): buffer.clone() for name, buffer in wrapped.named_buffers()}
     saved["whole"] = {bare(name): whole(p) for name, p in wrapped.named_parameters()}
     saved["random"] = torch.get_rng_state()
+    saved["hooks"] = hooks_of(wrapped, optimizer)
     return saved
 
 
