@@ -39,9 +39,11 @@ GAP_BYTES: Final = 65536
 """Parts of a pool that are closer than this are read at once, with what lies between: a chunk is read as a whole."""
 AHEAD: Final = 3
 """Blocks that a thread reads ahead where the store is slow."""
-SLOW_SECONDS: Final = 0.001
+SLOW_SECONDS: Final = 0.002
 SLOW_BLOCKS: Final = 3
-"""It is slow if so many blocks in a row had to be waited for so long; one may be because others had the processor."""
+"""It is slow if so many blocks in a row had to be waited for so long (half as long for one message by itself); one may
+be because others had the processor.
+"""
 SMALLEST_REUSED: Final = 1 << 17
 MOST_REUSED: Final = 64 << 20
 """Memory that is used again, in bytes: for parts of at least the one, and of at most the other in all."""
@@ -712,7 +714,7 @@ class TraceReader:
             waited = (time.perf_counter() - began) - (time.thread_time() - worked)
             yield rows, groups
             groups.clear()  # before the next block is read, so that it can have the memory
-            slow = slow + 1 if waited > SLOW_SECONDS else 0
+            slow = slow + 1 if waited > SLOW_SECONDS / (2 if len(rows) == 1 else 1) else 0
             if slow == SLOW_BLOCKS:
                 break
         with ThreadPoolExecutor(readers, "trace-reader") as thread:
