@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
-from typing import ClassVar, final
+from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.datapoints import Channels, check_channels
-from analyze.metrics.inputs import Array, answer, as_array, subscription_to
-from analyze.metrics.spectra import Spectrum, Status, centred, code, of_data
-from tracer.messages import DEFAULT_TAG, Message, derived
-from tracer.subscriber import Subscriber
+from analyze.metrics.inputs import Array, as_array
+from analyze.metrics.spectra import OfSpectrum, Spectrum, Status, of_data
 
 
 def _shares(found: Spectrum) -> NDArray[np.float64] | None:
@@ -147,40 +144,16 @@ def _effective_rank(found: Spectrum) -> float:
     return float(np.exp(-np.sum(some * np.log(some))))
 
 
-class _SoftRank(Subscriber):
+class _SoftRank(OfSpectrum):
     """Answers each message with a function of its shares, and with its status."""
 
-    name: ClassVar[str]
-    scope = "message"
-    version = 2
-    spoiled_by = ("elements", "reduce")
-    invariances = ("rows", "sign", "scale", "orthogonal")
-
-    def __init__(
-        self,
-        kind: str = "weights",
-        *,
-        centre: bool | None = None,
-        channels: Channels = "auto",
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
-    ) -> None:
-        check_channels(channels)
-        metric = f"{kind}_{self.name}"
-        super().__init__(subscription_to(kind, tag, subsample, modules), produces=(metric, f"{metric}_status"))
-        self.centre, self.channels = centred(kind, centre), channels
-
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
-        """Answer one message with its rank."""
-        message = message_or_bundle
-        found = of_data(message.data, self.centre, self.channels)
-        yield derived(message, self.produces[0], answer(self.measure(found)))
-        yield derived(message, self.produces[1], answer(code(_status(found, self.centre))))
+    def measure(self, found: Spectrum) -> tuple[float, Status]:
+        """The rank, and whether there are datapoints enough for it."""
+        return self.rank(found), _status(found, self.centre)
 
     @staticmethod
     @abstractmethod
-    def measure(found: Spectrum) -> float:
+    def rank(found: Spectrum) -> float:
         """The rank."""
 
 
@@ -232,7 +205,7 @@ class StableRank(_SoftRank):
     """
 
     name = "stable_rank"
-    measure = staticmethod(_stable_rank)
+    rank = staticmethod(_stable_rank)
 
 
 @final
@@ -284,7 +257,7 @@ class ParticipationRatio(_SoftRank):
     """
 
     name = "participation_ratio"
-    measure = staticmethod(_participation_ratio)
+    rank = staticmethod(_participation_ratio)
 
 
 @final
@@ -336,4 +309,4 @@ class EffectiveRank(_SoftRank):
     """
 
     name = "effective_rank"
-    measure = staticmethod(_effective_rank)
+    rank = staticmethod(_effective_rank)

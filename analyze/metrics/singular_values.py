@@ -9,9 +9,8 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.datapoints import Channels, check_channels
-from analyze.metrics.inputs import Array, answer, as_array, subscription_to
-from analyze.metrics.spectra import Spectrum, Status, centred, code, of_data, singular, tensor
+from analyze.metrics.inputs import Array, as_array, subscription_to
+from analyze.metrics.spectra import OfSpectrum, Spectrum, Status, singular, tensor
 from tracer.errors import MessageError
 from tracer.messages import DEFAULT_TAG, Message, derived
 from tracer.subscriber import Subscriber
@@ -149,7 +148,7 @@ class SingularValues(Subscriber):
 
 
 @final
-class ConditionNumber(Subscriber):
+class ConditionNumber(OfSpectrum):
     r"""Condition number of each tensor of a kind: :math:`\sigma_1 / \sigma_{\min(o,i)}`, the true ratio.
 
     Answers ``{kind}_condition_number``: a float64 scalar from 1, without unit, for each message; beside it
@@ -197,29 +196,8 @@ class ConditionNumber(Subscriber):
     """
 
     name = "condition_number"
-    scope = "message"
-    version = 2
-    spoiled_by = ("elements", "reduce")
-    invariances = ("rows", "sign", "scale", "orthogonal")
 
-    def __init__(
-        self,
-        kind: str = "weights",
-        *,
-        centre: bool | None = None,
-        channels: Channels = "auto",
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
-    ) -> None:
-        check_channels(channels)
-        metric = f"{kind}_condition_number"
-        super().__init__(subscription_to(kind, tag, subsample, modules), produces=(metric, f"{metric}_status"))
-        self.centre, self.channels = centred(kind, centre), channels
-
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
-        """Answer one message with its condition number."""
-        message = message_or_bundle
-        value, status = _condition(of_data(message.data, self.centre, self.channels), min_side=not self.centre)
-        yield derived(message, self.produces[0], answer(value * value if self.centre else value))
-        yield derived(message, self.produces[1], answer(code(status)))
+    def measure(self, found: Spectrum) -> tuple[float, Status]:
+        """The ratio, of a covariance that of its eigenvalues; infinity where the rank is not full."""
+        value, status = _condition(found, min_side=not self.centre)
+        return value * value if self.centre else value, status

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import scipy
@@ -18,10 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from analyze.metrics.datapoints import Channels, neurons
-from analyze.metrics.inputs import Array, as_array, as_float64
+from analyze.metrics.datapoints import Channels, check_channels, neurons
+from analyze.metrics.inputs import Array, answer, as_array, as_float64, subscription_to
 from tracer.errors import MessageError
-from tracer.messages import KINDS
+from tracer.messages import DEFAULT_TAG, KINDS, Message, derived
+from tracer.subscriber import Subscriber
 
 Status = Literal[
     "ok", "few_samples", "ill_posed", "zero", "nonfinite", "mismatch", "empty", "rank_deficient", "too_few"
@@ -291,3 +293,39 @@ def pieces(w: NDArray[Any]) -> Iterator[NDArray[Any]]:
 def tensor(values: NDArray[np.float64]) -> Tensor:
     """Numbers as metrics publish them: a float64 tensor of its own."""
     return torch.from_numpy(np.array(values, dtype=np.float64))
+
+
+class OfSpectrum(Subscriber):
+    """A metric that is one number of the spectrum of a weight, or of the covariance of activations, and its status."""
+
+    name: ClassVar[str]
+    scope = "message"
+    version = 2
+    spoiled_by = ("elements", "reduce")
+    invariances = ("rows", "sign", "scale", "orthogonal")
+
+    def __init__(
+        self,
+        kind: str = "weights",
+        *,
+        centre: bool | None = None,
+        channels: Channels = "auto",
+        tag: str | None = DEFAULT_TAG,
+        subsample: int = 1,
+        modules: str | Iterable[str] | None = None,
+    ) -> None:
+        check_channels(channels)
+        metric = f"{kind}_{self.name}"
+        super().__init__(subscription_to(kind, tag, subsample, modules), produces=(metric, f"{metric}_status"))
+        self.centre, self.channels = centred(kind, centre), channels
+
+    @abstractmethod
+    def measure(self, found: Spectrum) -> tuple[float, Status]:
+        """The number, and what stands against it."""
+
+    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+        """Answer one message with its number and its status."""
+        message = message_or_bundle
+        value, status = self.measure(of_data(message.data, self.centre, self.channels))
+        yield derived(message, self.produces[0], answer(value))
+        yield derived(message, self.produces[1], answer(code(status)))
