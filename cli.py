@@ -1269,6 +1269,10 @@ def _without_formulas(summary: str) -> str:
 @_overwrite
 @click.option("--follow", is_flag=True, help="Go on with a run that is being recorded until it ends.")
 @click.option("--plan", "only_plan", is_flag=True, help="Only say what would be read, and what is missing.")
+@click.option(
+    "--no-verify", is_flag=True,
+    help="Do not compare the data with its checksums: faster, for a trace that `trace verify` has just passed.",
+)  # fmt: skip
 @_as_json
 def replay(
     trace: str,
@@ -1278,6 +1282,7 @@ def replay(
     overwrite: bool,
     only_plan: bool,
     follow: bool,
+    no_verify: bool,
     as_json: bool,
     **filters: Any,
 ) -> None:
@@ -1298,7 +1303,7 @@ def replay(
             raise TraceExistsError(f"{tensorboard} is already there and is not a directory")
     if follow and only_plan:
         raise click.UsageError("--plan tells what there is to read, and --follow waits for more: give one of them")
-    with tracer.open(trace, ranks=filters["ranks"] or None) as reader, _plain_warnings():
+    with tracer.open(trace, ranks=filters["ranks"] or None, verify=not no_verify) as reader, _plain_warnings():
         from analyze import registry
         from analyze.results import Results
 

@@ -391,6 +391,11 @@ def test_a_damaged_trace_gives_what_it_has(tmp_path: Path) -> None:
         assert result.exit_code == 3, result.output
         assert "Traceback" not in result.output
     assert run("replay", copy, "-s", "norm:kind=weights").exit_code == 0
+    unverified = run("replay", copy, "-s", "norm:kind=weight_updates", "--no-verify", "--json")
+    assert unverified.exit_code == 0, unverified.output
+    right = run("replay", write(tmp_path / "right.zarr"), "-s", "norm:kind=weight_updates", "--json")
+    assert len(unverified.stdout.splitlines()) == len(right.stdout.splitlines())
+    assert unverified.stdout != right.stdout
 
 
 def test_an_interrupted_run_says_so(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import inspect
 import io
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tracer
+from tests.endings import InBackward, alike, ended, optimizers_of
 from tracer import Capture, Collect, Exporter, Message
 from tracer.compiled import SUPPORTED
 
@@ -131,6 +134,7 @@ class Trained:
     model: nn.Module
     exporter: Exporter | None
     heard: list[Message]
+    end: dict[str, Any]
 
     @property
     def weights(self) -> Tensor:
@@ -141,28 +145,48 @@ class Trained:
         return {identity(one): one.data for one in self.heard if one.data is not None}
 
 
-def train(
-    make: Callable[[], nn.Module], backend: str | None, *, record: bool = True, steps: int = 10, **settings: Any
-) -> Trained:
-    """Train a model from one seed: eagerly, or compiled with a backend; for more steps than recompiles are allowed."""
-    forget()
-    torch.manual_seed(3)
-    model = make()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    exporter, heard = watch(model, optimizer, **settings) if record else (None, Collect("*"))
-    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
-    loop(run, optimizer, steps)
-    if exporter is not None:
-        exporter.detach()
-    return Trained(model, exporter, list(heard))
-
-
 def loop(run: Any, optimizer: Any, steps: int) -> None:
     """A training loop."""
     for _ in range(steps):
         optimizer.zero_grad()
         run(torch.randn(16, 8)).square().mean().backward()
         optimizer.step()
+
+
+def adam(model: nn.Module) -> torch.optim.AdamW:
+    """The optimizer of most trainings."""
+    return torch.optim.AdamW(model.parameters(), 1e-2)
+
+
+def train(
+    make: Callable[[], nn.Module],
+    backend: str | None,
+    *,
+    record: bool = True,
+    steps: int = 10,
+    optimizer: Callable[[nn.Module], Any] = adam,
+    loop: Callable[[Any, Any, int], None] = loop,
+    **settings: Any,
+) -> Trained:
+    """Train a model from one seed: eagerly, or compiled with a backend; for more steps than recompiles are allowed."""
+    forget()
+    torch.manual_seed(3)
+    model = make()
+    chosen = optimizer(model)
+    exporter, heard = watch(model, optimizers_of(chosen), **settings) if record else (None, Collect("*"))
+    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+    loop(run, chosen, steps)
+    if exporter is not None:
+        exporter.finish()
+        exporter.detach()
+    return Trained(model, exporter, list(heard), ended(model, optimizers_of(chosen)))
+
+
+def assert_same_end(one: Trained, other: Trained) -> None:
+    """Tensors, gradients, the optimizers' state, generators and hooks are those of the other training, to the bit."""
+    assert one.end.keys() == other.end.keys()
+    for name, value in one.end.items():
+        assert alike(value, other.end[name]), name
 
 
 def identity(message: Message) -> tuple[Any, ...]:
@@ -173,13 +197,11 @@ def identity(message: Message) -> tuple[Any, ...]:
 def assert_close(found: dict[Any, Tensor], expected: dict[Any, Tensor], backend: str) -> None:
     """Equal to eager's, bit for bit where the backend runs eager's kernels."""
     assert found.keys() == expected.keys()
+    near = {"rtol": 1e-4, "atol": 1e-5} if backend == "inductor" else {"rtol": 0, "atol": 0}
     for key, value in found.items():
-        if backend == "inductor":
-            torch.testing.assert_close(
-                value, expected[key], rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
-            )
-        else:
-            assert torch.equal(value, expected[key]), key
+        torch.testing.assert_close(
+            value, expected[key], **near, equal_nan=True, msg=lambda text, key=key: f"{key}: {text}"
+        )
 
 
 # -- what is recorded -----------------------------------------------------------------------------------------
@@ -197,7 +219,7 @@ def test_compiled_records_what_eager_does(make: Callable[[], nn.Module], backend
     alone = train(make, backend, record=False)
     recorded = train(make, backend)
     assert graphs() == 1
-    assert torch.equal(recorded.weights, alone.weights)
+    assert_same_end(recorded, alone)
     assert recorded.exporter is not None
     assert recorded.exporter.problems == []
     order = [identity(one) for one in eager.heard]
@@ -279,7 +301,7 @@ def test_structured_outputs(structure: str, backend: str) -> None:
     make = lambda: Unpacking(*STRUCTURES[structure])  # noqa: E731
     settings = {"modules": ["part", "last"], "steps": 3}
     eager, recorded = train(make, None, **settings), train(make, backend, **settings)
-    assert torch.equal(recorded.weights, train(make, backend, record=False, steps=3).weights)
+    assert_same_end(recorded, train(make, backend, record=False, steps=3))
     assert len({key[-1] for key in recorded.data if key[:2] == ("layer_gradients", "part")}) == 2
     assert_close(recorded.data, eager.data, backend)
 
@@ -292,7 +314,7 @@ def test_other_containers_keep_their_gradients_to_themselves(build: Any) -> None
         recorded = train(make, "aot_eager", modules=["part"], steps=3)
     assert {key[-1] for key in recorded.data if key[0] == "activations"} == {"one", "other"}
     assert not [key for key in recorded.data if key[0] == "layer_gradients"]
-    assert torch.equal(recorded.weights, train(make, "aot_eager", record=False, steps=3).weights)
+    assert_same_end(recorded, train(make, "aot_eager", record=False, steps=3))
 
 
 class Aliasing(nn.Module):
@@ -314,7 +336,7 @@ def test_outputs_that_alias_inputs_are_left_alone(backend: str) -> None:
     """A copy would not change with the original, so the training would change: the gradients are reported missing."""
     with pytest.warns(RuntimeWarning, match="is a view of, its input"):
         recorded = train(Aliasing, backend, steps=3)
-    assert torch.equal(recorded.weights, train(Aliasing, backend, record=False, steps=3).weights)
+    assert_same_end(recorded, train(Aliasing, backend, record=False, steps=3))
     assert recorded.exporter is not None
     told = {problem["what"] for problem in recorded.exporter.problems}
     assert told == {"layer_gradients of 'same'", "layer_gradients of 'flat'"}
@@ -341,7 +363,7 @@ def test_a_choice_of_steps_recompiles_nothing(backend: str) -> None:
     assert {one.global_step for one in recorded.heard} == {0, 4, 8}
     whole = train(Residual, backend)
     assert all(torch.equal(value, whole.data[key]) for key, value in recorded.data.items())
-    assert torch.equal(recorded.weights, whole.weights)
+    assert_same_end(recorded, whole)
 
 
 def test_passes_and_calls() -> None:
@@ -425,8 +447,82 @@ def test_checkpoints(reentrant: bool, backend: str) -> None:
     settings: dict[str, Any] = {"kinds": ["activations", "layer_gradients", "weight_gradients"], "steps": 3}
     recorded = train(Checkpointed, backend, **settings)
     assert graphs() == 1
-    assert torch.equal(recorded.weights, train(Checkpointed, backend, record=False, steps=3).weights)
+    assert_same_end(recorded, train(Checkpointed, backend, record=False, steps=3))
     assert_close(recorded.data, train(Plain, None, **settings).data, backend)
+
+
+# -- how it is trained ----------------------------------------------------------------------------------------
+
+
+def scaled(run: Any, optimizer: Any, steps: int) -> None:
+    """A loop with a GradScaler, which skips a step in the middle."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1)
+    for number in range(steps):
+        optimizer.zero_grad()
+        loss = run(torch.randn(16, 8)).square().mean()
+        scaler.scale(loss * (float("inf") if number == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def in_backward(run: Any, optimizer: Any, steps: int) -> None:
+    """A loop whose optimizers step in the backward."""
+    for _ in range(steps):
+        run(torch.randn(16, 8)).square().mean().backward()
+
+
+def with_closures(run: Any, optimizer: Any, steps: int) -> None:
+    """A loop whose optimizer evaluates the loss several times in a step."""
+    for _ in range(steps):
+        x = torch.randn(16, 8)
+
+        def closure(x: Tensor = x) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = run(x).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+WAYS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Any, Any, int], None]]] = {
+    "GradScaler": (adam, scaled),
+    "optimizer in backward": (InBackward, in_backward),
+    "LBFGS": (lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3), with_closures),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ways_to_train_a_compiled_model(way: str, backend: str) -> None:
+    """GradScaler, optimizers in the backward and closures: one graph, the same end, eager's messages and values.
+
+    The gradients of the last layer are those of the loss, which nobody scaled; and its weight's are made of them.
+    """
+    optimizer, train_so = WAYS[way]
+    settings: dict[str, Any] = {"optimizer": optimizer, "loop": train_so, "steps": 4}
+    alone = train(Residual, backend, record=False, **settings)
+    eager = train(Residual, None, **settings)
+    recorded = train(Residual, backend, **settings)
+    assert graphs() == 1
+    assert_same_end(recorded, alone)
+    assert recorded.exporter is not None
+    assert recorded.exporter.problems == []
+    assert_close(recorded.data, eager.data, backend)
+    skipped = [one.global_step for one in recorded.heard if one.kind == "skipped_step"]
+    assert skipped == ([1] if way == "GradScaler" else [])
+    calls = [key[2:] for key in recorded.data if key[:2] == ("layer_gradients", "last")]
+    assert len(calls) > 4 if way == "LBFGS" else len(calls) == 4
+    for number, place in enumerate(calls):
+        output, slope = (recorded.data[kind, "last", *place] for kind in ("activations", "layer_gradients"))
+        if way == "GradScaler" and number == 1:
+            assert not slope.isfinite().any()
+            continue
+        torch.testing.assert_close(slope, 2 * output / output.numel())
+        if number + 1 == len(calls) or calls[number + 1][0] != place[0]:  # the last evaluation of its step
+            gradient = recorded.data["weight_gradients", "last", place[0], "default", 0, ""]
+            given = recorded.data["layer_inputs", "last", *place]
+            torch.testing.assert_close(gradient, slope.T @ given)
 
 
 # -- what is compiled -----------------------------------------------------------------------------------------
@@ -493,7 +589,7 @@ def test_after_the_recording(backend: str) -> None:
         loop(run, optimizer, 3)
         results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*results)
-    assert ["tracereel" in one for one in kept] == [True, False]
+    assert ["torch.ops.tracereel" in one for one in kept] == [True, False]
     assert len(list(heard)) == count
     assert not [one for one in model.modules() if one._forward_hooks or one._forward_pre_hooks]
 
@@ -580,6 +676,21 @@ def test_compiled_code_elsewhere_is_no_problem() -> None:
 # -- what must not break --------------------------------------------------------------------------------------
 
 
+def test_an_attention_is_not_taken_for_a_compiled_model() -> None:
+    """Its last layer is never called by torch; after another model was compiled, that is no sign of hooks too late."""
+    torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
+    model = nn.MultiheadAttention(4, 2, batch_first=True)
+    exporter, heard = watch(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(2, 3, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x, x, x)[0].sum().backward()
+        optimizer.step()
+        exporter.detach()
+    assert not exporter.problems
+    assert heard.of("weight_updates")
+
+
 @pytest.mark.parametrize("kind", ["activations", "layer_gradients"])
 def test_what_fails_in_an_operator_stays_there(kind: str) -> None:
     """The stream is given up with a warning, and the training is the same; strict, the error reaches the loop."""
@@ -591,7 +702,7 @@ def test_what_fails_in_an_operator_stays_there(kind: str) -> None:
 
     with pytest.warns(RuntimeWarning, match="no luck"):
         recorded = train(Residual, "aot_eager", strict=False, condition=condition)
-    assert torch.equal(recorded.weights, train(Residual, "aot_eager", record=False).weights)
+    assert_same_end(recorded, train(Residual, "aot_eager", record=False))
     assert {key[2] for key in recorded.data if key[0] == kind} == {0}
     assert {key[2] for key in recorded.data if key[0] == "weights"} == set(range(10))
     with pytest.raises(RuntimeError, match="no luck"):
@@ -675,7 +786,7 @@ def test_half_precision_is_rounded_where_it_is_recorded() -> None:
         recorded = train(Half, "inductor")
         assert graphs() == 1
         alone = train(Half, "inductor", record=False)
-    assert torch.equal(recorded.weights, alone.weights)
+    assert_same_end(recorded, alone)
     assert recorded.data["activations", "act", 0, "default", 0, ""].dtype == torch.bfloat16
 
 
@@ -690,3 +801,21 @@ def test_a_trace_of_a_compiled_run(tmp_path: Path) -> None:
         for kind in ("activations", "layer_gradients"):
             assert trace.array(kind, "0")[1].shape == (3, 16, 8)
         assert not [note for note in trace.notes if "silent" in note or "problem" in note]
+
+
+def test_the_page_has_a_row_for_every_test() -> None:
+    """The table in docs/semantics.md: each test of this file, its backends, and whether it counts graphs."""
+    page = (Path(__file__).parent.parent / "docs" / "semantics.md").read_text(encoding="utf-8")
+    section = page.split("\n## Inside `torch.compile`\n")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if "`test_" in line and line[0] == "|"]
+    found = {name.strip("`"): (backends, "graph" in recorded) for _, recorded, backends, name in rows}
+    expected = {}
+    for name, test in globals().items():
+        if name.startswith("test_") and name != "test_the_page_has_a_row_for_every_test":
+            source = inspect.getsource(test).replace("BACKENDS", str(["eager", "aot_eager", "inductor"]))
+            told = [one for one in ("eager", "aot_eager", "inductor") if re.search(f"['\"]{one}['\"]", source)]
+            expected[name] = ", ".join(told) or "none", "graphs()" in source
+    assert found.keys() == expected.keys()
+    for name, (backends, counted) in expected.items():
+        assert found[name][0] == backends, name
+        assert found[name][1] or not counted, name

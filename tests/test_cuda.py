@@ -441,6 +441,44 @@ def test_a_step_that_is_captured_whole(tmp_path: Path) -> None:
         assert sorted({one.global_step for one in trace.messages("weight_updates")}) == [0, 1, 2]
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's own capture
+def test_a_model_that_was_made_a_graph() -> None:
+    """A model that ``make_graphed_callables`` took trains as ever; its layers are silent, its weights are recorded.
+
+    Once it is recorded it is too late: modules with hooks are refused.
+    """
+    x = torch.randn(3, 4, device=DEVICE)
+    ends = []
+    for recorded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).to(DEVICE)
+        torch.cuda.make_graphed_callables(model, (x,))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        exporter, heard = tracer.Exporter(capture=Capture(kinds=KINDS), strict=True), Collect("*")
+        if recorded:
+            exporter.message_bus.register(heard)
+            exporter.set_model(model)
+            exporter.set_optimizer(optimizer)
+        seen = []
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            model(x).square().sum().backward()
+            seen.append(model[0].weight.grad.clone())
+            optimizer.step()
+        ends.append([*seen, *(one.detach().clone() for one in model.parameters())])
+        if recorded:
+            with pytest.raises((AssertionError, RuntimeError), match="must not have hooks"):
+                torch.cuda.make_graphed_callables(model, (x,))
+            assert set(exporter.silent) == {"0", "1", "2"}
+        exporter.detach()
+    assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
+    gradients = [one.data for one in heard.of("weight_gradients") if one.key == "0"]
+    assert all(
+        torch.equal(one.cpu(), other.cpu()) for one, other in zip(gradients, seen, strict=True) if one is not None
+    )
+    assert not heard.of("activations")
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of torch's own compiler
 def test_compiled(tmp_path: Path) -> None:
     """Inside ``torch.compile``: the operators work on device tensors, and the compiled training is not changed."""

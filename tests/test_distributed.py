@@ -145,10 +145,24 @@ def test_weights_gradients_and_updates_are_whole(folder: Path, name: str) -> Non
                             assert torch.equal(found[1][place], gradient)
 
 
+def layers(model: two_ranks.Network, x: Tensor, extra: bool) -> dict[str, Tensor]:
+    """The output of each layer that a forward of the network calls, one by one."""
+    found = {"first": model.first(x)}
+    found["norm"] = model.norm(found["first"])
+    found["act"] = h = model.act(found["norm"])
+    if extra:
+        found["extra"] = model.extra(h)
+        h = h + found["extra"]
+    return found | {"last": model.last(h)}
+
+
 @needs_gloo
 @pytest.mark.parametrize("name", ["ddp", "accumulate", "unused", "compiled", "late", "fsdp", "checkpointed", "hybrid"])
 def test_gradients_are_the_mean_of_those_of_the_ranks(folder: Path, name: str) -> None:
-    """As autograd has them here of each rank's batches alone, at the recorded weights; activations are each rank's."""
+    """As autograd has them here of each rank's batches alone, at the recorded weights.
+
+    Activations and their gradients are each rank's own, of its own loss.
+    """
     situation = next(of[name] for of in two_ranks.SITUATIONS.values() if name in of)()
     path = trace_of(folder, name)
     bare = two_ranks.Network().double()
@@ -161,17 +175,20 @@ def test_gradients_are_the_mean_of_those_of_the_ranks(folder: Path, name: str) -
                 (at[parameter],) = values(reader, of_value, module, steps=when)
             gradients: dict[str, list[Tensor]] = {parameter: [] for parameter in at}
             for rank in (0, 1):
-                outputs = values(reader, "activations", "last", steps=when, ranks=rank)
-                labels = [
-                    int(one.call) for one in reader.messages("activations", modules="last", steps=when, ranks=rank)
-                ]
-                assert labels == [*range(situation.micro)]
+                last = reader.messages("activations", modules="last", steps=when, ranks=rank)
+                assert [one.call for one in last] == [*range(situation.micro)]
                 for micro in range(situation.micro):
                     model = two_ranks.Network().double()
                     model.load_state_dict(at, strict=False)
-                    output = model(two_ranks.batch(rank, step, micro), situation.extra)
-                    output.float().square().mean().backward()
-                    torch.testing.assert_close(outputs[micro], output.detach(), rtol=1e-12, atol=1e-12)
+                    outputs = layers(model, two_ranks.batch(rank, step, micro), situation.extra)
+                    for one in outputs.values():
+                        one.retain_grad()
+                    outputs["last"].float().square().mean().backward()
+                    for module, output in outputs.items():
+                        for kind, expected in (("activations", output.detach()), ("layer_gradients", output.grad)):
+                            found = values(reader, kind, module, steps=when, ranks=rank)
+                            assert len(found) == situation.micro, (kind, module)
+                            torch.testing.assert_close(found[micro], expected, rtol=1e-12, atol=1e-12)
                     for parameter, tensor in model.named_parameters():
                         if tensor.grad is not None:
                             gradients[parameter].append(tensor.grad)

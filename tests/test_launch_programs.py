@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 import tracer
 from tracer.exporter import LOSS_FUNCTIONS
@@ -347,27 +348,40 @@ net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
 opt = torch.optim.AdamW(net.parameters(), lr=0.01)
 loader, test = DataLoader(TensorDataset(x, y), batch_size=4), DataLoader(TensorDataset(x, y), batch_size=10)
 net, opt, loader, test = accelerator.prepare(net, opt, loader, test)
+outputs, steps = [], []
+def copies(tensors): return [one.detach().clone() for one in tensors]
 for epoch in range(3):
     net.train()
     for a, b in loader:
         with accelerator.accumulate(net):
-            loss = F.cross_entropy(net(a), b)
+            out = net(a)
+            out.retain_grad()
+            loss = F.cross_entropy(out, b)
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(net.parameters(), 1.0)
+            outputs.append(copies([out, out.grad]))
+            before = copies(net.parameters())
+            if accelerator.sync_gradients: steps.append([before, copies(one.grad for one in net.parameters())])
             opt.step(); opt.zero_grad()
             print("loss", repr(float(loss.detach())))
     net.eval()
     with torch.no_grad():
         for a, b in test:
             print("eval", repr(float(F.cross_entropy(net(a), b))))
-print("weights", float(net[0].weight.detach().double().sum()), accelerator.mixed_precision)
+print("mixed precision", accelerator.mixed_precision)
+state = [one for entry in opt.state_dict()["state"].values() for one in entry.values()]
+end = [*copies(net.parameters()), *state, torch.get_rng_state()]
+torch.save({"outputs": outputs, "steps": steps, "end": end}, sys.argv[1])
 """
 
 
 @needs("accelerate")
 @pytest.mark.parametrize("launched", [False, True])
 def test_accelerate(launched: bool, tmp_path: Path) -> None:
-    """By itself, and by ``accelerate launch`` in mixed precision: steps, losses, epochs and evaluations."""
+    """By itself, and by ``accelerate launch`` in mixed precision: steps, losses, epochs and evaluations.
+
+    Outputs, weights, gradients and updates are those that the program keeps itself when nobody records it, to the bit.
+    """
     script(tmp_path, ACCELERATE)
     launch = (
         sys.executable,
@@ -380,8 +394,8 @@ def test_accelerate(launched: bool, tmp_path: Path) -> None:
         "1",
     )
     launch = (*launch, "--mixed_precision", "bf16", "--dynamo_backend", "no") if launched else (sys.executable,)
-    alone = run(tmp_path, *launch, "train.py", HF_HOME=str(tmp_path / "home"))
-    recording = ("-m", "cli", "record", "--out", "run.zarr", "train.py")
+    alone = run(tmp_path, *launch, "train.py", "alone.pt", HF_HOME=str(tmp_path / "home"))
+    recording = ("-m", "cli", "record", "--out", "run.zarr", "train.py", "recorded.pt")
     text = run(tmp_path, *launch, *recording, HF_HOME=str(tmp_path / "home"))
     assert text == alone
     assert alone.endswith("bf16\n" if launched else "no\n")
@@ -399,3 +413,75 @@ def test_accelerate(launched: bool, tmp_path: Path) -> None:
     assert epochs(messages) == [
         (what, epoch, 3 * epoch + step) for epoch in range(3) for what, step in (("started", 0), ("finished", 2))
     ]
+    kept, recorded = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "recorded"))
+    assert all(torch.equal(*pair) for pair in zip(kept["end"], recorded["end"], strict=True))
+    dtype = torch.bfloat16 if launched else torch.float32
+    for place, kind in enumerate(("activations", "layer_gradients")):
+        found = [one.data for one in of(messages, kind) if one.key == "2"]
+        assert all(torch.equal(one, two[place].to(dtype)) for one, two in zip(found, kept["outputs"], strict=True))
+        assert {one.dtype for one in found if one is not None} == {dtype}
+    names = [(module, kind) for module in ("0", "2") for kind in ("weight", "bias")]
+    values_of = {"weight": "weights", "bias": "biases"}
+    for place, (module, kind) in enumerate(names):
+        weights, gradients, updates = (
+            [one.data for one in of(messages, name) if one.key == module]
+            for name in (values_of[kind], f"{kind}_gradients", f"{kind}_updates")
+        )
+        before = [step[0][place] for step in kept["steps"]]
+        after = [*before[1:], kept["end"][place]]
+        for step, (weight, gradient, update) in enumerate(zip(weights, gradients, updates, strict=True)):
+            assert torch.equal(weight, before[step])
+            assert torch.equal(gradient, kept["steps"][step][1][place])
+            assert torch.equal(update, after[step] - before[step])
+        assert len(weights) == len(before) == 9
+
+
+IGNITE = """
+from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
+from ignite.metrics import Loss
+
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Dropout(0.2), nn.Linear(8, 3))
+opt = torch.optim.Adam(net.parameters(), lr=0.01)
+loader, test = DataLoader(TensorDataset(x, y), batch_size=4), DataLoader(TensorDataset(x, y), batch_size=10)
+trainer = create_supervised_trainer(net, opt, nn.CrossEntropyLoss(), gradient_accumulation_steps=2)
+evaluator = create_supervised_evaluator(net, metrics={"loss": Loss(nn.CrossEntropyLoss())})
+steps = []
+
+@trainer.on(Events.ITERATION_COMPLETED)
+def told(engine):
+    print("loss", repr(engine.state.output))
+    if engine.state.iteration % 2 == 0: steps.append([one.grad.clone() for one in net.parameters()])
+
+@trainer.on(Events.EPOCH_COMPLETED)
+def evaluate(engine):
+    evaluator.run(test)
+    print("eval", repr(evaluator.state.metrics["loss"]))
+
+trainer.run(loader, max_epochs=2)
+state = [one for entry in opt.state_dict()["state"].values() for one in entry.values()]
+end = [*(one.detach() for one in net.parameters()), *state, torch.get_rng_state()]
+torch.save({"steps": steps, "end": end}, sys.argv[1])
+"""
+
+
+@needs("ignite")
+def test_an_engine_of_ignite(tmp_path: Path) -> None:
+    """A trainer and an evaluator of PyTorch Ignite, with accumulation: losses, epochs, evaluations and gradients."""
+    alone = run(tmp_path, sys.executable, script(tmp_path, IGNITE), "alone.pt")
+    text, messages = record(tmp_path, "train.py", "recorded.pt")
+    assert text == alone
+    kept, recorded = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "recorded"))
+    assert all(torch.equal(*pair) for pair in zip(kept["end"], recorded["end"], strict=True))
+    losses = of(messages, "loss")
+    assert values(losses) == printed(text, "loss")
+    assert [(one.global_step, one.call) for one in losses] == [(step, call) for step in range(5) for call in range(2)]
+    # a step that begins in one epoch and ends in the next is of the first
+    assert epochs(messages) == [("started", 0, 0), ("finished", 0, 2), ("started", 1, 3), ("finished", 1, 4)]
+    evaluated = values(of(messages, "loss", "eval"))
+    assert [
+        (first + second) / 2 for first, second in zip(evaluated[::2], evaluated[1::2], strict=True)
+    ] == pytest.approx(printed(text, "eval"), rel=1e-6)
+    names = [(module, f"{kind}_gradients") for module in ("0", "3") for kind in ("weight", "bias")]
+    for place, (module, kind) in enumerate(names):
+        found = [one.data for one in of(messages, kind) if one.key == module]
+        assert all(torch.equal(one, step[place]) for one, step in zip(found, kept["steps"], strict=True))

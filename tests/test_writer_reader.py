@@ -601,6 +601,42 @@ def test_damaged_data_is_found(tmp_path: Path, suffix: str, size: int) -> None:
 
 
 @every_format
+@pytest.mark.parametrize("size", [50, 5000, 100_000])
+def test_unverified_data_is_read_as_it_is(tmp_path: Path, suffix: str, size: int) -> None:
+    """With verify=False a flipped bit is read as it is, and all else as ever; a trace without an end is verified."""
+    path = tmp_path / f"run{suffix}"
+    data = torch.rand(size, generator=torch.Generator().manual_seed(3))
+    messages: list[Message] = [network("loss", 0, 0.0), *(module("weights", "fc", k, data + k) for k in range(5))]
+    write(path, messages, own_pool_bytes=10000)
+    flip(path, (data + 1).numpy().tobytes()[8:48])
+    with TraceReader(path, verify=False) as reader:
+        found = [one.data for one in reader.messages(kinds="weights")]
+        steps, array = reader.array("weights", "fc")
+    assert steps.tolist() == list(range(5))
+    for step, one in enumerate(found):
+        assert one is not None
+        wrong = torch.nonzero(one != data + step).reshape(-1).tolist()
+        assert wrong == ([7] if step == 1 else [])
+        assert np.array_equal(array[step], one.numpy())
+    with TraceReader(path) as reader, pytest.raises(TraceCorruptError, match="weights"):
+        list(reader.messages())
+
+
+@every_format
+def test_a_trace_that_is_not_finished_is_always_verified(tmp_path: Path, suffix: str) -> None:
+    """What is being written may be in two states at once."""
+    path = tmp_path / f"run{suffix}"
+    writer = TraceWriter(path)
+    data = torch.rand(5000)
+    writer.write(module("weights", "fc", 0, data))
+    writer.commit()
+    flip(path, data.numpy().tobytes()[8:48])
+    with TraceReader(path, verify=False) as reader, pytest.raises(TraceCorruptError, match="weights"):
+        list(reader.messages())
+    writer.finish()
+
+
+@every_format
 def test_damaged_tables_are_found(tmp_path: Path, suffix: str) -> None:
     """A damaged declaration is an error on opening."""
     path = tmp_path / f"run{suffix}"

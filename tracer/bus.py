@@ -202,16 +202,19 @@ class MessageBus:
         MessageError
             If its kind is not a topic of this bus, or is one of the other class of message.
         """
-        self._check(message)
+        key = message.key
+        if self._topics.get(message.kind) not in ("any", "network" if key is None else "module"):
+            self._refuse(message)
         with self._lock:
             if self._publishing:  # called by a receiver while it listens: its turn comes after the current message
                 self._queue.append(message)
                 return
             self._publishing = True
             try:
-                self._deliver(message)
+                self._deliver(message, key)
                 while self._queue:
-                    self._deliver(self._queue.popleft())
+                    later = self._queue.popleft()
+                    self._deliver(later, later.key)
             finally:
                 self._queue.clear()
                 self._publishing = False
@@ -259,7 +262,7 @@ class MessageBus:
         """Ask every receiver for its last answers, producers before consumers, and deliver them."""
         with self._lock:
             for receiver in in_order(self._receivers):
-                for answer in self._guarded(receiver, None):
+                for answer in self._last_answers(receiver):
                     self.publish(answer)
 
     def close(self) -> None:
@@ -273,7 +276,8 @@ class MessageBus:
         if first is not None:
             raise first
 
-    def _check(self, message: Message) -> None:
+    def _refuse(self, message: Message) -> None:
+        """Say why this bus does not carry a message, if it does not."""
         topic = self._topics.get(message.kind)
         if topic is None:
             raise MessageError(
@@ -282,45 +286,59 @@ class MessageBus:
         if topic != "any" and (topic == "network") != (message.key is None):
             raise MessageError(f"{message.kind} is a {topic} topic, but the message is a {type(message).__name__}")
 
-    def _deliver(self, message: Message) -> None:
-        kind, key, tag, step = message.kind, message.key, message.tag, message.step
+    def _deliver(self, message: Message, key: str | None) -> None:
+        kind, tag, step, data = message.kind, message.tag, message.step, message.data
+        if data is not None and data.is_inference():
+            data = None  # it has no version
+        version = 0 if data is None else data._version
         for receiver in self._receivers:
-            if receiver.wants(kind, key, tag, step):
-                for answer in self._guarded(receiver, message):
+            if not receiver.wants(kind, key, tag, step):
+                continue
+            try:
+                given = receiver.receive(message)
+                answers = list(given) if given else ()  # most messages have no answer
+                if data is not None and data._version != version:
+                    version = data._version
+                    raise MessageError(
+                        "it changed the data of the message, which others get too: let it work on a copy"
+                    )
+                for answer in answers:
+                    self._check_answer(answer)
+            except Exception as error:
+                self._failed(receiver, error, f"on {kind} of global step {message.global_step}")
+            else:
+                for answer in answers:
                     self.publish(answer)
 
-    def _guarded(self, receiver: Receiver, message: Message | None) -> Sequence[Message]:
-        """The answers of a receiver to a message (or its last ones), under this bus's policy for errors."""
-        # as version_of, which would ask a tensor twice, before and after, whether it has a version
-        data = None if message is None else message.data
-        if data is not None and data.is_inference():
-            data = None
-        version = 0 if data is None else data._version
+    def _last_answers(self, receiver: Receiver) -> Sequence[Message]:
         try:
-            given = (receiver.finish() if message is None else receiver.receive(message)) or ()
-            answers = [] if isinstance(given, tuple) and not given else list(given)  # most messages have no answer
-            if data is not None and data._version != version:
-                raise MessageError("it changed the data of the message, which others get too: let it work on a copy")
+            answers = list(receiver.finish() or ())
             for answer in answers:
-                if not isinstance(answer, Message):
-                    raise MessageError(f"an answer is a message, not {type(answer).__name__}")
-                self._check(answer)
-            return answers
+                self._check_answer(answer)
         except Exception as error:
-            about = "at the end" if message is None else f"on {message.kind} of global step {message.global_step}"
-            error.add_note(f"raised by {describe(receiver)} {about}")
-            if self.on_error == "raise":
-                raise
-            self.failures.append((receiver, error))
-            self._receivers = tuple(known for known in self._receivers if known is not receiver)
-            self._changed()
-            warnings.warn(
-                f"{describe(receiver)} failed {about} and no longer listens; the training goes on "
-                f"({type(error).__name__}: {error})",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-            return []
+            self._failed(receiver, error, "at the end")
+            return ()
+        return answers
+
+    def _check_answer(self, answer: object) -> None:
+        if not isinstance(answer, Message):
+            raise MessageError(f"an answer is a message, not {type(answer).__name__}")
+        self._refuse(answer)
+
+    def _failed(self, receiver: Receiver, error: Exception, about: str) -> None:
+        """Raise the error of a receiver again, or end its listening: as this bus's policy for errors is."""
+        error.add_note(f"raised by {describe(receiver)} {about}")
+        if self.on_error == "raise":
+            raise error
+        self.failures.append((receiver, error))
+        self._receivers = tuple(known for known in self._receivers if known is not receiver)
+        self._changed()
+        warnings.warn(
+            f"{describe(receiver)} failed {about} and no longer listens; the training goes on "
+            f"({type(error).__name__}: {error})",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 class Collect:

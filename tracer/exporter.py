@@ -7,7 +7,6 @@ is neither hooked nor copied.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -22,8 +21,9 @@ import numpy as np
 import torch
 import torch.nn.functional
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
 from tracer.bus import MessageBus, Receiver, tell_of_model
@@ -39,7 +39,6 @@ from tracer.hooks import (
     backward_node,
     checkpointing,
     copied,
-    difference,
     is_part_of_a_loss,
     leaves,
     map_tensors,
@@ -59,7 +58,9 @@ from tracer.hooks import (
     watch_backward,
     watch_scalers,
 )
+from tracer.memory import Memory
 from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message, ModuleMessage, NetworkMessage, checked
+from tracer.parameters import PARAMETER_KINDS, Parameter, Parameters
 from tracer.placement import is_distributed, local, placement_of
 from tracer.subscriber import unmet
 from tracer.wrappers import compiled_parts, named_parts, unwrap, wrapped_by
@@ -127,6 +128,7 @@ class Exporter:
         self.captures: tuple[Capture, ...] = (capture,) if isinstance(capture, Capture) else tuple(capture)
         self.message_bus = message_bus if message_bus is not None else MessageBus("exporter")
         self.strict = strict
+        self._memory = Memory()
         self.problems: list[dict[str, Any]] = []
         self._step = 0
         self.train_step = 0
@@ -146,7 +148,7 @@ class Exporter:
         self._one_each = False  # whether there is an optimizer for each parameter
         self._added: list[tuple[str, nn.Module, bool]] = []
         self._modules: dict[str, nn.Module] = {}
-        self._parameters: list[_Parameter] = []
+        self._parameters = Parameters(self._memory)
         self._optimizers: tuple[Optimizer, ...] = ()
         self._compiled_before: bool | None = (
             None  # whether torch had compiled code when the root's hook came; None: told
@@ -162,10 +164,8 @@ class Exporter:
         self._leaf_handles: list[Any] = []
         self._probes: list[_Probe] = []
         self._sampling: dict[tuple[str, str | None, str, str], dict[str, Any] | None] = {}
-        # of distributed tensors, by what torch calls their specification; and of the parameters of replicas, by path
+        # of distributed tensors, by what torch calls their specification
         self._placements: dict[Any, dict[str, Any]] = {}
-        self._replicas: dict[str, dict[str, Any]] = {}
-        self._places: dict[tuple[str, str], dict[str, Any] | None] = {}  # of this step's, by path and kind
         self._surveyed = False  # whether it is known which parameters other ranks hold, too
         self._around: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # DistributedDataParallel around the model
         self.recorded: Collection[int] | None = None
@@ -205,13 +205,7 @@ class Exporter:
         self._recalled: dict[str, int] = {}  # the call that a module computed again, the last time
         self._scales: dict[int, Tensor] = {}  # by backward: what a GradScaler has multiplied its loss with
         self._slowed: list[str] = []  # modules whose fast path torch gives up because of our hooks
-        # what the model was made of when the hooks were put on
-        self._built: list[tuple[Mapping[str, Any], list[Any], Mapping[str, Any], int]] = []
-        self._placed: list[tuple[Mapping[str, Any], str, Tensor | None, bool]] = []
         self._lock = threading.RLock()  # hooks may fire in several threads
-        self._before: dict[str, tuple[Tensor | None, Tensor | None]] = {}
-        self._gradients: dict[str, Tensor] = {}
-        self._after: dict[str, Tensor] = {}
         self._last: tuple[int, int, int] | None = None
         self._collecting: dict[tuple[str, str | None, int, str], list[Tensor]] | None = None
         self.message_bus.watch(self._rewire)
@@ -465,9 +459,10 @@ class Exporter:
         for name, wrapper in self._patched.items():
             _unpatch(name, wrapper)
         self._patched = {}
-        self._before, self._after, self._gradients, self._pass.inputs = {}, {}, {}, []
+        self._parameters.forget()
+        self._parameters.note((), False)
         self._backwards, self._ungraded, self._recomputed, self._scales = {}, {}, {}, {}
-        self._built, self._placed, self._places, self._placements = [], [], {}, {}
+        self._placements, self._pass.inputs = {}, []
         self.message_bus.unwatch(self._rewire)
         unwatch_scalers(self)
         unwatch_backward(self)
@@ -639,7 +634,7 @@ class Exporter:
         for capture in self.captures:
             if any(not KINDS[kind].network for kind in capture.kinds or ()) and not (
                 any(capture.takes_module(path, one) for path, one in candidates)
-                or any(capture.takes_parameter(parameter.path) for parameter in self._parameters)
+                or any(capture.takes_parameter(parameter.path) for parameter in self._parameters.all)
             ):
                 asked = {
                     key: value for key, value in capture.describe().items() if key in ("modules", "types", "depth")
@@ -714,16 +709,8 @@ class Exporter:
 
     def _paths_of(self, kind: str) -> list[str]:
         """The modules or parameters of which messages of a kind can be observed."""
-        of_parameter = _PARAMETER_KINDS.get(kind)
-        if of_parameter is None:
-            return [path for path, one in self._modules.items() if self._capture_of(kind, path, None) is not None]
-        return [
-            p.stream
-            for p in self._parameters
-            if p.bias == of_parameter[0]
-            and not (p.computed and of_parameter[1])
-            and self._capture_of(kind, p.stream, None)
-        ]
+        paths = self._parameters.streams(kind) if kind in PARAMETER_KINDS else self._modules
+        return [path for path in paths if self._capture_of(kind, path, None) is not None]
 
     def _capture_of(self, kind: str, path: str | None, tag: str | None) -> Capture | None:
         """The first capture that takes this stream."""
@@ -731,12 +718,8 @@ class Exporter:
             if capture.takes(kind, tag):
                 if path is None:
                     return capture
-                if kind in _PARAMETER_KINDS:
-                    parameter = self._parameter_of.get((path, _PARAMETER_KINDS[kind][0]))
-                    if parameter is not None and (
-                        capture.takes_module(parameter.owner_path, parameter.owner)
-                        or capture.takes_parameter(parameter.path)
-                    ):
+                if kind in PARAMETER_KINDS:
+                    if self._parameters.taken(capture, kind, path):
                         return capture
                 elif path in self._modules and capture.takes_module(path, self._modules[path]):
                     return capture
@@ -756,7 +739,7 @@ class Exporter:
         self._modules = {
             path: one for path, one in self._candidates() if any(c.takes_module(path, one) for c in self.captures)
         }
-        self._find_parameters()
+        self._parameters.find(self.tops)
         tell_of_model(receivers, self.structure)
         self._surveyed = False
         # these stay while others come and go: torch forbids changing an optimizer's hooks while they run
@@ -786,26 +769,18 @@ class Exporter:
         if self._root is not None and not isinstance(self._root, torch.jit.ScriptModule):
             put = functools.partial(self._root.register_forward_hook, with_kwargs=True, always_call=True)
             self._hang(self._root, "_after_root", "", put)
-        if not self._optimizers and not self._steps_itself:
-            for parameter in self._parameters:
-                tensor = parameter.tensor
-                if (
-                    tensor is not None
-                    and not is_lazy(tensor)
-                    and tensor.requires_grad
-                    and self._asked(parameter.kind("gradients"), parameter.stream)
-                ):
-                    self._hang(tensor, "_after_accumulation", parameter.path, tensor.register_post_accumulate_grad_hook)
-        for parameter in self._parameters:
-            if parameter.computed and self._asked(parameter.kind(""), parameter.stream):
-                computing = parameter.owner.get_submodule(f"parametrizations.{parameter.attribute}")
-                put = functools.partial(computing.register_forward_hook, with_kwargs=True)
-                self._hang(computing, "_after_parametrization", parameter.path, put)
+        hooked = not self._optimizers and not self._steps_itself  # each parameter that is trained
+        if hooked:
+            for path, tensor in self._parameters.trained(self):
+                self._hang(tensor, "_after_accumulation", path, tensor.register_post_accumulate_grad_hook)
+        for path, computing in self._parameters.parametrizations(self):
+            put = functools.partial(computing.register_forward_hook, with_kwargs=True)
+            self._hang(computing, "_after_parametrization", path, put)
         self._wire_losses()
         for _, _, handle in self._former.values():
             handle.remove()
         self._former = {}
-        self._note_parts()
+        self._parameters.note(self.tops, hooked)
         hung = {on for on, _, _ in self._hung}
         self._slowed = [
             path
@@ -824,31 +799,10 @@ class Exporter:
             return False
         return True
 
-    def _note_parts(self) -> None:
-        """Note what the model is made of, for `_look`."""
-        self._built, self._placed = [], []
-        modules = [one for _, top in self.tops for one in top.modules() if not isinstance(one, torch.jit.ScriptModule)]
-        places = collections.Counter(id(tensor) for one in modules for tensor in one._parameters.values())
-        hooked = not self._optimizers and not self._steps_itself  # each parameter that is trained
-        for one in modules:
-            self._built.append((one._modules, list(one._modules.values()), one._parameters, len(one._parameters)))
-            for name, tensor in one._parameters.items():
-                # elsewhere it does not matter which parameter is in a place: it is looked up when it is needed
-                if tensor is None or hooked or places[id(tensor)] > 1:
-                    self._placed.append((one._parameters, name, tensor, tensor is not None and tensor.requires_grad))
-
     def _look(self) -> None:
         """Put the hooks on again if modules or parameters have come, gone or been replaced."""
-        hooked = not self._optimizers and not self._steps_itself
-        for modules, children, parameters, number in self._built:
-            if len(parameters) != number or ((modules or children) and list(modules.values()) != children):
-                self._rewire()
-                return
-        for parameters, name, tensor, trained in self._placed:
-            now = parameters.get(name)
-            if now is not tensor or (hooked and now is not None and now.requires_grad != trained):
-                self._rewire()
-                return
+        if self._parameters.changed(not self._optimizers and not self._steps_itself):
+            self._rewire()
 
     def _wire_losses(self) -> None:
         wanted = any(self._asked(kind, None) for kind in ("loss", "input_labels", "network_output"))
@@ -859,24 +813,6 @@ class Exporter:
             elif loss not in self._patched:
                 self._patched[loss] = LossFunction(self, getattr(torch.nn.functional, loss))
                 setattr(torch.nn.functional, loss, self._patched[loss])
-
-    def _find_parameters(self) -> None:
-        self._parameters = []
-        tops = self.tops
-        seen: set[int] = set()
-        for prefix, top in tops:
-            for owner_path, owner in named_parts(top, prefix):
-                for attribute, tensor in owner._parameters.items():
-                    if tensor is None or id(tensor) in seen:
-                        continue
-                    seen.add(id(tensor))
-                    path = f"{owner_path}.{attribute}" if owner_path else attribute
-                    self._parameters.append(_Parameter(path, owner_path, owner, attribute))
-                for attribute in _computed(owner):
-                    path = f"{owner_path}.{attribute}" if owner_path else attribute
-                    self._parameters.append(_Parameter(path, owner_path, owner, attribute, computed=True))
-        self._parameter_of = {(p.stream, p.bias): p for p in self._parameters}
-        self._parameter_at = {p.path: p for p in self._parameters}
 
     def _hang(self, on: Any, method: str, name: str, put: Callable[[Hook], Any], gradients: bool = False) -> bool:
         """Put a hook on something, if it is not there: one taken off in the middle of a call gets other arguments."""
@@ -981,7 +917,9 @@ class Exporter:
             self._problem(f"{kind} of {path!r}" if path is not None else kind, reason)
             return
         placement = self._place(data)
-        source = local(data).detach()
+        source = local(data)
+        if source.requires_grad or type(source) is not Tensor:
+            source = source.detach()
         if source.layout is not torch.strided:
             source, owned = source.to_dense(), True
         if self._collecting is not None:
@@ -1026,7 +964,7 @@ class Exporter:
         if final.is_conj() or final.is_neg():
             final = final.resolve_conj().resolve_neg()
         if not owned and same_storage(final, source):
-            final = final.clone(memory_format=torch.contiguous_format)
+            final = copied(final, self._memory)
         if capture.runs:
             self._running[stream] = final.clone()  # the reduction may overwrite it
         self.message_bus.publish(self._message(kind, path, final, tag, leaf, call, at))
@@ -1066,33 +1004,14 @@ class Exporter:
             found = self._placements[key] = placement_of(tensor) or {}
         return found
 
-    def _place_of(self, parameter: _Parameter, suffix: str) -> dict[str, Any] | None:
-        return self._places.get((parameter.path, suffix)) or self._replicas.get(parameter.path)
-
     def _survey(self) -> None:
         """Find out which parameters other ranks hold as this one does, and which of them others record.
 
         When the first step ends, because a model may be wrapped or sharded after this exporter got it.
         """
         self._surveyed = True
-        inside = [one for _, top in self.tops for one in top.modules()]
-        ranks_of: dict[int, list[int]] = {}
-        for one in (*self._around, *inside):
-            if isinstance(one, nn.parallel.DistributedDataParallel):
-                ranks = sorted(torch.distributed.get_process_group_ranks(one.process_group))
-                for tensor in getattr(one, "_module_parameters", None) or one.parameters():
-                    ranks_of[id(tensor)] = ranks
-        self._replicas = {}
-        elsewhere: set[tuple[str, str | None]] = set()
-        for parameter in self._parameters:
-            tensors = [parameter.tensor] if parameter.tensor is not None else list(parameter.owner.parameters())
-            placement = self._place(tensors[0]) if tensors and not parameter.computed else None
-            ranks = ranks_of.get(id(tensors[0]), []) if tensors else []
-            if placement is None and len(ranks) > 1:
-                placement = self._replicas[parameter.path] = {"replicas": ranks}
-            holders = placement["replicas"] if placement else [self.rank]
-            if self.recorded is not None and min({*holders} & {*self.recorded}, default=self.rank) != self.rank:
-                elsewhere |= {(parameter.kind(suffix), parameter.stream) for suffix in ("", "gradients", "updates")}
+        inside = (one for _, top in self.tops for one in top.modules())
+        elsewhere = self._parameters.survey((*self._around, *inside), self.rank, self.recorded, self)
         if elsewhere != self.elsewhere:
             self.elsewhere.clear()
             self.elsewhere |= elsewhere
@@ -1151,7 +1070,7 @@ class Exporter:
             self._look()
             self._event("batch_started", self._now())
             if not self._optimizers:
-                self._snapshot(self._parameters)
+                self._snapshot(self._parameters.all)
 
     def _nothing_due(self) -> bool:
         """Whether nobody wants anything of the training passes of this global step."""
@@ -1174,16 +1093,15 @@ class Exporter:
                 if part is not None:  # nobody took it: no `backward` was called
                     self._publish_leaves("loss", None, part, DEFAULT_TAG)
                 if not self._optimizers:
-                    self._compare(self._parameters)
-                for parameter in self._parameters:
-                    self._publish_parameter(parameter)
+                    self._parameters.compare(self._parameters.all, self._steps_itself, self)
+                self._parameters.publish(self._now(), self)
                 self._event("batch_finished", self._now())
         finally:  # whatever failed, the optimizer has stepped
             self._over = False
             if self._leaf_handles:
                 self._forget_leaves()
             self._backwards, self._ungraded, self._recomputed, self._scales = {}, {}, {}, {}
-            self._before, self._after, self._gradients, self._places = {}, {}, {}, {}
+            self._parameters.forget()
             self._calls = {}
             # of the training, the next step forgets them: a value may still be logged for this one
             if self._published:
@@ -1203,112 +1121,19 @@ class Exporter:
     def _tell_unseen_regions(self) -> None:
         """After the first step: hooks that came after the compilation of what they hang on are never called."""
         self._compiled_before = False
-        hooked = [hook.name for _, hook, _ in self._hung.values() if hook.method == "_after_forward"]
+        # the last layer of an attention is never called: its weight is handed to a function
+        never = {name for name, one in self._modules.items() if isinstance(one, NonDynamicallyQuantizableLinear)}
+        names = {hook.name for _, hook, _ in self._hung.values() if hook.method == "_after_forward"}
+        hooked = [name for name in self._modules if name in names - never]
         compiled = [] if self._root is None else compiled_parts(self._root)
         for region in unseen_regions(compiled, hooked, self.silent) if self._root is not None else ():
             self._problem(f"the inside of {region!r}" if region else "the inside of the model", TOO_LATE)
 
-    def _snapshot(self, parameters: Iterable[_Parameter]) -> None:
+    def _snapshot(self, parameters: Iterable[Parameter]) -> None:
         """Copy what is wanted of the weights before they move."""
         if not self._surveyed:
             self._survey()
-        for parameter in parameters:
-            if parameter.path in self._before or parameter.tensor is None:
-                continue
-            value_capture = self._wanted(parameter.kind(""), parameter.stream, DEFAULT_TAG)
-            update_capture = self._wanted(parameter.kind("updates"), parameter.stream, DEFAULT_TAG)
-            if value_capture is None and update_capture is None:
-                continue
-            if unobservable(parameter.tensor) is not None:
-                continue
-            try:
-                value = self._copy(value_capture, parameter.kind(""), parameter.tensor)
-                if update_capture is value_capture:
-                    base = value
-                else:
-                    base = self._copy(update_capture, parameter.kind("updates"), parameter.tensor)
-            except Exception as error:
-                if self.strict:
-                    raise
-                self._give_up(parameter.kind(""), parameter.stream, error)
-                self._give_up(parameter.kind("updates"), parameter.stream, error)
-                continue
-            self._before[parameter.path] = (value, base)
-            self._places[parameter.path, ""] = self._places[parameter.path, "updates"] = self._place(parameter.tensor)
-
-    def _copy(self, capture: Capture | None, kind: str, tensor: Tensor) -> Tensor | None:
-        if capture is None:
-            return None
-        source = local(tensor).detach()
-        chosen = capture.select(kind, source)
-        return chosen.clone(memory_format=torch.contiguous_format) if same_storage(chosen, source) else chosen
-
-    def _compare(self, parameters: Iterable[_Parameter]) -> None:
-        """Form the wanted updates, now that the weights have moved; and copy gradients that are still there."""
-        for parameter in parameters:
-            tensor = parameter.tensor
-            if tensor is None:
-                continue
-            for suffix, work in (("updates", self._keep_update), ("gradients", self._keep_final_gradient)):
-                kind = parameter.kind(suffix)
-                capture = self._wanted(kind, parameter.stream, DEFAULT_TAG)
-                if capture is not None:
-                    try:
-                        work(parameter, capture, tensor)
-                    except Exception as error:  # one parameter's; the others, and the clock, go on
-                        if self.strict:
-                            raise
-                        self._give_up(kind, parameter.stream, error)
-
-    def _keep_update(self, parameter: _Parameter, capture: Capture, tensor: Tensor) -> None:
-        _, base = self._before.get(parameter.path, (None, None))
-        if base is not None:
-            now = capture.select(parameter.kind("updates"), local(tensor).detach())
-            if now.shape == base.shape:
-                self._after[parameter.path] = difference(now, base)
-
-    def _keep_final_gradient(self, parameter: _Parameter, capture: Capture, tensor: Tensor) -> None:
-        if tensor.grad is not None and (self._optimizers or self._steps_itself):
-            self._keep_gradient(parameter, capture, tensor.grad)
-
-    def _keep_gradient(
-        self, parameter: _Parameter, capture: Capture, gradient: Tensor, scale: Tensor | None = None
-    ) -> None:
-        reason = unobservable(gradient)
-        if reason is not None:
-            self._problem(f"{parameter.kind('gradients')} of {parameter.stream!r}", reason)
-            return
-        self._places[parameter.path, "gradients"] = self._place(gradient)
-        gradient = local(gradient).detach()
-        if scale is not None:
-            gradient = unscaled(gradient, scale)
-        dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
-        copied = self._copy(capture, parameter.kind("gradients"), dense)
-        if copied is not None:
-            self._gradients[parameter.path] = copied
-
-    def _publish_parameter(self, parameter: _Parameter) -> None:
-        value, _ = self._before.get(parameter.path, (None, None))
-        stages = (
-            ("", value),
-            ("gradients", self._gradients.get(parameter.path)),
-            ("updates", self._after.get(parameter.path)),
-        )
-        for suffix, data in stages:
-            if data is None:
-                continue
-            kind = parameter.kind(suffix)
-            capture = self._wanted(kind, parameter.stream, DEFAULT_TAG)
-            if capture is not None:
-                try:
-                    stream = (kind, parameter.stream, DEFAULT_TAG, "")
-                    whole = data if parameter.tensor is None else local(parameter.tensor)
-                    place = self._place_of(parameter, suffix)
-                    self._release(capture, stream, data, whole, 0, self._now(), None, owned=True, placement=place)
-                except Exception as error:
-                    if self.strict:
-                        raise
-                    self._give_up(kind, parameter.stream, error)
+        self._parameters.snapshot(parameters, self)
 
     # -- passes ---------------------------------------------------------------------------------------------
 
@@ -1382,8 +1207,8 @@ class Exporter:
     def _before_forward(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if recomputing():
             first = self._first_call(path)
-            if first is not None and torch.is_grad_enabled():
-                self._watch_leaves("input_gradients", path, leaves(arguments_of(args, kwargs)), first, DEFAULT_TAG)
+            if first is not None:
+                self._enter_call(path, [], leaves(arguments_of(args, kwargs)), first, DEFAULT_TAG)
             return
         if self._pass.depth == 0:
             self._enter_pass(module)
@@ -1396,17 +1221,33 @@ class Exporter:
             for leaf, tensor in inputs:  # copied now, because the module may overwrite its input in place
                 reason = unobservable(tensor)
                 if reason is None:
-                    copies.append((leaf, copied(tensor)))
+                    copies.append((leaf, copied(tensor.detach(), self._memory)))
                 else:
                     self._problem(f"layer_inputs of {path!r}", reason)
-        self._pass.inputs.append((path, copies))
-        if torch.is_grad_enabled():
-            self._watch_leaves("input_gradients", path, inputs, self._calls.get((path, tag), 0), tag)
+        self._enter_call(path, copies, inputs, self._calls.get((path, tag), 0), tag)
+
+    def _enter_call(
+        self, path: str, copies: list[tuple[str, Tensor]], inputs: list[tuple[str, Tensor]], call: int, tag: str
+    ) -> None:
+        """Keep what is known of a call until its forward is over, and only then counted: others may end before it."""
+        hooks = self._watch_leaves("input_gradients", path, inputs, call, tag) if torch.is_grad_enabled() else []
+        self._pass.inputs.append((path, copies, hooks))
+
+    def _leave_call(self, path: str, call: int) -> list[tuple[str, Tensor]]:
+        """Number the call that is over; the inputs that were copied. What a failed forward left behind is dropped."""
+        while self._pass.inputs:
+            owner, copies, hooks = self._pass.inputs.pop()
+            if owner == path:
+                for hook in hooks:
+                    hook.call = call
+                return copies
+        return []
 
     def _after_forward(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if recomputing():
             first = self._first_call(path)
             if first is not None:
+                self._leave_call(path, first)
                 key = backward_node() or 0, torch._C._current_graph_task_id(), path
                 self._recomputed[key] = self._recomputed.get(key, 0) + 1
                 self._recalled[path] = first
@@ -1424,7 +1265,8 @@ class Exporter:
         tag, now = self._pass.tag, self._now()
         call = self._calls.get((path, tag), 0)
         self._calls[path, tag] = call + 1
-        self._publish_inputs(path, module, tag, call, now)
+        for leaf, tensor in self._leave_call(path, call):
+            self._publish("layer_inputs", path, tensor, tag, leaf, call, now, module)
         observed = leaves(output)
         capture = self._wanted("activations", path, tag)
         if capture is not None:
@@ -1437,15 +1279,6 @@ class Exporter:
             self._watch_leaves("layer_gradients", path, observed, call, tag)
         elif tag == DEFAULT_TAG:  # a training pass, so this may be the first forward of a reentrant checkpoint
             self._ungraded.setdefault(path, []).append((next_node(), call))
-
-    def _publish_inputs(self, path: str, module: nn.Module, tag: str, call: int, now: tuple[int, int, int]) -> None:
-        """Publish what the pre-hook of this module copied; what a failed forward left behind is dropped."""
-        while self._pass.inputs:
-            owner, copies = self._pass.inputs.pop()
-            if owner == path:
-                for leaf, tensor in copies:
-                    self._publish("layer_inputs", path, tensor, tag, leaf, call, now, module)
-                return
 
     def _first_call(self, path: str) -> int | None:
         """In the second forward of a reentrant checkpoint: which call of this step is computed again.
@@ -1463,13 +1296,18 @@ class Exporter:
         calls = [call for number, call in first if number > node]
         return calls[seen] if seen < len(calls) else None
 
-    def _watch_leaves(self, kind: str, path: str, found: list[tuple[str, Tensor]], call: int, tag: str) -> None:
+    def _watch_leaves(
+        self, kind: str, path: str, found: list[tuple[str, Tensor]], call: int, tag: str
+    ) -> list[GradientHook]:
         """Hang hooks on the tensors in an output or input whose gradients are wanted."""
+        hooks: list[GradientHook] = []
         if self._wanted(kind, path, tag) is not None:
             scale = self._scales.get(torch._C._current_graph_task_id()) if self._scales else None
             for leaf, tensor in found:
                 if tensor.requires_grad:
-                    self._watch(tensor, GradientHook(self, kind, path, leaf, call, tag, self._now(), scale))
+                    hooks.append(GradientHook(self, kind, path, leaf, call, tag, self._now(), scale))
+                    self._watch(tensor, hooks[-1])
+        return hooks
 
     def _watch(self, tensor: Tensor, hook: GradientHook) -> None:
         """Hang a hook on a tensor of this pass, and see to it that it does not outlive the step."""
@@ -1589,7 +1427,7 @@ class Exporter:
         if not self._nothing_due():
             if not recomputing():
                 self._look()
-            self._snapshot(self._of_optimizer(optimizer))
+            self._snapshot(self._parameters.of(optimizer, self._optimizers))
 
     def _after_optimizer(self, _: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if steps_within(optimizer):
@@ -1602,7 +1440,7 @@ class Exporter:
         in_backward = recomputing()
         try:
             if not self._nothing_due():
-                self._compare(self._of_optimizer(optimizer))
+                self._parameters.compare(self._parameters.of(optimizer, self._optimizers), True, self)
         finally:  # under strict an exception goes through, but the optimizer has stepped
             if in_backward and (last or self._one_each):
                 self._begin_step()
@@ -1617,7 +1455,8 @@ class Exporter:
         self._skipped += 1
         self.message_bus.register_topic("skipped_step", "network")
         if not self._nothing_due():
-            self._snapshot(self._of_optimizer(optimizer))  # another optimizer may end this step all the same
+            # another optimizer may end this step all the same
+            self._snapshot(self._parameters.of(optimizer, self._optimizers))
         if any(one.wants("skipped_step", None, DEFAULT_TAG, self._step) for one in self._asking):
             step, train_step, epoch = self._now()
             self.message_bus.publish(
@@ -1626,41 +1465,17 @@ class Exporter:
                 )
             )
 
-    def _of_optimizer(self, optimizer: Optimizer) -> list[_Parameter]:
-        """The parameters that an optimizer moves; to the last one also those that no optimizer moves."""
-        if len(self._optimizers) == 1:
-            return self._parameters
-        own = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-        if optimizer is self._optimizers[-1]:
-            others = {
-                id(tensor)
-                for other in self._optimizers[:-1]
-                for group in other.param_groups
-                for tensor in group["params"]
-            }
-            return [p for p in self._parameters if id(p.tensor) in own or id(p.tensor) not in others]
-        return [p for p in self._parameters if id(p.tensor) in own]
-
     def _after_accumulation(self, path: str, tensor: Tensor) -> None:
         """Without an optimizer, nothing says when a gradient is final: keep the last running sum."""
-        parameter = self._parameter_at.get(path)
-        if parameter is None or not self._open or self._idle or tensor.grad is None:
-            return
-        capture = self._wanted(parameter.kind("gradients"), parameter.stream, DEFAULT_TAG)
-        if capture is not None:
+        if self._open and not self._idle and tensor.grad is not None:
             scale = self._scales.get(torch._C._current_graph_task_id()) if self._scales else None
-            self._keep_gradient(parameter, capture, tensor.grad, scale)
+            self._parameters.accumulated(path, tensor.grad, scale, self)
 
     def _after_parametrization(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Keep the weight that a parametrization computes, as the forward uses it: to ask for it might change it."""
         training = self._pass.listening and self._pass.tag == DEFAULT_TAG and self._open
-        if not training or recomputing() or path in self._before or not isinstance(output, Tensor):
-            return
-        parameter = self._parameter_at[path]
-        capture = self._wanted(parameter.kind(""), parameter.stream, DEFAULT_TAG)
-        if capture is not None and unobservable(output) is None:
-            self._before[path] = (self._copy(capture, parameter.kind(""), output), None)
-            self._places[path, ""] = self._place(output)
+        if training and not recomputing() and isinstance(output, Tensor):
+            self._parameters.computed(path, output, self)
 
     # -- probes ---------------------------------------------------------------------------------------------
 
@@ -1757,36 +1572,6 @@ def _joinable(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
     )
 
 
-@dataclasses.dataclass
-class _Parameter:
-    """A parameter of the model, found by its place so that a replaced tensor is followed."""
-
-    path: str
-    owner_path: str
-    owner: nn.Module
-    attribute: str
-    computed: bool = False  # by a parametrization: it has a value, but no gradient and no update of its own
-
-    def __post_init__(self) -> None:
-        named = self.attribute in ("weight", "bias")
-        self.bias = "bias" in self.attribute or self.owner_path.endswith("parametrizations.bias")
-        self.stream = self.owner_path if named else self.path
-        own = "bias" if self.bias else "weight"
-        self._kinds = {
-            "": "biases" if self.bias else "weights",
-            "gradients": f"{own}_gradients",
-            "updates": f"{own}_updates",
-        }
-
-    def kind(self, suffix: str) -> str:
-        return self._kinds[suffix]
-
-    @property
-    def tensor(self) -> Tensor | None:
-        parameters = self.owner._parameters
-        return parameters[self.attribute] if self.attribute in parameters else None  # noqa: SIM401 - ScriptModule has no get
-
-
 @dataclasses.dataclass(slots=True)
 class _Stream:
     """Who asks for a stream, and by which capture it is observed; what does not change from step to step."""
@@ -1805,7 +1590,7 @@ class _Pass(threading.local):
         self.in_loss = False
         self.tag = DEFAULT_TAG
         self.listening = False  # whether hooks have anything to do in it
-        self.inputs: list[tuple[str, list[tuple[str, Tensor]]]] = []
+        self.inputs: list[tuple[str, list[tuple[str, Tensor]], list[GradientHook]]] = []  # of the calls that run
 
 
 class _Probe:
@@ -1853,14 +1638,6 @@ def _unpatch(name: str, wrapper: LossFunction) -> None:
 _EVERYTHING = Capture(kinds=KINDS)
 _BY_EPOCH = frozenset(kind for kind, entry in KINDS.items() if entry.clock == "epoch")
 _NUMBERS = itertools.count()
-_PARAMETER_KINDS: Mapping[str, tuple[bool, str]] = {
-    "weights": (False, ""),
-    "weight_gradients": (False, "gradients"),
-    "weight_updates": (False, "updates"),
-    "biases": (True, ""),
-    "bias_gradients": (True, "gradients"),
-    "bias_updates": (True, "updates"),
-}
 _NO_PROBES = (
     "the model's parameters are distributed, so a pass of one rank waits for all others; evaluate it yourself, on all "
     "ranks, within `run.tag(name)`"
@@ -1872,12 +1649,6 @@ def awake(receiver: Receiver, step: int) -> bool:
     """Whether a receiver may want something of the training passes of this step."""
     ask = getattr(receiver, "awake", None)
     return True if ask is None else bool(ask(step))
-
-
-def _computed(module: nn.Module) -> list[str]:
-    """The attributes of a module that parametrizations compute."""
-    own = getattr(module, "parametrizations", None)
-    return list(own) if isinstance(own, nn.ModuleDict) and is_parametrized(module) else []
 
 
 def _convolution(one: nn.Module) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
 from tracer.compiled import name_hook, observe_in_graph, run_uncompiled
+from tracer.memory import SMALLEST, Memory
 
 if TYPE_CHECKING:
     from tracer.exporter import Exporter
@@ -465,7 +466,7 @@ def is_part_of_a_loss(loss: Callable[..., Any], args: tuple[Any, ...], kwargs: M
 
 def unobservable(tensor: Tensor) -> str | None:
     """Why a tensor's values cannot be copied, or None if they can."""
-    if is_lazy(tensor):
+    if type(tensor) is not Tensor and is_lazy(tensor):
         return "a lazy parameter has no values before the first forward"
     if tensor.is_meta:
         return "a meta tensor has no values"
@@ -557,21 +558,45 @@ def opaque(output: Any) -> bool:
     )
 
 
-def copied(tensor: Tensor) -> Tensor:
-    """A dense copy of an observable tensor."""
-    source = tensor.detach()
-    if source.layout is not torch.strided:
-        return source.to_dense()
-    return source.clone(memory_format=torch.contiguous_format)
+def copied(tensor: Tensor, memory: Memory) -> Tensor:
+    """A dense copy of an observable tensor that needs no gradient, in memory that was used before where that pays."""
+    if tensor.layout is not torch.strided:
+        return tensor.to_dense()
+    target = space_for(tensor, memory) if tensor.nbytes >= SMALLEST else None
+    return tensor.clone(memory_format=torch.contiguous_format) if target is None else target.copy_(tensor)
 
 
-def difference(now: Tensor, before: Tensor) -> Tensor:
+def space_for(like: Tensor, memory: Memory) -> Tensor | None:
+    """A tensor of the dtype and shape of a dense tensor of the processor; None where new memory is as good."""
+    if not like.is_cpu or type(like) is not Tensor:
+        return None
+    block = memory.take(like.nbytes)
+    if block is None:
+        return None
+    dtype = _NUMPY.get(like.dtype)
+    if dtype is None:
+        return torch.from_numpy(block[: like.nbytes]).view(like.dtype).view(like.shape)
+    return torch.from_numpy(block[: like.nbytes].view(dtype).reshape(like.shape))
+
+
+_NUMPY: dict[torch.dtype, type[np.generic]] = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.float16: np.float16,
+    torch.int64: np.int64,
+    torch.int32: np.int32,
+    torch.uint8: np.uint8,
+}
+
+
+def difference(now: Tensor, before: Tensor, memory: Memory) -> Tensor:
     """What was added to a parameter; torch cannot subtract numbers of 8 bits, or does so modulo 256."""
     if now.is_floating_point() and now.itemsize == 1:
         return now.float() - before.float()
     if now.dtype in (torch.bool, torch.uint8):
         return now.short() - before.short()
-    return now - before
+    target = space_for(now, memory) if now.dtype is before.dtype else None
+    return now - before if target is None else torch.sub(now, before, out=target)
 
 
 def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,9 +24,10 @@ from tracer import layout
 from tracer.assembly import WHOLE, Block, assembled
 from tracer.errors import CaptureError, TraceCorruptError, TraceError
 from tracer.layout import Column
+from tracer.memory import SMALLEST, Memory
 from tracer.messages import DEFAULT_TAG, Message, checked
 from tracer.parts import Part, Stream, counting, merged, missing, worst, worst_certificate
-from tracer.stores import STORES, Anywhere, ReadStore, location, new_memory, open_parts
+from tracer.stores import STORES, Anywhere, ReadStore, location, open_parts
 
 BLOCK_BYTES: Final = 8 << 20
 """Bytes of data that `TraceReader.messages` reads at a time."""
@@ -44,11 +44,6 @@ SLOW_BLOCKS: Final = 3
 """It is slow if so many blocks in a row had to be waited for so long (half as long for one message by itself); one may
 be because others had the processor.
 """
-SMALLEST_REUSED: Final = 1 << 17
-MOST_REUSED: Final = 64 << 20
-"""Memory that is used again, in bytes: for parts of at least the one, and of at most the other in all."""
-_UNUSED: Final = 3
-_LOOKED_AT: Final = 64
 _KEPT: Final = 64
 """A message that is kept keeps at most so many times its size."""
 _FIELDS: Final = [Column.STREAM, Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
@@ -136,36 +131,6 @@ class _Group:
     whole_nbytes: int
 
 
-class _Memory:
-    """Memory for blocks, used again as soon as nobody refers to it: new memory costs as much as reading into it."""
-
-    __slots__ = ("_blocks", "_nbytes", "_next")
-
-    def __init__(self) -> None:
-        self._blocks: list[NDArray[np.uint8]] = []
-        self._nbytes = 0
-        self._next = 0
-
-    def take(self, nbytes: int) -> NDArray[np.uint8] | None:
-        """A block of at least `nbytes` that nobody refers to; None where new memory is as good."""
-        if nbytes < SMALLEST_REUSED:
-            return None
-        count = len(self._blocks)
-        # blocks become free in the order in which they were taken, so the search goes on where it ended
-        for number in range(self._next, self._next + min(count, _LOOKED_AT)):
-            block = self._blocks[number % count]
-            whole = block.base
-            # the block itself, this variable and the argument: arrays and tensors made of it would count, too
-            if nbytes <= block.nbytes <= 2 * nbytes and sys.getrefcount(whole) == _UNUSED:
-                self._next = number % count + 1
-                return block[:]
-        block = new_memory(nbytes)
-        if self._nbytes + nbytes <= MOST_REUSED:
-            self._blocks.append(block)
-            self._nbytes += nbytes
-        return block[:]
-
-
 @final
 class TraceReader:
     """A trace, as it was when it was opened; a trace that is being written can be opened too, and followed.
@@ -182,6 +147,10 @@ class TraceReader:
     assemble : bool
         Whether tensors that are distributed over ranks (FSDP) are put together from their parts. False: every message
         as its rank recorded it, and nothing else.
+    verify : bool
+        Whether data is compared with its checksums as it is read. False is for a trace that was just verified and is
+        read again and again: large messages are read a third faster, and what has been damaged since is not noticed.
+        The journal is verified all the same, and so is what is compressed, on an object store or not finished.
 
     Attributes
     ----------
@@ -202,11 +171,14 @@ class TraceReader:
         If an object store does not answer.
     """
 
-    def __init__(self, path: Anywhere, *, ranks: Iterable[int] | None = None, assemble: bool = True) -> None:
+    def __init__(
+        self, path: Anywhere, *, ranks: Iterable[int] | None = None, assemble: bool = True, verify: bool = True
+    ) -> None:
         self.path = location(path)
         """Where the trace is."""
         self._only = None if ranks is None else {int(rank) for rank in ranks}
         self._assemble = assemble
+        self._verify = verify
         self._stores: list[ReadStore] = []
         try:
             self._load()
@@ -241,6 +213,10 @@ class TraceReader:
         if self._only is None:
             names = [part.name for part in self._parts]
             self._told += missing(self.path, names, [part.header for part in self._parts])
+        # what is being written may be in two states at once, which only a checksum tells
+        self._verify = self._verify or not self.status.startswith(("finished", "failed"))
+        for store in self._stores:
+            store.verifies = self._verify
         self._merge()
 
     def refresh(self) -> bool:
@@ -285,7 +261,7 @@ class TraceReader:
             return self
         view = object.__new__(TraceReader)
         view.path, view._only, view._assemble, view._stores = self.path, {rank}, assemble, self._stores
-        view._told = self._told
+        view._told, view._verify = self._told, self._verify
         everything = sorted([*self._parts, *self._others], key=_by_attempt)
         view._parts = [part for part in everything if rank in {part.rank, *(one.rank for one in part.streams)}]
         view._others = [part for part in everything if part not in view._parts] if assemble else []
@@ -681,7 +657,7 @@ class TraceReader:
             row[Column.CALL],
             stream.leaf,
             stream.rank,
-            next(_tensors(groups.pop())) if groups else None,
+            _tensor(groups.pop()) if groups else None,
         )
 
     def _blocks(self, selected: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], list[_Group]]]:
@@ -691,8 +667,8 @@ class TraceReader:
         """
         nbytes = self.journal[selected, Column.COUNT] * self._itemsizes[self.journal[selected, Column.STREAM]]
         readers = max((store.readers for store in self._stores), default=1)
-        # which memory is free can be told by one thread only
-        memory = _Memory() if readers == 1 else None
+        # what several threads fetch at once comes into memory of its own
+        memory = Memory() if readers == 1 else None
         ends = np.cumsum(nbytes)
         blocks = []
         first = 0
@@ -700,7 +676,7 @@ class TraceReader:
             before = int(ends[first - 1]) if first else 0
             last = int(np.searchsorted(ends, before + BLOCK_BYTES, side="right"))
             last = min(max(last, first + 1), first + BLOCK_ROWS)
-            large = last - first <= LARGE_ROWS and nbytes[first:last].min() >= SMALLEST_REUSED
+            large = last - first <= LARGE_ROWS and nbytes[first:last].min() >= SMALLEST
             step = 1 if large and memory is not None else last - first
             blocks += [selected[begin : begin + step] for begin in range(first, last, step)]
             first = last
@@ -734,7 +710,7 @@ class TraceReader:
                 for _, future in waiting:
                     future.cancel()
 
-    def _read_groups(self, selected: NDArray[np.int64], memory: _Memory | None) -> list[_Group]:
+    def _read_groups(self, selected: NDArray[np.int64], memory: Memory | None) -> list[_Group]:
         """The data of rows of the journal, verified, in groups of one pool, dtype and shape."""
         if memory is not None and len(selected) == 1:
             row = self.journal[selected[0]].tolist()
@@ -774,7 +750,7 @@ class TraceReader:
             data[0][tuple(at)] = found[number]
         return _Group(np.array([place]), data, dtype, data.nbytes)
 
-    def _read_rows(self, rows: NDArray[np.int64], memory: _Memory | None) -> list[_Group]:
+    def _read_rows(self, rows: NDArray[np.int64], memory: Memory | None) -> list[_Group]:
         groups: list[_Group] = []
         to_read = []
         pools = rows[:, Column.POOL]
@@ -816,7 +792,7 @@ class TraceReader:
             groups += self._group(rows, places, offsets - low * row_size, counts, whole)
         return groups
 
-    def _read_one(self, row: list[int], memory: _Memory) -> _Group:
+    def _read_one(self, row: list[int], memory: Memory) -> _Group:
         """The data of one message, as `_read_groups` has it, with as few steps as possible."""
         number, pool, offset, count = row[Column.STREAM], row[Column.POOL], row[Column.OFFSET], row[Column.COUNT]
         dtype = self._streams[number].dtype
@@ -828,7 +804,7 @@ class TraceReader:
         out = memory.take((high - low) * size * int(self._itemsizes[number]))
         whole = self._store_of[pool].read(name, low, high, out).reshape(-1)
         data = whole[offset - low * size : offset - low * size + count]
-        if row[Column.CRC32C] != layout.NONE and layout.checksums(data[None])[0] != row[Column.CRC32C]:
+        if self._verify and row[Column.CRC32C] != layout.NONE and layout.checksums(data[None])[0] != row[Column.CRC32C]:
             raise self._damaged(row)
         assert dtype is not None
         shape = self._shapes[row[Column.SHAPE]]
@@ -868,7 +844,7 @@ class TraceReader:
         dtype = self._streams[int(rows[places[0], Column.STREAM])].dtype
         assert dtype is not None
         checksums = rows[places, Column.CRC32C]
-        if (checksums != layout.NONE).any():
+        if self._verify and (checksums != layout.NONE).any():
             found = layout.checksums(np.ascontiguousarray(data).reshape(len(places), -1 if data.size else 0))
             wrong = (found != checksums) & (checksums != layout.NONE)
             if wrong.any():
@@ -1078,6 +1054,15 @@ def _in_order(groups: list[_Group], count: int) -> tuple[list[int], list[Iterato
         tensors.append(_tensors(group))
     tensors.append(itertools.repeat(None))
     return owners.tolist(), tensors
+
+
+def _tensor(group: _Group) -> Tensor:
+    """The only message of a group that was read for it alone."""
+    if group.whole_nbytes > _KEPT * group.data.nbytes:
+        return next(_tensors(group))
+    encoding = layout.ENCODINGS[group.dtype]
+    tensor = torch.from_numpy(group.data[0, ...])
+    return tensor if encoding.bits is None else tensor.view(encoding.dtype)
 
 
 def _tensors(group: _Group) -> Iterator[Tensor]:

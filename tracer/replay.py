@@ -322,14 +322,15 @@ def _plan(
             pairs.append(_pairs(journal, rows, everything.get(stream.id, _NO_ROWS)))
     of_updates = np.concatenate(pairs)
     of_updates = of_updates[np.argsort(of_updates[:, 0])]
-    read = np.union1d(np.flatnonzero(where), of_updates)
+    read = where.copy()
+    read[of_updates] = True
     messages = int(where.sum()) + len(of_updates)
     return Plan(
         trace=str(reader.path),
         streams=wanted,
         derived=derived,
         messages=messages,
-        bytes=_nbytes(reader, read),
+        bytes=_nbytes(reader, np.flatnonzero(read)),
         skipped=len(journal) - int(where.sum()),
         missing=missing,
         memory=_memories(receivers),
@@ -387,7 +388,7 @@ def _due(
         return None
     entry = KINDS.get(stream.kind)
     clock = journal[rows, Column.EPOCH if entry is not None and entry.clock == "epoch" else Column.GLOBAL_STEP]
-    ticks = np.unique(clock)
+    ticks = _distinct(clock)
     asked = (stream.kind, stream.module, stream.tag)
     if len(who) == 1:  # as nearly always; a trace of a long run has many ticks
         wants = who[0].wants
@@ -395,6 +396,12 @@ def _due(
     else:
         due = [tick for tick in ticks.tolist() if any(one.wants(*asked, tick) for one in who)]
     return rows if len(due) == len(ticks) else rows[np.isin(clock, due)]
+
+
+def _distinct(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The different values, ascending; of values that ascend, as steps do, in a fraction of `numpy.unique`'s time."""
+    changes = np.diff(values)
+    return np.unique(values) if (changes < 0).any() else values[np.flatnonzero(np.r_[1, changes][: len(values)])]
 
 
 _NO_ROWS = np.zeros(0, np.int64)

@@ -96,7 +96,7 @@ def started(
 
 def each(one: Map) -> Map:
     """A map of one vector, as a map of the rows of a matrix."""
-    return lambda rows: np.stack([one(row) for row in rows])
+    return lambda rows: one(rows[0])[None] if len(rows) == 1 else np.stack([one(row) for row in rows])
 
 
 def largest(
@@ -141,10 +141,12 @@ def largest(
     basis_kn, back_kn = _grown(start, room), np.empty((room, size), dtype)
     first_km = forward(start)
     back_kn[:k] = adjoint(first_km)
-    squares_kk = _wide(first_km.conj() @ first_km.T)
+    squares = np.empty((room, room), np.complex128 if dtype.kind == "c" else np.float64)
+    squares[:k, :k] = first_km.conj() @ first_km.T
     applied = k
     del first_km
     while True:
+        squares_kk = squares[:k, :k]
         if not np.isfinite(squares_kk).all():
             return Extreme(math.nan, math.nan, start, applied, False)
         if k < search:
@@ -161,7 +163,7 @@ def largest(
                 best = np.ascontiguousarray(vectors_kk[:, ::-1][:, :_RESTART].T.astype(dtype))
                 k = len(best)
                 basis_kn[:k], back_kn[:k] = best @ basis_kn, best @ back_kn
-                squares_kk = np.diag(values_k[::-1][:k]).astype(squares_kk.dtype)
+                squares[:k, :k] = np.diag(values_k[::-1][:k])
         for _ in range(2):
             rest_n = rest_n - (basis_kn[:k].conj() @ rest_n) @ basis_kn[:k]
         length = math.sqrt(_square(rest_n))
@@ -174,11 +176,12 @@ def largest(
         if k == room:
             room = min(2 * room, steps, rows)
             basis_kn, back_kn = _grown(basis_kn, room), _grown(back_kn, room)
+            squares = np.pad(squares, (0, room - k))
         basis_kn[k] = rest_n / rest_n.real.dtype.type(length)
         p_m = forward(basis_kn[k : k + 1])
         back_kn[k] = adjoint(p_m)[0]
         beside = _wide(basis_kn[:k].conj() @ back_kn[k])
-        squares_kk = np.block([[squares_kk, beside[:, None]], [beside.conj()[None, :], np.array([[_square(p_m)]])]])
+        squares[:k, k], squares[k, :k], squares[k, k] = beside, beside.conj(), _square(p_m)
         k += 1
         applied += 1
     kept = np.ascontiguousarray(vectors_kk[:, ::-1][:, :KEPT].T.astype(dtype))

@@ -145,12 +145,11 @@ def moments(x: Array, need: int, *, single: bool = False) -> Moments:
     if flat.size <= ROW:
         return moments_of_tensors(flat.reshape(1, -1), need, single=single)
     with np.errstate(all="ignore"):
-        low, high, exponent = 0.0, 0.0, 0
+        low, high, exponent = np.inf, -np.inf, 0
         wide, single = _is_wide(array), single and array.dtype == np.float32 and not has(need, Need.HIGHER)
-        if wide or single or need & Need.EXTREMES:
+        if wide:
             low, high = extremes(flat)
-            exponent = int(_exponents(np.array([max(abs(low), abs(high))]))[0]) if wide else 0
-            single = single and _SMALL < max(abs(low), abs(high)) < _LARGE
+            exponent = int(_exponents(np.array([max(abs(low), abs(high))]))[0])
         tables = np.zeros((-(-flat.size // ROW), len(_NAMES)))
         tables[:, COUNT] = ROW
         tables[-1, COUNT] = flat.size - (len(tables) - 1) * ROW
@@ -159,9 +158,14 @@ def moments(x: Array, need: int, *, single: bool = False) -> Moments:
             part = flat[start : start + BLOCK]
             if need & Need.ZEROS:
                 zeros += len(part) - int(np.count_nonzero(part if part.dtype.kind == "b" else part != 0))
+            precise = not single
+            if not wide and (single or need & Need.EXTREMES):  # while the block comes into the cache
+                least, greatest = extremes(part)
+                low, high = float(np.minimum(low, least)), float(np.maximum(high, greatest))
+                precise = not (single and _SMALL < max(-least, greatest) < _LARGE)
             first = start // ROW
-            for rows in _whole_rows(part) if single else _rows(part, exponent):
-                (_single_sums if single else _sums)(rows, need, tables[first : first + len(rows)].T)
+            for rows in _rows(part, exponent) if precise else _whole_rows(part):
+                (_sums if precise else _single_sums)(rows, need, tables[first : first + len(rows)].T)
                 first += len(rows)
         if has(need, Need.SPREAD):
             tables[:, M2] = _second(tables.T)

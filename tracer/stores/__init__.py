@@ -22,11 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import TraceError, TraceFormatError
+from tracer.memory import new_memory
 
 CHUNK_LIMIT = 1 << 20
 """Bytes of the largest chunk, save for rows so large that they would fall into more than 64 chunks."""
 
-PAGE = 4096
 ALIGNED_BYTES = 1 << 18
 """Chunks of this size begin at a page of their file, which costs at most 1.6 % of the space."""
 
@@ -188,22 +188,6 @@ class WriteStore(Protocol):
         """Close the files and write nothing more; for use after an error. Does nothing on a closed store."""
 
 
-_MUCH = 16 * PAGE
-
-
-def new_memory(nbytes: int) -> NDArray[np.uint8]:
-    """Memory whose content is undefined; where that is much, it begins at a page.
-
-    So do large chunks in their files. Where memory lies a few bytes further in its page than what is copied into it
-    lies in its own, which is where large allocations begin, processors take up to six times as long for the copy.
-    """
-    if nbytes < _MUCH:
-        return np.empty(nbytes, np.uint8)
-    whole = np.empty(nbytes + PAGE, np.uint8)
-    begin = -int(whole.ctypes.data) % PAGE
-    return whole[begin : begin + nbytes]
-
-
 def rows_in(out: NDArray[Any] | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     """An array of rows in the memory of `out`, where that is large enough, or in new memory."""
     nbytes = math.prod(shape) * dtype.itemsize
@@ -217,6 +201,8 @@ class ReadStore(Protocol):
 
     path: Location
     checksums_chunks: bool
+    verifies: bool
+    """Whether `read` compares chunks with their checksums; may be set, and need not be heeded."""
     readers: int
     """How many threads should read at once."""
     problems: list[str]

@@ -30,9 +30,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
+from tracer.memory import PAGE
 from tracer.stores import (
     ALIGNED_BYTES,
-    PAGE,
     PART,
     RowChunks,
     check_name,
@@ -493,16 +493,33 @@ def _decode(value: Any) -> Any:
     raise TraceFormatError(f"an attribute of the type {type(value).__name__} is not one of a trace")
 
 
+class _Opened:
+    """A dataset that is being read, and what is asked of it at every reading: h5py looks that up anew each time."""
+
+    __slots__ = ("chunks", "codec", "dataset", "dtype", "id", "name", "shape")
+
+    def __init__(self, dataset: Any, codec: Codec | None) -> None:
+        self.dataset = dataset
+        self.codec = codec
+        self.id, self.name = dataset.id, dataset.name
+        self.chunks, self.dtype, self.shape = dataset.chunks, dataset.dtype, dataset.shape
+
+    def refresh(self) -> None:
+        """Look again how many rows there are."""
+        self.dataset.refresh()
+        self.shape = self.dataset.shape
+
+
 class Hdf5ReadStore:
     """An HDF5 file being read; see `tracer.stores.ReadStore`."""
 
     def __init__(self, path: File, *, damaged: bool = False) -> None:
         self.path = path
         self.checksums_chunks = False
+        self.verifies = True
         self.readers = 1
         self.problems: list[str] = []
-        self._datasets: dict[str, Any] = {}
-        self._codecs: dict[str, Codec] = {}
+        self._datasets: dict[str, _Opened] = {}
         self._places: dict[str, tuple[int, dict[int, int]]] = {}
         self._stored: dict[str, tuple[int, dict[int, tuple[int, int, int]]]] = {}
         self._plain: int | ObjectFile = -1
@@ -568,9 +585,8 @@ class Hdf5ReadStore:
                     raise TraceFormatError(f"{self.path}: {name!r} is not an array of numbers")
                 if math.prod(item.chunks) * item.dtype.itemsize > CHUNK_LIMIT:
                     raise TraceFormatError(f"{self.path}: the chunks of {name!r} are too large: {item.chunks}")
-                if properties.get_nfilters():
-                    self._codecs[name] = self._codec_of(name, item, properties)
-                self._datasets[name] = item
+                codec = self._codec_of(name, item, properties) if properties.get_nfilters() else None
+                self._datasets[name] = _Opened(item, codec)
             else:
                 raise TraceFormatError(f"{self.path}: {name!r} is neither a group nor an array")
 
@@ -648,7 +664,7 @@ class Hdf5ReadStore:
 
     def stored_rows(self, name: str) -> int:
         dataset = self._dataset(name)
-        if name in self._codecs:
+        if dataset.codec is not None:
             with _read(self.path, f"array {name!r}"):
                 stored = self._stored_of(name, dataset, dataset.shape[0])
             grid = math.prod(-(-size // part) for size, part in zip(dataset.shape[1:], dataset.chunks[1:], strict=True))
@@ -679,7 +695,7 @@ class Hdf5ReadStore:
     def read(self, name: str, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
         dataset = self._dataset(name)
         with _read(self.path, f"array {name!r}"):
-            if not 0 <= start <= stop <= len(dataset):
+            if not 0 <= start <= stop <= dataset.shape[0]:
                 # another reader of this store may have seen more rows than this handle has
                 self._refresh(dataset)
             shape = dataset.shape
@@ -687,22 +703,21 @@ class Hdf5ReadStore:
                 raise TraceCorruptError(
                     f"{self.path}: array {name!r} has {shape[0]} rows, and not those from {start} to {stop}"
                 )
-            codec = self._codecs.get(name)
-            if codec is None:
+            if dataset.codec is None:
                 self._check_size(name, dataset, stop - start)
             else:
                 self._check_compressed_size(name, dataset, start, stop)
             found = rows_in(out, (stop - start, *shape[1:]), dataset.dtype)
             if found.size:
-                if codec is not None:
-                    self._read_compressed(name, dataset, codec, start, stop, found.reshape(-1).view(np.uint8))
+                if dataset.codec is not None:
+                    self._read_compressed(name, dataset, start, stop, found.reshape(-1).view(np.uint8))
                 elif contiguous(dataset.chunks, shape):
                     self._read_chunks(name, dataset, start, stop, found.reshape(-1).view(np.uint8))
                 else:
-                    dataset.read_direct(found, np.s_[start:stop])
+                    dataset.dataset.read_direct(found, np.s_[start:stop])
             return found
 
-    def _read_chunks(self, name: str, dataset: Any, start: int, stop: int, out: NDArray[np.uint8]) -> None:
+    def _read_chunks(self, name: str, dataset: _Opened, start: int, stop: int, out: NDArray[np.uint8]) -> None:
         """Fill `out` with rows ``start`` to ``stop`` from the file itself: HDF5 is asked only where the chunks are."""
         shape, chunk, item = dataset.shape, dataset.chunks, dataset.dtype.itemsize
         places = self._places_of(name, dataset, stop)
@@ -726,7 +741,7 @@ class Hdf5ReadStore:
             if _preadv(self._plain, part, place) != len(part):
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} lies beyond the file's end")
 
-    def _places_of(self, name: str, dataset: Any, stop: int) -> dict[int, int]:
+    def _places_of(self, name: str, dataset: _Opened, stop: int) -> dict[int, int]:
         """Where in the file each chunk begins; looked up anew when rows are asked for that were not there before."""
         known, places = self._places.get(name, (0, {}))
         if stop > known:
@@ -747,10 +762,9 @@ class Hdf5ReadStore:
             self._places[name] = (shape[0], places)
         return places
 
-    def _read_compressed(
-        self, name: str, dataset: Any, codec: Codec, start: int, stop: int, out: NDArray[np.uint8]
-    ) -> None:
+    def _read_compressed(self, name: str, dataset: _Opened, start: int, stop: int, out: NDArray[np.uint8]) -> None:
         """As `_read_chunks`, for an array with compressed chunks; HDF5 decodes none of them."""
+        assert dataset.codec is not None
         shape, chunk, item = dataset.shape, dataset.chunks, dataset.dtype.itemsize
         places = self._stored_of(name, dataset, stop)
         row_nbytes, chunk_nbytes = item * math.prod(shape[1:]), item * math.prod(chunk)
@@ -774,12 +788,12 @@ class Hdf5ReadStore:
             if plain:
                 continue
             target = part if len(part) == chunk_nbytes else np.empty(chunk_nbytes, np.uint8)
-            if not decode(codec, stored, target, item):
+            if not decode(dataset.codec, stored, target, item):
                 raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} cannot be decoded")
             if target is not part:
                 part[:] = target[low - begin : high - begin]
 
-    def _stored_of(self, name: str, dataset: Any, stop: int) -> dict[int, tuple[int, int, int]]:
+    def _stored_of(self, name: str, dataset: _Opened, stop: int) -> dict[int, tuple[int, int, int]]:
         """Where each chunk of an array with a filter begins, its bytes and its filter mask; as `_places_of`."""
         known, places = self._stored.get(name, (0, {}))
         if stop > known:
@@ -798,7 +812,7 @@ class Hdf5ReadStore:
             self._stored[name] = (shape[0], places)
         return places
 
-    def _check_compressed_size(self, name: str, dataset: Any, start: int, stop: int) -> None:
+    def _check_compressed_size(self, name: str, dataset: _Opened, start: int, stop: int) -> None:
         """As `_check_size`: compressed, an array may be larger than the file, but not than its chunks become."""
         shape, chunk, item = dataset.shape, dataset.chunks, dataset.dtype.itemsize
         nbytes = (stop - start) * item * math.prod(shape[1:])
@@ -825,14 +839,14 @@ class Hdf5ReadStore:
         if self._mended is not None:
             self._mended.close()
 
-    def _refresh(self, dataset: Any) -> None:
+    def _refresh(self, dataset: _Opened) -> None:
         # A file that is opened plainly does not grow, and an array that was just opened is as it is. No more often than
         # it must be, because HDF5 loses its way in arrays that a process opened twice.
         if self._file.swmr_mode and dataset.name in self._looked_up:
             dataset.refresh()
         self._looked_up.add(dataset.name)
 
-    def _check_size(self, name: str, dataset: Any, rows: int) -> None:
+    def _check_size(self, name: str, dataset: _Opened, rows: int) -> None:
         # chunks that are not there read as zeros, and would take memory all the same
         nbytes = rows * dataset.dtype.itemsize * math.prod(dataset.shape[1:])
         if nbytes > self._size:
@@ -840,7 +854,7 @@ class Hdf5ReadStore:
         if nbytes > self._size:
             raise TraceCorruptError(f"{self.path}: array {name!r} is larger than the file")
 
-    def _dataset(self, name: str) -> Any:
+    def _dataset(self, name: str) -> _Opened:
         dataset = self._datasets.get(name)
         if dataset is None:
             if not self._file:  # as h5py says of a file that is closed

@@ -1,0 +1,390 @@
+"""The parameters of a model: which there are, and what of them a step is told to have seen.
+
+Before an optimizer step the wanted weights are copied, gradients are kept as the optimizer used them, and updates are
+formed once the weights have moved; all are published when the step ends, parameter by parameter. When a step begins and
+ends, and who wants what of it, is the exporter's to know (`tracer.exporter`), which is asked through `Streams`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
+from torch.optim import Optimizer
+
+from tracer.capture import Capture
+from tracer.hooks import copied, difference, same_storage, unobservable, unscaled
+from tracer.memory import Memory
+from tracer.messages import DEFAULT_TAG
+from tracer.placement import local
+from tracer.wrappers import named_parts
+
+PARAMETER_KINDS: Mapping[str, tuple[bool, str]] = {
+    "weights": (False, ""),
+    "weight_gradients": (False, "gradients"),
+    "weight_updates": (False, "updates"),
+    "biases": (True, ""),
+    "bias_gradients": (True, "gradients"),
+    "bias_updates": (True, "updates"),
+}
+"""The kinds of messages about parameters: whether they are of a bias, and which of the three they are."""
+
+
+class Streams(Protocol):
+    """What is asked of an exporter: who wants what, where it goes, and whom to tell of trouble.
+
+    It is handed over with each call and not kept, so that an exporter is freed as soon as nobody refers to it.
+    """
+
+    strict: bool
+    """Whether an exception reaches the training loop."""
+
+    def _asked(self, kind: str, path: str | None) -> bool:
+        """Whether some receiver asks for this stream in some pass, and a capture allows it."""
+
+    def _wanted(self, kind: str, path: str | None, tag: str) -> Capture | None:
+        """The capture by which to observe this stream now, or None if nobody wants it."""
+
+    def _place(self, tensor: Tensor) -> dict[str, Any] | None:
+        """Where the local part of a distributed tensor is in the whole; None for all others."""
+
+    def _release(
+        self,
+        capture: Capture,
+        stream: tuple[str, str | None, str, str],
+        chosen: Tensor,
+        source: Tensor,
+        call: int,
+        at: tuple[int, int, int],
+        module: nn.Module | None,
+        *,
+        owned: bool,
+        placement: dict[str, Any] | None = None,
+    ) -> None:
+        """Publish what was chosen of `source`."""
+
+    def _give_up(self, kind: str, path: str | None, error: Exception) -> None:
+        """Disable a stream that failed."""
+
+    def _problem(self, what: str, why: str) -> None:
+        """Note what is not observed, and why."""
+
+
+@dataclasses.dataclass
+class Parameter:
+    """A parameter of the model, found by its place so that a replaced tensor is followed."""
+
+    path: str
+    owner_path: str
+    owner: nn.Module
+    attribute: str
+    computed: bool = False  # by a parametrization: it has a value, but no gradient and no update of its own
+
+    def __post_init__(self) -> None:
+        named = self.attribute in ("weight", "bias")
+        self.bias = "bias" in self.attribute or self.owner_path.endswith("parametrizations.bias")
+        self.stream = self.owner_path if named else self.path
+        own = "bias" if self.bias else "weight"
+        self._kinds = {
+            "": "biases" if self.bias else "weights",
+            "gradients": f"{own}_gradients",
+            "updates": f"{own}_updates",
+        }
+
+    def kind(self, suffix: str) -> str:
+        """The kind of messages of its values (``""``), its ``"gradients"`` or its ``"updates"``."""
+        return self._kinds[suffix]
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """What is in its place now; None if it is computed, or nothing is there any more."""
+        parameters = self.owner._parameters
+        return parameters[self.attribute] if self.attribute in parameters else None  # noqa: SIM401 - ScriptModule has no get
+
+
+class Parameters:
+    """The parameters that an exporter watches, and what is kept of them until the step ends.
+
+    Parameters
+    ----------
+    memory : Memory
+        Where copies are made.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self.all: list[Parameter] = []
+        self._by_stream: dict[tuple[str, bool], Parameter] = {}
+        self._by_path: dict[str, Parameter] = {}
+        # what the model was made of when the hooks were put on
+        self._built: list[tuple[Mapping[str, Any], list[Any], Mapping[str, Any], int]] = []
+        self._placed: list[tuple[Mapping[str, Any], str, Tensor | None, bool]] = []
+        self._replicas: dict[str, dict[str, Any]] = {}  # by path
+        self.forget()
+
+    # -- which there are ------------------------------------------------------------------------------------
+
+    def find(self, tops: Iterable[tuple[str, nn.Module]]) -> None:
+        """Look for them in modules and all below these, each once and by its first name."""
+        self.all = []
+        seen: set[int] = set()
+        for prefix, top in tops:
+            for owner_path, owner in named_parts(top, prefix):
+                for attribute, tensor in owner._parameters.items():
+                    if tensor is None or id(tensor) in seen:
+                        continue
+                    seen.add(id(tensor))
+                    path = f"{owner_path}.{attribute}" if owner_path else attribute
+                    self.all.append(Parameter(path, owner_path, owner, attribute))
+                for attribute in _computed(owner):
+                    path = f"{owner_path}.{attribute}" if owner_path else attribute
+                    self.all.append(Parameter(path, owner_path, owner, attribute, computed=True))
+        self._by_stream = {(p.stream, p.bias): p for p in self.all}
+        self._by_path = {p.path: p for p in self.all}
+
+    def streams(self, kind: str) -> list[str]:
+        """The names under which messages of one of `PARAMETER_KINDS` may come."""
+        bias, suffix = PARAMETER_KINDS[kind]
+        return [p.stream for p in self.all if p.bias == bias and not (p.computed and suffix)]
+
+    def taken(self, capture: Capture, kind: str, stream: str) -> bool:
+        """Whether a capture takes the parameter of a stream, by itself or with its module."""
+        parameter = self._by_stream.get((stream, PARAMETER_KINDS[kind][0]))
+        return parameter is not None and (
+            capture.takes_module(parameter.owner_path, parameter.owner) or capture.takes_parameter(parameter.path)
+        )
+
+    def trained(self, streams: Streams) -> Iterator[tuple[str, Tensor]]:
+        """The parameters that are trained and whose gradients somebody asks for, by path."""
+        for parameter in self.all:
+            tensor = parameter.tensor
+            if (
+                tensor is not None
+                and not is_lazy(tensor)
+                and tensor.requires_grad
+                and streams._asked(parameter.kind("gradients"), parameter.stream)
+            ):
+                yield parameter.path, tensor
+
+    def parametrizations(self, streams: Streams) -> Iterator[tuple[str, nn.Module]]:
+        """The modules that compute parameters which somebody asks for, by the path of what they compute."""
+        for parameter in self.all:
+            if parameter.computed and streams._asked(parameter.kind(""), parameter.stream):
+                yield parameter.path, parameter.owner.get_submodule(f"parametrizations.{parameter.attribute}")
+
+    def of(self, optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> list[Parameter]:
+        """The parameters that one of the optimizers moves; to the last one also those that no optimizer moves."""
+        if len(optimizers) == 1:
+            return self.all
+        own = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        if optimizer is optimizers[-1]:
+            others = {
+                id(tensor) for other in optimizers[:-1] for group in other.param_groups for tensor in group["params"]
+            }
+            return [p for p in self.all if id(p.tensor) in own or id(p.tensor) not in others]
+        return [p for p in self.all if id(p.tensor) in own]
+
+    def note(self, tops: Iterable[tuple[str, nn.Module]], hooked: bool) -> None:
+        """Note what modules are made of, for `changed`; `hooked` if each parameter that is trained may have a hook."""
+        self._built, self._placed = [], []
+        modules = [one for _, top in tops for one in top.modules() if not isinstance(one, torch.jit.ScriptModule)]
+        places = collections.Counter(id(tensor) for one in modules for tensor in one._parameters.values())
+        for one in modules:
+            self._built.append((one._modules, list(one._modules.values()), one._parameters, len(one._parameters)))
+            for name, tensor in one._parameters.items():
+                # elsewhere it does not matter which parameter is in a place: it is looked up when it is needed
+                if tensor is None or hooked or places[id(tensor)] > 1:
+                    self._placed.append((one._parameters, name, tensor, tensor is not None and tensor.requires_grad))
+
+    def changed(self, hooked: bool) -> bool:
+        """Whether modules or parameters have come, gone or been replaced since `note`, or hooks have to be."""
+        for modules, children, parameters, number in self._built:
+            if len(parameters) != number or ((modules or children) and list(modules.values()) != children):
+                return True
+        for parameters, name, tensor, trained in self._placed:
+            now = parameters.get(name)
+            if now is not tensor or (hooked and now is not None and now.requires_grad != trained):
+                return True
+        return False
+
+    def survey(
+        self, modules: Iterable[nn.Module], rank: int, recorded: Collection[int] | None, streams: Streams
+    ) -> set[tuple[str, str | None]]:
+        """Find out which parameters other ranks hold as this one does, and which of them others record.
+
+        Parameters
+        ----------
+        modules : iterable of Module
+            Those among which a DistributedDataParallel may be.
+        rank : int
+            This one.
+        recorded : collection of int or None
+            The ranks that record; None if each does, for itself.
+        streams : Streams
+            The exporter.
+
+        Returns
+        -------
+        set of (str, str)
+            Kinds and streams that another rank records.
+        """
+        ranks_of: dict[int, list[int]] = {}
+        for one in modules:
+            if isinstance(one, nn.parallel.DistributedDataParallel):
+                ranks = sorted(torch.distributed.get_process_group_ranks(one.process_group))
+                for tensor in getattr(one, "_module_parameters", None) or one.parameters():
+                    ranks_of[id(tensor)] = ranks
+        self._replicas = {}
+        elsewhere: set[tuple[str, str | None]] = set()
+        for parameter in self.all:
+            tensors = [parameter.tensor] if parameter.tensor is not None else list(parameter.owner.parameters())
+            placement = streams._place(tensors[0]) if tensors and not parameter.computed else None
+            ranks = ranks_of.get(id(tensors[0]), []) if tensors else []
+            if placement is None and len(ranks) > 1:
+                placement = self._replicas[parameter.path] = {"replicas": ranks}
+            holders = placement["replicas"] if placement else [rank]
+            if recorded is not None and min({*holders} & {*recorded}, default=rank) != rank:
+                elsewhere |= {(parameter.kind(suffix), parameter.stream) for suffix in ("", "gradients", "updates")}
+        return elsewhere
+
+    # -- what a step sees of them ---------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Let go of what was kept of a step."""
+        self._before: dict[str, tuple[Tensor | None, Tensor | None]] = {}
+        self._gradients: dict[str, Tensor] = {}
+        self._after: dict[str, Tensor] = {}
+        self._places: dict[tuple[str, str], dict[str, Any] | None] = {}  # by path and what it is of the parameter
+
+    def snapshot(self, parameters: Iterable[Parameter], streams: Streams) -> None:
+        """Copy what is wanted of the weights before they move, unless that was done in this step."""
+        for parameter in parameters:
+            if parameter.path in self._before or parameter.tensor is None:
+                continue
+            value_capture = streams._wanted(parameter.kind(""), parameter.stream, DEFAULT_TAG)
+            update_capture = streams._wanted(parameter.kind("updates"), parameter.stream, DEFAULT_TAG)
+            if value_capture is None and update_capture is None:
+                continue
+            if unobservable(parameter.tensor) is not None:
+                continue
+            try:
+                value = self._copy(value_capture, parameter.kind(""), parameter.tensor)
+                if update_capture is value_capture:
+                    base = value
+                else:
+                    base = self._copy(update_capture, parameter.kind("updates"), parameter.tensor)
+            except Exception as error:
+                if streams.strict:
+                    raise
+                streams._give_up(parameter.kind(""), parameter.stream, error)
+                streams._give_up(parameter.kind("updates"), parameter.stream, error)
+                continue
+            self._before[parameter.path] = (value, base)
+            place = streams._place(parameter.tensor)
+            self._places[parameter.path, ""] = self._places[parameter.path, "updates"] = place
+
+    def computed(self, path: str, value: Tensor, streams: Streams) -> None:
+        """Keep what a parametrization computes for the forward, the first time in this step."""
+        if path in self._before:
+            return
+        parameter = self._by_path[path]
+        capture = streams._wanted(parameter.kind(""), parameter.stream, DEFAULT_TAG)
+        if capture is not None and unobservable(value) is None:
+            self._before[path] = (self._copy(capture, parameter.kind(""), value), None)
+            self._places[path, ""] = streams._place(value)
+
+    def accumulated(self, path: str, gradient: Tensor, scale: Tensor | None, streams: Streams) -> None:
+        """Keep a running sum of gradients, divided by the factor that a GradScaler put into the loss."""
+        parameter = self._by_path.get(path)
+        if parameter is None:
+            return
+        capture = streams._wanted(parameter.kind("gradients"), parameter.stream, DEFAULT_TAG)
+        if capture is not None:
+            self._keep_gradient(parameter, capture, gradient, streams, scale)
+
+    def compare(self, parameters: Iterable[Parameter], final: bool, streams: Streams) -> None:
+        """Form the wanted updates, now that the weights have moved; and copy gradients, if they are `final`."""
+        for parameter in parameters:
+            tensor = parameter.tensor
+            if tensor is None:
+                continue
+            for suffix in ("updates", "gradients"):
+                kind = parameter.kind(suffix)
+                capture = streams._wanted(kind, parameter.stream, DEFAULT_TAG)
+                if capture is not None:
+                    try:
+                        if suffix == "updates":
+                            self._keep_update(parameter, capture, tensor)
+                        elif final and tensor.grad is not None:
+                            self._keep_gradient(parameter, capture, tensor.grad, streams)
+                    except Exception as error:  # one parameter's; the others, and the clock, go on
+                        if streams.strict:
+                            raise
+                        streams._give_up(kind, parameter.stream, error)
+
+    def publish(self, at: tuple[int, int, int], streams: Streams) -> None:
+        """Publish what was kept and is still wanted: of each parameter its value, its gradient, its update."""
+        for parameter in self.all:
+            value, _ = self._before.get(parameter.path, (None, None))
+            stages = (
+                ("", value),
+                ("gradients", self._gradients.get(parameter.path)),
+                ("updates", self._after.get(parameter.path)),
+            )
+            for suffix, data in stages:
+                if data is None:
+                    continue
+                kind = parameter.kind(suffix)
+                capture = streams._wanted(kind, parameter.stream, DEFAULT_TAG)
+                if capture is not None:
+                    try:
+                        stream = (kind, parameter.stream, DEFAULT_TAG, "")
+                        whole = data if parameter.tensor is None else local(parameter.tensor)
+                        place = self._places.get((parameter.path, suffix)) or self._replicas.get(parameter.path)
+                        streams._release(capture, stream, data, whole, 0, at, None, owned=True, placement=place)
+                    except Exception as error:
+                        if streams.strict:
+                            raise
+                        streams._give_up(kind, parameter.stream, error)
+
+    def _copy(self, capture: Capture | None, kind: str, tensor: Tensor) -> Tensor | None:
+        if capture is None:
+            return None
+        source = local(tensor).detach()
+        chosen = capture.select(kind, source)
+        return copied(chosen, self._memory) if same_storage(chosen, source) else chosen
+
+    def _keep_update(self, parameter: Parameter, capture: Capture, tensor: Tensor) -> None:
+        _, base = self._before.get(parameter.path, (None, None))
+        if base is not None:
+            now = capture.select(parameter.kind("updates"), local(tensor).detach())
+            if now.shape == base.shape:
+                self._after[parameter.path] = difference(now, base, self._memory)
+
+    def _keep_gradient(
+        self, parameter: Parameter, capture: Capture, gradient: Tensor, streams: Streams, scale: Tensor | None = None
+    ) -> None:
+        reason = unobservable(gradient)
+        if reason is not None:
+            streams._problem(f"{parameter.kind('gradients')} of {parameter.stream!r}", reason)
+            return
+        self._places[parameter.path, "gradients"] = streams._place(gradient)
+        gradient = local(gradient).detach()
+        if scale is not None:
+            gradient = unscaled(gradient, scale)
+        dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
+        copy = self._copy(capture, parameter.kind("gradients"), dense)
+        if copy is not None:
+            self._gradients[parameter.path] = copy
+
+
+def _computed(module: nn.Module) -> list[str]:
+    """The attributes of a module that parametrizations compute."""
+    own = getattr(module, "parametrizations", None)
+    return list(own) if isinstance(own, nn.ModuleDict) and is_parametrized(module) else []
