@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -558,6 +559,58 @@ def test_hdf5_opened_twice_in_a_process(tmp_path: Path) -> None:
         if stop == 20:
             store.append("a", values[20:])
             store.close()
+
+
+def test_hdf5_fails_to_say_why_a_file_does_not_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is being written is read although h5py, which collects garbage meanwhile, loses why it is not."""
+    path = tmp_path / "store.h5"
+    store = create_store(path)
+    store.create("a", dtype="int8", shape=(), chunk_bytes=8)
+    store.seal()
+    store.append("a", np.arange(5, dtype=np.int8))
+    store.commit()
+    plainly = h5py.h5f.open
+    failed = []
+
+    def open_file(*arguments: Any, **options: Any) -> Any:
+        try:
+            return plainly(*arguments, **options)
+        except OSError as error:
+            failed.append(str(error))
+            raise UnicodeDecodeError("utf-8", b"\x9b", 0, 1, "invalid start byte") from None
+
+    monkeypatch.setattr(h5py.h5f, "open", open_file)
+    reader = open_store(path)
+    assert (reader.length("a"), bool(failed)) == (5, True)
+    reader.close()
+    store.close()
+
+
+def test_hdf5_readers_that_nobody_refers_to_are_closed(tmp_path: Path) -> None:
+    """A reader that was forgotten holds no file until garbage is collected, opened while it is written or later."""
+
+    def opened() -> int:
+        return int(h5py.h5f.get_obj_count(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE | h5py.h5f.OBJ_DATASET))
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = opened()
+        path = tmp_path / "store.h5"
+        store = create_store(path)
+        store.create("a", dtype="int8", shape=(), chunk_bytes=8)
+        store.seal()
+        store.append("a", np.arange(5, dtype=np.int8))
+        store.commit()
+        writing = opened()
+        assert open_store(path).length("a") == 5
+        assert opened() == writing > before
+        store.close()
+        del store
+        assert open_store(path).length("a") == 5
+        assert opened() == before
+    finally:
+        gc.enable()
 
 
 def test_a_forked_child_writes_nothing_to_hdf5(tmp_path: Path) -> None:

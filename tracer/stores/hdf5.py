@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import io
 import json
 import math
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import h5py
 import numpy as np
+from h5py._objects import phil
 from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
@@ -190,13 +192,25 @@ def _open(path: File) -> Any:
         flags = h5py.h5f.ACC_RDONLY | (h5py.h5f.ACC_SWMR_READ if swmr else 0)
         try:
             return h5py.File(h5py.h5f.open(os.fsencode(path), flags, fapl=access))
-        except OSError as error:
-            failure = error
+        except (OSError, UnicodeDecodeError) as error:
+            # h5py puts the words of a failure together while a collection of garbage may free other objects of HDF5,
+            # which frees the words, too
             cut_off = [] if swmr else _cut_off(path)
             if cut_off:
                 # in the other ways it opens, and what was cut off reads as if it had never been there
                 raise TraceCorruptError(f"{path}: {cut_off[0]}") from error
-    raise failure
+            if not locking:
+                raise
+    raise AssertionError("the last way to open a file returns or raises")
+
+
+@functools.cache
+def _set_read_attempts() -> Any:
+    """A function of HDF5 that h5py does not offer, but is linked with; None where it is not."""
+    function = getattr(ctypes.CDLL(h5py.h5p.__file__), "H5Pset_metadata_read_attempts", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int64, ctypes.c_uint)
+    return function
 
 
 def _bound_retries(access: Any) -> None:
@@ -204,11 +218,11 @@ def _bound_retries(access: Any) -> None:
 
     By default it waits twice as long each time, a hundred times, which no damaged file would survive to tell of.
     """
-    # h5py does not offer this function, but is linked with the library that has it
-    function = getattr(ctypes.CDLL(h5py.h5p.__file__), "H5Pset_metadata_read_attempts", None)
+    function = _set_read_attempts()
     if function is not None:
-        function.argtypes = (ctypes.c_int64, ctypes.c_uint)
-        function(access.id, 24)
+        # HDF5 is not safe for threads: this is what h5py itself holds while it calls it
+        with phil:
+            function(access.id, 24)
 
 
 class _Array:
