@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -20,8 +21,8 @@ from torch import nn
 import analyze
 import tracer
 from analyze.invariances import INVARIANCES
-from analyze.metrics import bases, spectra
-from analyze.metrics.lanczos import largest, seeded, started
+from analyze.metrics import bases, lanczos, spectra
+from analyze.metrics.lanczos import composed, largest, product, seeded, started
 from analyze.metrics.operator_norm import OperatorNorm, inferred
 from analyze.metrics.power_law import marchenko_pastur_edge, randomized
 from analyze.metrics.saturation import arranged
@@ -101,6 +102,14 @@ def hard() -> dict[str, Any]:
     }
 
 
+@pytest.fixture(params=["in the cache", "larger"])
+def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices are multiplied as those that the cache holds, and as larger ones, by two vectors at a time."""
+    if request.param == "larger":
+        monkeypatch.setattr(lanczos, "_CACHED", 0)
+
+
+@pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("name", hard())
 def test_iterated_spectral_norm(name: str, dtype: str) -> None:
@@ -130,6 +139,7 @@ def test_iterated_spectral_norm(name: str, dtype: str) -> None:
     assert certified.status == "certified"
 
 
+@pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("scale", [1e-300, 1e-30, 1e-20, 1e20, 1e30, 1e300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_scales_of_the_iteration(scale: float, dtype: torch.dtype) -> None:
@@ -148,6 +158,7 @@ def crossing(t: int) -> Any:
     return np.diag(np.concatenate([[3 - 0.1 * t, 2 + 0.1 * t], np.linspace(0, 1, 200)]))
 
 
+@pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("certify", [0, 1])
 def test_a_crossing_is_seen(certify: int) -> None:
     """Exactly orthogonal singular vectors change places at step 5: within 1e-6 at every step, without a certificate."""
@@ -158,6 +169,7 @@ def test_a_crossing_is_seen(certify: int) -> None:
         assert STATUSES[int(found["status"])] == ("certified" if certify else "converged")
 
 
+@pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("rate", [1e-1, 1e-2, 1e-3, 1e-4, 1e-5])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_slow_and_fast_crossings(rate: float, dtype: Any) -> None:
@@ -171,28 +183,53 @@ def test_slow_and_fast_crossings(rate: float, dtype: Any) -> None:
         assert said(metric, message(w.astype(dtype), step=t))["value"] == pytest.approx(exact, rel=1e-6)
 
 
+@pytest.mark.usefixtures("cache")
 def test_without_a_random_vector_the_crossing_is_missed() -> None:
     """From the bare old vector the old singular value is confirmed at every step, 53 % below at last."""
     bare = with_random = np.eye(202)[:1]
     for t in range(15):
         w = crossing(t)
-        old = largest(lambda q, w=w: q @ w.T, lambda p, w=w: p @ w, bare)  # type: ignore[misc] # bound at once
+        old = largest(product(w), bare)
         assert old.value == pytest.approx(3 - 0.1 * t)
         begin = started(with_random, 202, w.dtype, seeded(t))
-        new = largest(lambda q, w=w: q @ w.T, lambda p, w=w: p @ w, begin)  # type: ignore[misc]
+        new = largest(product(w), begin)
         assert new.value == pytest.approx(max(3 - 0.1 * t, 2 + 0.1 * t), rel=1e-6)
         bare, with_random = old.vectors, new.vectors
     assert 1 - old.value / new.value == pytest.approx(0.53, abs=5e-3)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
+@pytest.mark.parametrize("shape", [(1100, 1000), (300, 7), (70001, 9), (1, 1)])
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("k", [1, 4])
+def test_product_of_matrices_in_the_cache_and_larger(
+    dtype: str, shape: tuple[int, int], order: Literal["C", "F"], k: int
+) -> None:
+    """W and its transpose, on one vector or four, are those of a multiplication in double precision."""
+    rng = np.random.default_rng(0)
+    w, q = rng.standard_normal(shape), rng.standard_normal((k, shape[1]))
+    if dtype.startswith("complex"):
+        w, q = w + 1j * rng.standard_normal(shape), q - 1j * rng.standard_normal(q.shape)
+    w, q = w.astype(dtype, order=order), q.astype(dtype)
+    forth, back = product(w).both(q)
+    wide = w.astype(np.complex128)
+    exact = q @ wide.T
+    near = 1e-5 if dtype in ("float32", "complex64") else 1e-13
+    assert (forth.dtype, back.dtype, forth.shape, back.shape) == (dtype, dtype, (k, shape[0]), (k, shape[1]))
+    assert np.linalg.norm(forth - exact) <= near * np.linalg.norm(exact)
+    assert np.linalg.norm(back - exact @ wide.conj()) <= near * np.linalg.norm(exact @ wide.conj())
+
+
+@pytest.mark.parametrize("together", [1, 2, 3])
 @pytest.mark.parametrize("name", ["uniform initialisation", "evenly spread", "complex"])
-def test_little_memory_is_enough(name: str) -> None:
+def test_little_memory_is_enough(name: str, together: int) -> None:
     """With room for a dozen vectors the iteration begins again with the best, and comes to the same value."""
     w = hard()[name]
     exact, start = np.linalg.norm(w, 2), None
     for step in range(3):
         begin = started(start, w.shape[1], w.dtype, seeded(name, step))
-        found = largest(lambda q: q @ w.T, lambda p: p @ w.conj(), begin, rows=12)
+        linear = composed(lambda q: w @ q, lambda p: w.conj().T @ p)
+        found = largest(dataclasses.replace(linear, together=together), begin, rows=12)
         assert found.converged
         assert found.value == pytest.approx(exact, rel=1e-6)
         start = found.vectors
@@ -200,6 +237,7 @@ def test_little_memory_is_enough(name: str) -> None:
             assert found.steps > 12
 
 
+@pytest.mark.usefixtures("cache")
 def test_the_certificate_corrects() -> None:
     """A start that hides the largest singular value gives a wrong value; the certificate finds out and repairs it."""
 
@@ -232,6 +270,7 @@ def test_certificates_come_at_their_steps() -> None:
     assert STATUSES[int(status)] == "exact"
 
 
+@pytest.mark.usefixtures("cache")
 def test_a_warm_start_is_a_hint_only() -> None:
     """From any step on, the values agree with those of the whole run; and warm steps are fewer."""
     generator = torch.Generator().manual_seed(0)
@@ -246,6 +285,7 @@ def test_a_warm_start_is_a_hint_only() -> None:
     assert warm.steps < cold.steps
 
 
+@pytest.mark.usefixtures("cache")
 def test_spectral_norm_goes_on_bit_for_bit() -> None:
     """A state that was taken out and put in another one gives the same bits; other layouts of memory too."""
     generator = torch.Generator().manual_seed(0)
@@ -258,6 +298,7 @@ def test_spectral_norm_goes_on_bit_for_bit() -> None:
     assert got == expected
 
 
+@pytest.mark.usefixtures("cache")
 def test_spectral_norm_edges_beyond_the_exact_size() -> None:
     """NaN, infinity, zero and a change of shape, where the iteration is used."""
     w = torch.randn(200, 200, generator=torch.Generator().manual_seed(0))

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tracer.messages import Message
 
 Map = Callable[[NDArray[Any]], NDArray[Any]]
+Maps = Callable[[NDArray[Any]], tuple[NDArray[Any], NDArray[Any]]]
 
 KEPT = 3
 """How many singular vectors are remembered: with one, a direction that overtakes it by little is not seen for long."""
@@ -25,6 +26,9 @@ KEPT = 3
 _RESTART = 6
 _BYTES = 1 << 28
 """When so many bytes of vectors are held, the iteration begins again with the best few of them."""
+
+_CACHED, _PART = 1 << 21, 1 << 19
+"""The second level of a processor's cache, of which a part of a matrix takes a quarter."""
 
 _SEARCH = 4
 """How many steps a warm start takes from its random vector, before it may stop: a direction that is new on top is found
@@ -94,21 +98,76 @@ def started(
     return np.ascontiguousarray(orthonormal.T, dtype=dtype)
 
 
-def each(one: Map) -> Map:
-    """A map of one vector, as a map of the rows of a matrix."""
-    return lambda rows: one(rows[0])[None] if len(rows) == 1 else np.stack([one(row) for row in rows])
+@dataclass(frozen=True, slots=True, eq=False)
+class LinearMap:
+    """A linear map W, known by what it does to vectors, which are the rows of a matrix.
+
+    Attributes
+    ----------
+    forward : callable
+        Takes rows (k, n) to W's (k, m), in their dtype.
+    both : callable
+        Takes rows (k, n) to W's (k, m), and to what the (conjugate) transpose of W makes of those (k, n).
+    together : int
+        How many rows `both` takes in about the time of one.
+    """
+
+    forward: Map
+    both: Maps
+    together: int = 1
 
 
-def largest(
-    forward: Map, adjoint: Map, start: NDArray[Any], *, tolerance: float = 1e-6, steps: int = 300, rows: int = 0
-) -> Extreme:
+def composed(forward: Map, adjoint: Map) -> LinearMap:
+    """A map that is known by what it and its (conjugate) transpose make of one vector."""
+
+    def each(one: Map, rows: NDArray[Any]) -> NDArray[Any]:
+        return one(rows[0])[None] if len(rows) == 1 else np.stack([one(row) for row in rows])
+
+    def both(rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        forth = each(forward, rows)
+        return forth, each(adjoint, forth)
+
+    return LinearMap(lambda rows: each(forward, rows), both)
+
+
+def product(a_mn: NDArray[Any]) -> LinearMap:
+    """The map of a matrix; of a large real one each part is read from memory once, for it and its transpose.
+
+    Notes
+    -----
+    A matrix that the second level of the cache holds, or whose rows do not lie one behind the other, is read as often
+    as it is multiplied, by one vector after the other: parts of it, or all vectors together, would take longer.
+    """
+    if a_mn.nbytes <= _CACHED or not a_mn.flags.c_contiguous or a_mn.dtype.kind == "c":
+        a_nm = a_mn.conj().T if a_mn.dtype.kind == "c" else a_mn.T
+        return composed(lambda q_n: a_mn @ q_n, lambda p_m: a_nm @ p_m)
+    height = max(1, _PART // (a_mn.shape[1] * a_mn.itemsize))
+
+    def both(q_kn: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        p_km = np.empty((len(q_kn), len(a_mn)), q_kn.dtype)
+        back_kn = np.zeros_like(q_kn)
+        for first in range(0, len(a_mn), height):
+            part_ln = a_mn[first : first + height]
+            if len(q_kn) == 1:
+                p_l = part_ln @ q_kn[0]
+                p_km[0, first : first + height] = p_l
+                back_kn[0] += p_l @ part_ln
+            else:
+                p_kl = q_kn @ part_ln.T
+                p_km[:, first : first + height] = p_kl
+                back_kn += p_kl @ part_ln
+        return p_km, back_kn
+
+    return LinearMap(lambda q_kn: q_kn @ a_mn.T, both, together=2)
+
+
+def largest(w: LinearMap, start: NDArray[Any], *, tolerance: float = 1e-6, steps: int = 300, rows: int = 0) -> Extreme:
     """The largest singular value of a linear map that is known by what it does to vectors.
 
     Parameters
     ----------
-    forward, adjoint : callable
-        W and its (conjugate) transpose, on vectors that are the rows (k, n) or (k, m) of a matrix of the dtype of
-        `start`.
+    w : LinearMap
+        W, see `composed` and `product`.
     start : array (k, n)
         Orthonormal rows, the last a random one, see `started`. One row alone is a cold start.
     tolerance : float
@@ -122,11 +181,12 @@ def largest(
     -----
     *Formula*: Rayleigh-Ritz for W'W on the vectors of the start, enlarged by a few Lanczos steps from the random one,
     which look for a direction that is new on top, then by the residual of the largest Ritz value, with full
-    orthogonalisation (two passes of Gram-Schmidt). From a random vector alone that is Lanczos. It stops when
-    the residual r is below ``sqrt(tolerance)`` of the spread of the Ritz values (from a cold start a hundredth of that,
-    so that near ties come apart), and either r is below `tolerance` or the estimate of Kato and Temple, r² over the gap
-    to the next Ritz value, is below half of it (half, because few steps see the gap too wide). Ritz values that tie
-    within that count as one.
+    orthogonalisation (two passes of Gram-Schmidt). From a random vector alone that is Lanczos. A map that takes some
+    vectors in the time of one is given residuals of the next Ritz values, too, and already beside the Lanczos steps.
+    It stops when the residual r is below ``sqrt(tolerance)`` of the spread of the Ritz values (from a cold start a
+    hundredth of that, so that near ties come apart), and either r is below `tolerance` or the estimate of Kato and
+    Temple, r² over the gap to the next Ritz value, is below half of it (half, because few steps see the gap too wide).
+    Ritz values that tie within that count as one.
     *Source*: B. N. Parlett, "The Symmetric Eigenvalue Problem" (1998), chapters 10-13; E. R. Davidson, "The iterative
     calculation of a few of the lowest eigenvalues" (1975), without preconditioning.
     """
@@ -134,13 +194,12 @@ def largest(
     precision = float(np.finfo(dtype).eps)
     reach = math.sqrt(tolerance) * (1e-2 if k == 1 else 1)
     steps = max(k, min(steps, size))
+    searches, newest = 0 if k == 1 else _SEARCH, k - 1
     # each vector is held with what the map and its transpose make of it
-    rows = max(rows or _BYTES // (2 * size * dtype.itemsize), k + _SEARCH + 2, 2 * _RESTART)
-    search = 0 if k == 1 else min(k + _SEARCH, steps)
+    rows = max(rows or _BYTES // (2 * size * dtype.itemsize), k + _SEARCH * w.together + 2, 2 * _RESTART)
     room = min(steps, rows, k + 16)
     basis_kn, back_kn = _grown(start, room), np.empty((room, size), dtype)
-    first_km = forward(start)
-    back_kn[:k] = adjoint(first_km)
+    first_km, back_kn[:k] = w.both(start)
     squares = np.empty((room, room), np.complex128 if dtype.kind == "c" else np.float64)
     squares[:k, :k] = first_km.conj() @ first_km.T
     applied = k
@@ -149,46 +208,61 @@ def largest(
         squares_kk = squares[:k, :k]
         if not np.isfinite(squares_kk).all():
             return Extreme(math.nan, math.nan, start, applied, False)
-        if k < search:
-            rest_n, top, converged = back_kn[k - 1], float(squares_kk.diagonal().real.max()), False
-        else:
+        searching = searches > 0 and applied < steps
+        more: list[NDArray[Any]] = [back_kn[newest]] if searching else []
+        top = float(squares_kk.diagonal().real.max())
+        if len(more) < w.together or not searching:
             values_k, vectors_kk = np.linalg.eigh(squares_kk)
-            top, ritz = float(values_k[-1]), vectors_kk[:, -1].astype(dtype)
-            rest_n = ritz @ back_kn[:k] - dtype.type(top) * (ritz @ basis_kn[:k])
-            converged = _met(values_k, math.sqrt(_square(rest_n)), reach, tolerance)
-            if converged or applied == steps:
-                break
-            if k == rows:
-                # no more memory: go on with the best
-                best = np.ascontiguousarray(vectors_kk[:, ::-1][:, :_RESTART].T.astype(dtype))
-                k = len(best)
-                basis_kn[:k], back_kn[:k] = best @ basis_kn, best @ back_kn
-                squares[:k, :k] = np.diag(values_k[::-1][:k])
-        for _ in range(2):
-            rest_n = rest_n - (basis_kn[:k].conj() @ rest_n) @ basis_kn[:k]
-        length = math.sqrt(_square(rest_n))
-        if length <= 4 * precision * max(top, 0.0):  # an invariant subspace: nothing more can come
-            if k < search:
-                search = k
+            top = float(values_k[-1])
+            ritz_jk = vectors_kk[:, : -1 - w.together + len(more) : -1].T.astype(dtype)
+            rest_jn = ritz_jk @ back_kn[:k]
+            rest_jn -= values_k[: -1 - len(ritz_jk) : -1, None].astype(dtype) * (ritz_jk @ basis_kn[:k])
+            residuals = [math.sqrt(_square(rest_n)) for rest_n in rest_jn]
+            if not searching:
+                converged = _met(values_k, residuals[0], reach, tolerance)
+                if converged or applied == steps:
+                    break
+            more += [rest_n for rest_n, length in zip(rest_jn, residuals, strict=True) if length > tolerance * top]
+        more = more[: steps - applied]
+        if k + len(more) > rows:
+            # no more memory: go on with the best
+            best = np.ascontiguousarray(vectors_kk[:, ::-1][:, :_RESTART].T.astype(dtype))
+            k = len(best)
+            basis_kn[:k], back_kn[:k] = best @ basis_kn[: len(squares_kk)], best @ back_kn[: len(squares_kk)]
+            squares[:k, :k] = np.diag(values_k[::-1][:k])
+        if k + len(more) > room:
+            room = min(max(2 * room, k + len(more)), steps, rows)
+            basis_kn, back_kn = _grown(basis_kn, room), _grown(back_kn, room)
+            squares = np.pad(squares, (0, room - len(squares)))
+        end = k
+        for number, rest_n in enumerate(more):
+            for _ in range(2):
+                rest_n = rest_n - (basis_kn[:end].conj() @ rest_n) @ basis_kn[:end]
+            length = math.sqrt(_square(rest_n))
+            if length > 4 * precision * max(top, 0.0):
+                basis_kn[end] = rest_n / rest_n.real.dtype.type(length)
+                end += 1
+            elif searching and number == 0:  # an invariant subspace: the random vector finds nothing more
+                searches = 0
+        if searches > 0:
+            searches, newest = searches - 1, k
+        if end == k:
+            if searching:
                 continue
             converged = True
             break
-        if k == room:
-            room = min(2 * room, steps, rows)
-            basis_kn, back_kn = _grown(basis_kn, room), _grown(back_kn, room)
-            squares = np.pad(squares, (0, room - k))
-        basis_kn[k] = rest_n / rest_n.real.dtype.type(length)
-        p_m = forward(basis_kn[k : k + 1])
-        back_kn[k] = adjoint(p_m)[0]
-        beside = _wide(basis_kn[:k].conj() @ back_kn[k])
-        squares[:k, k], squares[k, :k], squares[k, k] = beside, beside.conj(), _square(p_m)
-        k += 1
-        applied += 1
+        p_jm, back_kn[k:end] = w.both(basis_kn[k:end])
+        beside = _wide(basis_kn[:k].conj() @ back_kn[k:end].T)
+        squares[:k, k:end], squares[k:end, :k] = beside, beside.conj().T
+        p_jm = _wide(p_jm)
+        squares[k:end, k:end] = p_jm.conj() @ p_jm.T
+        applied += end - k
+        k = end
     kept = np.ascontiguousarray(vectors_kk[:, ::-1][:, :KEPT].T.astype(dtype))
     q_jn = kept @ basis_kn[:k]
     length = math.sqrt(_square(q_jn[0]))
     # measured once more: in float32 the Ritz value has gathered the rounding of all products
-    value = math.sqrt(_square(forward(q_jn[:1]))) / length
+    value = math.sqrt(_square(w.forward(q_jn[:1]))) / length
     if value == 0:
         return Extreme(0.0, 0.0, q_jn, applied, True)
     off_n = kept[0] @ back_kn[:k] - dtype.type(value * value) * q_jn[0]

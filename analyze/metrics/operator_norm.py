@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.inputs import Array, answer, as_array, subscription_to
-from analyze.metrics.lanczos import each, generator_of, largest, seeded, started, stream_of
+from analyze.metrics.lanczos import composed, generator_of, largest, seeded, started, stream_of
 from analyze.metrics.spectra import code, power_of_two
 from analyze.metrics.spectral_norm import (
     STATUSES,
@@ -125,7 +125,7 @@ def operator_norm(
     generator = seeded("operator_norm") if random is None else random
     begin = started(start, math.prod(layer.shape), kernel.dtype, generator)
     with np.errstate(all="ignore"):
-        found = largest(each(layer.forward), each(layer.adjoint), begin, tolerance=tolerance)
+        found = largest(composed(layer.forward, layer.adjoint), begin, tolerance=tolerance)
     status: Status = "converged" if found.converged else "unconverged"
     return SpectralNormResult(found.value * scale, found.residual * scale, status, found.steps, found.vectors)
 
