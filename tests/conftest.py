@@ -26,6 +26,14 @@ def explicit_seeds() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Models and batches in double precision: what trainings that sum in other orders differ by stays small."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """The models are tiny; more threads would only wait for each other, and sums would depend on the machine."""

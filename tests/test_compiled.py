@@ -197,7 +197,7 @@ def identity(message: Message) -> tuple[Any, ...]:
 def assert_close(found: dict[Any, Tensor], expected: dict[Any, Tensor], backend: str) -> None:
     """Equal to eager's, bit for bit where the backend runs eager's kernels."""
     assert found.keys() == expected.keys()
-    near = {"rtol": 1e-4, "atol": 1e-5} if backend == "inductor" else {"rtol": 0, "atol": 0}
+    near = {"rtol": 1e-9, "atol": 1e-11} if backend == "inductor" else {"rtol": 0, "atol": 0}
     for key, value in found.items():
         torch.testing.assert_close(
             value, expected[key], **near, equal_nan=True, msg=lambda text, key=key: f"{key}: {text}"
@@ -213,6 +213,7 @@ def assert_close(found: dict[Any, Tensor], expected: dict[Any, Tensor], backend:
     + [pytest.param(make, "inductor", marks=INDUCTOR.marks) for make in (Residual, Convolutions)]
     + [pytest.param(Attention, "inductor", marks=(*INDUCTOR.marks, pytest.mark.slow))],
 )
+@pytest.mark.usefixtures("double")
 def test_compiled_records_what_eager_does(make: Callable[[], nn.Module], backend: str) -> None:
     """One graph for all steps; the messages of an eager run; the weights of the compiled run that nobody watches."""
     eager = train(make, None)
@@ -427,6 +428,7 @@ def test_batches_of_many_sizes(backend: str) -> None:
         pytest.param("inductor", False, marks=INDUCTOR.marks),
     ],
 )
+@pytest.mark.usefixtures("double")
 def test_checkpoints(reentrant: bool, backend: str) -> None:
     """What a checkpoint computes again is recorded once, with its gradients."""
 
@@ -492,6 +494,7 @@ WAYS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Any, Any, int], None
 }
 
 
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ways_to_train_a_compiled_model(way: str, backend: str) -> None:

@@ -1496,6 +1496,7 @@ class Blocks(nn.Module):
         return self.head(self.run(self.both, x) if self.nested else x)
 
 
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("nested", [True, False])
 def test_checkpointing(reentrant: bool, nested: bool) -> None:
@@ -1518,14 +1519,14 @@ def test_checkpointing(reentrant: bool, nested: bool) -> None:
             got, expected = ({(m.global_step, m.call): m.data for m in find(heard[f], kind, module)} for f in heard)
             assert got.keys() == expected.keys(), (kind, module)
             for place, data in got.items():
-                torch.testing.assert_close(data, expected[place], rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(data, expected[place], rtol=1e-9, atol=1e-12)
     got, expected = (
         {(m.global_step, m.call): m.data for m in find(heard[f], "input_gradients", "block.2")} for f in heard
     )
     assert len(got) == 12
     assert got.keys() == expected.keys()
     for place, data in got.items():
-        torch.testing.assert_close(data, expected[place], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(data, expected[place], rtol=1e-9, atol=1e-12)
 
 
 def test_nested_reentrant_checkpoints() -> None:
