@@ -8,7 +8,7 @@ A bin is at most 1/128 of its numbers wide, so that a quantile from its middle i
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,14 +148,16 @@ def sketch(x: Array) -> Sketch:
     infinite = int(counts[_INFINITY]), int(counts[_INFINITY | _SIGN])
     found.nan = int(counts[_INFINITY + 1 : _SIGN].sum() + counts[(_INFINITY | _SIGN) + 1 :].sum())
     if any(infinite):  # some NaN have the upper bits of an infinity
-        found.positive_infinities = int(np.count_nonzero(flat == np.inf))
-        found.negative_infinities = int(np.count_nonzero(flat == -np.inf))
+        found.positive_infinities = _how_many(flat, lambda part: part == np.inf)
+        found.negative_infinities = _how_many(flat, lambda part: part == -np.inf)
         found.nan += sum(infinite) - found.positive_infinities - found.negative_infinities
     counts[_INFINITY:_SIGN] = counts[_INFINITY | _SIGN :] = 0
     if counts[0] or counts[_SIGN]:  # some tiny numbers have the upper bits of a zero
-        found.zeros = flat.size - int(np.count_nonzero(flat))
-        below = int(np.count_nonzero(flat < 0) - counts[_SIGN + 1 :].sum()) - found.negative_infinities
-        counts[0], counts[_SIGN] = counts[0] + counts[_SIGN] - found.zeros - below, below
+        found.zeros = _how_many(flat, lambda part: part == 0)
+        tiny, below = int(counts[0] + counts[_SIGN]) - found.zeros, 0
+        if tiny:
+            below = _how_many(flat, lambda part: part < 0) - int(counts[_SIGN + 1 :].sum()) - found.negative_infinities
+        counts[0], counts[_SIGN] = tiny - below, below
     found.counts = counts
     finite = flat if not (found.nan or any(infinite)) else flat[np.isfinite(flat)]
     if finite.size:
@@ -172,6 +174,11 @@ def counts_by_key(flat: NDArray[Any]) -> NDArray[np.int64]:
         np.copyto(numbers, keys)
         counts += np.bincount(numbers, minlength=65536)
     return counts
+
+
+def _how_many(flat: NDArray[Any], such: Callable[[NDArray[Any]], NDArray[np.bool_]]) -> int:
+    """How many numbers of a vector are such, block by block in the cache."""
+    return sum(int(np.count_nonzero(such(flat[start : start + BLOCK]))) for start in range(0, flat.size, BLOCK))
 
 
 def _as_float32(part: NDArray[Any]) -> NDArray[np.float32]:
