@@ -869,7 +869,7 @@ class TraceReader:
         if not size:
             name, dtype = self._pools[pool]
             store = self._store_of[pool]
-            size, length = math.prod(store.row_shape(name)), store.length(name)
+            length, size = store.length(name), math.prod(store.row_shape(name))  # the length is looked up anew
             if store.dtype(name) != dtype or size < 1:
                 raise TraceCorruptError(f"{self.path}: pool {name!r} is not of the dtype {dtype} that was declared")
             self._sizes_of[pool] = size, length

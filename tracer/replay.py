@@ -227,6 +227,7 @@ def _publish(bus: MessageBus, reader: TraceReader, todo: Plan, limit: int) -> No
         pairs = pairs[pairs[:, 0] < limit]
     for message in _messages(reader, where, pairs):
         bus.publish(message)
+        del message  # before the next is read, so that it can have the memory, which is still in the cache
 
 
 def _settled(reader: TraceReader, todo: Plan) -> int:
