@@ -22,7 +22,7 @@ import analyze
 import tracer
 from analyze.invariances import INVARIANCES
 from analyze.metrics import bases, lanczos, spectra
-from analyze.metrics.lanczos import composed, largest, product, seeded, started
+from analyze.metrics.lanczos import Start, composed, largest, product, seeded, started
 from analyze.metrics.operator_norm import OperatorNorm, inferred
 from analyze.metrics.power_law import marchenko_pastur_edge, randomized
 from analyze.metrics.saturation import arranged
@@ -189,13 +189,27 @@ def test_without_a_random_vector_the_crossing_is_missed() -> None:
     bare = with_random = np.eye(202)[:1]
     for t in range(15):
         w = crossing(t)
-        old = largest(product(w), bare)
+        old = largest(product(w), Start(bare, len(bare)))
         assert old.value == pytest.approx(3 - 0.1 * t)
         begin = started(with_random, 202, w.dtype, seeded(t))
         new = largest(product(w), begin)
         assert new.value == pytest.approx(max(3 - 0.1 * t, 2 + 0.1 * t), rel=1e-6)
         bare, with_random = old.vectors, new.vectors
     assert 1 - old.value / new.value == pytest.approx(0.53, abs=5e-3)
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("ties", [2, 3, 5])
+@pytest.mark.parametrize("gap", [1e-7, 1e-6, 1e-5, 1e-4])
+def test_near_ties_come_apart_from_a_cold_start(ties: int, gap: float) -> None:
+    """Where the largest singular values differ by little, and nothing is known of them, the largest is found."""
+    rng = np.random.default_rng(0)
+    for number in range(12):
+        left, right = np.linalg.qr(rng.standard_normal((170, 150)))[0], orthogonal(150, rng)
+        w = (left * np.r_[1 - gap * np.arange(ties), np.linspace(0.9, 0, 150 - ties)]) @ right.T
+        w = w.astype(np.float32 if number % 2 else np.float64)
+        exact = np.linalg.norm(w.astype(np.float64), 2)
+        assert analyze.spectral_norm(w, random=seeded(number)) == pytest.approx(exact, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
@@ -242,21 +256,21 @@ def test_the_certificate_corrects() -> None:
     """A start that hides the largest singular value gives a wrong value; the certificate finds out and repairs it."""
 
     class NoRandom:
-        """A generator whose random part has nothing of the first direction."""
+        """A generator whose random part has nothing of the last direction."""
 
         def standard_normal(self, size: tuple[int, int]) -> Any:
             part = np.random.default_rng(0).standard_normal(size)
-            part[:, 0] = 0
+            part[:, -1] = 0  # where Householder's reflections leave it
             return part
 
-    w = np.diag(np.concatenate([[5.0], np.linspace(3, 0, 199)]))
+    w = np.diag(np.concatenate([np.linspace(3, 0, 199), [5.0]]))
     random: Any = NoRandom()
     assert analyze.spectral_norm(w, random=random) == pytest.approx(3, rel=1e-6)
     corrected = analyze.spectral_norm(w, random=random, certify=True)
     assert corrected == pytest.approx(5, rel=1e-13)
     assert corrected.status == "corrected"
     assert corrected.vectors is not None
-    assert abs(corrected.vectors[0, 0]) == pytest.approx(1)
+    assert abs(corrected.vectors[0, -1]) == pytest.approx(1)
 
 
 def test_certificates_come_at_their_steps() -> None:

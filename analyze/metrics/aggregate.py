@@ -117,7 +117,7 @@ class Aggregate(Subscriber):
     *Memory*: for each stream the open window: its numbers, up to 4096; then their moments and how many lie in each bin.
     Part of `state_dict`, and can be merged.
     *Numerics*: float64; moments to rounding of any number of numbers; quantiles exact of up to 4096 numbers in a
-    window, of more good to 0.05 %.
+    window, of more good to 0.05 % of the numbers that they lie between.
     *Source*: P. Pébay, SAND2008-6212 (2008), for merging; Hyndman and Fan (1996), definition 7, for quantiles.
     *Formerly*: monitorch's aggregation methods (whose min gave the maximum, whose Q3 gave Q1, and whose median an
     observation beside it) and its running means; ikkuna's accuracies once per epoch.

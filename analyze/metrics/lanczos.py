@@ -85,17 +85,33 @@ def generator_of(message: Message) -> np.random.Generator:
     return seeded(message.kind, *stream_of(message), message.global_step)
 
 
-def started(
-    previous: NDArray[Any] | None, size: int, dtype: np.dtype[Any], random: np.random.Generator
-) -> NDArray[Any]:
-    """Orthonormal vectors to begin with: the previous ones and, last, a random one; or a random one alone."""
-    start = random.standard_normal((1, size))
+@dataclass(frozen=True, slots=True, eq=False)
+class Start:
+    """What the iteration begins with.
+
+    Attributes
+    ----------
+    vectors : array (k, n)
+        Orthonormal rows.
+    known : int
+        How many of them, the first, come from a similar map; the others are random.
+    """
+
+    vectors: NDArray[Any]
+    known: int
+
+
+def started(previous: NDArray[Any] | None, size: int, dtype: np.dtype[Any], random: np.random.Generator) -> Start:
+    """The previous vectors and a random one; or, where there are none that fit, `KEPT` random ones."""
+    known_kn = np.empty((0, size)) if previous is None else previous.reshape(-1, previous.shape[-1])
+    if known_kn.shape[1] != size or len(known_kn) >= size:
+        known_kn = np.empty((0, size))
+    shape = min(1 if len(known_kn) else KEPT, size), size
+    random_kn = random.standard_normal(shape)
     if dtype.kind == "c":
-        start = start + 1j * random.standard_normal((1, size))
-    if previous is not None and previous.shape[-1:] == (size,) and len(previous.reshape(-1, size)) < size:
-        start = np.concatenate([previous.reshape(-1, size), start])
-    orthonormal, _ = np.linalg.qr(start.T)
-    return np.ascontiguousarray(orthonormal.T, dtype=dtype)
+        random_kn = random_kn + 1j * random.standard_normal(shape)
+    orthonormal, _ = np.linalg.qr(np.concatenate([known_kn, random_kn]).T)
+    return Start(np.ascontiguousarray(orthonormal.T, dtype=dtype), len(known_kn))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,15 +177,15 @@ def product(a_mn: NDArray[Any]) -> LinearMap:
     return LinearMap(lambda q_kn: q_kn @ a_mn.T, both, together=2)
 
 
-def largest(w: LinearMap, start: NDArray[Any], *, tolerance: float = 1e-6, steps: int = 300, rows: int = 0) -> Extreme:
+def largest(w: LinearMap, start: Start, *, tolerance: float = 1e-6, steps: int = 300, rows: int = 0) -> Extreme:
     """The largest singular value of a linear map that is known by what it does to vectors.
 
     Parameters
     ----------
     w : LinearMap
         W, see `composed` and `product`.
-    start : array (k, n)
-        Orthonormal rows, the last a random one, see `started`. One row alone is a cold start.
+    start : Start
+        See `started`. Where nothing is known, that is a cold start.
     tolerance : float
         The relative error to stop at.
     steps : int
@@ -181,25 +197,27 @@ def largest(w: LinearMap, start: NDArray[Any], *, tolerance: float = 1e-6, steps
     -----
     *Formula*: Rayleigh-Ritz for W'W on the vectors of the start, enlarged by a few Lanczos steps from the random one,
     which look for a direction that is new on top, then by the residual of the largest Ritz value, with full
-    orthogonalisation (two passes of Gram-Schmidt). From a random vector alone that is Lanczos. A map that takes some
-    vectors in the time of one is given residuals of the next Ritz values, too, and already beside the Lanczos steps.
-    It stops when the residual r is below ``sqrt(tolerance)`` of the spread of the Ritz values (from a cold start a
-    hundredth of that, so that near ties come apart), and either r is below `tolerance` or the estimate of Kato and
-    Temple, r² over the gap to the next Ritz value, is below half of it (half, because few steps see the gap too wide).
-    Ritz values that tie within that count as one.
+    orthogonalisation (two passes of Gram-Schmidt). A map that takes some vectors in the time of one is given residuals
+    of the next Ritz values, too, and already beside the Lanczos steps. A cold start begins with `KEPT` random vectors
+    and takes as many residuals: what one vector has of two singular vectors whose values nearly tie stays a mixture for
+    long, and says nothing of it. It stops when the residual r is below ``sqrt(tolerance)`` of the spread of the Ritz
+    values (from a cold start a hundredth of that, so that near ties come apart), and either r is below `tolerance` or
+    the estimate of Kato and Temple, r² over the gap to the next Ritz value, is below half of it (half, because few
+    steps see the gap too wide). Ritz values that tie within that count as one.
     *Source*: B. N. Parlett, "The Symmetric Eigenvalue Problem" (1998), chapters 10-13; E. R. Davidson, "The iterative
     calculation of a few of the lowest eigenvalues" (1975), without preconditioning.
     """
-    (k, size), dtype = start.shape, start.dtype
+    (k, size), dtype = start.vectors.shape, start.vectors.dtype
     precision = float(np.finfo(dtype).eps)
-    reach = math.sqrt(tolerance) * (1e-2 if k == 1 else 1)
+    reach = math.sqrt(tolerance) * (1 if start.known else 1e-2)
+    together = w.together if start.known else max(w.together, k)
     steps = max(k, min(steps, size))
-    searches, newest = 0 if k == 1 else _SEARCH, k - 1
+    searches, newest = _SEARCH if 0 < start.known < k else 0, k - 1
     # each vector is held with what the map and its transpose make of it
-    rows = max(rows or _BYTES // (2 * size * dtype.itemsize), k + _SEARCH * w.together + 2, 2 * _RESTART)
+    rows = max(rows or _BYTES // (2 * size * dtype.itemsize), k + _SEARCH * together + 2, 2 * _RESTART)
     room = min(steps, rows, k + 16)
-    basis_kn, back_kn = _grown(start, room), np.empty((room, size), dtype)
-    first_km, back_kn[:k] = w.both(start)
+    basis_kn, back_kn = _grown(start.vectors, room), np.empty((room, size), dtype)
+    first_km, back_kn[:k] = w.both(start.vectors)
     squares = np.empty((room, room), np.complex128 if dtype.kind == "c" else np.float64)
     squares[:k, :k] = first_km.conj() @ first_km.T
     applied = k
@@ -207,14 +225,14 @@ def largest(w: LinearMap, start: NDArray[Any], *, tolerance: float = 1e-6, steps
     while True:
         squares_kk = squares[:k, :k]
         if not np.isfinite(squares_kk).all():
-            return Extreme(math.nan, math.nan, start, applied, False)
+            return Extreme(math.nan, math.nan, start.vectors, applied, False)
         searching = searches > 0 and applied < steps
         more: list[NDArray[Any]] = [back_kn[newest]] if searching else []
         top = float(squares_kk.diagonal().real.max())
-        if len(more) < w.together or not searching:
+        if len(more) < together or not searching:
             values_k, vectors_kk = np.linalg.eigh(squares_kk)
             top = float(values_k[-1])
-            ritz_jk = vectors_kk[:, : -1 - w.together + len(more) : -1].T.astype(dtype)
+            ritz_jk = vectors_kk[:, : -1 - together + len(more) : -1].T.astype(dtype)
             rest_jn = ritz_jk @ back_kn[:k]
             rest_jn -= values_k[: -1 - len(ritz_jk) : -1, None].astype(dtype) * (ritz_jk @ basis_kn[:k])
             residuals = [math.sqrt(_square(rest_n)) for rest_n in rest_jn]

@@ -39,8 +39,8 @@ def _middles(bins: NDArray[np.int64]) -> NDArray[np.float64]:
 class Reducer:
     """Statistics of a set of real numbers that grows.
 
-    Quantiles are exact of up to `KEPT` numbers, and good to 0.05 % of more; all else is exact to rounding of any
-    number. Merging gives the same as hearing all, to rounding.
+    Quantiles are exact of up to `KEPT` numbers, and of more good to 0.05 % of the numbers that they lie between; all
+    else is exact to rounding of any number. Merging gives the same as hearing all, to rounding.
 
     Examples
     --------

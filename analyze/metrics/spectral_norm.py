@@ -232,7 +232,8 @@ class SpectralNorm(Subscriber):
     *Formula*: Rayleigh-Ritz for W'W on the first three singular vectors of the step before, four Lanczos steps from a
     random vector, and then residuals, until the estimate of Kato and Temple, r² over the gap to the next Ritz value, is
     within `tolerance`. What sees another singular value overtake the first is the random vector, drawn from a generator
-    that is seeded by stream and step, and, where it overtakes by little, the vectors beyond the first.
+    that is seeded by stream and step, and, where it overtakes by little, the vectors beyond the first. Without memory
+    it begins with three random vectors, whose residuals all go on, so that values that nearly tie come apart.
     *Cost*: warm about ten to fifteen products with W and its transpose, for which a large W is read from memory six to
     eight times; a certificate one Gram matrix and one Cholesky factorisation in float64; exact :math:`O(\min(o,i)^3)`.
     *Invariant to* orthogonal maps of inputs and outputs, so to their order; scales with the data. For a convolution it
