@@ -1348,13 +1348,24 @@ def replay(
 
         for row in results if not follow else ():
             _print_json(row_as_json(row), indent=None)
-    elif target is None and tensorboard is None and not follow:
-        if len(results):
-            _show(results.to_table())
-        else:
-            click.echo("there are no answers: the subscribers got nothing that they answer", err=True)
-    if damage is not None:
+    elif target is None and tensorboard is None and not follow and len(results):
+        _show(results.to_table())
+    if damage is None:
+        _note_silent(results, [subscriber for _, subscribers, _ in able for subscriber in subscribers])
+    else:
         raise Failure(f"{damage}; the answers are to what comes before that", DAMAGED)
+
+
+def _note_silent(results: Results, asked: Iterable[Subscriber]) -> None:
+    """Say which subscribers answered nothing, and what they need."""
+    from analyze.catalogue import headings
+    from tracer.bus import describe
+
+    answered = results.subscribers
+    silent = {describe(one): headings(type(one).__doc__ or "").get("Needs", "") for one in asked}
+    for name, needs in silent.items():
+        if name not in answered:
+            click.echo(f"{name} answered nothing" + (f"; it needs {needs}" if needs else ""), err=True)
 
 
 def _asked(

@@ -329,6 +329,11 @@ class Results:
         """The traces that were asked, in their order."""
         return tuple(dict.fromkeys(stream.trace for stream in self._kept.streams))
 
+    @property
+    def subscribers(self) -> tuple[str, ...]:
+        """The subscribers that answered, in the order of their first answers."""
+        return tuple(dict.fromkeys(stream.subscriber for stream in self._kept.streams))
+
     def messages(self) -> Iterator[Message]:
         """The answers as messages again, with their shape and dtype."""
         kept = self._kept
@@ -527,7 +532,7 @@ class Results:
             raise TraceError(f"a trace holds the results of one trace, but these are of {len(self.traces)}")
         header = {
             "results_of": self.traces[0] if self.traces else None,
-            "subscribers": sorted({stream.subscriber for stream in self._kept.streams}),
+            "subscribers": sorted(self.subscribers),
         }
         check_target(path, overwrite=overwrite)
         with _new_file(path, overwrite) as temporary, TraceWriter(temporary, header=header) as writer:

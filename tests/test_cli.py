@@ -237,6 +237,24 @@ def test_replay_as_json_lines(trace: Path) -> None:
     assert [(row["global_step"], row["value"]) for row in rows] == [(3, 0.25), (4, pytest.approx(0.2, rel=1e-6))]
 
 
+def test_replay_says_who_answered_nothing(tmp_path: Path) -> None:
+    """A metric that needs every step has no answers from every second one; which, and what it needs, is said."""
+    path = tmp_path / "run.zarr"
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    kinds = ["weight_gradients", "bias_gradients", "weight_updates", "bias_updates"]
+    with tracer.record(path, model, optimizer, capture=tracer.Capture(kinds=kinds, every=2), strict=True):
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    result = run("replay", path, "-s", "alpha", "-s", "norm:kind=weight_updates")
+    assert result.exit_code == 0, result.output
+    assert "alpha answered nothing; it needs updates and gradients of every step" in result.stderr
+    assert "weight_updates_norm2" in result.stdout
+    assert "norm answered nothing" not in result.stderr
+
+
 def test_plan(trace: Path) -> None:
     """``--plan`` says what would be read without reading, and what is missing."""
     told = json.loads(run("replay", trace, "-s", "norm:subsample=4", "-m", "conv1", "--plan", "--json").stdout)
