@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -584,6 +585,43 @@ def test_hdf5_fails_to_say_why_a_file_does_not_open(tmp_path: Path, monkeypatch:
     assert (reader.length("a"), bool(failed)) == (5, True)
     reader.close()
     store.close()
+
+
+def test_hdf5_opened_while_another_thread_opens_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file whose writer ends is opened although another thread changes how it is open, as soon as it can."""
+    path = tmp_path / "store.h5"
+    store = create_store(path)
+    store.create("a", dtype="int8", shape=(), chunk_bytes=8)
+    store.seal()
+    store.append("a", np.arange(5, dtype=np.int8))
+    store.commit()
+    one = open_store(path)
+    store.close()
+    others: list[Any] = []
+
+    def reopen() -> None:
+        one.close()
+        others.append(open_store(path))
+
+    thread = threading.Thread(target=reopen)
+    plainly = h5py.h5f.open
+
+    def open_file(*arguments: Any, **options: Any) -> Any:
+        try:
+            return plainly(*arguments, **options)
+        except OSError:
+            if thread.ident is None:
+                thread.start()
+                thread.join(0.5)
+            raise
+
+    monkeypatch.setattr(h5py.h5f, "open", open_file)
+    two = open_store(path)
+    thread.join()
+    for reader in (two, *others):
+        assert np.array_equal(reader.read("a", 0, 5), np.arange(5))
+        reader.close()
+    assert len(others) == 1
 
 
 def test_hdf5_readers_that_nobody_refers_to_are_closed(tmp_path: Path) -> None:

@@ -181,6 +181,12 @@ def _open(path: File) -> Any:
             raise TraceCorruptError(f"{path}: {cut_off[0]}")
         # nobody writes it there; of one whose writer was killed HDF5 would say that somebody does
         return h5py.File(_Mended(path) if _is_unfinished(path) else path.open(), "r")
+    # what one way finds of the modes in which this process has it open is so in the next: no other thread comes between
+    with phil:
+        return _open_somehow(path)
+
+
+def _open_somehow(path: Path) -> Any:
     # A process opens a file twice only in the same mode, and most others open it plainly. Plainly fails while it is
     # written or after its writer was killed (swmr), and on file systems without locks.
     for swmr, locking in ((False, True), (True, True), (True, False)):
