@@ -183,6 +183,35 @@ def test_committed_rows_are_there_while_the_store_is_written(tmp_path: Path, suf
 
 
 @every_format
+@pytest.mark.parametrize("codec", [None, "lz4"])
+def test_what_was_read_before_a_commit_is_the_same_after_it(tmp_path: Path, suffix: str, codec: str | None) -> None:
+    """The last chunk moves when it grows, and the next takes its place: a reader that knows the old place sees that."""
+    path = tmp_path / f"store{suffix}"
+    store = create_store(path)
+    store.create("a", dtype="int64", shape=(), chunk_bytes=64, compression=codec)
+    store.seal()
+    values = np.arange(100)
+    store.append("a", values[:3])
+    store.commit()
+    reader = open_store(path)
+    for stop in range(4, 100):
+        assert np.array_equal(reader.read("a", 0, 3), values[:3])
+        store.append("a", values[stop - 1 : stop])
+        store.commit()
+        assert np.array_equal(reader.read("a", 0, 3), values[:3])
+        if stop % 7 == 0:
+            reader.refresh()
+            assert reader.length("a") == stop
+            assert np.array_equal(reader.read("a", 0, stop), values[:stop])
+            known = stop
+        elif stop > 7:
+            assert np.array_equal(reader.read("a", 0, known), values[:known])
+            assert np.array_equal(reader.read("a", known - 1, known), values[known - 1 : known])
+    reader.close()
+    store.close()
+
+
+@every_format
 def test_attributes(tmp_path: Path, suffix: str) -> None:
     """Attributes of root, groups and arrays are JSON values of any size, and come back as they were."""
     path = tmp_path / f"store{suffix}"

@@ -62,6 +62,8 @@ OPEN_FILES = 64
 """Shards kept open; models have thousands of streams, and processes may open about a thousand files."""
 READS = 3
 """How often chunks are read before they count as damaged: a writer may have moved one after the index was read."""
+MOVES = 100
+"""How often a chunk is read again because a writer moved it meanwhile: each time it has committed twice."""
 MISSING = 2**64 - 1
 
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
@@ -646,15 +648,29 @@ class _Opened:
         return False
 
 
+class _MovedError(TraceCorruptError):
+    """A chunk was moved while it was read."""
+
+
 class _ReadShard:
     """A shard that is open for reading, and its index; closed when the last who uses it lets go of it."""
 
-    __slots__ = ("file", "index")
+    __slots__ = ("file", "index", "last")
 
     def __init__(self, file: int) -> None:
         self.file = file
         self.index: NDArray[np.uint64] = np.empty((0, 2), "<u8")
         """Offset and bytes of each chunk."""
+        self.last = -1
+        """The last chunk that is there."""
+
+    def moved(self, chunk: int) -> bool:
+        """Whether a writer has moved a chunk since the index was read, so that another may be where it was.
+
+        To be asked after the chunk was read. Only the last chunk moves, when it grows, and its old place is written to
+        again only after the index that refers to the new one.
+        """
+        return chunk == self.last and os.pread(self.file, 16, 16 * chunk) != self.index[chunk].tobytes()
 
     def __del__(self) -> None:
         os.close(self.file)
@@ -900,13 +916,18 @@ class ZarrReadStore:
             raise TraceCorruptError(f"{self.path}: array {name!r} does not fit into memory: {error}") from error
         if found.size:
             read = self._read if array.codec is None else self._read_compressed
-            for left in reversed(range(self.reads)):
+            left, moves = self.reads - 1, MOVES
+            while True:
                 try:
                     read(name, array, start, stop, found.reshape(-1).view(np.uint8))
                     break
-                except TraceCorruptError:
+                except TraceCorruptError as error:
                     self._shards.clear()  # a writer may have moved what it holds
-                    if not left:
+                    if isinstance(error, _MovedError) and moves:
+                        moves -= 1
+                    elif left:
+                        left -= 1
+                    else:
                         raise
         return found
 
@@ -1003,6 +1024,8 @@ class ZarrReadStore:
                     right = _read_chunk(file, target, trailer, offset)
                     low, high = max(begin, first), min(begin + length, end)
                     out[low - first : high - first] = target[low - begin : high - begin]
+                if shard.moved(number % per_shard):
+                    raise _MovedError(f"{self.path}: chunk {number} of array {name!r} moves faster than it is read")
                 if not right:
                     why = "fails its checksum" if self.verifies else "lies beyond the end of its file"
                     raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} {why}")
@@ -1033,6 +1056,8 @@ class ZarrReadStore:
                     raise TraceCorruptError(f"{self.path}: array {name!r} lacks its chunk {number}")
                 stored = buffer[: nbytes - 4]
                 read = os.preadv(shard.file, [buffer[:nbytes].data], offset)
+                if shard.moved(number % per_shard):
+                    raise _MovedError(f"{self.path}: chunk {number} of array {name!r} moves faster than it is read")
                 if read != nbytes or _crc32c(stored.data) != buffer[nbytes - 4 : nbytes].tobytes():
                     raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} fails its checksum")
                 whole = length == chunk_nbytes and begin >= first and begin + length <= end
@@ -1053,6 +1078,7 @@ class ZarrReadStore:
         if shard is None:
             shard = _ReadShard(self._open_shard(name, array, number))
             shard.index = self._read_index(name, array, shard.file)
+            shard.last = int(np.flatnonzero(shard.index[:, 0] != MISSING).max(initial=-1))
             while len(self._shards) >= OPEN_FILES:
                 # another thread may do the same at the same time
                 self._shards.pop(next(iter(self._shards), ("", 0)), None)
