@@ -24,7 +24,8 @@ from cli import main
 from tracer import Collect, ModuleMessage, NetworkMessage, TraceReader, TraceWriter
 from tracer.errors import CaptureError, TraceError, TraceExistsError
 from tracer.layout import Column, part_name
-from tracer.parts import Process, claim, this_process
+from tracer.parts import Part, Process, claim, this_process
+from tracer.stores import hdf5
 
 FORMATS = (".zarr", ".h5")
 every_format = pytest.mark.parametrize("suffix", FORMATS)
@@ -592,3 +593,82 @@ def test_a_rank_that_is_done_early_keeps_no_other_from_beginning(
     in_rank(monkeypatch, 2, size=3)
     with pytest.raises(TraceExistsError):
         tracer.record(path, *adam()).__enter__()
+
+
+# -- what is committed while a part is read ---------------------------------------------------------------------------
+
+
+class Growing:
+    """A trace to which a stream is added that was not there before, and a way to do so in the middle of a reading."""
+
+    def __init__(self, path: Path) -> None:
+        self.writer = TraceWriter(path)
+        self.step = 0
+        self.grow()
+
+    def grow(self) -> None:
+        """One more stream, of one message."""
+        where = {"global_step": self.step, "train_step": self.step, "epoch": 0}
+        data = torch.full((self.step + 1,), float(self.step))
+        self.writer.write(ModuleMessage(kind="weights", module=f"m{self.step}", data=data, **where))
+        self.writer.commit()
+        self.step += 1
+
+    def check(self, reader: TraceReader) -> int:
+        """How many messages there are, all of them right."""
+        messages = list(reader.messages())
+        assert [message.global_step for message in messages] == list(range(len(messages)))
+        assert all(bool((message.data == message.global_step).all()) for message in messages)
+        return len(messages)
+
+
+def test_hdf5_that_grows_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever array of a file is opened when more is committed, nothing that the journal tells of is missing."""
+    plainly = hdf5._Opened.__init__
+    for name in ("rank0/declarations", "rank0/journal", "rank0/late/float32"):
+        growing = Growing(tmp_path / f"{name.replace('/', '-')}.h5")
+
+        def opened(self: Any, dataset: Any, codec: Any, name: str = name, growing: Growing = growing) -> None:
+            plainly(self, dataset, codec)
+            if dataset.name == f"/{name}":
+                growing.grow()
+
+        with monkeypatch.context() as patched:
+            patched.setattr(hdf5._Opened, "__init__", opened)
+            reader = TraceReader(tmp_path / f"{name.replace('/', '-')}.h5")
+        assert growing.step == 2
+        assert growing.check(reader) in (1, 2)
+        growing.grow()
+        assert reader.refresh()
+        assert growing.check(reader) == 3
+        reader.close()
+        growing.writer.finish()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_hdf5_whose_declarations_come_after_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """The library writes both at once, in any order: what the journal refers to is waited for."""
+    growing = Growing(tmp_path / "run.h5")
+    reader = TraceReader(tmp_path / "run.h5")
+    growing.grow()
+    plainly, asked = Part._new_lines, []
+
+    def late(self: Part) -> Any:
+        asked.append(self)
+        if len(asked) == 2:
+            growing.grow()
+            if ends:
+                growing.writer.finish()
+        return plainly(self) if len(asked) > 2 else []
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Part, "_new_lines", late)
+        assert reader.refresh()
+    reader.refresh()
+    assert growing.check(reader) == 3
+    assert reader.status == ("finished" if ends else "recording")
+    assert len(asked) == 3
+    reader.close()
+    growing.writer.finish()

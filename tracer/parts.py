@@ -32,6 +32,8 @@ BEGINNING_SECONDS = 10.0
 """How long a rank waits for others to begin their parts of a new trace."""
 FRESH_SECONDS = 600.0
 """How long after its end the part of one rank counts as of the same launch as that of another."""
+LATE, LATE_SECONDS = 20, 0.01
+"""How often, and after how long, declarations are read again that the journal refers to."""
 SILENT_SECONDS = 60.0
 """A trace from another machine that was not written for so long counts as interrupted."""
 
@@ -139,15 +141,17 @@ class Part:
             # the run may have ended between the two; where rows are complete when they are there, only read others
             known = len(rows) if self.store.checksums_chunks else 0
             rows = np.concatenate([rows[:known], self._new_rows(known)])
-        try:
-            for what, value in lines:
-                self._declare(what, value)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, TraceError):
-                raise
-            raise TraceCorruptError(f"{self.path}: a declaration is damaged: {error!r}") from error
+        self._declare_all(lines)
         if self.store.checksums_chunks is False:
             rows = _without_torn_rows(rows)
+            for _ in range(LATE):  # a library that writes both at once may have written the journal first
+                if self.ending or not self._refers_beyond(rows):
+                    break
+                time.sleep(LATE_SECONDS)
+                self.store.refresh()
+                self._declare_all(self._new_lines())
+                if self.ending:
+                    rows = _without_torn_rows(self._new_rows())
         self._check(rows)
         self._extend(rows)
         ended_with = self.ending.get("messages", self._length)
@@ -156,6 +160,20 @@ class Part:
                 f"{self.path}: the run ended with {ended_with} messages, and the journal has {self._length} rows"
             )
         return bool(len(rows) or lines)
+
+    def _declare_all(self, lines: Sequence[tuple[str, Any]]) -> None:
+        try:
+            for what, value in lines:
+                self._declare(what, value)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, TraceError):
+                raise
+            raise TraceCorruptError(f"{self.path}: a declaration is damaged: {error!r}") from error
+
+    def _refers_beyond(self, rows: NDArray[np.int64]) -> bool:
+        """Whether rows refer to streams, pools or shapes beyond those that were declared."""
+        tables = (Column.STREAM, self.streams), (Column.POOL, self.pools), (Column.SHAPE, self.shapes)
+        return any(rows[:, column].max(initial=-1) >= len(table) for column, table in tables)
 
     def _new_rows(self, known: int = 0) -> NDArray[np.int64]:
         name = layout.journal_name(self.name)

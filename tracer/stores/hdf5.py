@@ -569,7 +569,8 @@ class Hdf5ReadStore:
     def _check(self, prefix: str, group: Any, seen: set[Any]) -> None:
         """Refuse, before anything is read, what reaches outside of the file or runs code of others."""
         try:
-            parts = list(group)
+            # the journal first: what it refers to was committed before it, so it is there in what is opened after it
+            parts = sorted(group, key=lambda part: part != "journal")
         except Exception as error:
             if not self._damaged:
                 raise
