@@ -15,7 +15,7 @@ import torch
 
 from tracer.errors import TraceFormatError, TraceNotFoundError
 from tracer.messages import ModuleMessage, NetworkMessage
-from tracer.verify import CHECKS, verify
+from tracer.verify import CHECKS, Survey, verify
 from tracer.writer import TraceWriter
 
 FORMATS = (".zarr", ".h5")
@@ -152,6 +152,33 @@ def test_while_it_is_recorded(tmp_path: Path, suffix: str) -> None:
             writer.commit()
             report = verify(writer.path)
             assert (report.status, report.complete, report.messages) == ("recording", True, step + 1)
+
+
+@every_format
+def test_a_run_that_ends_while_it_is_verified(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written between two looks is no damage: a Zarr trace is looked at again, HDF5 shows one moment."""
+    path = tmp_path / f"run{suffix}"
+    writer = TraceWriter(path)
+    plainly, looks = Survey._declare_all, []
+
+    def write_step(step: int) -> None:
+        where = {"global_step": step, "train_step": step, "epoch": 0}
+        writer.write(ModuleMessage(kind="weights", module=f"fc{step}", data=weight(step), **where))
+
+    def late(self: Survey) -> None:
+        looks.append(self)
+        if len(looks) == 1:
+            write_step(1)
+            writer.finish()
+        plainly(self)
+
+    write_step(0)
+    writer.commit()
+    monkeypatch.setattr(Survey, "_declare_all", late)
+    report = verify(path)
+    expected = ([], 2, "finished", 2) if suffix == ".zarr" else ([], 1, "recording", 1)
+    assert (report.problems, report.messages, report.status, len(looks)) == expected
+    assert verify(path).complete
 
 
 def test_rows_that_are_zeros(tmp_path: Path) -> None:

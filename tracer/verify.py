@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -33,6 +34,9 @@ from tracer.parts import Stream, first_step, lives, missing, worst
 from tracer.placement import Placement
 from tracer.reader import TraceReader
 from tracer.stores import STORES, Anywhere, Location, ReadStore, location, open_parts
+
+TRIES: Final = 3
+"""How often a trace is verified in which something is wrong, while it is being written."""
 
 CHECKS: Final[Mapping[str, str]] = {
     "store": "the file, or the directory and its zarr.json files, can be opened",
@@ -163,8 +167,14 @@ def verify(path: Anywhere) -> Report:
     >>> report.complete, report.messages, report.problems
     (True, 1, [])
     """
-    with survey(path) as (surveys, elsewhere):
-        return _report(location(path), surveys, elsewhere)
+    for left in reversed(range(TRIES)):
+        began = time.time()
+        with survey(path) as (surveys, elsewhere):
+            report = _report(location(path), surveys, elsewhere)
+            # what a run writes meanwhile is read in part before and in part after
+            if report.intact or not left or not any(one.written_since(began) for one in surveys):
+                break
+    return report
 
 
 @contextlib.contextmanager
@@ -301,6 +311,12 @@ class Survey:
             for problem in store.problems:
                 self._add("store", problem)
         self._load()
+
+    def written_since(self, when: float) -> bool:
+        """Whether somebody wrote to the store after a time, in seconds since 1970, which file systems know to 10 ms."""
+        with contextlib.suppress(TraceError, OSError):
+            return self._store.modified > when - 0.02
+        return False
 
     @property
     def first_step(self) -> int:
