@@ -41,6 +41,16 @@ def numbers(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray[Any
     return values * np.array(1 - 2j).astype(dtype) if dtype.startswith("complex") else values
 
 
+def five_numbers(path: Path) -> Any:
+    """A store that is being written, with an array ``a`` of 0 to 4 that was committed."""
+    store = create_store(path)
+    store.create("a", dtype="int8", shape=(), chunk_bytes=8)
+    store.seal()
+    store.append("a", np.arange(5, dtype=np.int8))
+    store.commit()
+    return store
+
+
 def plainly(path: Path, name: str) -> np.ndarray[Any, Any]:
     """An array as the format's own library reads it."""
     if path.suffix == ".zarr":
@@ -594,11 +604,7 @@ def test_hdf5_opened_twice_in_a_process(tmp_path: Path) -> None:
 def test_hdf5_fails_to_say_why_a_file_does_not_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is being written is read although h5py, which collects garbage meanwhile, loses why it is not."""
     path = tmp_path / "store.h5"
-    store = create_store(path)
-    store.create("a", dtype="int8", shape=(), chunk_bytes=8)
-    store.seal()
-    store.append("a", np.arange(5, dtype=np.int8))
-    store.commit()
+    store = five_numbers(path)
     plainly = h5py.h5f.open
     failed = []
 
@@ -619,11 +625,7 @@ def test_hdf5_fails_to_say_why_a_file_does_not_open(tmp_path: Path, monkeypatch:
 def test_hdf5_opened_while_another_thread_opens_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file whose writer ends is opened although another thread changes how it is open, as soon as it can."""
     path = tmp_path / "store.h5"
-    store = create_store(path)
-    store.create("a", dtype="int8", shape=(), chunk_bytes=8)
-    store.seal()
-    store.append("a", np.arange(5, dtype=np.int8))
-    store.commit()
+    store = five_numbers(path)
     one = open_store(path)
     store.close()
     others: list[Any] = []
@@ -664,11 +666,7 @@ def test_hdf5_readers_that_nobody_refers_to_are_closed(tmp_path: Path) -> None:
     try:
         before = opened()
         path = tmp_path / "store.h5"
-        store = create_store(path)
-        store.create("a", dtype="int8", shape=(), chunk_bytes=8)
-        store.seal()
-        store.append("a", np.arange(5, dtype=np.int8))
-        store.commit()
+        store = five_numbers(path)
         writing = opened()
         assert open_store(path).length("a") == 5
         assert opened() == writing > before
