@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import math
+import operator
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from typing import Any, Final, TypeVar, final
 
 import numpy as np
 import torch
+from awscrt.checksums import crc32c
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -46,7 +48,10 @@ be because others had the processor.
 """
 _KEPT: Final = 64
 """A message that is kept keeps at most so many times its size."""
+_POOL: Final = int(Column.POOL)
 _FIELDS: Final = [Column.STREAM, Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
+_fields_of = operator.itemgetter(*_FIELDS)
+_place_of = operator.itemgetter(Column.STREAM, Column.POOL, Column.OFFSET, Column.COUNT, Column.SHAPE, Column.CRC32C)
 _FIRST: Final = np.zeros(1, np.int64)
 _T = TypeVar("_T")
 
@@ -129,6 +134,8 @@ class _Group:
     data: NDArray[Any]
     dtype: str
     whole_nbytes: int
+    row: list[int] | None = None
+    """Of the journal, where one message was read by itself."""
 
 
 @final
@@ -317,6 +324,11 @@ class TraceReader:
         names = {name: number for number, name in enumerate(layout.ENCODINGS)}
         self._dtype_ids = np.array([names.get(stream.dtype or "", 0) for stream in self._streams], np.int64)
         self._storages = np.array([layout.ENCODINGS[s.dtype].storage if s.dtype else "" for s in self._streams])
+        # by stream, for messages that are read by themselves: the dtype, in which one it is stored, bytes of an element
+        self._kept_as: list[tuple[str, str, int]] = [
+            (stream.dtype or "", str(storage), int(itemsize))
+            for stream, storage, itemsize in zip(self._streams, self._storages, self._itemsizes, strict=True)
+        ]
         # of the pools that were read: elements in a row, and rows
         self._sizes_of: dict[int, tuple[int, int]] = {}
         self._infos: list[StreamInfo] | None = None
@@ -622,7 +634,7 @@ class TraceReader:
         streams = self._streams
         for rows, groups in self._blocks(selected):
             if len(rows) == 1:
-                yield self._single(self.journal[rows[0]].tolist(), groups)
+                yield self._single(rows, groups)
                 continue
             owners, tensors = _in_order(groups, len(rows))
             groups.clear()  # so that the memory can be used for another block as soon as the messages are gone
@@ -644,20 +656,23 @@ class TraceReader:
                 )
             tensors.clear()
 
-    def _single(self, row: list[int], groups: list[_Group]) -> Message:
+    def _single(self, rows: NDArray[np.int64], groups: list[_Group]) -> Message:
         """The message of a block of one."""
-        stream = self._streams[row[Column.STREAM]]
+        group = groups.pop() if groups else None
+        row = group.row if group is not None and group.row is not None else self.journal[rows[0]].tolist()
+        number, global_step, train_step, epoch, call = _fields_of(row)
+        stream = self._streams[number]
         return checked(
             stream.kind,
             stream.module,
-            row[Column.GLOBAL_STEP],
-            row[Column.TRAIN_STEP],
-            row[Column.EPOCH],
+            global_step,
+            train_step,
+            epoch,
             stream.tag,
-            row[Column.CALL],
+            call,
             stream.leaf,
             stream.rank,
-            _tensor(groups.pop()) if groups else None,
+            None if group is None else _tensor(group),
         )
 
     def _blocks(self, selected: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], list[_Group]]]:
@@ -685,9 +700,13 @@ class TraceReader:
         # Without a thread as long as the data is there at once: two threads would only get into each other's way, and
         # one block of memory, used again and again, stays in the processor's cache.
         for rows in left if readers == 1 or len(blocks) == 1 else ():
-            began, worked = time.perf_counter(), time.thread_time()
+            # how long it worked, which takes a system call, is of interest only after a block that took long
+            worked = time.thread_time() if slow else None
+            began = time.perf_counter()
             groups = self._read_groups(rows, memory)
-            waited = (time.perf_counter() - began) - (time.thread_time() - worked)
+            waited = time.perf_counter() - began
+            if worked is not None:
+                waited -= time.thread_time() - worked
             yield rows, groups
             groups.clear()  # before the next block is read, so that it can have the memory
             slow = slow + 1 if waited > SLOW_SECONDS / (2 if len(rows) == 1 else 1) else 0
@@ -714,8 +733,9 @@ class TraceReader:
         """The data of rows of the journal, verified, in groups of one pool, dtype and shape."""
         if memory is not None and len(selected) == 1:
             row = self.journal[selected[0]].tolist()
-            if row[Column.POOL] != WHOLE:
-                return [] if row[Column.POOL] == layout.NONE else [self._read_one(row, memory)]
+            pool = row[_POOL]
+            if pool != WHOLE:
+                return [] if pool == layout.NONE else [self._read_one(row, memory)]
         rows = self.journal[selected]
         whole = rows[:, Column.POOL] == WHOLE
         if whole.any():
@@ -794,21 +814,22 @@ class TraceReader:
 
     def _read_one(self, row: list[int], memory: Memory) -> _Group:
         """The data of one message, as `_read_groups` has it, with as few steps as possible."""
-        number, pool, offset, count = row[Column.STREAM], row[Column.POOL], row[Column.OFFSET], row[Column.COUNT]
-        dtype = self._streams[number].dtype
-        name, storage = self._pools[pool]
-        size, length = self._size_of(pool)
-        if offset + count > length * size or self._storages[number] != storage:
+        number, pool, offset, count, shape, checksum = _place_of(row)
+        dtype, storage, itemsize = self._kept_as[number]
+        name, stored = self._pools[pool]
+        size, length = self._sizes_of.get(pool) or self._size_of(pool)
+        if offset + count > length * size or storage != stored:
             raise self._misplaced(row)
         low, high = offset // size, -(-(offset + count) // size)
-        out = memory.take((high - low) * size * int(self._itemsizes[number]))
-        whole = self._store_of[pool].read(name, low, high, out).reshape(-1)
-        data = whole[offset - low * size : offset - low * size + count]
-        if self._verify and row[Column.CRC32C] != layout.NONE and layout.checksums(data[None])[0] != row[Column.CRC32C]:
+        nbytes = (high - low) * size * itemsize
+        whole = self._store_of[pool].read(name, low, high, memory.take(nbytes))
+        data, shaped = whole, (1, *self._shapes[shape])
+        if whole.shape != shaped or count != size:  # not one row as it is
+            begin = offset - low * size
+            data = whole.reshape(-1)[begin : begin + count].reshape(shaped)
+        if self._verify and checksum != layout.NONE and crc32c(data) != checksum:
             raise self._damaged(row)
-        assert dtype is not None
-        shape = self._shapes[row[Column.SHAPE]]
-        return _Group(_FIRST, data.reshape(1, *shape), dtype, whole.nbytes)
+        return _Group(_FIRST, data, dtype, nbytes, row)
 
     def _group(
         self,

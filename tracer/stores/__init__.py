@@ -586,6 +586,9 @@ def walk(shape: tuple[int, ...], chunk: tuple[int, ...], item: int, start: int, 
                     continue
                 break
     per_height = runs * per_run
+    if per_height == 1 and height == 1 and stop == start + 1:  # one large message, as it often is
+        yield start, start * row_nbytes, row_nbytes
+        return
     for number in range(start // height * per_height, -(-stop // height) * per_height):
         run, part = divmod(number % per_height, per_run)
         begin = number // per_height * height * row_nbytes + run * run_nbytes + part * chunk_nbytes

@@ -516,13 +516,15 @@ def _decode(value: Any) -> Any:
 class _Opened:
     """A dataset that is being read, and what is asked of it at every reading: h5py looks that up anew each time."""
 
-    __slots__ = ("chunks", "codec", "dataset", "dtype", "id", "name", "shape")
+    __slots__ = ("chunks", "codec", "contiguous", "dataset", "dtype", "id", "name", "row_nbytes", "shape")
 
     def __init__(self, dataset: Any, codec: Codec | None) -> None:
         self.dataset = dataset
         self.codec = codec
         self.id, self.name = dataset.id, dataset.name
         self.chunks, self.dtype, self.shape = dataset.chunks, dataset.dtype, dataset.shape
+        self.row_nbytes = int(self.dtype.itemsize * math.prod(self.shape[1:]))
+        self.contiguous = contiguous(self.chunks, self.shape)
 
     def refresh(self) -> None:
         """Look again how many rows there are."""
@@ -692,7 +694,7 @@ class Hdf5ReadStore:
             # a chunk's number may say anything; some may be missing
             chunks = min(max(stored, default=-1) + 1, 1000 * (len(stored) + 1))
             return int(-(-chunks // grid) * dataset.chunks[0])
-        return int(self._size // max(1, dataset.dtype.itemsize * math.prod(dataset.shape[1:])) + 1)
+        return int(self._size // max(1, dataset.row_nbytes) + 1)
 
     def assume(
         self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int, compression: str | None = None
@@ -714,43 +716,47 @@ class Hdf5ReadStore:
             return {key: _decode(value) for key, value in attrs.items()}
 
     def read(self, name: str, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        dataset = self._dataset(name)
-        with _read(self.path, f"array {name!r}"):
-            if not 0 <= start <= stop <= dataset.shape[0]:
-                # another reader of this store may have seen more rows than this handle has
-                self._refresh(dataset)
-            shape = dataset.shape
-            if not 0 <= start <= stop <= shape[0]:
-                raise TraceCorruptError(
-                    f"{self.path}: array {name!r} has {shape[0]} rows, and not those from {start} to {stop}"
-                )
-            if dataset.codec is None:
-                self._check_size(name, dataset, stop - start)
-            else:
-                self._check_compressed_size(name, dataset, start, stop)
-            found = rows_in(out, (stop - start, *shape[1:]), dataset.dtype)
-            if found.size:
-                if dataset.codec is not None:
-                    self._read_compressed(name, dataset, start, stop, found.reshape(-1).view(np.uint8))
-                elif contiguous(dataset.chunks, shape):
-                    self._read_chunks(name, dataset, start, stop, found.reshape(-1).view(np.uint8))
-                else:
-                    dataset.dataset.read_direct(found, np.s_[start:stop])
-            return found
+        try:  # as `_read`, which takes longer than a small message
+            return self._rows(name, self._dataset(name), start, stop, out)
+        except TraceError:
+            raise
+        except Exception as error:
+            raise TraceCorruptError(f"{self.path}: array {name!r} cannot be read: {_reason(error)}") from error
 
-    def _read_chunks(self, name: str, dataset: _Opened, start: int, stop: int, out: NDArray[np.uint8]) -> None:
+    def _rows(self, name: str, dataset: _Opened, start: int, stop: int, out: NDArray[Any] | None) -> NDArray[Any]:
+        if not 0 <= start <= stop <= dataset.shape[0]:
+            # another reader of this store may have seen more rows than this handle has
+            self._refresh(dataset)
+        shape = dataset.shape
+        if not 0 <= start <= stop <= shape[0]:
+            raise TraceCorruptError(
+                f"{self.path}: array {name!r} has {shape[0]} rows, and not those from {start} to {stop}"
+            )
+        if dataset.codec is None:
+            self._check_size(name, dataset, stop - start)
+        else:
+            self._check_compressed_size(name, dataset, start, stop)
+        found = rows_in(out, (stop - start, *shape[1:]), dataset.dtype)
+        if found.size:
+            if dataset.codec is not None:
+                self._read_compressed(name, dataset, start, stop, found.reshape(-1).view(np.uint8))
+            elif dataset.contiguous:
+                self._read_chunks(name, dataset, start, stop, found.reshape(-1).view(np.uint8).data)
+            else:
+                dataset.dataset.read_direct(found, np.s_[start:stop])
+        return found
+
+    def _read_chunks(self, name: str, dataset: _Opened, start: int, stop: int, out: memoryview) -> None:
         """Fill `out` with rows ``start`` to ``stop`` from the file itself: HDF5 is asked only where the chunks are."""
-        shape, chunk, item = dataset.shape, dataset.chunks, dataset.dtype.itemsize
         places = self._places_of(name, dataset, stop)
-        row_nbytes = item * math.prod(shape[1:])
-        first, end = start * row_nbytes, stop * row_nbytes
+        first, end = start * dataset.row_nbytes, stop * dataset.row_nbytes
         parts = []
-        for number, begin, length in walk(shape, chunk, item, start, stop):
+        for number, begin, length in walk(dataset.shape, dataset.chunks, dataset.dtype.itemsize, start, stop):
             place = places.get(number)
             if place is None:
                 raise TraceCorruptError(f"{self.path}: array {name!r} lacks its chunk {number}")
             low, high = max(begin, first), min(begin + length, end)
-            parts.append((number, place + low - begin, out[low - first : high - first].data))
+            parts.append((number, place + low - begin, out[low - first : high - first]))
         fetched = 0
         for position, (number, place, part) in enumerate(parts):
             if position == fetched and not isinstance(self._plain, int):
@@ -788,8 +794,8 @@ class Hdf5ReadStore:
         assert dataset.codec is not None
         shape, chunk, item = dataset.shape, dataset.chunks, dataset.dtype.itemsize
         places = self._stored_of(name, dataset, stop)
-        row_nbytes, chunk_nbytes = item * math.prod(shape[1:]), item * math.prod(chunk)
-        first, end = start * row_nbytes, stop * row_nbytes
+        chunk_nbytes = item * math.prod(chunk)
+        first, end = start * dataset.row_nbytes, stop * dataset.row_nbytes
         buffer = np.empty(chunk_nbytes + OVERHEAD, np.uint8)
         for number, begin, length in walk(shape, chunk, item, start, stop):
             if number not in places:
@@ -836,7 +842,7 @@ class Hdf5ReadStore:
     def _check_compressed_size(self, name: str, dataset: _Opened, start: int, stop: int) -> None:
         """As `_check_size`: compressed, an array may be larger than the file, but not than its chunks become."""
         shape, chunk, item = dataset.shape, dataset.chunks, dataset.dtype.itemsize
-        nbytes = (stop - start) * item * math.prod(shape[1:])
+        nbytes = (stop - start) * dataset.row_nbytes
         if nbytes <= self._size:
             return
         places = self._stored_of(name, dataset, stop)
@@ -869,7 +875,7 @@ class Hdf5ReadStore:
 
     def _check_size(self, name: str, dataset: _Opened, rows: int) -> None:
         # chunks that are not there read as zeros, and would take memory all the same
-        nbytes = rows * dataset.dtype.itemsize * math.prod(dataset.shape[1:])
+        nbytes = rows * dataset.row_nbytes
         if nbytes > self._size:
             self._size = self.path.stat().st_size
         if nbytes > self._size:

@@ -978,9 +978,7 @@ class ObjectReadStore(ZarrReadStore):
 
     def _read(self, name: str, array: _Opened, start: int, stop: int, out: NDArray[np.uint8]) -> None:
         """Fill `out` with rows ``start`` to ``stop``: chunks that are close to each other with one request."""
-        item = array.dtype.itemsize
-        row_nbytes = item * math.prod(array.shape[1:])
-        first, end = start * row_nbytes, stop * row_nbytes
+        first, end = start * array.row_nbytes, stop * array.row_nbytes
         waiting: list[_Range] = []
         for shard, chunks in self._chunks(name, array, start, stop):
             for one in _ranges(shard, chunks):
