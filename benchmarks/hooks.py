@@ -13,7 +13,9 @@ thread included. Beside them stand others' ways of watching, written here from t
 - a forward hook on each module and an optimizer's hooks that do nothing: the least that can be there;
 - the hooks that monitorch's eight lenses install (forward, full backward, parameters' gradients, optimizer), inactive;
 - what ikkuna's exporter does when nobody listens: it clones each weight, and forms each update, at every step;
-- hooks that clone everything into memory and forget it, and the same with ``torch.save``, on one step in ten.
+- hooks that clone everything on one step in ten, and forget it, or have a thread write its bytes to one file, or
+  ``torch.save`` it: the second, without a checksum or a word about what the bytes are, is the least that any recorder
+  which writes can cost.
 
 All variants of a part are made once and take turns in short segments, in a new order each round, in one process; what
 is printed is the median over the rounds of the ratio (or difference) to the same round's bare segment, its quartiles,
@@ -31,10 +33,13 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
+import queue
 import random
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -215,6 +220,20 @@ def _drain(run: Any) -> None:
 
 
 @contextlib.contextmanager
+def heard(
+    model: nn.Module, optimizer: Any, loss: nn.Module, folder: Path, *, capture: tracer.Capture
+) -> Iterator[None]:
+    """The exporter with a receiver that does nothing: what recording costs besides writing."""
+    exporter = Exporter(capture=capture)
+    exporter.set_model(model)
+    exporter.set_optimizer(optimizer)
+    exporter.set_loss(loss)
+    exporter.message_bus.register(Nothing())
+    yield
+    exporter.detach()
+
+
+@contextlib.contextmanager
 def exported(model: nn.Module, gradients: bool, folder: Path, *, capture: tracer.Capture) -> Iterator[Any]:
     """The exporter with a receiver that does nothing."""
     exporter = Exporter(capture=capture)
@@ -303,8 +322,15 @@ def clones_and_updates(model: nn.Module, optimizer: Any, loss: nn.Module, folder
     return handles
 
 
-def cloned(model: nn.Module, optimizer: Any, loss: nn.Module, folder: Path, *, save: bool = False) -> Handles:
-    """On one step in ten, the same tensors as the recorder's, cloned into a dictionary that is forgotten, or saved."""
+def cloned(
+    model: nn.Module,
+    optimizer: Any,
+    loss: nn.Module,
+    folder: Path,
+    *,
+    take: Callable[[dict[Any, torch.Tensor], int], None] | None = None,
+) -> Handles:
+    """On one step in ten, the same tensors as the recorder's, cloned into a dictionary that is forgotten, or taken."""
     handles, kept, step = Handles(), {}, [0]
     names = {one: name for name, one in model.named_modules()}
 
@@ -331,14 +357,43 @@ def cloned(model: nn.Module, optimizer: Any, loss: nn.Module, folder: Path, *, s
             for name, one in model.named_parameters():
                 kept[name, "weight gradient"] = one.grad.clone()
                 kept[name, "update"] = one.detach() - kept[name, "weight"]
-            if save:
-                torch.save(kept, folder / f"{step[0]}.pt")
+            if take is not None:
+                take(dict(kept), step[0])
             kept.clear()
         step[0] += 1
 
     handles.all += [one.register_forward_hook(after) for one in [*model, model, loss]]
     handles.all += [optimizer.register_step_pre_hook(before_step), optimizer.register_step_post_hook(after_step)]
     return handles
+
+
+def saved(model: nn.Module, optimizer: Any, loss: nn.Module, folder: Path) -> Handles:
+    """The clones of a step in a file of their own."""
+    return cloned(model, optimizer, loss, folder, take=lambda kept, step: torch.save(kept, folder / f"{step}.pt"))
+
+
+@contextlib.contextmanager
+def written(model: nn.Module, optimizer: Any, loss: nn.Module, folder: Path) -> Iterator[Callable[[], None]]:
+    """The clones' bytes one after another in one file, by a thread: the least that recording in the background costs.
+
+    Nothing tells what they are, and nothing is checksummed.
+    """
+    waiting: queue.Queue[dict[Any, torch.Tensor] | None] = queue.Queue()
+    file = os.open(folder / "raw", os.O_WRONLY | os.O_CREAT)
+
+    def write() -> None:
+        while (kept := waiting.get()) is not None:
+            os.writev(file, [one.numpy().reshape(-1).view("u1").data for one in kept.values()])
+            del kept  # before it is told that the step is written
+            waiting.task_done()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    with cloned(model, optimizer, loss, folder, take=lambda kept, _: waiting.put(kept)):
+        yield waiting.join
+    waiting.put(None)
+    thread.join()
+    os.close(file)
 
 
 @contextlib.contextmanager
@@ -429,9 +484,11 @@ def trainings(part: str, make: Any, rounds: int, steps: int, folder: Path) -> li
         "ikkuna's way, nobody listens": clones_and_updates,
         "tracer, nothing recorded": functools.partial(recorded, suffix=".zarr", capture=NEVER),
         "hooks + clone in memory, 1 in 10": cloned,
+        "hooks + clone, a bare write, 1 in 10": written,
+        "tracer, not written, 1 in 10": functools.partial(heard, capture=TENTH),
         "tracer .zarr, 1 in 10": functools.partial(recorded, suffix=".zarr", capture=TENTH),
         "tracer .h5, 1 in 10": functools.partial(recorded, suffix=".h5", capture=TENTH),
-        "torch.save, 1 in 10": functools.partial(cloned, save=True),
+        "torch.save, 1 in 10": saved,
     }
     # idle is a mere context manager: what a segment has to settle is for those that write in the background
     variants = {

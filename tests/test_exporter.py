@@ -994,6 +994,43 @@ def test_dtypes_are_told_as_they_are(dtype: torch.dtype) -> None:
     assert {data_of(heard, kind, "0")[0].dtype for kind in kinds} == {dtype}
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.t(),
+        lambda x: x[:, :1].expand(-1, 5),
+        lambda x: x[::2, 1:],
+        lambda x: torch._neg_view(x),
+        lambda x: torch.complex(x, 2 * x).conj(),
+        lambda x: torch.complex(x, 2 * x).conj().imag,
+        lambda x: x.reshape(2, 2, 3, 1).to(memory_format=torch.channels_last),
+        lambda x: x.sum(),
+        lambda x: x[:0],
+    ],
+)
+def test_views_are_told_as_dense_copies(make: Callable[[Tensor], Tensor]) -> None:
+    """Outputs that are views of any sort give contiguous messages of their values, which share nothing with them."""
+
+    class Viewed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return make(2 * x)
+
+    x = torch.randn(4, 3, requires_grad=True)
+    expected = make(2 * x.detach()).resolve_conj().resolve_neg().contiguous()
+    exporter, heard = watch(model := Viewed(), ())
+    output = model(x)
+    exporter.step()
+    exporter.detach()
+    (got,) = data_of(heard, "activations", "")
+    assert got.is_contiguous()
+    assert not got.is_conj()
+    assert not got.is_neg()
+    assert not got.requires_grad
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    assert torch.equal(got, expected)
+    assert not got.numel() or got.untyped_storage().data_ptr() != output.untyped_storage().data_ptr()
+
+
 def test_autocast_is_told_as_it_is() -> None:
     """Under autocast activations have the lower precision and weights the higher, as in the training."""
     model = mlp()

@@ -1,16 +1,18 @@
 """What is recorded of each situation that training loops bring: one test a situation, each against its own oracle.
 
 The oracle is autograd on a functional copy, the optimizer's formula, or a reference run without what makes the
-situation special. `unchanged` trains a second time without a recorder, and compares parameters and random generators
-bit for bit.
+situation special. `unchanged` trains a second time without a recorder, and compares parameters, gradients, optimizers,
+random generators, hooks and what the loop itself returned, bit for bit.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import io
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -35,6 +37,7 @@ from tracer.hooks import skipped_inside
 from tracer.messages import KINDS
 
 GRADIENT_KINDS = ("layer_gradients", "input_gradients")
+OF_CALLS = ("layer_inputs", "activations", *GRADIENT_KINDS)
 
 
 def watch(model: nn.Module, optimizer: Any = None, *, strict: bool = True, **settings: Any) -> tuple[Exporter, Collect]:
@@ -71,17 +74,35 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
+class Nobody:
+    """In the place of an exporter in a training that is not recorded: it takes every call, and does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
+def hooks_of_all() -> dict[str, int]:
+    """How many hooks there are for all modules, and for all optimizers."""
+    places = [vars(sys.modules[name]) for name in ("torch.nn.modules.module", "torch.optim.optimizer")]
+    hooks = {name: value for place in places for name, value in place.items() if name.startswith("_global_")}
+    found = {name: len(value) for name, value in hooks.items() if isinstance(value, dict)}
+    assert {"_global_forward_hooks", "_global_optimizer_post_hooks"} <= found.keys()
+    return found
+
+
 def unchanged(
     make: Callable[[], nn.Module],
-    train: Callable[[nn.Module, Any], None],
+    train: Callable[..., Any],
     optimizer: Callable[[nn.Module], Any] = sgd,
     given: Callable[[Any], Any] = lambda optimizer: optimizer,
     path: Path | None = None,
+    calls: bool = False,
     **settings: Any,
 ) -> tuple[nn.Module, Exporter, Collect]:
     """Train with and without an exporter from one state; all that `ended` tells of both trainings is the same.
 
-    With a `path` the second is recorded there, and the trace has what was heard, to the bit.
+    So is what `train` returns. With a `path` the second is recorded there, and the trace has what was heard, to the
+    bit. With `calls` the loop has calls of the recorder's in it: it gets the exporter, or `Nobody`, to call.
     """
     ends: list[dict[str, Any]] = []
     for watched in (False, True):
@@ -89,10 +110,10 @@ def unchanged(
         model = make()
         chosen = optimizer(model)
         if not watched:
-            train(model, chosen)
+            returned = train(model, chosen, *([Nobody()] if calls else []))
         elif path is None:
             exporter, heard = watch(model, given(chosen), **settings)
-            train(model, chosen)
+            returned = train(model, chosen, *([exporter] if calls else []))
             exporter.finish()
             exporter.detach()
         else:
@@ -101,10 +122,11 @@ def unchanged(
             with tracer.record(
                 path, model, given(chosen), capture=capture, receivers=[heard], strict=strict
             ) as recording:
-                train(model, chosen)
-            exporter = recording.exporter
+                exporter = recording.exporter
+                returned = train(model, chosen, *([exporter] if calls else []))
             written(path, heard)
         ends.append(ended(model, optimizers_of(chosen)))
+        ends[-1] |= {"what the loop returned": returned, "hooks of all": hooks_of_all()}
     assert ends[0].keys() == ends[1].keys()
     for name, value in ends[0].items():
         assert alike(value, ends[1][name]), name
@@ -152,8 +174,12 @@ def of_mlp(
     step: int,
     loss: Callable[[Tensor], Tensor] = squares,
     autocast: torch.dtype | None = None,
+    lr: float | None = None,
 ) -> dict[tuple[str, str], Tensor]:
-    """What autograd has of `mlp` at the recorded weights of a step: outputs and gradients, by kind and module."""
+    """What autograd has of `mlp` at the recorded weights of a step: inputs, outputs, gradients, by kind and module.
+
+    With a rate also the updates of plain gradient descent.
+    """
     leaves = {
         (kind, module): only(heard, kind, module, global_step=step).clone().requires_grad_()
         for module in "02"
@@ -168,7 +194,27 @@ def of_mlp(
     of = {"weights": "weight_gradients", "biases": "bias_gradients"}
     names = [*(("layer_gradients", module) for module in outputs), *((of[kind], module) for kind, module in leaves)]
     found = {("activations", module): output for module, output in outputs.items()}
-    return found | dict(zip(names, gradients, strict=True))
+    found |= dict(zip(names, gradients, strict=True))
+    found |= {("layer_inputs", module): value for module, value in zip("012", (x, first, second), strict=True)}
+    found |= {("input_gradients", module): found["layer_gradients", before] for before, module in ("01", "12")}
+    if lr is not None:
+        for (kind, module), leaf in leaves.items():
+            moved = leaf.detach().add(found[of[kind], module], alpha=-lr) - leaf.detach()
+            found["weight_updates" if kind == "weights" else "bias_updates", module] = moved
+    return found
+
+
+def descended(heard: Collect, lr: float = 0.1) -> None:
+    """Every update is what plain gradient descent makes of the weight and gradient that were told with it."""
+    assert heard.of("weight_updates")
+    for kind, whole in (("weight", "weights"), ("bias", "biases")):
+        for one in heard.of(f"{kind}_updates"):
+            at = {"global_step": one.global_step}
+            before = only(heard, whole, one.key, **at)
+            gradients = told(heard, f"{kind}_gradients", one.key, **at)
+            after = before.add(gradients[0], alpha=-lr) if gradients else before
+            assert one.data is not None
+            assert same(one.data, after - before), (kind, one.key, one.global_step)
 
 
 def problems(exporter: Exporter) -> str:
@@ -211,6 +257,24 @@ def test_in_place_relu_and_residual() -> None:
 
         _, _, heard[in_place] = unchanged(lambda in_place=in_place: Residual(in_place), train)
     assert (told(heard[True], "activations", "first")[0] < 0).any()
+    for step, x in enumerate(batches(2, (4, 2, 5))):
+        at = {"global_step": step}
+        kinds = ("weights", "biases")
+        leaves = [only(heard[True], kind, one, **at).requires_grad_() for one in ("first", "second") for kind in kinds]
+        first = F.conv1d(x, *leaves[:2], padding=1)
+        hidden = F.relu(first)
+        second = F.conv1d(hidden, *leaves[2:])
+        output = (second + x) * torch.tensor([2.0, 1.0]).view(1, 2, 1)
+        values = {"first": first, "relu": hidden, "second": second}
+        slopes = torch.autograd.grad(output.square().sum(), [*values.values(), *leaves])
+        for (module, value), slope in zip(values.items(), slopes[:3], strict=True):
+            assert same(only(heard[True], "activations", module, **at), value), module
+            assert same(only(heard[True], "layer_gradients", module, **at), slope), module
+        places = [(module, kind) for module in ("first", "second") for kind in ("weight", "bias")]
+        for (module, kind), leaf, slope in zip(places, leaves, slopes[3:], strict=True):
+            assert same(only(heard[True], f"{kind}_gradients", module, **at), slope), (module, kind)
+            moved = leaf.detach().add(slope, alpha=-0.1) - leaf.detach()
+            assert same(only(heard[True], f"{kind}_updates", module, **at), moved), (module, kind)
     for kind in ("activations", "layer_inputs", *GRADIENT_KINDS, "weights", "weight_gradients", "weight_updates"):
         for module in ("first", "relu", "second"):
             got, expected = (told(heard[form], kind, module) for form in (True, False))
@@ -242,6 +306,7 @@ def test_module_called_several_times() -> None:
         assert same(only(heard, "layer_gradients", "cell", call=call), gradients[call])
     torch.testing.assert_close(only(heard, "weight_gradients", "cell"), summed)
     assert same(only(heard, "weight_gradients", "cell"), model.get_submodule("cell").weight.grad)
+    descended(heard)
 
 
 class Recursive(nn.Module):
@@ -276,15 +341,19 @@ def test_a_module_that_calls_itself(checkpointed: bool) -> None:
 
     _, exporter, heard = unchanged(make, train, modules="*")
     assert not exporter.problems
+    descended(heard)
     for step, x in enumerate(batches(2)):
-        w, b = (only(heard, kind, "0", global_step=step) for kind in ("weights", "biases"))
-        v = only(heard, "weights", "1.layer", global_step=step)
-        inputs = [F.linear(x, w, b).requires_grad_()]
+        places = (("weights", "0"), ("biases", "0"), ("weights", "1.layer"))
+        w, b, v = (only(heard, *place, global_step=step).requires_grad_() for place in places)
+        inputs = [F.linear(x, w, b)]
         for _ in range(2):
             inputs.append(torch.tanh(F.linear(inputs[-1], v)))
         innermost = torch.tanh(F.linear(inputs[-1], v))
         outputs = [innermost, middle := innermost * 1, middle * 2]
-        gradients = torch.autograd.grad(outputs[2].square().sum(), [*reversed(inputs), *outputs])
+        gradients = torch.autograd.grad(outputs[2].square().sum(), [*reversed(inputs), *outputs, w, b, v])
+        own = (("weight_gradients", "0"), ("bias_gradients", "0"), ("weight_gradients", "1.layer"))
+        for place, gradient in zip(own, gradients[6:], strict=True):
+            torch.testing.assert_close(only(heard, *place, global_step=step), gradient)
         for call in range(3):
             at = {"global_step": step, "call": call}
             assert same(only(heard, "layer_inputs", "1", **at), inputs[2 - call])
@@ -356,21 +425,20 @@ def test_gradient_accumulation() -> None:
     for kind in ("activations", *GRADIENT_KINDS[:1]):
         assert [(one.global_step, one.call) for one in find(heard, kind, "2")] == places
     assert [one.global_step for one in heard.of("batch_finished")] == [0, 1]
-    reference = mlp()
     for step in range(2):
-        for module in ("0", "2"):
-            part = reference.get_submodule(module)
-            part.weight.data.copy_(told(heard, "weights", module)[step])
-            part.bias.data.copy_(told(heard, "biases", module)[step])
-        reference.zero_grad()
+        summed: dict[tuple[str, str], Tensor] = {}
         for call, x in enumerate(batches(3)):
-            output = reference(x)
-            assert same(only(heard, "activations", "2", global_step=step, call=call), output)
-            torch.testing.assert_close(
-                only(heard, "layer_gradients", "2", global_step=step, call=call), (2 * output / 3).detach()
-            )
-            (output.square().sum() / 3).backward()
-        assert same(told(heard, "weight_gradients", "0")[step], reference[0].weight.grad)
+            for (kind, module), value in of_mlp(heard, x, step, lambda output: squares(output) / 3).items():
+                if kind in OF_CALLS:
+                    got = only(heard, kind, module, global_step=step, call=call)
+                    assert same(got, value), (kind, module, step, call)
+                else:
+                    summed[kind, module] = summed[kind, module] + value if call else value
+        for (kind, module), value in summed.items():
+            assert same(only(heard, kind, module, global_step=step), value), (kind, module, step)
+            own = ("weights", "weight_updates") if kind == "weight_gradients" else ("biases", "bias_updates")
+            before, moved = (only(heard, one, module, global_step=step) for one in own)
+            assert same(moved, before.add(value, alpha=-0.1) - before), (kind, module, step)
 
 
 def test_autograd_grad() -> None:
@@ -390,6 +458,8 @@ def test_autograd_grad() -> None:
     assert same(only(heard, "input_gradients", "0"), expected[0])
     assert same(only(heard, "layer_gradients", "0"), expected[1])
     assert same(only(heard, "layer_gradients", "2"), expected[2])
+    for module, value in zip("012", (hidden, torch.tanh(hidden), output), strict=True):
+        assert same(only(heard, "activations", module), value)
     assert not heard.of("weight_gradients")
     assert float(only(heard, "weight_updates", "0").abs().max()) == 0.0
 
@@ -419,6 +489,22 @@ def test_double_backward() -> None:
     (outer,) = torch.autograd.grad(10.0 * ((inner @ w).norm(dim=1) - 1).square().sum(), [hidden])
     torch.testing.assert_close(only(heard, "layer_gradients", "0", call=0, leaf=""), inner)
     torch.testing.assert_close(only(heard, "layer_gradients", "0", call=0, leaf="backward.1"), outer)
+    penalised = [torch.tanh(hidden), out]
+    leaves = [only(heard, *place).requires_grad_() for place in (("weights", "0"), ("biases", "0"))]
+    leaves += [only(heard, *place).requires_grad_() for place in (("weights", "2"), ("biases", "2"))]
+
+    def critic(x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(F.linear(x, *leaves[:2])), *leaves[2:])
+
+    x = ((one + two) / 2).requires_grad_()
+    (slope,) = torch.autograd.grad(critic(x).sum(), [x], create_graph=True)
+    loss = critic(two).sum() - critic(one).sum() + 10.0 * (slope.norm(dim=1) - 1).square().sum()
+    for number, gradient in enumerate(torch.autograd.grad(loss, leaves)):
+        got = only(heard, ("weight_gradients", "bias_gradients")[number % 2], "02"[number // 2])
+        torch.testing.assert_close(got, gradient)
+    for module, value in zip("012", (hidden, *penalised), strict=True):
+        assert same(only(heard, "activations", module, call=0), value)
+    descended(heard)
     identities = [(one.kind, one.key, one.leaf, one.call, one.global_step) for one in heard]
     assert len(set(identities)) == len(identities)
 
@@ -437,9 +523,20 @@ def test_retained_graph_keeps_the_calls_of_gradients() -> None:
     _, _, heard = unchanged(mlp, train)
     assert [(g.call, g.leaf) for g in find(heard, "layer_gradients", "2")] == [(0, ""), (0, "backward.1"), (1, "")]
     assert same(only(heard, "layer_gradients", "2", call=1), torch.full((4, 2), 3.0))
-    for leaf in ("", "backward.1"):
-        got = only(heard, "layer_gradients", "2", call=0, leaf=leaf)
-        assert same(got, 2 * only(heard, "activations", "2", call=0))
+    one, two = batches(2)
+    first, second = of_mlp(heard, one, 0), of_mlp(heard, two, 0, lambda output: (3 * output).sum())
+    for kind, module in first:
+        if kind in ("layer_inputs", "activations"):
+            assert same(only(heard, kind, module, call=0), first[kind, module])
+            assert same(only(heard, kind, module, call=1), second[kind, module])
+        elif kind in GRADIENT_KINDS:
+            for leaf in ("", "backward.1"):
+                assert same(only(heard, kind, module, call=0, leaf=leaf), first[kind, module])
+            assert same(only(heard, kind, module, call=1), second[kind, module])
+        else:
+            summed = first[kind, module] + first[kind, module] + second[kind, module]
+            assert same(only(heard, kind, module), summed)
+    descended(heard)
 
 
 def test_backward_through_an_earlier_step() -> None:
@@ -461,6 +558,15 @@ def test_backward_through_an_earlier_step() -> None:
         _, exporter, heard = unchanged(lambda: nn.Sequential(nn.Linear(3, 2)), train)
     assert [(one.global_step, one.call) for one in find(heard, "layer_gradients", "0")] == [(0, 0)]
     assert "layer_gradients of '0': a backward went through the forward of an earlier step" in problems(exporter)
+    descended(heard)
+    slope = torch.full((4, 2), 1 / 8)  # of a mean of eight numbers
+    assert same(only(heard, "layer_gradients", "0"), slope)
+    for step in range(2):
+        at = {"global_step": step}
+        weight, bias = (only(heard, kind, "0", **at) for kind in ("weights", "biases"))
+        assert same(only(heard, "activations", "0", **at), F.linear(batches(1)[0], weight, bias))
+        assert same(only(heard, "weight_gradients", "0", **at), slope.T @ batches(1)[0])
+        assert same(only(heard, "bias_gradients", "0", **at), slope.sum(0))
 
 
 # -- structures -----------------------------------------------------------------------------------------------
@@ -576,6 +682,9 @@ def test_structured_outputs_and_keyword_inputs(form: str) -> None:
         ("mask", (3,)),
     ]
     assert same(only(heard, "layer_inputs", "", leaf="mask"), mask)
+    assert same(only(heard, "weight_gradients", "layer"), expected[names[0]].T @ (x * mask))
+    assert same(only(heard, "bias_gradients", "layer"), expected[names[0]].sum(0))
+    descended(heard)
 
 
 class Splitting(nn.Module):
@@ -605,9 +714,20 @@ def test_an_output_that_nothing_uses() -> None:
     assert not exporter.problems
     assert [one.leaf for one in find(heard, "activations", "")] == ["0", "1"] * 2
     assert [one.leaf for one in find(heard, "layer_gradients", "")] == ["1"] * 2
-    (first, second), expected = told(heard, "layer_gradients", ""), told(heard, "activations", "", leaf="1")
-    assert same(first, 2 * expected[0])
-    assert same(second, 2 * expected[1])
+    descended(heard)
+    for step, x in enumerate(batches(2)):
+        at = {"global_step": step}
+        w, b = (only(heard, kind, "inner", **at).requires_grad_() for kind in ("weights", "biases"))
+        whole = F.linear(x, w, b)
+        parts = whole.split(2, 1)
+        slopes = torch.autograd.grad(parts[1].square().sum(), [whole, parts[1], w, b])
+        for number in range(2):
+            assert same(only(heard, "activations", "", leaf=str(number), **at), parts[number])
+        assert same(only(heard, "activations", "inner", **at), whole)
+        assert same(only(heard, "layer_gradients", "inner", **at), slopes[0])
+        assert same(only(heard, "layer_gradients", "", leaf="1", **at), slopes[1])
+        assert same(only(heard, "weight_gradients", "inner", **at), slopes[2])
+        assert same(only(heard, "bias_gradients", "inner", **at), slopes[3])
 
 
 class Opaque:
@@ -640,6 +760,9 @@ def test_an_output_that_is_not_looked_into_is_told() -> None:
     output = F.linear(batches(1)[0], only(heard, "weights", "layer"), only(heard, "biases", "layer"))
     assert same(only(heard, "activations", "layer"), output)
     assert same(only(heard, "layer_gradients", "layer"), 2 * output)
+    assert same(only(heard, "weight_gradients", "layer"), (2 * output).T @ batches(1)[0])
+    assert same(only(heard, "bias_gradients", "layer"), (2 * output).sum(0))
+    descended(heard)
     assert not find(heard, "activations", "")
 
 
@@ -741,6 +864,7 @@ def test_multihead_attention_gives_output_and_weights() -> None:
 
     _, exporter, heard = unchanged(lambda: nn.MultiheadAttention(4, 2, batch_first=True), train, modules="*")
     assert not exporter.problems
+    descended(heard)
     torch.manual_seed(5)
     reference = nn.MultiheadAttention(4, 2, batch_first=True)
     optimizer = sgd(reference)
@@ -773,21 +897,23 @@ def test_transformer_encoder_in_evaluation(padded: bool) -> None:
 
     With padding torch hands nested tensors on, which have no dense values: the trace says so.
     """
-    torch.manual_seed(0)
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
     x = batches(1, (2, 3, 8))[0]
     mask = torch.tensor([[False, False, True], [False, False, False]]) if padded else None
+    outputs: list[Tensor] = []  # without a recorder, and with it
+
+    def make() -> nn.Module:
+        return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+
+    def evaluate(model: nn.Module, optimizer: Any) -> None:
+        with torch.no_grad():
+            outputs.append(model(x, src_key_padding_mask=mask))
+
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # torch's of nested tensors, and ours
-        expected = model(x, src_key_padding_mask=mask)
-        before = ended(model, [])
-        exporter, heard = watch(model, sgd(model), strict=False)
-        got = model(x, src_key_padding_mask=mask)
-        exporter.detach()
+        model, exporter, heard = unchanged(make, evaluate, strict=False)
+        expected, got = outputs
         again = model(x, src_key_padding_mask=mask)
         inner = encode(model, x)
-    for name, value in ended(model, []).items():
-        assert alike(value, before[name]), name
     torch.testing.assert_close(got, expected)
     assert same(only(heard, "network_output", tag="eval"), got)
     if padded:
@@ -821,12 +947,17 @@ def test_attention_probabilities_inside_sdpa_are_no_activation() -> None:
 
     _, _, heard = unchanged(Attention, train)
     weights = {one: [only(heard, kind, one) for kind in ("weights", "biases")] for one in ("qkv", "out")}
-    first = F.linear(batches(1, (2, 3, 4))[0], *weights["qkv"]).requires_grad_()
+    leaves = [leaf.requires_grad_() for both in weights.values() for leaf in both]
+    first = F.linear(batches(1, (2, 3, 4))[0], *weights["qkv"])
     inside = F.scaled_dot_product_attention(*first.chunk(3, -1))
     q, k, v = first.chunk(3, -1)
     torch.testing.assert_close(inside, (q @ k.mT / 2).softmax(-1) @ v)
     last = F.linear(inside, *weights["out"])
-    gradients = torch.autograd.grad(last.square().sum(), [first, inside, last])
+    gradients = torch.autograd.grad(last.square().sum(), [first, inside, last, *leaves])
+    for number, gradient in enumerate(gradients[3:]):
+        kind, module = ("weight_gradients", "bias_gradients")[number % 2], ("qkv", "out")[number // 2]
+        torch.testing.assert_close(only(heard, kind, module), gradient)
+    descended(heard)
     assert same(only(heard, "layer_inputs", "out"), inside)
     assert same(only(heard, "input_gradients", "out"), gradients[1])
     for module, output, gradient in (("qkv", first, gradients[0]), ("out", last, gradients[2])):
@@ -876,10 +1007,12 @@ def test_lbfgs_closures() -> None:
     model, _, heard = unchanged(lambda: nn.Linear(3, 2), train, make_optimizer)
     torch.manual_seed(5)
     by_hand(reference := nn.Linear(3, 2), make_optimizer(reference))
-    assert same(reference.weight, model.weight)
-    weights, updates = told(heard, "weights", ""), told(heard, "weight_updates", "")
-    assert same(updates[0], weights[1] - weights[0])
-    assert same(updates[1], model.weight - weights[1])
+    for whole, kind in (("weights", "weight"), ("biases", "bias")):
+        assert same(getattr(reference, kind), getattr(model, kind))
+        before, updates = told(heard, whole, ""), told(heard, f"{kind}_updates", "")
+        assert same(updates[0], before[1] - before[0])
+        assert same(updates[1], getattr(model, kind) - before[1])
+    weights = told(heard, "weights", "")
     for step, evaluations in enumerate(seen):
         assert len(evaluations) > 1
         for kind in ("activations", "layer_gradients"):
@@ -939,10 +1072,13 @@ def test_sam() -> None:
             at = w + 0.05 * gw, b + 0.05 * gb
         assert same(only(heard, "weight_gradients", "", global_step=step), gw)
         assert same(only(heard, "bias_gradients", "", global_step=step), gb)
-        after = w.add(gw, alpha=-0.1)
-        assert same(only(heard, "weight_updates", "", global_step=step), after - w)
-        w, b = after, b.add(gb, alpha=-0.1)
+        assert same(only(heard, "biases", "", global_step=step), b)
+        after = w.add(gw, alpha=-0.1), b.add(gb, alpha=-0.1)
+        assert same(only(heard, "weight_updates", "", global_step=step), after[0] - w)
+        assert same(only(heard, "bias_updates", "", global_step=step), after[1] - b)
+        w, b = after
     assert same(w, model.weight)
+    assert same(b, model.bias)
     assert [one.global_step for one in heard.of("batch_finished")] == [0, 1]
 
 
@@ -957,6 +1093,15 @@ def test_an_optimizer_that_never_steps_is_told() -> None:
             lambda: nn.Linear(3, 2), train, lambda model: (sgd(model), sgd(model)), lambda both: both[0], strict=False
         )
     assert [one.call for one in find(heard, "activations", "")] == [0, 1, 2]
+    torch.manual_seed(5)
+    reference = nn.Linear(3, 2)
+    for call, x in enumerate(batches(3)):
+        output = F.linear(x, reference.weight, reference.bias)
+        slope, *slopes = torch.autograd.grad(output.square().sum(), [output, reference.weight, reference.bias])
+        assert same(only(heard, "activations", "", call=call), output)
+        assert same(only(heard, "layer_gradients", "", call=call), slope)
+        for p, gradient in zip(reference.parameters(), slopes, strict=True):
+            p.data.add_(gradient, alpha=-0.1)
     assert not heard.of("batch_finished")
 
 
@@ -988,16 +1133,33 @@ def test_gan_with_two_optimizers() -> None:
             generator.step()
 
     _, _, heard = unchanged(GAN, train, optimizers)
-    x, z = batches(1)[0], batches(1, (4, 2))[0]
-    gw, gb = told(heard, "weights", "generator")[0], told(heard, "biases", "generator")[0]
-    fake = F.linear(z, gw, gb)
-    expected = (fake.mean(0) - x.mean(0)).unsqueeze(0)
-    torch.testing.assert_close(told(heard, "weight_gradients", "critic")[0], expected)
-    torch.testing.assert_close(told(heard, "weight_updates", "critic")[0], -0.1 * expected)
-    moved = told(heard, "weights", "critic")[0] + told(heard, "weight_updates", "critic")[0]
-    slope = -(moved.T @ z.mean(0, keepdim=True))
-    torch.testing.assert_close(told(heard, "weight_gradients", "generator")[0], slope)
-    torch.testing.assert_close(told(heard, "weight_updates", "generator")[0], -0.2 * slope)
+    torch.manual_seed(5)
+    reference: Any = GAN()
+    rates = {"critic": 0.1, "generator": 0.2}
+    now = {name: [p.detach() for p in reference.get_submodule(name).parameters()] for name in rates}
+    for step, (x, z) in enumerate(zip(batches(2), batches(2, (4, 2)), strict=True)):
+        for name in ("critic", "generator"):
+            leaves = {one: [p.clone().requires_grad_() for p in now[one]] for one in rates}  # the critic moves first
+            made = F.linear(z, *leaves["generator"])
+            if name == "critic":
+                outputs = {0: F.linear(made.detach(), *leaves["critic"]), 1: F.linear(x, *leaves["critic"])}
+                loss = outputs[0].mean() - outputs[1].mean()
+            else:
+                outputs = {2: F.linear(made, *leaves["critic"])}
+                loss = -outputs[2].mean()
+                slope = torch.autograd.grad(loss, [made], retain_graph=True)[0]
+                assert same(only(heard, "layer_gradients", "generator", global_step=step), slope)
+            slopes = torch.autograd.grad(loss, [*leaves[name], *outputs.values()])
+            for (call, output), slope in zip(outputs.items(), slopes[2:], strict=True):
+                assert same(only(heard, "activations", "critic", global_step=step, call=call), output)
+                assert same(only(heard, "layer_gradients", "critic", global_step=step, call=call), slope)
+            for place, kind in enumerate(("weight", "bias")):
+                before = now[name][place]
+                now[name][place] = before.add(slopes[place], alpha=-rates[name])
+                whole = {"weight": "weights", "bias": "biases"}[kind]
+                assert same(only(heard, whole, name, global_step=step), before)
+                assert same(only(heard, f"{kind}_gradients", name, global_step=step), slopes[place])
+                assert same(only(heard, f"{kind}_updates", name, global_step=step), now[name][place] - before)
     for kind in ("weights", "weight_gradients", "weight_updates"):
         assert [(one.key, one.global_step) for one in heard.of(kind)] == [
             (name, step) for step in range(2) for name in ("generator", "critic")
@@ -1022,7 +1184,7 @@ def test_autocast(dtype: torch.dtype) -> None:
 
     _, _, heard = unchanged(mlp, train)
     for step, x in enumerate(batches(2)):
-        expected = of_mlp(heard, x, step, autocast=dtype)
+        expected = of_mlp(heard, x, step, autocast=dtype, lr=0.1)
         assert expected["layer_gradients", "0"].dtype is expected["activations", "0"].dtype is dtype
         assert expected["weight_gradients", "0"].dtype is torch.float32
         for (kind, module), value in expected.items():
@@ -1059,7 +1221,7 @@ def test_autocast_with_grad_scaler(dtype: torch.dtype, fused: bool) -> None:
         factor = float("inf") if skipped else 1.0
         expected = of_mlp(heard, x, step, lambda output, factor=factor: squares(output) * factor, dtype)
         for (kind, module), value in expected.items():
-            if kind in ("activations", "layer_gradients"):
+            if kind in OF_CALLS:
                 got = only(heard, kind, module, global_step=step, call=call)
                 torch.testing.assert_close(got.float(), value.float(), rtol=0, atol=0, equal_nan=True)
             elif not skipped:  # whose gradients no optimizer used
@@ -1130,6 +1292,23 @@ def test_grad_scaler(fused: bool, dtype: torch.dtype) -> None:
     ):
         torch.testing.assert_close(gradient, torch.full((2,), 4e-3), rtol=1e-3, atol=0)
         torch.testing.assert_close(update, -0.1 * gradient, rtol=1e-3, atol=1e-6)
+    for x, (step, call) in zip(batches(4), [(0, 0), (1, 0), (1, 1), (2, 0)], strict=True):
+        if dtype is torch.float16:
+            leaves = (only(heard, kind, parameters, global_step=step) for kind in ("weights", "biases"))
+            halved = x.half().float()
+            value, slope = F.linear(halved, *leaves), 1e-3 * torch.ones(4, 2).T @ halved
+            assert same(only(heard, "activations", "1", global_step=step, call=call), value.half().float())
+        else:
+            expected = of_mlp(heard, x, step, lambda output: output.sum() * 1e-3)
+            slope = expected["weight_gradients", "2"]
+            assert same(only(heard, "activations", "2", global_step=step, call=call), expected["activations", "2"])
+        if (step, call) != (1, 0):
+            got = only(heard, "weight_gradients", parameters, global_step=step)
+            torch.testing.assert_close(got, slope, rtol=1e-3, atol=1e-5)
+    for gradient, update in zip(
+        told(heard, "weight_gradients", parameters), told(heard, "weight_updates", parameters), strict=True
+    ):
+        torch.testing.assert_close(update, -0.1 * gradient, rtol=1e-3, atol=1e-6)
     if dtype is torch.float16:
         inner = told(heard, "input_gradients", "1")
         assert {one.dtype for one in inner} == {torch.float32}
@@ -1185,6 +1364,10 @@ def test_grad_scalers_of_other_classes(name: str, late: bool) -> None:
         assert same(one, torch.ones(4, 2))
     for x, gradient in zip(batches(3)[::2], told(heard, "weight_gradients", ""), strict=True):
         assert same(gradient, torch.ones(4, 2).T @ x)
+    for x, (step, call) in zip(batches(3), [(0, 0), (1, 0), (1, 1)], strict=True):
+        weight, bias = (only(heard, kind, "", global_step=step) for kind in ("weights", "biases"))
+        assert same(only(heard, "activations", "", global_step=step, call=call), F.linear(x, weight, bias))
+    descended(heard)
 
 
 def test_grad_scaler_beside_an_unscaled_loss() -> None:
@@ -1200,8 +1383,11 @@ def test_grad_scaler_beside_an_unscaled_loss() -> None:
 
     _, _, heard = unchanged(lambda: nn.Linear(3, 2), train)
     assert [one.call for one in find(heard, "layer_gradients", "")] == [0, 1, 2]
-    for one in told(heard, "layer_gradients", ""):
-        assert same(one, torch.ones(4, 2))
+    assert not only(heard, "weight_updates", "").any()  # the gradients were forgotten before the step
+    weight, bias = (only(heard, kind, "") for kind in ("weights", "biases"))
+    for call in range(3):
+        assert same(only(heard, "layer_gradients", "", call=call), torch.ones(4, 2))
+        assert same(only(heard, "activations", "", call=call), F.linear(batches(1)[0], weight, bias))
 
 
 def test_grad_scaler_without_an_optimizer() -> None:
@@ -1217,7 +1403,20 @@ def test_grad_scaler_without_an_optimizer() -> None:
             scaler.update()
 
     _, _, heard = unchanged(mlp, train, given=lambda _: ())
-    assert same(told(heard, "layer_gradients", "2")[0], torch.ones(4, 2))
+    torch.manual_seed(5)
+    reference = mlp()
+    optimizer = sgd(reference)
+    for call, x in enumerate(batches(2)):  # which nobody tells apart as steps
+        optimizer.zero_grad()
+        values = [x]
+        for part in reference:
+            values.append(part(values[-1]))
+        slopes = torch.autograd.grad(values[-1].sum(), values[1:], retain_graph=True)
+        values[-1].sum().backward()
+        for module, value, slope in zip("012", values[1:], slopes, strict=True):
+            assert same(only(heard, "activations", module, global_step=0, call=call), value)
+            assert same(only(heard, "layer_gradients", module, global_step=0, call=call), slope)
+        optimizer.step()
 
     def forwards(model: Any, optimizer: Any) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
@@ -1229,6 +1428,9 @@ def test_grad_scaler_without_an_optimizer() -> None:
 
     _, _, heard = unchanged(mlp, forwards, given=lambda _: None)
     assert len(told(heard, "bias_gradients", "2")) == len(told(heard, "weight_updates", "0")) == 2
+    for step, x in enumerate(batches(2)):
+        for (kind, module), value in of_mlp(heard, x, step, torch.sum, lr=0.1).items():
+            assert same(only(heard, kind, module, global_step=step), value), (kind, module, step)
     for gradient in told(heard, "bias_gradients", "2"):
         assert same(gradient, torch.full((2,), 4.0))
     for gradient, update in zip(told(heard, "weight_gradients", "0"), told(heard, "weight_updates", "0"), strict=True):
@@ -1257,6 +1459,17 @@ def test_grad_scaler_skips_one_of_two_optimizers() -> None:
         assert len(weights) == len(updates) == 2
         assert same(updates[0], weights[1] - weights[0])
         assert same(updates[1], model.get_submodule(name).weight - weights[1])  # the critic moved twice in step 1
+        inputs, moves = {"critic": (3, (1, 2)), "generator": (2, (1, 1))}[name]
+        slope = torch.ones(4, weights[0].shape[0]).T @ torch.ones(4, inputs)
+        first = F.linear(torch.ones(4, inputs), weights[0], told(heard, "biases", name)[0])
+        assert same(only(heard, "activations", name, global_step=0), first)
+        assert same(only(heard, "layer_gradients", name, global_step=0), torch.ones_like(first))
+        for step, gradient in enumerate(told(heard, "weight_gradients", name)):
+            assert same(gradient, slope)
+            after = weights[step]
+            for _ in range(moves[step]):
+                after = after.add(slope, alpha=-0.1)
+            assert same(updates[step], after - weights[step])
 
 
 def by_formula(kind: str, weight: Tensor, gradients: list[Tensor]) -> list[Tensor]:
@@ -1354,6 +1567,17 @@ def test_optimizers_of_all_kinds_and_compiled_steps(kind: str, compiled: str) ->
     torch._dynamo.reset()
     assert exporter.global_step == 3
     assert not exporter.problems
+    for step, x in enumerate(batches(3)):
+        leaves = [seen[step][name][0].requires_grad_() for name in ("0.weight", "2.weight")]
+        values = [F.linear(x, leaves[0])]
+        values.append(torch.tanh(values[0]))
+        values.append(F.linear(values[1], leaves[1]))
+        *slopes, first, last = torch.autograd.grad(values[2].square().sum(), [*values, *leaves])
+        for module, value, slope in zip("012", values, slopes, strict=True):
+            assert same(only(heard, "activations", module, global_step=step), value)
+            assert same(only(heard, "layer_gradients", module, global_step=step), slope)
+        for module, slope in (("0", first), ("2", last)):
+            assert same(only(heard, "weight_gradients", module, global_step=step), slope)
     for module in ("0", "2"):
         for place, what in enumerate(("weights", "weight_gradients", "weight_updates")):
             found = told(heard, what, module)
@@ -1382,6 +1606,8 @@ def test_clipping() -> None:
             got = only(heard, kind, module, global_step=step)
             if (kind, module) in own:
                 torch.testing.assert_close(got, value / norm)
+                moved = only(heard, kind.replace("gradients", "updates"), module, global_step=step)
+                torch.testing.assert_close(moved, -0.1 * value / norm, rtol=1e-4, atol=1e-6)
             else:
                 assert same(got, value), (kind, module)
 
@@ -1412,29 +1638,41 @@ def test_optimizer_in_backward(checkpointed: bool) -> None:
         gradients = told(heard, "weight_gradients", module)
         assert same(updates[0], weights[1] - weights[0])
         assert same(updates[2], model.get_submodule(module).weight - weights[2])
-        torch.testing.assert_close(updates[0], -0.1 * gradients[0])
-        torch.testing.assert_close(updates[1], -0.1 * (0.5 * gradients[0] + gradients[1]))
-    reference = mlp()
-    for module in ("0", "2"):
-        reference.get_submodule(module).weight.data = told(heard, "weights", module)[0]
-        reference.get_submodule(module).bias.data = told(heard, "biases", module)[0]
-    reference(batches(1)[0]).square().sum().backward()
-    torch.testing.assert_close(told(heard, "weight_gradients", "0")[0], reference[0].weight.grad)
+        momentum = gradients[0]
+        for step in range(3):
+            momentum = momentum.mul(0.5).add(gradients[step]) if step else momentum
+            assert same(updates[step], weights[step].add(momentum, alpha=-0.1) - weights[step])
+    for step, x in enumerate(batches(3)):
+        for (kind, module), value in of_mlp(heard, x, step).items():
+            assert same(only(heard, kind, module, global_step=step), value), (kind, module, step)
 
 
 def test_the_step_of_an_optimizer_in_backward_ends_where_it_is_asked_for() -> None:
     """After a backward that stepped, the global step is the next one: what a checkpoint of the training holds."""
-    model = mlp()
-    optimizers = InBackward(model)
-    exporter, heard = watch(model, optimizers.each.values())
-    model(batches(1)[0]).sum().backward()
-    assert exporter.global_step == 1
-    assert len(heard.of("batch_finished")) == 1
-    model(batches(1)[0]).sum().backward()
-    exporter.step()
-    exporter.finish()
-    exporter.detach()
+    finished = Collect("batch_finished")
+
+    def train(model: nn.Module, optimizer: Any, run: Any) -> None:
+        if isinstance(run, Exporter):
+            run.message_bus.register(finished)
+        first, second = batches(2)
+        model(first).square().sum().backward()
+        if isinstance(run, Exporter):
+            assert run.global_step == len(finished) == 1
+        model(second).square().sum().backward()
+        run.step()
+        if isinstance(run, Exporter):
+            assert run.global_step == len(finished) == 2
+
+    _, _, heard = unchanged(mlp, train, InBackward, lambda optimizer: optimizer.each.values(), calls=True)
     assert [one.global_step for one in heard.of("batch_finished")] == [0, 1]
+    for step, x in enumerate(batches(2)):
+        for (kind, module), value in of_mlp(heard, x, step).items():
+            assert same(only(heard, kind, module, global_step=step), value), (kind, module, step)
+    for module in "02":
+        weights, gradients = told(heard, "weights", module), told(heard, "weight_gradients", module)
+        moves = gradients[0], gradients[0].mul(0.5).add(gradients[1])  # with momentum
+        for weight, move, update in zip(weights, moves, told(heard, "weight_updates", module), strict=True):
+            assert same(update, weight.add(move, alpha=-0.1) - weight)
 
 
 class Counting(torch.optim.SGD):
@@ -1496,6 +1734,21 @@ class Blocks(nn.Module):
         return self.head(self.run(self.both, x) if self.nested else x)
 
 
+def through_blocks(model: Any, x: Tensor) -> dict[str, list[Tensor]]:
+    """The outputs of each module of `Blocks` in the order of calls, by functions and without checkpoints."""
+    found: dict[str, list[Tensor]] = {f"block.{number}": [] for number in range(3)}
+    for number in range(3):
+        found["block.0"].append(F.linear(x + number, model.block[0].weight, model.block[0].bias))
+        found["block.1"].append(F.dropout(found["block.0"][-1], 0.2))
+        found["block.2"].append(torch.tanh(found["block.1"][-1]))
+        x = found["block.2"][-1]
+    for name in ("inner", "outer", "head") if model.nested else ("head",):
+        layer = model.get_submodule(name)
+        found[name] = [F.linear(x, layer.weight, layer.bias)]
+        x = found[name][0]
+    return found
+
+
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("nested", [True, False])
@@ -1513,6 +1766,7 @@ def test_checkpointing(reentrant: bool, nested: bool) -> None:
     for form in (None, reentrant):
         _, exporter, heard[form] = unchanged(lambda form=form: Blocks(form, nested), train)
         assert not exporter.problems
+    descended(heard[reentrant])
     modules = ["block.0", "block.1", "block.2", "head", *(["inner", "outer"] if nested else [])]
     for kind in ("activations", "layer_inputs", "layer_gradients", "weights", "weight_gradients", "weight_updates"):
         for module in modules:
@@ -1527,6 +1781,31 @@ def test_checkpointing(reentrant: bool, nested: bool) -> None:
     assert got.keys() == expected.keys()
     for place, data in got.items():
         torch.testing.assert_close(data, expected[place], rtol=1e-9, atol=1e-12)
+    torch.manual_seed(5)
+    reference = Blocks(None, nested)
+    optimizer = sgd(reference)
+    for step, x in enumerate(batches(2)):
+        optimizer.zero_grad()
+        for number, factor in enumerate((1, 2)):
+            found = through_blocks(reference, x)
+            outputs = [output for each in found.values() for output in each]
+            loss = (factor * found["head"][0]).square().sum()
+            slopes = iter(torch.autograd.grad(loss, outputs, retain_graph=True))
+            loss.backward()
+            for module, each in found.items():
+                for call, output in enumerate(each, start=number * len(each)):
+                    at = {"global_step": step, "call": call}
+                    value = only(heard[reentrant], "activations", module, **at)
+                    torch.testing.assert_close(value, output.detach(), rtol=1e-9, atol=1e-12)
+                    slope = only(heard[reentrant], "layer_gradients", module, **at)
+                    torch.testing.assert_close(slope, next(slopes), rtol=1e-9, atol=1e-12)
+        for module in set(modules) - {"block.1", "block.2"}:
+            before = reference.get_submodule(module).weight.detach()
+            gradient = only(heard[reentrant], "weight_gradients", module, global_step=step)
+            torch.testing.assert_close(gradient, reference.get_submodule(module).weight.grad, rtol=1e-9, atol=1e-12)
+            weight = only(heard[reentrant], "weights", module, global_step=step)
+            torch.testing.assert_close(weight, before, rtol=1e-9, atol=1e-12)
+        optimizer.step()
 
 
 def test_nested_reentrant_checkpoints() -> None:
@@ -1562,6 +1841,21 @@ def test_nested_reentrant_checkpoints() -> None:
         assert sorted(got) == sorted(expected) == list(range(12))
         for call, data in got.items():
             torch.testing.assert_close(data, expected[call])
+    descended(heard[True])
+    w, b = (only(heard[True], kind, "layer").requires_grad_() for kind in ("weights", "biases"))
+    summed = torch.zeros_like(w)
+    for number, x in enumerate(batches(2)):
+        outputs = []
+        for place in range(6):  # the second of each three doubles its input
+            h = outputs[-1] if outputs else x
+            outputs.append(F.linear(h * 2 if place % 3 == 1 else h, w, b))
+        *slopes, own = torch.autograd.grad(outputs[-1].square().sum(), [*outputs, w])
+        summed += own
+        for place, (output, slope) in enumerate(zip(outputs, slopes, strict=True)):
+            call = 6 * number + place
+            assert same(only(heard[True], "activations", "layer", call=call), output)
+            torch.testing.assert_close(only(heard[True], "layer_gradients", "layer", call=call), slope)
+    torch.testing.assert_close(only(heard[True], "weight_gradients", "layer"), summed)
 
 
 def test_a_whole_model_in_a_reentrant_checkpoint() -> None:
@@ -1590,6 +1884,12 @@ def test_a_whole_model_in_a_reentrant_checkpoint() -> None:
                 assert one.data is not None
                 torch.testing.assert_close(one.data, other.data)
     assert {one.tag for one in got.of("activations")} == {"default", "eval"}
+    descended(got)
+    for step, x in enumerate(batches(2)):
+        for (kind, module), value in of_mlp(got, x, step).items():
+            assert same(only(got, kind, module, global_step=step, tag="default"), value), (kind, module, step)
+            if kind in ("layer_inputs", "activations"):
+                assert same(only(got, kind, module, global_step=step, tag="eval"), value), (module, step)
 
 
 def test_a_parameter_that_a_checkpointed_module_returns() -> None:
@@ -1619,10 +1919,16 @@ def test_a_parameter_that_a_checkpointed_module_returns() -> None:
         (0, 0, ""),
         (1, 0, ""),
     ]
-    for gradient, own in zip(
-        told(heard, "layer_gradients", "position"), told(heard, "weight_gradients", "position"), strict=True
-    ):
-        assert same(gradient, own)
+    for step, x in enumerate(batches(2)):
+        at = {"global_step": step}
+        position = only(heard, "weights", "position", **at).requires_grad_()
+        output = F.linear(x + position, *(only(heard, kind, "layer", **at) for kind in ("weights", "biases")))
+        (slope,) = torch.autograd.grad(output.square().sum(), [position])
+        assert same(only(heard, "activations", "position", **at), position)
+        assert same(only(heard, "activations", "layer", **at), output)
+        assert same(only(heard, "layer_gradients", "position", **at), slope)
+        assert same(only(heard, "weight_gradients", "position", **at), slope)
+        assert same(only(heard, "weight_updates", "position", **at), position.add(slope, alpha=-0.1) - position)
 
 
 # -- parameters that are made, frozen, replaced ---------------------------------------------------------------
@@ -1641,7 +1947,10 @@ def test_weight_norm() -> None:
         weight = g * v / v.norm(dim=1, keepdim=True)
         torch.testing.assert_close(told(heard, "weights", "0")[step], weight.detach())
         output = F.linear(batches(2)[step], weight, told(heard, "biases", "0")[step])
-        for number, expected in enumerate(torch.autograd.grad(output.square().sum(), [g, v])):
+        *expected_of_both, slope = torch.autograd.grad(output.square().sum(), [g, v, output])
+        torch.testing.assert_close(only(heard, "activations", "0", global_step=step), output.detach())
+        torch.testing.assert_close(only(heard, "layer_gradients", "0", global_step=step), slope)
+        for number, expected in enumerate(expected_of_both):
             gradient = told(heard, "weight_gradients", f"{path}{number}")[step]
             torch.testing.assert_close(gradient, expected)
             torch.testing.assert_close(told(heard, "weight_updates", f"{path}{number}")[step], -0.1 * gradient)
@@ -1655,7 +1964,8 @@ def test_spectral_norm() -> None:
     def make() -> nn.Module:
         return nn.Sequential(parametrizations.spectral_norm(nn.Linear(3, 3)), nn.Linear(3, 2))
 
-    def train(model: nn.Module, optimizer: Any) -> None:
+    def train(model: nn.Module, optimizer: Any) -> list[tuple[Tensor, ...]]:
+        kept = []
         for x in batches(2):
             model.eval()
             with torch.no_grad():
@@ -1663,25 +1973,70 @@ def test_spectral_norm() -> None:
             model.train()
             optimizer.zero_grad()
             model(x).square().sum().backward()
+            before = [p.detach().clone() for p in model.parameters()]
             optimizer.step()
+            after = [p.detach().clone() for p in model.parameters()]
+            kept.append((*before, *(p.grad.clone() for p in model.parameters()), *after))
+        return kept
 
     _, _, heard = unchanged(make, train)  # the buffers are in the state that it compares
+    torch.manual_seed(5)
+    reference = make()
+    names = [name for name, _ in reference.named_parameters()]
+    for step, values in enumerate(train(reference, sgd(reference))):
+        before, gradients, after = (values[start : start + len(names)] for start in (0, len(names), 2 * len(names)))
+        for name, old, gradient, new in zip(names, before, gradients, after, strict=True):
+            module, _, last = name.rpartition(".")
+            kind, key = ("bias" if last == "bias" else "weight"), (name if last.startswith("original") else module)
+            at = {"global_step": step}
+            assert same(only(heard, "biases" if kind == "bias" else "weights", key, **at), old), name
+            assert same(only(heard, f"{kind}_gradients", key, **at), gradient), name
+            assert same(only(heard, f"{kind}_updates", key, **at), new - old), name
+        original = before[names.index("0.parametrizations.weight.original")]
+        made = only(heard, "weights", "0", global_step=step)  # the original, divided by a number
+        torch.testing.assert_close(made * (original.norm() / made.norm()), original)
     outputs, inputs = told(heard, "activations", "0", tag="default"), batches(2)
     assert len(told(heard, "weights", "0")) == 2
     for step, weight in enumerate(told(heard, "weights", "0")):
-        assert same(outputs[step], F.linear(inputs[step], weight, told(heard, "biases", "0")[step]))
+        hidden = F.linear(inputs[step], weight, told(heard, "biases", "0")[step]).requires_grad_()
+        last = F.linear(hidden, *(only(heard, kind, "1", global_step=step) for kind in ("weights", "biases")))
+        slopes = torch.autograd.grad(last.square().sum(), [hidden, last])
+        assert same(outputs[step], hidden)
+        assert same(only(heard, "activations", "1", tag="default", global_step=step), last)
+        for module, slope in zip("01", slopes, strict=True):
+            assert same(only(heard, "layer_gradients", module, global_step=step), slope)
     assert {one.leaf for one in find(heard, "weights", "0")} == {""}
 
 
 def test_a_parametrized_weight_that_nobody_wants_is_not_copied() -> None:
     """A capture of other modules puts no hook on a parametrization, and the offer has no update of a made weight."""
-    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), nn.Linear(3, 2))
-    exporter, heard = watch(model, optimizer := sgd(model), modules="1")
-    assert not model[0].parametrizations.weight._forward_hooks
-    simple(model, optimizer)
-    exporter.detach()
+    hooks: list[int] = []
+
+    def make() -> nn.Module:
+        return nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), nn.Linear(3, 2))
+
+    def train(model: Any, optimizer: Any) -> None:
+        hooks.append(len(model[0].parametrizations.weight._forward_hooks))
+        simple(model, optimizer)
+
+    trained, _, heard = unchanged(make, train, modules="1")
+    model: Any = trained
+    assert hooks == [0, 0]
     assert {one.key for one in heard.of("weights")} == {"1"}
-    exporter, _ = watch(model, optimizer)
+    descended(heard)
+    torch.manual_seed(5)
+    reference = make()
+    optimizer = sgd(reference)
+    for step, x in enumerate(batches(2)):
+        optimizer.zero_grad()
+        output = reference(x)
+        output.square().sum().backward()
+        assert same(only(heard, "activations", "1", global_step=step), output)
+        assert same(only(heard, "layer_gradients", "1", global_step=step), 2 * output)
+        assert same(only(heard, "weights", "1", global_step=step), reference.get_submodule("1").weight)
+        assert same(only(heard, "weight_gradients", "1", global_step=step), reference.get_submodule("1").weight.grad)
+        optimizer.step()
+    exporter, _ = watch(model, sgd(model))
     assert "0" in exporter._paths_of("weights")
     assert "0" not in exporter._paths_of("weight_updates")
     exporter.detach()
@@ -1719,7 +2074,8 @@ def test_frozen_and_later_unfrozen_parameters(with_optimizer: bool) -> None:
     assert [one.global_step for one in find(heard, "input_gradients", "1")] == [2, 3]
     for step, x in enumerate(batches(4)):
         for (kind, module), value in of_mlp(heard, x, step).items():
-            if kind == "activations" or module == "2" or step >= 2:
+            head = module == "2" and kind != "input_gradients"
+            if kind in ("layer_inputs", "activations") or head or step >= 2:
                 assert same(only(heard, kind, module, global_step=step), value), (kind, module, step)
             else:  # before the frozen layer there is nothing to differentiate for
                 assert not find(heard, kind, module, global_step=step)
@@ -1751,6 +2107,13 @@ def test_a_replaced_parameter(with_optimizer: bool) -> None:
     for number, x in enumerate(batches(4)):
         gradient = told(heard, "weight_gradients", "")[number]
         torch.testing.assert_close(gradient, x.sum(0).expand(gradient.shape[0], 3))
+        weight, bias = (told(heard, kind, "")[number] for kind in ("weights", "biases"))
+        assert same(told(heard, "activations", "")[number], F.linear(x, weight, bias))
+        assert same(told(heard, "layer_gradients", "")[number], torch.ones(4, weight.shape[0]))
+    if with_optimizer:
+        descended(heard)
+    else:
+        assert not any(one.any() for one in told(heard, "weight_updates", ""))
     # without an optimizer a step lasts until the next forward, when the weight of step 1 is no longer there
     steps = [one.global_step for one in find(heard, "weight_updates", "")]
     assert steps == ([0, 1, 2, 3] if with_optimizer else [0, 2, 3])
@@ -1792,10 +2155,27 @@ def test_lazily_created_modules_and_parameters() -> None:
     # before the optimizer's step the layer was there, so its parameters are told from the first step on
     assert [one.global_step for one in find(heard, "weight_updates", "late")] == [0, 1, 2, 3]
     assert [one.global_step for one in find(heard, "weights", "shift")] == [2, 3]
-    for step in (2, 3):
-        weight, bias = told(heard, "weights", "late")[step], told(heard, "biases", "late")[step]
-        hidden = only(heard, "activations", "first", global_step=step)
-        assert same(only(heard, "activations", "late", global_step=step), F.linear(hidden, weight, bias))
+    for step, x in enumerate(batches(4)):
+        at = {"global_step": step}
+        kinds = {"weights": "weight_gradients", "biases": "bias_gradients"}
+        leaves = {
+            (kind, name): only(heard, kind, name, **at).requires_grad_() for name in ("first", "late") for kind in kinds
+        }
+        hidden = F.linear(x, leaves["weights", "first"], leaves["biases", "first"])
+        last = F.linear(hidden, leaves["weights", "late"], leaves["biases", "late"])
+        output = last
+        if step >= 2:
+            leaves["weights", "shift"] = only(heard, "weights", "shift", **at).requires_grad_()
+            output = last + leaves["weights", "shift"]
+        slopes = torch.autograd.grad(output.square().sum(), [hidden, last, *leaves.values()])
+        seen = {"first": (hidden, slopes[0])} | ({"late": (last, slopes[1])} if step else {})
+        for name, (value, slope) in seen.items():
+            assert same(only(heard, "activations", name, **at), value), (name, step)
+            assert same(only(heard, "layer_gradients", name, **at), slope), (name, step)
+        for ((kind, name), leaf), slope in zip(leaves.items(), slopes[2:], strict=True):
+            assert same(only(heard, kinds[kind], name, **at), slope), (kind, name, step)
+            moved = leaf.detach().add(slope, alpha=-0.1) - leaf.detach()
+            assert same(only(heard, kinds[kind].replace("gradients", "updates"), name, **at), moved), (kind, name, step)
     assert same(told(heard, "weights", "late")[3] + told(heard, "weight_updates", "late")[3], model.late.weight)
 
 
@@ -1817,11 +2197,9 @@ def test_submodules_replaced_in_mid_run() -> None:
     _, exporter, heard = unchanged(mlp, train)
     assert [tuple(one.shape) for one in told(heard, "activations", "2")] == [(4, 2), (4, 2), (4, 5), (4, 5)]
     assert [tuple(one.shape) for one in told(heard, "weights", "2")] == [(2, 3), (2, 3), (5, 3), (5, 3)]
-    for step in (2, 3):
-        weight, bias = told(heard, "weights", "2")[step], told(heard, "biases", "2")[step]
-        hidden, output = told(heard, "activations", "1")[step], told(heard, "activations", "2")[step]
-        assert same(output, F.linear(hidden, weight, bias))
-        assert same(told(heard, "weight_gradients", "2")[step], (2 * output).T @ hidden)
+    for step, x in enumerate(batches(4)):
+        for (kind, module), value in of_mlp(heard, x, step, lr=0.1).items():
+            assert same(only(heard, kind, module, global_step=step), value), (kind, module, step)
     assert not kept[0]._forward_hooks
     assert exporter.silent == []
 
@@ -1841,6 +2219,7 @@ def test_weights_tied_and_untied_in_mid_run() -> None:
     _, _, heard = unchanged(Tied, train)
     assert [one.global_step for one in find(heard, "weights", "embedding")] == [0, 1]
     assert [one.global_step for one in find(heard, "weights", "head")] == [1]
+    descended(heard)
     for step in range(2):
         w = only(heard, "weights", "embedding", global_step=step).requires_grad_()
         v = only(heard, "weights", "head", global_step=step).requires_grad_() if step else w
@@ -1848,6 +2227,7 @@ def test_weights_tied_and_untied_in_mid_run() -> None:
         output = F.linear(hidden, v)
         gradients = torch.autograd.grad(output.square().sum(), [w, v, hidden, output])
         for place, name in enumerate(("embedding", "head")):
+            assert same(only(heard, "activations", name, global_step=step), (hidden, output)[place])
             assert same(only(heard, "layer_gradients", name, global_step=step), gradients[2 + place])
             if step or name == "embedding":
                 assert same(only(heard, "weight_gradients", name, global_step=step), gradients[place])
@@ -1894,6 +2274,9 @@ def test_ema_copies_and_saved_models(tmp_path: Path) -> None:
 
     model, _, heard = unchanged(mlp, train)
     assert [one.call for one in find(heard, "activations", "0")] == [0, 0]
+    for step, x in enumerate(batches(2)):
+        for (kind, module), value in of_mlp(heard, x, step, lr=0.1).items():
+            assert same(only(heard, kind, module, global_step=step), value), (kind, module, step)
     x = batches(1)[0]
     assert torch.equal(kept[1](x), model(x))
     assert torch.equal(kept[2](x), model(x))
@@ -1902,29 +2285,26 @@ def test_ema_copies_and_saved_models(tmp_path: Path) -> None:
 def test_a_manual_update_without_an_optimizer() -> None:
     """Manual ``w -= lr * g``: no optimizer hook; the user ends the step."""
 
-    def train(model: nn.Module, over: Callable[[], None]) -> dict[str, Any]:
+    def train(model: nn.Module, optimizer: Any, run: Any) -> None:
         for x in batches(2):
             model.zero_grad()
             model(x).square().sum().backward()
             with torch.no_grad():
                 for p in model.parameters():
                     p -= 0.1 * p.grad
-            over()
-        return ended(model, [])
+            run.step()
 
-    model = nn.Linear(3, 2)
-    expected = train(copy.deepcopy(model), lambda: None)
-    exporter, heard = watch(model, ())
-    train(model, exporter.step)
-    exporter.detach()
-    for name, value in ended(model, []).items():
-        assert alike(value, expected[name]), name
+    _, _, heard = unchanged(lambda: nn.Linear(3, 2), train, given=lambda _: (), calls=True)
     assert [one.global_step for one in heard.of("batch_finished")] == [0, 1]
     for step, x in enumerate(batches(2)):
         w, b = (told(heard, kind, "")[step].clone().requires_grad_() for kind in ("weights", "biases"))
-        (gradient,) = torch.autograd.grad(F.linear(x, w, b).square().sum(), [w])
-        assert same(told(heard, "weight_gradients", "")[step], gradient)
-        assert same(told(heard, "weight_updates", "")[step], (w - 0.1 * gradient) - w)
+        output = F.linear(x, w, b)
+        slope, *gradients = torch.autograd.grad(output.square().sum(), [output, w, b])
+        assert same(only(heard, "activations", "", global_step=step), output)
+        assert same(only(heard, "layer_gradients", "", global_step=step), slope)
+        for kind, leaf, gradient in zip(("weight", "bias"), (w, b), gradients, strict=True):
+            assert same(told(heard, f"{kind}_gradients", "")[step], gradient)
+            assert same(told(heard, f"{kind}_updates", "")[step], (leaf - 0.1 * gradient) - leaf)
 
 
 # -- tensors of all sorts -------------------------------------------------------------------------------------
@@ -1940,11 +2320,21 @@ def test_sparse_embeddings() -> None:
         model(torch.tensor([1, 1, 4])).sum().backward()
         optimizer.step()
 
-    _, _, heard = unchanged(make, train)
-    expected = torch.zeros(6, 4)
-    expected[1], expected[4] = 2 * only(heard, "weights", "1")[0], only(heard, "weights", "1")[0]
-    torch.testing.assert_close(only(heard, "weight_gradients", "0"), expected)
+    model, _, heard = unchanged(make, train)
+    places = (("weights", "0"), ("weights", "1"), ("biases", "1"))
+    table, w, b = (only(heard, *place).requires_grad_() for place in places)
+    rows = F.embedding(torch.tensor([1, 1, 4]), table)  # whose gradient is dense
+    output = F.linear(rows, w, b)
+    expected, *slopes = torch.autograd.grad(output.sum(), [table, rows, output, w, b])
+    assert same(only(heard, "weight_gradients", "0"), expected)
+    # a row that was looked up twice moves twice, so by other roundings
     torch.testing.assert_close(only(heard, "weight_updates", "0"), -0.1 * expected)
+    assert same(only(heard, "weight_updates", "0"), model.get_submodule("0").weight - table)
+    for module, value, slope in zip("01", (rows, output), slopes, strict=False):
+        assert same(only(heard, "activations", module), value)
+        assert same(only(heard, "layer_gradients", module), slope)
+    assert same(only(heard, "weight_gradients", "1"), slopes[2])
+    assert same(only(heard, "bias_gradients", "1"), slopes[3])
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
@@ -1966,6 +2356,12 @@ def test_sparse_inputs(layout: torch.layout) -> None:
     assert same(only(heard, "layer_inputs", ""), torch.eye(3))
     assert same(only(heard, "input_data"), torch.eye(3))
     assert same(only(heard, "activations", ""), only(heard, "weights", ""))
+    torch.manual_seed(5)
+    weight = Graph().weight.detach()
+    assert same(only(heard, "weights", ""), weight)
+    assert same(only(heard, "layer_gradients", ""), torch.ones(3, 2))
+    assert same(only(heard, "weight_gradients", ""), torch.ones(3, 2))
+    assert same(only(heard, "weight_updates", ""), weight.add(torch.ones(3, 2), alpha=-0.1) - weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64, torch.float64])
@@ -2002,10 +2398,12 @@ def test_dtypes_from_the_training_to_the_trace(dtype: torch.dtype, suffix: str, 
             assert same(only(read, "activations", name, **at), output)
             assert same(only(read, "layer_gradients", name, **at), gradient.resolve_conj())
         assert same(only(read, "input_gradients", "2", **at), gradients[1].resolve_conj())
-        for name, weight, gradient in zip("02", leaves[::2], gradients[3::2], strict=True):
-            assert same(only(read, "weight_gradients", name, **at), gradient.resolve_conj())
-            moved = weight.detach().add(gradient, alpha=-0.1) - weight
-            assert same(only(read, "weight_updates", name, **at), moved)
+        assert same(only(read, "network_output", **at), third)
+        own = zip([(kind, name) for name in "02" for kind in ("weight", "bias")], leaves, gradients[3:], strict=True)
+        for (kind, name), leaf, gradient in own:
+            assert same(only(read, f"{kind}_gradients", name, **at), gradient.resolve_conj())
+            moved = leaf.detach().add(gradient, alpha=-0.1) - leaf.detach()
+            assert same(only(read, f"{kind}_updates", name, **at), moved)
 
 
 class Float8(nn.Module):
@@ -2052,6 +2450,9 @@ def test_float8(suffix: str, tmp_path: Path) -> None:
         assert same(told(heard, "weight_gradients", "layer")[step], slopes[2])
         assert same(told(heard, "bias_gradients", "layer")[step], slopes[3])
         assert same(told(heard, "weight_updates", "layer")[step], w.add(slopes[2], alpha=-0.1) - w)
+        assert same(told(heard, "bias_updates", "layer")[step], b.add(slopes[3], alpha=-0.1) - b)
+        assert same(only(heard, "input_gradients", "eight", global_step=step), slopes[1])
+        assert same(only(heard, "network_output", global_step=step), rounded.float())
         assert same(told(heard, "weights", "eight")[step], torch.ones(2, 3).to(torch.float8_e4m3fn))
         assert same(told(heard, "weight_updates", "eight")[step], torch.zeros(2, 3))
 
@@ -2076,6 +2477,11 @@ def test_updates_of_small_integers() -> None:
         optimizer.step(closure)
 
     _, _, heard = unchanged(make, train)
+    weight, bias = (only(heard, kind, "") for kind in ("weights", "biases"))
+    assert same(only(heard, "activations", ""), F.linear(torch.ones(1, 1), weight, bias))
+    for kind, module in (("layer_gradients", ""), ("weight_gradients", "")):
+        assert same(only(heard, kind, module), torch.ones(1, 1))
+    assert same(only(heard, "weight_updates", ""), weight.add(torch.ones(1, 1), alpha=-0.1) - weight)
     assert only(heard, "weights", "codes").tolist() == [3, 200]
     assert only(heard, "weights", "mask").tolist() == [True, False]
     assert only(heard, "weight_updates", "codes").tolist() == [2, -100]
@@ -2098,6 +2504,10 @@ def test_a_parameter_that_cannot_be_copied_stops_nothing(monkeypatch: pytest.Mon
     assert not find(heard, "weight_updates", "0")
     assert len(find(heard, "weight_updates", "2")) == len(find(heard, "weights", "0")) == 2
     assert "weight_updates of '0'" in problems(exporter)
+    for step, x in enumerate(batches(2)):
+        for (kind, at), value in of_mlp(heard, x, step, lr=0.1).items():
+            if (kind, at) != ("weight_updates", "0"):
+                assert same(only(heard, kind, at, global_step=step), value), (kind, at, step)
 
 
 def test_strict_failures_of_a_parameter_leave_the_clock_right(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -2108,12 +2518,29 @@ def test_strict_failures_of_a_parameter_leave_the_clock_right(monkeypatch: pytes
         raise NotImplementedError("no such kernel")
 
     monkeypatch.setattr(module, "difference", failing)
-    model = mlp()
-    exporter, _ = watch(model, optimizer := sgd(model))
-    with pytest.raises(NotImplementedError):
-        simple(model, optimizer, 1)
+    raised: list[bool] = []
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        try:
+            simple(model, optimizer, 1)
+        except NotImplementedError:
+            raised.append(True)
+        else:
+            raised.append(False)
+
+    _, exporter, heard = unchanged(mlp, train)
+    assert raised == [False, True]
     assert exporter.global_step == 1
-    exporter.detach()
+    assert not heard.of("weight_updates")
+    torch.manual_seed(5)
+    reference = mlp()
+    values = [batches(1)[0]]
+    for part in reference:
+        values.append(part(values[-1]))
+    slopes = torch.autograd.grad(squares(values[-1]), values[1:])
+    for at, value, slope in zip("012", values[1:], slopes, strict=True):
+        assert same(only(heard, "activations", at), value)
+        assert same(only(heard, "layer_gradients", at), slope)
 
 
 def test_expanded_and_aliased_tensors() -> None:
@@ -2137,7 +2564,10 @@ def test_expanded_and_aliased_tensors() -> None:
         assert got.is_contiguous()
         assert not got.is_conj()
     assert same(only(heard, "layer_gradients", "1", leaf="0"), torch.ones(4, 3))
-    assert same(only(heard, "layer_gradients", "0"), torch.tensor([[4.0, 6, 4], [0, 2, 0], [0, 2, 0], [0, 2, 0]]))
+    slope = torch.tensor([[4.0, 6, 4], [0, 2, 0], [0, 2, 0], [0, 2, 0]])
+    assert same(only(heard, "layer_gradients", "0"), slope)
+    assert same(only(heard, "weight_gradients", "0"), slope.T @ batches(1)[0])
+    descended(heard)
 
 
 def test_meta_and_quantized_tensors() -> None:
@@ -2149,6 +2579,24 @@ def test_meta_and_quantized_tensors() -> None:
                 warnings.simplefilter("ignore")
                 return torch.quantize_per_tensor(x.detach(), 0.1, 0, torch.qint8)
 
+    class Emptying(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.detach().to("meta")
+
+    class Beside(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self[0](x)
+            self[3](hidden)
+            return self[2](self[1](hidden))
+
+    for apart, why in ((Emptying, "a meta tensor has no values"), (Quantizing, "a quantized tensor is not supported")):
+        with pytest.warns(RuntimeWarning, match=why):
+            _, exporter, heard = unchanged(lambda apart=apart: Beside(*mlp(), apart()), simple, strict=False)
+        assert f"activations of '3': {why}" in problems(exporter)
+        assert not find(heard, "activations", "3")
+        for step, x in enumerate(batches(2)):
+            for (kind, module), value in of_mlp(heard, x, step, lr=0.1).items():
+                assert same(only(heard, kind, module, global_step=step), value), (kind, module, step)
     for model, x, why in (
         (mlp().to("meta"), torch.randn(4, 3, device="meta"), "a meta tensor has no values"),
         (nn.Sequential(nn.Linear(3, 2), Quantizing()), torch.randn(4, 3), "a quantized tensor is not supported"),
@@ -2163,26 +2611,36 @@ def test_meta_and_quantized_tensors() -> None:
 
 def test_functional_call_vmap_and_per_sample_gradients() -> None:
     """functional_call is seen; inside vmap/grad of torch.func tensors have no values: skipped, and counted."""
-    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
-    parameters = {name: p.detach().clone() + 1 for name, p in model.named_parameters()}
     x = batches(1)[0]
 
-    def each(given: dict[str, Tensor], one: Tensor) -> Tensor:
-        result: Tensor = torch.func.functional_call(model, given, (one,)).sum()
-        return result
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 2), nn.Tanh())
 
-    per_sample = torch.func.vmap(torch.func.grad(each), (None, 0))
-    expected = per_sample(parameters, x), torch.func.jvp(model, (x,), (x,))
-    exporter, heard = watch(model, (), strict=False)
-    called = torch.func.functional_call(model, parameters, (x,))
-    assert same(only(heard, "activations", "0"), F.linear(x, parameters["0.weight"], parameters["0.bias"]))
-    assert same(only(heard, "activations", "1"), called)
+    def others(model: nn.Module) -> dict[str, Tensor]:
+        return {name: (p.detach() + 1).requires_grad_() for name, p in model.named_parameters()}
+
+    def train(model: nn.Module, optimizer: Any) -> list[Any]:
+        def each(given: dict[str, Tensor], one: Tensor) -> Tensor:
+            result: Tensor = torch.func.functional_call(model, given, (one,)).sum()
+            return result
+
+        parameters = others(model)
+        called = torch.func.functional_call(model, parameters, (x,))
+        called.square().sum().backward()
+        per_sample = torch.func.vmap(torch.func.grad(each), (None, 0))(parameters, x)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`torch.jit.script`", DeprecationWarning)  # which jvp itself calls
+            of_inputs = torch.func.jvp(model, (x,), (x,))
+        return [called, *(p.grad for p in parameters.values()), *per_sample.values(), *of_inputs]
+
     with pytest.warns(RuntimeWarning, match=r"vmap or grad of torch\.func"):
-        got = per_sample(parameters, x), torch.func.jvp(model, (x,), (x,))
-    exporter.detach()
-    assert all(torch.equal(got[0][name], value) for name, value in expected[0].items())
-    assert all(torch.equal(*pair) for pair in zip(got[1], expected[1], strict=True))
-    assert len(find(heard, "activations", "0")) == 1
+        model, exporter, heard = unchanged(make, train, given=lambda _: (), strict=False)
+    hidden = F.linear(x, *others(model).values())
+    output = torch.tanh(hidden)
+    slopes = torch.autograd.grad(output.square().sum(), [hidden, output])
+    for name, value, slope in zip("01", (hidden, output), slopes, strict=True):
+        assert same(only(heard, "activations", name), value)
+        assert same(only(heard, "layer_gradients", name), slope)
     assert "activations of '0': inside vmap or grad of torch.func" in problems(exporter)
 
 
@@ -2306,12 +2764,13 @@ def test_a_forward_inside_a_backward_is_no_call() -> None:
     assert [one.call for one in find(heard, "activations", "layer")] == [0]
     expected = F.linear(batches(1)[0], only(heard, "weights", "layer"), only(heard, "biases", "layer"))
     assert same(only(heard, "activations", "layer"), expected)
+    assert same(only(heard, "network_output"), expected)
 
 
 def test_data_parallel() -> None:
     """nn.DataParallel (on a CPU it passes through): the module inside is observed, and names have no ``module.``.
 
-    All that is told is what is told of the module by itself.
+    All that is told is what is told of the module by itself, and its numbers are autograd's.
     """
     _, _, heard = unchanged(lambda: nn.DataParallel(mlp()), simple)
     _, _, alone = unchanged(mlp, simple)
@@ -2320,8 +2779,9 @@ def test_data_parallel() -> None:
         assert (one.kind, one.key, one.global_step, one.call) == (other.kind, other.key, other.global_step, other.call)
         assert (one.data is None and other.data is None) or same(one.data, other.data)
     assert {one.key for one in heard.of("layer_gradients")} == {"0", "1", "2"}
-    x, slope = batches(1)[0], told(heard, "layer_gradients", "0")[0]
-    assert same(told(heard, "weight_gradients", "0")[0], slope.T @ x)
+    for step, x in enumerate(batches(2)):
+        for (kind, module), value in of_mlp(heard, x, step, lr=0.1).items():
+            assert same(only(heard, kind, module, global_step=step), value), (kind, module, step)
 
 
 def test_cuda_graphs_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -2334,16 +2794,21 @@ def test_cuda_graphs_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return (x * 2).as_subclass(OnDevice)
 
-    model = nn.Sequential(Moving())
-    exporter, heard = watch(model, (), strict=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    model(torch.ones(2))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    def train(model: nn.Module, optimizer: Any) -> None:
+        for x, captured in zip(batches(2), (False, True), strict=True):
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captured=captured: captured)
+            optimizer.zero_grad()
+            model(x).as_subclass(Tensor).square().sum().backward()
+            optimizer.step()
+
     with pytest.warns(RuntimeWarning, match="while a CUDA graph is captured"):
-        model(torch.ones(2))
-    exporter.detach()
-    assert len(find(heard, "activations", "0")) == 1
-    assert "activations of '0': while a CUDA graph is captured" in problems(exporter)
+        _, exporter, heard = unchanged(lambda: mlp().append(Moving()), train, strict=False)
+    assert [one.global_step for one in find(heard, "activations", "3")] == [0]
+    assert "activations of '3': while a CUDA graph is captured" in problems(exporter)
+    x = batches(1)[0]
+    for (kind, module), value in of_mlp(heard, x, 0, lambda output: (output * 2).square().sum(), lr=0.1).items():
+        assert same(only(heard, kind, module, global_step=0), value), (kind, module)
+    assert same(only(heard, "activations", "3").as_subclass(Tensor), 2 * only(heard, "activations", "2", global_step=0))
     # nor is a fused optimizer asked whether it has moved, which would wait for the device
     optimizer = sgd(mlp())
     optimizer.found_inf = torch.ones(1).as_subclass(OnDevice)  # type: ignore[attr-defined]
@@ -2354,12 +2819,17 @@ def test_cuda_graphs_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_recorded_module_cannot_be_made_a_graph() -> None:
     """``torch.cuda.make_graphed_callables`` refuses modules with hooks, before it asks for a device."""
-    model = mlp()
-    exporter, _ = watch(model, sgd(model))
-    with pytest.raises((AssertionError, RuntimeError), match="must not have hooks"):
-        torch.cuda.make_graphed_callables(model, (batches(1)[0],))
-    exporter.detach()
-    assert not [one for one in model.modules() if one._forward_hooks or one._forward_pre_hooks]
+
+    def train(model: nn.Module, optimizer: Any, run: Any) -> None:
+        if isinstance(run, Exporter):
+            with pytest.raises((AssertionError, RuntimeError), match="must not have hooks"):
+                torch.cuda.make_graphed_callables(model, (batches(1)[0],))
+        simple(model, optimizer)
+
+    _, _, heard = unchanged(mlp, train, calls=True)  # the refusal leaves the training and the recording as they are
+    for step, x in enumerate(batches(2)):
+        for (kind, module), value in of_mlp(heard, x, step, lr=0.1).items():
+            assert same(only(heard, kind, module, global_step=step), value), (kind, module, step)
 
 
 # -- exceptions, threads --------------------------------------------------------------------------------------
@@ -2410,30 +2880,61 @@ def test_exceptions_in_the_users_code() -> None:
         got = only(heard, "activations", "layer", global_step=step, call=call)
         assert same(got, F.linear(batches(1)[0], weight, bias))
     assert same(told(heard, "weight_updates", "layer")[1], model.layer.weight - told(heard, "weights", "layer")[1])
+    for step, call in ((0, 1), (1, 0)):
+        at = {"global_step": step}
+        assert same(only(heard, "layer_gradients", "layer", call=call, **at), torch.ones(4, 2))
+        for kind, whole, slope in (
+            ("weight", "weights", torch.ones(4, 2).T @ batches(1)[0]),
+            ("bias", "biases", torch.full((2,), 4.0)),
+        ):
+            before = only(heard, whole, "layer", **at)
+            assert same(only(heard, f"{kind}_gradients", "layer", **at), slope)
+            assert same(only(heard, f"{kind}_updates", "layer", **at), before.add(slope, alpha=-0.1) - before)
 
 
 def test_exceptions_in_hooks_reach_nobody() -> None:
     """An exception inside our hooks: the training goes on unchanged, other streams go on, the problem is noted."""
 
     def condition(message: Message) -> bool:
-        if message.kind in ("activations", "weight_gradients") and message.key == "0":
+        if (message.kind, message.key) in lost:
             raise OSError("a hook of ours")
         return True
 
+    lost = {("activations", "0"), ("weight_gradients", "0"), ("layer_inputs", "2"), ("layer_gradients", "2")}
     with pytest.warns(RuntimeWarning, match="a hook of ours"):
         _, exporter, heard = unchanged(mlp, simple, strict=False, condition=condition)
     assert not find(heard, "activations", "0")
     assert len(find(heard, "activations", "2")) == len(find(heard, "weight_updates", "0")) == 2
     assert "OSError: a hook of ours" in problems(exporter)
+    for step, x in enumerate(batches(2)):
+        for (kind, module), value in of_mlp(heard, x, step, lr=0.1).items():
+            found = told(heard, kind, module, global_step=step)
+            assert len(found) == ((kind, module) not in lost), (kind, module, step)
+            assert all(same(one, value) for one in found), (kind, module, step)
 
 
 def test_hooks_return_nothing() -> None:
     """Return values: a hook that returned something would replace the output; ours leave the very objects alone."""
-    model = nn.Sequential(nn.Identity(), nn.Identity())
-    exporter, _ = watch(model, ())
-    x = torch.ones(2, 3, requires_grad=True)
-    assert model(x) is x
-    exporter.detach()
+    objects: list[tuple[bool, bool]] = []
+
+    def train(model: Any, optimizer: Any) -> None:
+        for x in batches(2):
+            given = x.requires_grad_()
+            optimizer.zero_grad()
+            made = model[1](passed := model[0](given))
+            loss = model[2](made).square().sum()
+            objects.append((passed is given, model[2](made) is made))
+            loss.backward()
+            optimizer.step()
+
+    _, _, heard = unchanged(lambda: nn.Sequential(nn.Identity(), nn.Linear(3, 2), nn.Identity()), train)
+    assert objects == [(True, True)] * 4
+    descended(heard)
+    for step, x in enumerate(batches(2)):
+        output = F.linear(x, *(only(heard, kind, "1", global_step=step) for kind in ("weights", "biases")))
+        assert same(only(heard, "activations", "1", global_step=step), output)
+        assert same(only(heard, "layer_gradients", "1", global_step=step), 2 * output)
+        assert same(only(heard, "weight_gradients", "1", global_step=step), (2 * output).T @ x)
 
 
 def test_an_evaluation_in_another_thread() -> None:
@@ -2466,12 +2967,22 @@ def test_an_evaluation_in_another_thread() -> None:
         thread.join()
 
     model, _, heard = unchanged(lambda: mlp().insert(1, Waiting()), train)
+    descended(heard)
     weights, biases = told(heard, "weights", "0"), told(heard, "biases", "0")
     for step, x in enumerate(batches(2)):
         hidden = F.linear(x, weights[step], biases[step])
         assert same(only(heard, "activations", "0", tag="default", global_step=step), hidden)
-        output = only(heard, "activations", "3", tag="default", global_step=step)
+        hidden.requires_grad_()
+        leaves = [only(heard, kind, "3", global_step=step).requires_grad_() for kind in ("weights", "biases")]
+        output = F.linear(torch.tanh(hidden), *leaves)
+        slope, *slopes = torch.autograd.grad(output.square().sum(), [hidden, *leaves])
+        assert same(only(heard, "activations", "3", tag="default", global_step=step), output)
         assert same(only(heard, "layer_gradients", "3", tag="default", global_step=step), 2 * output)
+        assert same(only(heard, "layer_gradients", "0", tag="default", global_step=step), slope)
+        own = (("weight_gradients", "3"), ("bias_gradients", "3"))
+        for place, gradient in zip(own, slopes, strict=True):
+            assert same(only(heard, *place, global_step=step), gradient)
+        assert same(only(heard, "weight_gradients", "0", global_step=step), slope.T @ x)
     before = F.linear(
         torch.ones(1, 3), weights[0], biases[0]
     )  # it began before the first step, and ends after the last
@@ -2488,38 +2999,59 @@ def test_an_evaluation_in_another_thread() -> None:
 
 def test_losses_and_logs_in_many_threads() -> None:
     """Threads: a loss that runs beside another is seen, too; values logged beside the training have their own calls."""
-    model = nn.Linear(3, 2)
-    exporter, heard = watch(model, optimizer := sgd(model))
-    exporter.set_loss(F.triplet_margin_with_distance_loss)
-    inside, go_on = threading.Event(), threading.Event()
+    given: list[list[Tensor]] = []  # the losses of the loop, without a recorder and with it
 
-    def distance(one: Tensor, other: Tensor) -> Tensor:
-        inside.set()
-        go_on.wait(20)
-        return (one - other).abs().sum(1)
+    def train(model: nn.Module, optimizer: Any, run: Any) -> list[Tensor]:
+        run.set_loss(F.triplet_margin_with_distance_loss)
+        inside, go_on = threading.Event(), threading.Event()
+        losses: list[Tensor] = []
 
-    def beside() -> None:
-        x = torch.ones(2, 3)
-        F.triplet_margin_with_distance_loss(x, x, x, distance_function=distance)
+        def distance(one: Tensor, other: Tensor) -> Tensor:
+            inside.set()
+            go_on.wait(20)
+            return (one - other).abs().sum(1)
 
-    def log() -> None:
-        for number in range(300):
-            exporter.log("note", number)
+        def beside() -> None:
+            x = torch.ones(2, 3)
+            losses.append(F.triplet_margin_with_distance_loss(x, x, x, distance_function=distance))
 
-    threads = [threading.Thread(target=beside), threading.Thread(target=log)]
-    for thread in threads:
-        thread.start()
-    assert inside.wait(20)
-    for x in batches(20):
-        output = model(x)
-        F.triplet_margin_with_distance_loss(output, output + 1, output - 1).backward()
-        optimizer.step()
-    go_on.set()
-    for thread in threads:
-        thread.join()
-    exporter.detach()
+        def log() -> None:
+            for number in range(300):
+                run.log("note", number)
+
+        threads = [threading.Thread(target=beside), threading.Thread(target=log)]
+        for thread in threads:
+            thread.start()
+        assert inside.wait(20)
+        for x in batches(20):
+            optimizer.zero_grad()
+            output = model(x)
+            losses.append(F.triplet_margin_with_distance_loss(output, output + 1, output - 1 + x[:, :2]))
+            losses[-1].backward()
+            optimizer.step()
+        go_on.set()
+        for thread in threads:
+            thread.join()
+        given.append([loss.detach().clone() for loss in losses])
+        return given[-1]
+
+    _, _, heard = unchanged(lambda: nn.Linear(3, 2), train, calls=True)
     assert [one.global_step for one in heard.of("loss") if one.tag == "default"] == list(range(20))
+    for step, x in enumerate(batches(20)):
+        w, b = (only(heard, kind, "", global_step=step).requires_grad_() for kind in ("weights", "biases"))
+        output = F.linear(x, w, b)
+        distances = [(output - other + 1e-6).square().sum(1).sqrt() for other in (output + 1, output - 1 + x[:, :2])]
+        loss = (1 + distances[0] - distances[1]).clamp(min=0).mean()
+        slope, gradient = torch.autograd.grad(loss, [output, w])
+        at = {"global_step": step, "tag": "default"}
+        assert same(only(heard, "activations", "", **at), output)
+        assert same(only(heard, "loss", **at), given[0][step])
+        torch.testing.assert_close(only(heard, "loss", **at), loss.detach())
+        torch.testing.assert_close(only(heard, "layer_gradients", "", **at), slope)
+        torch.testing.assert_close(only(heard, "weight_gradients", "", global_step=step), gradient)
+    descended(heard)
     assert len(find(heard, "loss", tag="eval")) == 1
+    assert same(only(heard, "loss", tag="eval"), given[0][20])
     notes = find(heard, "note")
     assert [float(one.data) for one in notes] == list(range(300))
     assert len({(one.global_step, one.call) for one in notes}) == 300
@@ -2527,16 +3059,20 @@ def test_losses_and_logs_in_many_threads() -> None:
 
 def test_forwards_in_many_threads() -> None:
     """Threads: forwards of one step in many threads are its calls, each with the inputs and outputs of its own."""
-    model = nn.Linear(1, 1, bias=False)
-    exporter, heard = watch(model, optimizer := sgd(model))
 
-    def run(number: int) -> None:
-        for part in range(20):
-            model(torch.tensor([[float(100 * number + part)]]))
+    def train(model: nn.Module, optimizer: Any) -> list[Tensor]:
+        made: dict[int, Tensor] = {}
 
-    in_threads(run, 4)
-    optimizer.step()
-    exporter.detach()
+        def run(number: int) -> None:
+            for part in range(20):
+                made[100 * number + part] = model(torch.tensor([[float(100 * number + part)]]))
+
+        in_threads(run, 4)
+        sum(made[number] for number in sorted(made)).sum().backward()
+        optimizer.step()
+        return [made[number].detach() for number in sorted(made)]
+
+    _, _, heard = unchanged(lambda: nn.Linear(1, 1, bias=False), train)
     outputs = {one.call: one.data for one in find(heard, "activations", "")}
     inputs = {one.call: one.data for one in find(heard, "layer_inputs", "")}
     assert sorted(outputs) == sorted(inputs) == list(range(80))
@@ -2544,6 +3080,12 @@ def test_forwards_in_many_threads() -> None:
     weight = only(heard, "weights", "")
     for call, value in outputs.items():
         assert same(value, F.linear(inputs[call], weight))
+        assert same(only(heard, "layer_gradients", "", call=call), torch.ones(1, 1))
+    given = [float(100 * number + part) for number in range(4) for part in range(20)]
+    assert sorted(one.item() for one in inputs.values()) == given
+    assert same(only(heard, "weight_gradients", ""), torch.tensor([[sum(given)]]))
+    moved = weight.add(torch.tensor([[sum(given)]]), alpha=-0.1) - weight
+    assert same(only(heard, "weight_updates", ""), moved)
     assert len(heard.of("batch_started")) == 1
 
 
@@ -2584,6 +3126,7 @@ def test_forwards_and_backwards_in_many_threads() -> None:
 
     _, exporter, heard = unchanged(make, train, lambda model: sgd(model, 2.0**-14))
     assert not exporter.problems
+    descended(heard, 2.0**-14)
     for step in range(2):
         first, second = (only(heard, "weights", name, global_step=step) for name in "01")
         for name, weight, before, after in (("0", first, 1.0, second), ("1", second, first, 1.0)):
@@ -2618,14 +3161,17 @@ def test_smaller_last_batch(tmp_path: Path) -> None:
             model(x).square().sum().backward()
             optimizer.step()
 
-    unchanged(lambda: nn.Linear(3, 2), train, path=tmp_path / "run.h5")
+    _, _, heard = unchanged(lambda: nn.Linear(3, 2), train, path=tmp_path / "run.h5")
+    kinds = ("activations", "layer_gradients", "weights", "biases", "weight_gradients")
+    descended(heard)  # which the trace has to the bit
     with tracer.open(tmp_path / "run.h5") as trace:
-        read = {kind: trace.array(kind, "")[1] for kind in ("activations", "layer_gradients", "weights", "biases")}
+        read = {kind: trace.array(kind, "")[1] for kind in kinds}
     assert [len(one) for one in read["activations"]] == list(sizes)
-    for x, output, gradient, weight, bias in zip(inputs, *read.values(), strict=True):
+    for x, output, gradient, weight, bias, own in zip(inputs, *read.values(), strict=True):
         expected = F.linear(x, torch.as_tensor(weight), torch.as_tensor(bias))
         assert same(torch.as_tensor(output), expected)
         assert same(torch.as_tensor(gradient), 2 * expected)
+        assert same(torch.as_tensor(own), (2 * expected).T @ x)
 
 
 def test_buffers() -> None:
@@ -2634,20 +3180,45 @@ def test_buffers() -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.3), nn.Linear(3, 2))
 
-    _, exporter, heard = unchanged(make, simple)  # the buffers are in the state that it compares
+    _, _, heard = unchanged(make, simple)  # the buffers are in the state that it compares
     assert {one.key for one in heard.of("weights")} == {"0", "1", "3"}
-    model = make()
-    exporter, heard = watch(model, optimizer := sgd(model))
-    for x in batches(2):
-        model(x).sum().backward()
-        optimizer.step()
-        exporter.log("running_mean", model[1].running_mean)
-    exporter.detach()
+
+    def train(model: Any, optimizer: Any, run: Any) -> None:
+        for x in batches(2):
+            model(x).sum().backward()
+            optimizer.step()
+            run.log("running_mean", model[1].running_mean)
+
+    _, _, heard = unchanged(make, train, calls=True)
+    descended(heard)
     hidden = told(heard, "activations", "0")
     first = 0.1 * hidden[0].mean(0)
     logged = told(heard, "running_mean")
     torch.testing.assert_close(logged[0], first)
     torch.testing.assert_close(logged[1], 0.9 * first + 0.1 * hidden[1].mean(0))
+    torch.manual_seed(5)
+    reference: Any = make()
+    optimizer = sgd(reference)
+    for step, x in enumerate(batches(2)):  # with statistics and a mask of its own
+        hidden = F.linear(x, reference[0].weight, reference[0].bias)
+        mean, variance = hidden.mean(0), hidden.var(0, unbiased=False)
+        normal = (hidden - mean) / (variance + 1e-5).sqrt() * reference[1].weight + reference[1].bias
+        kept = F.dropout(normal, 0.3)
+        output = F.linear(kept, reference[3].weight, reference[3].bias)
+        values = [hidden, normal, kept, output]
+        slopes = torch.autograd.grad(output.sum(), values, retain_graph=True)
+        output.sum().backward()
+        for name, value, slope in zip("0123", values, slopes, strict=True):
+            torch.testing.assert_close(only(heard, "activations", name, global_step=step), value.detach())
+            torch.testing.assert_close(
+                only(heard, "layer_gradients", name, global_step=step), slope, rtol=1e-4, atol=1e-6
+            )
+        for name in ("0", "1", "3"):
+            gradient = reference.get_submodule(name).weight.grad
+            torch.testing.assert_close(
+                only(heard, "weight_gradients", name, global_step=step), gradient, rtol=1e-4, atol=1e-6
+            )
+        optimizer.step()
 
 
 def test_random_generators() -> None:
@@ -2657,6 +3228,25 @@ def test_random_generators() -> None:
         return nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2))
 
     whole = unchanged(make, simple)[2]
+    descended(whole)
+    torch.manual_seed(5)
+    reference: Any = make()
+    optimizer = sgd(reference)
+    for step, x in enumerate(batches(2)):
+        optimizer.zero_grad()
+        values = [F.linear(x, reference[0].weight, reference[0].bias)]
+        values.append(F.dropout(values[0]))
+        values.append(F.linear(values[1], reference[2].weight, reference[2].bias))
+        slopes = torch.autograd.grad(squares(values[2]), values, retain_graph=True)
+        squares(values[2]).backward()
+        for module, value, slope in zip("012", values, slopes, strict=True):
+            assert same(only(whole, "activations", module, global_step=step), value)
+            assert same(only(whole, "layer_gradients", module, global_step=step), slope)
+        for module in "02":
+            assert same(only(whole, "weights", module, global_step=step), reference.get_submodule(module).weight)
+            own = reference.get_submodule(module).weight.grad
+            assert same(only(whole, "weight_gradients", module, global_step=step), own)
+        optimizer.step()
     some = unchanged(make, simple, elements=5)[2]
     for kind in ("weights", "weight_gradients", "weight_updates", "activations"):
         from tracer.capture import choice
@@ -2684,11 +3274,20 @@ def test_steps_that_nobody_records_change_nothing_and_tell_nothing() -> None:
     assert hooked == [False, False, False, True, False, True]
     assert {one.global_step for one in heard if one.kind not in ("epoch_started", "epoch_finished")} == {0, 2}
     assert [one.global_step for one in find(heard, "layer_gradients", "0")] == [0, 2]
+    for step, x in enumerate(batches(3)):
+        if step != 1:
+            for (kind, module), value in of_mlp(heard, x, step, lambda output: output.sum(), lr=0.1).items():
+                assert same(only(heard, kind, module, global_step=step), value), (kind, module, step)
 
 
 def test_the_page_names_every_test() -> None:
-    """docs/semantics.md has each test of this file, and no other but those of compiled models."""
+    """docs/semantics.md has each test of this file, and no other but those of compiled models.
+
+    And each trains a second time without a recorder, as the page says.
+    """
     page = (Path(__file__).parent.parent / "docs" / "semantics.md").read_text(encoding="utf-8")
     page = re.sub("\n## Inside `torch.compile`\n.*?(?=\n## )", "", page, flags=re.DOTALL)
     here = {name for name, value in globals().items() if name.startswith("test_") and callable(value)}
-    assert set(re.findall(r"`(test_\w+)`", page)) == here - {"test_the_page_names_every_test"}
+    here.remove("test_the_page_names_every_test")
+    assert set(re.findall(r"`(test_\w+)`", page)) == here
+    assert not {name for name in here if "unchanged(" not in inspect.getsource(globals()[name])}

@@ -294,6 +294,11 @@ class Capture:
             name for name in ("rows", "positions", "elements", "dtype", "reduce") if getattr(self, name) is not None
         ]
 
+    @cached_property
+    def everything(self) -> bool:
+        """Whether it keeps each tensor that it observes, and all of it as it is."""
+        return not self.choices and self.condition is None
+
     def sampling(
         self, kind: str, shape: Sequence[int], module: nn.Module | None = None, *, floating: bool = True
     ) -> dict[str, Any] | None:

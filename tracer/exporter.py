@@ -44,6 +44,7 @@ from tracer.hooks import (
     map_tensors,
     next_node,
     opaque,
+    ordinary,
     output_and_labels,
     recomputing,
     rows_of,
@@ -912,6 +913,9 @@ class Exporter:
         scale: Tensor | None = None,
     ) -> None:
         """Select, condition, copy, reduce, cast and publish one tensor, divided by a loss scale if there is one."""
+        if capture.everything and scale is None and self._collecting is None and ordinary(data):
+            self._deliver_ordinary(kind, path, data, tag, leaf, call, at, owned)
+            return
         reason = unobservable(data)
         if reason is not None:
             self._problem(f"{kind} of {path!r}" if path is not None else kind, reason)
@@ -936,6 +940,32 @@ class Exporter:
         if scale is not None:
             chosen = unscaled(chosen, scale)
         self._release(capture, stream, chosen, source, number, at, module, owned=owned, placement=placement)
+
+    def _deliver_ordinary(
+        self,
+        kind: str,
+        path: str | None,
+        data: Tensor,
+        tag: str,
+        leaf: str,
+        call: int | None,
+        at: tuple[int, int, int],
+        owned: bool,
+    ) -> None:
+        """`_deliver` with what nearly all messages need of it: of an ordinary tensor, as it is."""
+        stream = (kind, path, tag, leaf)
+        number = call if call is not None else self._published.get(stream, 0)
+        self._published[stream] = number + 1
+        if stream in self._sampling:
+            self._sampling[stream] = None
+        if data.requires_grad:
+            data = data.detach()
+        if not owned:
+            data = copied(data, self._memory)
+        elif data.is_conj() or data.is_neg():
+            data = data.clone()
+        step, train_step, epoch = at
+        self.message_bus.publish(checked(kind, path, step, train_step, epoch, tag, number, leaf, self.rank, data))
 
     def _release(
         self,
@@ -1258,27 +1288,43 @@ class Exporter:
             else:
                 self._recalled.pop(path, None)
             return
-        if self._pass.depth == 0:
+        running = self._pass
+        if running.depth == 0:
             self._enter_pass(module)
-        if not self._pass.listening:
+        if not running.listening:
             return
-        tag, now = self._pass.tag, self._now()
+        tag, now = running.tag, self._now()
         call = self._calls.get((path, tag), 0)
         self._calls[path, tag] = call + 1
-        for leaf, tensor in self._leave_call(path, call):
-            self._publish("layer_inputs", path, tensor, tag, leaf, call, now, module)
+        if running.inputs:
+            self._inputs_seen(path, module, tag, call, now)
         observed = leaves(output)
-        capture = self._wanted("activations", path, tag)
+        capture = self._wanted("activations", path, tag, now)
         if capture is not None:
-            for leaf, tensor in observed:
-                self._deliver(capture, "activations", path, tensor, tag, leaf, call, now, module, owned=False)
-            if not observed and opaque(output):
-                why = f"the output is a {type(output).__name__}, which is not looked into"
-                self._problem(f"activations of {path!r}", why)
+            try:
+                for leaf, tensor in observed:
+                    self._deliver(capture, "activations", path, tensor, tag, leaf, call, now, module, owned=False)
+                if not observed and opaque(output):
+                    why = f"the output is a {type(output).__name__}, which is not looked into"
+                    self._problem(f"activations of {path!r}", why)
+            except Exception as error:  # the output's gradients are another stream
+                if self.strict:
+                    raise
+                self._give_up("activations", path, error)
         if torch.is_grad_enabled():
             self._watch_leaves("layer_gradients", path, observed, call, tag)
         elif tag == DEFAULT_TAG:  # a training pass, so this may be the first forward of a reentrant checkpoint
             self._ungraded.setdefault(path, []).append((next_node(), call))
+
+    def _inputs_seen(self, path: str, module: nn.Module, tag: str, call: int, now: tuple[int, int, int]) -> None:
+        """Publish the copies of a call's inputs, now that the call has its number."""
+        try:
+            for leaf, tensor in self._leave_call(path, call):
+                self._publish("layer_inputs", path, tensor, tag, leaf, call, now, module)
+        except Exception as error:
+            if self.strict:
+                raise
+            self._give_up("layer_inputs", path, error)
 
     def _first_call(self, path: str) -> int | None:
         """In the second forward of a reentrant checkpoint: which call of this step is computed again.
@@ -1301,11 +1347,12 @@ class Exporter:
     ) -> list[GradientHook]:
         """Hang hooks on the tensors in an output or input whose gradients are wanted."""
         hooks: list[GradientHook] = []
-        if self._wanted(kind, path, tag) is not None:
+        now = self._now()
+        if self._wanted(kind, path, tag, now) is not None:
             scale = self._scales.get(torch._C._current_graph_task_id()) if self._scales else None
             for leaf, tensor in found:
                 if tensor.requires_grad:
-                    hooks.append(GradientHook(self, kind, path, leaf, call, tag, self._now(), scale))
+                    hooks.append(GradientHook(self, kind, path, leaf, call, tag, now, scale))
                     self._watch(tensor, hooks[-1])
         return hooks
 

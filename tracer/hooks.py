@@ -66,26 +66,30 @@ class Hook:
                 # Runs this between graphs. A step is never one graph: it has breaks of torch's own.
                 torch._dynamo.graph_break()
             return None
+        exporter = self._exporter()
+        if exporter is None:
+            return None
         if self.fired and self._inner:
-            exporter = self._exporter()
-            if exporter is not None:
-                running = exporter._pass
-                if running.depth and not running.listening:  # a step that nobody records: no more than this
-                    return None
+            running = exporter._pass
+            if running.depth and not running.listening:  # a step that nobody records: no more than this
+                return None
         if not is_compiling():  # which an export may do without Dynamo
-            self.tell(*args)
+            self._tell(exporter, args)
         return None
 
     def tell(self, *args: Any) -> None:
         """Tell the exporter what this hook saw; what fails there does not reach the training."""
         exporter = self._exporter()
-        if exporter is None or self.off or not (exporter._attached and exporter._enabled):
+        if exporter is None:
+            return
+        running = exporter._pass
+        if not (self.fired and self._inner and running.depth and not running.listening):
+            self._tell(exporter, args)
+
+    def _tell(self, exporter: Exporter, args: tuple[Any, ...]) -> None:
+        if self.off or not (exporter._attached and exporter._enabled):
             return
         self.fired = True
-        if self._inner:
-            running = exporter._pass
-            if running.depth and not running.listening:
-                return
         if torch._C._get_tracing_state() is not None:  # torch.jit.trace would record our copies
             return
         try:
@@ -558,12 +562,30 @@ def opaque(output: Any) -> bool:
     )
 
 
+def ordinary(tensor: Tensor) -> bool:
+    """Whether a tensor is a plain one of the processor, with nothing special to it that a copy of it would keep."""
+    return (
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
 def copied(tensor: Tensor, memory: Memory) -> Tensor:
-    """A dense copy of an observable tensor that needs no gradient, in memory that was used before where that pays."""
+    """A dense copy of an observable tensor that needs no gradient, in memory that was used before where that pays.
+
+    What is only marked as conjugated or negated is so in the copy.
+    """
     if tensor.layout is not torch.strided:
         return tensor.to_dense()
     target = space_for(tensor, memory) if tensor.nbytes >= SMALLEST else None
-    return tensor.clone(memory_format=torch.contiguous_format) if target is None else target.copy_(tensor)
+    if target is not None:
+        return target.copy_(tensor)
+    # to name a memory format takes a third as long as a small copy
+    return tensor.clone() if tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def space_for(like: Tensor, memory: Memory) -> Tensor | None:
