@@ -69,11 +69,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.replay": FOUNDATION | STORAGE,
     "tracer.integrations": set(),
     "tracer.integrations.*": FOUNDATION | STORAGE | {"tracer.exporter", "tracer.recorder", "tracer.integrations.*"},
-    "tracer.launch": FOUNDATION | STORAGE | RUNNING | {"tracer", "tracer.hooks", "tracer.wrappers"},
+    "tracer.launch": FOUNDATION
+    | STORAGE
+    | RUNNING
+    | {"tracer", "tracer.hooks", "tracer.wrappers", "tracer.termination"},
     "tracer.rehearsal": FOUNDATION
     | STORAGE
     | RUNNING
-    | {"tracer.budget", "tracer.certify", "tracer.environment", "tracer.hooks"},
+    | {"tracer.budget", "tracer.certify", "tracer.environment", "tracer.hooks", "tracer.termination"},
     "analyze.metrics": set(),
     "analyze.metrics.*": {"tracer.messages", "tracer.subscription", "tracer.subscriber", "analyze.metrics.*"},
     "analyze.*": {"tracer", "tracer.*", "analyze", "analyze.*"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -129,12 +130,13 @@ def watch(model: nn.Module, optimizer: Any = None, *, strict: bool = True, **set
 
 @dataclasses.dataclass
 class Trained:
-    """A model after its training, and what was heard of it."""
+    """A model after its training, what was heard of it, how it ended, and what the loop returned."""
 
     model: nn.Module
     exporter: Exporter | None
     heard: list[Message]
     end: dict[str, Any]
+    returned: Any = None
 
     @property
     def weights(self) -> Tensor:
@@ -145,17 +147,26 @@ class Trained:
         return {identity(one): one.data for one in self.heard if one.data is not None}
 
 
-def loop(run: Any, optimizer: Any, steps: int) -> None:
-    """A training loop."""
+def loop(run: Any, optimizer: Any, steps: int) -> list[list[Tensor]]:
+    """A training loop; of each step the output, and the gradient of each parameter."""
+    had = []
     for _ in range(steps):
         optimizer.zero_grad()
-        run(torch.randn(16, 8)).square().mean().backward()
+        output = run(torch.randn(16, 8))
+        output.square().mean().backward()
         optimizer.step()
+        had.append([output.detach().clone(), *(p.grad.clone() for p in optimizer.param_groups[0]["params"])])
+    return had
 
 
 def adam(model: nn.Module) -> torch.optim.AdamW:
     """The optimizer of most trainings."""
     return torch.optim.AdamW(model.parameters(), 1e-2)
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    """Plain gradient descent."""
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def train(
@@ -165,28 +176,58 @@ def train(
     record: bool = True,
     steps: int = 10,
     optimizer: Callable[[nn.Module], Any] = adam,
-    loop: Callable[[Any, Any, int], None] = loop,
+    loop: Callable[..., Any] = loop,
+    calls: bool = False,
     **settings: Any,
 ) -> Trained:
-    """Train a model from one seed: eagerly, or compiled with a backend; for more steps than recompiles are allowed."""
+    """Train a model from one seed: eagerly, or compiled with a backend; for more steps than recompiles are allowed.
+
+    With `calls` the loop has calls of the recorder's in it: it gets the exporter, or None.
+    """
     forget()
     torch.manual_seed(3)
     model = make()
     chosen = optimizer(model)
     exporter, heard = watch(model, optimizers_of(chosen), **settings) if record else (None, Collect("*"))
     run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
-    loop(run, chosen, steps)
+    returned = loop(run, chosen, steps, *([exporter] if calls else []))
     if exporter is not None:
         exporter.finish()
         exporter.detach()
-    return Trained(model, exporter, list(heard), ended(model, optimizers_of(chosen)))
+    return Trained(model, exporter, list(heard), ended(model, optimizers_of(chosen)), returned)
 
 
 def assert_same_end(one: Trained, other: Trained) -> None:
-    """Tensors, gradients, the optimizers' state, generators and hooks are those of the other training, to the bit."""
+    """Tensors, gradients, the optimizers' state, generators and hooks are those of the other training, to the bit.
+
+    So is what the loop returned.
+    """
     assert one.end.keys() == other.end.keys()
     for name, value in one.end.items():
         assert alike(value, other.end[name]), name
+    assert alike(one.returned, other.returned)
+
+
+def unchanged(make: Callable[[], nn.Module], backend: str | None, **settings: Any) -> Trained:
+    """Trained with a recorder; the same, compiled as well but without a recorder, ends the same."""
+    alone = train(make, backend, record=False, **settings)
+    recorded = train(make, backend, **settings)
+    assert_same_end(recorded, alone)
+    return recorded
+
+
+def assert_as_the_loop_had_it(recorded: Trained, last: str) -> None:
+    """Outputs, the last layer's and its gradients, and gradients of weights, as `loop` had them itself in each step."""
+    names = [name.replace("_orig_mod.", "") for name, _ in recorded.model.named_parameters()]
+    for step, (output, *gradients) in enumerate(recorded.returned):
+        place = step, "default", 0, ""
+        assert torch.equal(recorded.data["activations", last, *place], output)
+        assert torch.equal(recorded.data["network_output", None, *place], output)
+        torch.testing.assert_close(recorded.data["layer_gradients", last, *place], 2 * output / output.numel())
+        for name, gradient in zip(names, gradients, strict=True):
+            module, _, attribute = name.rpartition(".")
+            if attribute == "weight":
+                assert torch.equal(recorded.data["weight_gradients", module, *place], gradient), name
 
 
 def identity(message: Message) -> tuple[Any, ...]:
@@ -229,27 +270,30 @@ def test_compiled_records_what_eager_does(make: Callable[[], nn.Module], backend
     else:
         assert [identity(one) for one in recorded.heard] == order
     assert_close(recorded.data, eager.data, backend)
+    assert_as_the_loop_had_it(recorded, "last")
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_values_against_autograd(backend: str) -> None:
     """Before an in-place ReLU: the negative values, and the gradient with respect to them, by autograd without it."""
-    torch.manual_seed(0)
+    recorded = unchanged(Residual, backend, steps=1)
+    torch.manual_seed(3)
     model = Residual()
-    exporter, heard = watch(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    x = torch.randn(16, 8)
-    torch.compile(model, backend=backend, fullgraph=True)(x).square().mean().backward()
-    exporter.detach()
-    before = model.first(x)
+    before = model.first(torch.randn(16, 8))
     after = torch.relu(before)
-    model.last(model.shared(model.norm(model.shared(after) + after))).square().mean().backward(inputs=[before, after])
-    found = {(one.kind, one.key): one.data for one in heard}
+    before.retain_grad()
+    after.retain_grad()
+    model.last(model.shared(model.norm(model.shared(after) + after))).square().mean().backward()
+    found = {key[:2]: data for key, data in recorded.data.items()}
     assert before.grad is not None
     assert after.grad is not None
     assert (found["activations", "first"] < 0).any()
     for name, tensor in (("first", before), ("relu", after)):
         torch.testing.assert_close(found["activations", name], tensor.detach())
         torch.testing.assert_close(found["layer_gradients", name], tensor.grad)
+    for name in ("first", "shared", "norm", "last"):
+        torch.testing.assert_close(found["weight_gradients", name], model.get_submodule(name).weight.grad)
+    assert_as_the_loop_had_it(recorded, "last")
 
 
 Pair = collections.namedtuple("Pair", ["one", "other"])
@@ -347,10 +391,14 @@ def test_outputs_that_alias_inputs_are_left_alone(backend: str) -> None:
 
 
 def test_gradients_of_inputs_are_reported_missing() -> None:
-    """A module may overwrite its input in place, so nothing can be put before it."""
+    """A module may overwrite its input in place, so nothing can be put before it; what came in is recorded."""
     with pytest.warns(RuntimeWarning, match="gradients of inputs are not observed inside torch.compile"):
-        recorded = train(Residual, "eager", kinds=["input_gradients", "layer_inputs"], modules=["last"], steps=2)
+        recorded = unchanged(Residual, "eager", kinds=["input_gradients", "layer_inputs"], modules=["last"], steps=2)
     assert {one.kind for one in recorded.heard} == {"layer_inputs"}
+    assert recorded.exporter is not None
+    assert {problem["what"] for problem in recorded.exporter.problems} == {"input_gradients of 'last'"}
+    for given, (output, *_, gradient, _) in zip(recorded.data.values(), recorded.returned, strict=True):
+        torch.testing.assert_close(gradient, (2 * output / output.numel()).T @ given)
 
 
 # -- when it is recorded --------------------------------------------------------------------------------------
@@ -359,7 +407,7 @@ def test_gradients_of_inputs_are_reported_missing() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_choice_of_steps_recompiles_nothing(backend: str) -> None:
     """The operators ask at run time: `every` gives its steps' messages from one graph."""
-    recorded = train(Residual, backend, every=4)
+    recorded = unchanged(Residual, backend, every=4)
     assert graphs() == 1
     assert {one.global_step for one in recorded.heard} == {0, 4, 8}
     whole = train(Residual, backend)
@@ -367,25 +415,28 @@ def test_a_choice_of_steps_recompiles_nothing(backend: str) -> None:
     assert_same_end(recorded, whole)
 
 
-def test_passes_and_calls() -> None:
-    """Accumulation counts calls and pairs each gradient with its own; passes aside have their tags."""
-    model = Residual()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exporter, heard = watch(model, optimizer, kinds=["activations", "layer_gradients"], modules=["last"])
-    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+def passes(run: Any, optimizer: Any, steps: int, exporter: Exporter | None) -> list[Tensor]:
+    """A step of two micro-batches, and three passes aside."""
     inputs = [torch.randn(4, 8) for _ in range(2)]
     outputs = [run(x) for x in inputs]
     (outputs[0].sum() * 3).backward()
     (outputs[1].sum() * 5).backward()
     optimizer.step()
-    with exporter.tag("test"):
-        run(inputs[0])
+    with contextlib.nullcontext() if exporter is None else exporter.tag("test"):
+        outputs.append(run(inputs[0]))
     with torch.no_grad():
-        run(inputs[0])
-    model.eval()
+        outputs.append(run(inputs[0]))
+    run.eval()
     with torch.inference_mode():
-        run(inputs[0])
-    exporter.detach()
+        outputs.append(run(inputs[0]))
+    return [output.detach().clone() for output in outputs]
+
+
+def test_passes_and_calls() -> None:
+    """Accumulation counts calls and pairs each gradient with its own; passes aside have their tags."""
+    chosen = {"kinds": ["activations", "layer_gradients"], "modules": ["last"]}
+    recorded = unchanged(Residual, "aot_eager", optimizer=sgd, loop=passes, calls=True, **chosen)
+    heard = recorded.heard
     told = [(one.kind, one.global_step, one.tag, one.call) for one in heard]
     assert told[:4] == [
         ("activations", 0, "default", 0),
@@ -395,27 +446,34 @@ def test_passes_and_calls() -> None:
     ]
     assert told[4:] == [("activations", 1, "test", 0), ("activations", 1, "eval", 0), ("activations", 1, "eval", 1)]
     assert [float(one.data[0, 0]) for one in heard if one.kind == "layer_gradients" and one.data is not None] == [3, 5]
+    assert alike([one.data for one in heard if one.kind == "activations"], recorded.returned)
+
+
+def of_many_sizes(run: Any, optimizer: Any, steps: int) -> list[Tensor]:
+    """A loop over batches that grow."""
+    outputs = []
+    for size in range(4, 4 + steps):
+        output = run(torch.randn(size, 8))
+        output.sum().backward()
+        optimizer.step()
+        outputs.append(output.detach().clone())
+    return outputs
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_batches_of_many_sizes(backend: str) -> None:
     """A graph with dynamic shapes has the operators too; it takes as many graphs as without."""
-    counts = []
+    trained, counts = [], []
     for record in (False, True):
-        forget()
-        model = Residual()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        exporter, heard = watch(model, optimizer, modules=["last"], kinds=["activations", "layer_gradients"])
-        if not record:
-            exporter.detach()
-        run = torch.compile(model, backend=backend, fullgraph=True)
-        for size in (4, 5, 6, 7):
-            run(torch.randn(size, 8)).sum().backward()
-            optimizer.step()
-        exporter.detach()
+        chosen = {"modules": ["last"], "kinds": ["activations", "layer_gradients"]}
+        trained.append(train(Residual, backend, record=record, optimizer=sgd, loop=of_many_sizes, steps=4, **chosen))
         counts.append(graphs())
     assert counts == [2, 2]
-    assert [one.data.shape[0] for one in heard if one.data is not None] == [4, 4, 5, 5, 6, 6, 7, 7]
+    assert_same_end(*trained)
+    found = [one.data for one in trained[1].heard if one.data is not None]
+    assert [data.shape[0] for data in found] == [4, 4, 5, 5, 6, 6, 7, 7]
+    assert alike(found[::2], trained[0].returned)
+    assert alike(found[1::2], [torch.ones_like(output) for output in trained[0].returned])
 
 
 @pytest.mark.parametrize(
@@ -534,35 +592,42 @@ def test_ways_to_train_a_compiled_model(way: str, backend: str) -> None:
 def test_what_is_compiled_may_be_more_or_less_than_the_model() -> None:
     """A function around it, the module itself by ``.compile()``, or one of its parts: each is one graph."""
     expected = None
+    settings: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
     for how in ("function", "method", "part"):
-        forget()
-        torch.manual_seed(0)
-        model = nn.Sequential(collections.OrderedDict(body=Residual(), head=nn.Linear(4, 2)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        exporter, heard = watch(model, optimizer)
-        run: Any = model
-        if how == "function":
-            run = torch.compile(lambda x, model=model: model(x), backend="aot_eager", fullgraph=True)
-        elif how == "method":
-            model.body.compile(backend="aot_eager", fullgraph=True)
-        else:
-            model.body.forward = torch.compile(model.body.forward, backend="aot_eager", fullgraph=True)
-        loop(run, optimizer, 3)
-        exporter.detach()
-        told = [identity(one) for one in heard]
+
+        def compiling(model: Any, optimizer: Any, steps: int, how: str = how) -> list[list[Tensor]]:
+            run = model
+            if how == "function":
+                run = torch.compile(lambda x: model(x), **settings)
+            elif how == "method":
+                model.body.compile(**settings)
+            else:
+                model.body.forward = torch.compile(model.body.forward, **settings)
+            return loop(run, optimizer, steps)
+
+        recorded = unchanged(
+            lambda: nn.Sequential(collections.OrderedDict(body=Residual(), head=nn.Linear(4, 2))),
+            None, optimizer=sgd, loop=compiling, steps=3,
+        )  # fmt: skip
+        told = [identity(one) for one in recorded.heard]
         expected = expected or told
-        assert (how, graphs(), exporter.silent) == (how, 1, [])
+        assert recorded.exporter is not None
+        assert (how, graphs(), recorded.exporter.silent) == (how, 1, [])
         assert told == expected
+        assert_as_the_loop_had_it(recorded, "head")
 
 
 def test_only_what_is_asked_for_is_in_the_graph() -> None:
     """Parameters are seen from outside, so recording only them leaves the graph as it is, but for the root's passes."""
-    train(lambda: nn.Sequential(Residual()), "eager", record=False, steps=1)
-    alone = torch._dynamo.utils.counters["stats"]["calls_captured"]
-    train(lambda: nn.Sequential(Residual()), "eager", steps=1, kinds=["weights"])
-    passes = torch._dynamo.utils.counters["stats"]["calls_captured"] - alone
-    train(lambda: nn.Sequential(Residual()), "eager", steps=1, kinds=["weights", "activations"])
-    assert 0 < passes < torch._dynamo.utils.counters["stats"]["calls_captured"] - alone
+    alone = train(lambda: nn.Sequential(Residual()), "eager", record=False, steps=1)
+    counts = [torch._dynamo.utils.counters["stats"]["calls_captured"]]
+    for kinds in (["weights"], ["weights", "activations"]):
+        recorded = train(lambda: nn.Sequential(Residual()), "eager", steps=1, kinds=kinds)
+        counts.append(torch._dynamo.utils.counters["stats"]["calls_captured"])
+        assert_same_end(recorded, alone)
+        assert {key[0] for key in recorded.data} == set(kinds)
+    assert torch.equal(recorded.data["activations", "0.last", 0, "default", 0, ""], recorded.returned[0][0])
+    assert counts[0] < counts[1] < counts[2]
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -579,101 +644,128 @@ def test_after_the_recording(backend: str) -> None:
         forget()
         torch.manual_seed(5)
         model = Residual()
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        optimizer = adam(model)
         run = torch.compile(model, backend=looking, fullgraph=True)
+        had = []
         if record:
             kept.clear()
             exporter, heard = watch(model, optimizer)
-            loop(run, optimizer, 3)
+            had += loop(run, optimizer, 3)
             exporter.detach()
             count = len(list(heard))
         else:
-            loop(run, optimizer, 3)
-        loop(run, optimizer, 3)
-        results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert torch.equal(*results)
+            had += loop(run, optimizer, 3)
+        had += loop(run, optimizer, 3)
+        results.append(Trained(model, None, [], ended(model, [optimizer]), had))
+    assert_same_end(*results)
     assert ["torch.ops.tracereel" in one for one in kept] == [True, False]
     assert len(list(heard)) == count
+    found = [one.data for one in heard if (one.kind, one.key) == ("activations", "last")]
+    assert alike(found, [output for output, *_ in had[:3]])
     assert not [one for one in model.modules() if one._forward_hooks or one._forward_pre_hooks]
 
 
 @pytest.mark.parametrize("make", [Residual, lambda: nn.Sequential(Residual())])
 def test_hooks_that_come_too_late_are_reported(make: Callable[[], nn.Module]) -> None:
     """What was compiled before the recording calls no later hooks: a warning, a problem, and the advice that helps."""
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = torch.compile(model, backend="eager", fullgraph=True)
-    loop(run, optimizer, 1)
-    exporter, heard = watch(model, optimizer)
-    with pytest.warns(RuntimeWarning, match="begin the recording before the first call"):
-        loop(run, optimizer, 1)
-    assert exporter.silent == [name for name, _ in exporter.named_modules]
-    assert [problem["what"] for problem in exporter.problems] == ["the inside of the model"]
-    assert not heard.of("activations")
-    assert heard.of("weight_updates")
-    torch._dynamo.reset()
-    loop(run, optimizer, 1)
-    exporter.detach()
-    assert exporter.silent == []
-    assert {one.global_step for one in heard.of("activations")} == {1}
+
+    def begun() -> nn.Module:
+        model = make()
+        loop(torch.compile(model, backend="eager", fullgraph=True), sgd(model), 1)
+        return model
+
+    def going_on(run: Any, optimizer: Any, steps: int, exporter: Exporter | None) -> list[list[Tensor]]:
+        if exporter is None:
+            had = loop(run, optimizer, 1)
+        else:
+            with pytest.warns(RuntimeWarning, match="begin the recording before the first call"):
+                had = loop(run, optimizer, 1)
+            assert exporter.silent == [name for name, _ in exporter.named_modules]
+            assert [problem["what"] for problem in exporter.problems] == ["the inside of the model"]
+        torch._dynamo.reset()
+        return had + loop(run, optimizer, 1)
+
+    recorded = unchanged(begun, "eager", optimizer=sgd, loop=going_on, calls=True)
+    assert recorded.exporter is not None
+    assert recorded.exporter.silent == []
+    steps = {kind: {key[2] for key in recorded.data if key[0] == kind} for kind in ("activations", "weight_updates")}
+    assert steps == {"activations": {1}, "weight_updates": {0, 1}}
+    last = "last" if make is Residual else "0.last"
+    for step, (*_, gradient, _) in enumerate(recorded.returned):
+        assert torch.equal(recorded.data["weight_gradients", last, step, "default", 0, ""], gradient)
+    assert torch.equal(recorded.data["activations", last, 1, "default", 0, ""], recorded.returned[1][0])
 
 
 def test_models_of_one_class_are_told_apart() -> None:
     """Models share what is compiled: two that are watched each have their own, and so does one that is not."""
-    torch.manual_seed(0)
-    heard = []
-    models = [Residual() for _ in range(3)]
-    for model in models[:2]:
-        exporter, one = watch(model, kinds=["activations", "layer_gradients"], modules=["last"])
-        heard.append((exporter, one))
-    x = torch.randn(4, 8)
-    expected = [model(x) for model in models]
-    for _, one in heard:
-        one.messages.clear()
-    for model in models:
-        torch.compile(model, backend="aot_eager", fullgraph=True)(x).sum().backward()
-    for (exporter, one), output in zip(heard, expected, strict=False):
-        exporter.detach()
+    trained = []
+    for record in (False, True):
+        forget()
+        torch.manual_seed(0)
+        models = nn.ModuleList(Residual() for _ in range(3))
+        x = torch.randn(4, 8)
+        expected = [model(x).detach() for model in models]
+        chosen: dict[str, Any] = {"kinds": ["activations", "layer_gradients"], "modules": ["last"]}
+        heard = [watch(model, **chosen) for model in models[:2]] if record else []
+        outputs = []
+        for model in models:
+            outputs.append(torch.compile(model, backend="aot_eager", fullgraph=True)(x))
+            outputs[-1].sum().backward()
+        for exporter, _ in heard:
+            exporter.detach()
+        trained.append(Trained(models, None, [], ended(models, []), outputs))
+        assert graphs() == (3 if record else 1)
+    assert_same_end(*trained)
+    for (_, one), output in zip(heard, expected, strict=False):
         assert [message.kind for message in one] == ["activations", "layer_gradients"]
-        assert torch.equal(one.of("activations")[0].data, output)
-    assert graphs() == 3
+        assert alike([message.data for message in one], [output, torch.ones_like(output)])
 
 
 def test_another_model_of_the_class_that_was_compiled_before_is_reported() -> None:
     """The plain graph of the first fits the second, whose hooks it does not call."""
-    first, second = Residual(), Residual()
-    torch.compile(first, backend="eager", fullgraph=True)(torch.ones(16, 8)).sum().backward()
-    optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
-    exporter, heard = watch(second, optimizer)
+    others = []
+
+    def second() -> nn.Module:
+        others.append(Residual())
+        torch.compile(others[-1], backend="eager", fullgraph=True)(torch.ones(16, 8)).sum().backward()
+        return Residual()
+
     with pytest.warns(RuntimeWarning, match="for it or for another model of its classes"):
-        loop(torch.compile(second, backend="eager", fullgraph=True), optimizer, 1)
-    exporter.detach()
-    assert not heard.of("activations")
+        recorded = unchanged(second, "eager", optimizer=sgd, steps=1)
+    assert graphs() == 1
+    assert not [one for one in recorded.heard if one.kind == "activations"]
+    gradient = recorded.data["weight_gradients", "last", 0, "default", 0, ""]
+    assert torch.equal(gradient, recorded.returned[0][-2])
 
 
 def test_a_part_that_was_compiled_too_early_is_named() -> None:
     """Of a model that is eager, the part that was compiled and run before."""
-    model = nn.Sequential(torch.compile(Residual(), backend="eager"), nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loop(model, optimizer, 1)
-    exporter, _ = watch(model, optimizer)
+
+    def begun() -> nn.Module:
+        model = nn.Sequential(torch.compile(Residual(), backend="eager"), nn.Linear(4, 2))
+        loop(model, sgd(model), 1)
+        return model
+
     with pytest.warns(RuntimeWarning, match="the inside of '0' is not observed"):
-        loop(model, optimizer, 2)
-    exporter.detach()
-    assert len(exporter.problems) == 1
+        recorded = unchanged(begun, None, optimizer=sgd, steps=2)
+    assert recorded.exporter is not None
+    assert len(recorded.exporter.problems) == 1
+    assert_as_the_loop_had_it(recorded, "1")
 
 
 def test_compiled_code_elsewhere_is_no_problem() -> None:
     """A model that is recorded eagerly, although something else was compiled before."""
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+
+    def make() -> nn.Module:
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+        return Residual()
+
+    recorded = unchanged(make, None, optimizer=sgd, steps=2)
     assert graphs() == 1
-    model = Residual()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exporter, heard = watch(model, optimizer)
-    loop(model, optimizer, 2)
-    exporter.detach()
-    assert exporter.problems == []
-    assert heard.of("activations")
+    assert recorded.exporter is not None
+    assert recorded.exporter.problems == []
+    for step, (output, *_) in enumerate(recorded.returned):
+        assert torch.equal(recorded.data["activations", "last", step, "default", 0, ""], output)
 
 
 # -- what must not break --------------------------------------------------------------------------------------
@@ -681,17 +773,26 @@ def test_compiled_code_elsewhere_is_no_problem() -> None:
 
 def test_an_attention_is_not_taken_for_a_compiled_model() -> None:
     """Its last layer is never called by torch; after another model was compiled, that is no sign of hooks too late."""
-    torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
-    model = nn.MultiheadAttention(4, 2, batch_first=True)
-    exporter, heard = watch(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.1))
-    x = torch.randn(2, 3, 4)
+
+    def make() -> nn.Module:
+        torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
+        return nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def once(model: nn.Module, optimizer: Any, steps: int) -> list[Tensor]:
+        x = torch.randn(2, 3, 4)
+        output = model(x, x, x)[0]
+        output.sum().backward()
+        optimizer.step()
+        return [output.detach()]
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model(x, x, x)[0].sum().backward()
-        optimizer.step()
-        exporter.detach()
-    assert not exporter.problems
-    assert heard.of("weight_updates")
+        recorded = unchanged(make, None, optimizer=sgd, loop=once)
+    assert graphs() == 1
+    assert recorded.exporter is not None
+    assert not recorded.exporter.problems
+    assert "weight_updates" in {one.kind for one in recorded.heard}
+    assert torch.equal(recorded.data["network_output", None, 0, "default", 0, "0"], recorded.returned[0])
 
 
 @pytest.mark.parametrize("kind", ["activations", "layer_gradients"])
@@ -714,59 +815,84 @@ def test_what_fails_in_an_operator_stays_there(kind: str) -> None:
 
 def test_copies_are_not_watched() -> None:
     """A copy or a pickle of the model, compiled, tells nobody; nor does a graph whose exporter is gone."""
-    model = Residual()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exporter, heard = watch(model, optimizer)
-    run = torch.compile(model, backend="aot_eager", fullgraph=True)
-    loop(run, optimizer, 1)
-    count = len(list(heard))
-    saved = io.BytesIO()
-    torch.save(model, saved)
-    saved.seek(0)
-    loaded = torch.load(saved, weights_only=False)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
-        torch.compile(other, backend="aot_eager", fullgraph=True)(torch.ones(2, 8)).sum().backward()
-    assert len(list(heard)) == count
-    exporter.message_bus.unregister(heard)
-    exporter.message_bus.unwatch(exporter._rewire)
-    del exporter
-    loop(run, optimizer, 2)
-    assert len(list(heard)) == count
+    trained = []
+    for record in (False, True):
+        forget()
+        torch.manual_seed(3)
+        model = Residual()
+        optimizer = sgd(model)
+        exporter, heard = watch(model, optimizer) if record else (None, Collect("*"))
+        run = torch.compile(model, backend="aot_eager", fullgraph=True)
+        had = [*loop(run, optimizer, 1)]
+        count = len(list(heard))
+        saved = io.BytesIO()
+        torch.save(model, saved)
+        saved.seek(0)
+        loaded = torch.load(saved, weights_only=False)
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
+            output = torch.compile(other, backend="aot_eager", fullgraph=True)(torch.ones(2, 8))
+            output.sum().backward()
+            had.append([output.detach(), *(p.grad for p in other.parameters())])
+        assert len(list(heard)) == count
+        if exporter is not None:
+            exporter.message_bus.unregister(heard)
+            exporter.message_bus.unwatch(exporter._rewire)
+        del exporter
+        had += loop(run, optimizer, 2)
+        assert len(list(heard)) == count
+        trained.append(Trained(model, None, [], ended(model, [optimizer]), had))
+        del trained[-1].end["hooks"]  # some of an exporter that was never detached are still there, and do nothing
+    assert_same_end(*trained)
 
 
 def test_an_exported_model_has_no_operators() -> None:
-    """It is used without the exporter, perhaps without this package."""
-    model = Residual()
-    exporter, heard = watch(model)
-    for strict in (False, True):
-        program = torch.export.export(model, (torch.ones(2, 8),), strict=strict)
-        assert "tracereel" not in str(program.graph)
-    exporter.detach()
-    assert not list(heard)
+    """It is used without the exporter, perhaps without this package; it is the program that is exported without."""
+    trained = []
+    for record in (False, True):
+        forget()
+        torch.manual_seed(3)
+        model = Residual()
+        exporter, heard = watch(model) if record else (None, Collect("*"))
+        had: list[Any] = []
+        for strict in (False, True):
+            program = torch.export.export(model, (torch.ones(2, 8),), strict=strict)
+            assert "tracereel" not in str(program.graph)
+            output = program.module()(torch.randn(2, 8))
+            output.sum().backward()
+            had += [str(program.graph), output.detach()]
+        if exporter is not None:
+            exporter.detach()
+        assert not list(heard)
+        trained.append(Trained(model, None, [], ended(model, []), had))
+    assert_same_end(*trained)
+
+
+class Branches(nn.Module):
+    """One layer or another, as the input has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, self.one, self.other, (x,))
 
 
 def test_where_operators_cannot_be_modules_are_silent() -> None:
     """Under vmap, and in a branch of ``torch.cond``, the graph is compiled as without, and the modules are reported."""
 
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cond(x.sum() > 0, self.one, self.other, (x,))
-
-    for model in (Branches(), nn.Sequential(nn.Linear(8, 8))):
-        x = torch.randn(4, 8)
-        expected = model(x)
-        exporter, heard = watch(model, kinds=["activations", "layer_gradients"])
+    def compiling(model: nn.Module, optimizer: Any, steps: int) -> list[list[Tensor]]:
         run = model if isinstance(model, Branches) else torch.vmap(model)
-        found = torch.compile(lambda x, run=run: run(x), backend="aot_eager", fullgraph=True)(x)
-        torch.testing.assert_close(found, expected)
-        found.sum().backward()
-        assert not list(heard)
-        assert exporter.silent == [name for name, _ in exporter.named_modules]
-        exporter.detach()
+        return loop(torch.compile(lambda x: run(x), backend="aot_eager", fullgraph=True), optimizer, steps)
+
+    for make in (Branches, lambda: nn.Sequential(nn.Linear(8, 8))):
+        settings = {"steps": 2, "kinds": ["activations", "layer_gradients"]}
+        recorded = unchanged(make, None, loop=compiling, **settings)
+        assert not recorded.heard
+        assert recorded.exporter is not None
+        assert recorded.exporter.silent == [name for name, _ in recorded.exporter.named_modules]
+        eager = train(make, None, record=False, steps=2)
+        torch.testing.assert_close(recorded.returned, eager.returned)
 
 
 @pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
@@ -795,19 +921,37 @@ def test_half_precision_is_rounded_where_it_is_recorded() -> None:
 
 def test_a_trace_of_a_compiled_run(tmp_path: Path) -> None:
     """`record` around a compiled loop: all streams stand in the trace, and no module is silent."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with tracer.record(tmp_path / "run.zarr", run, optimizer, strict=True):
-        loop(run, optimizer, 3)
+    trained = []
+    for record in (False, True):
+        forget()
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+        optimizer = sgd(model)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True)
+        path = tmp_path / "run.zarr"
+        with tracer.record(path, run, optimizer, strict=True) if record else contextlib.nullcontext():
+            had = loop(run, optimizer, 3)
+        trained.append(Trained(model, None, [], ended(model, [optimizer]), had))
+    assert_same_end(*trained)
     with tracer.open(tmp_path / "run.zarr") as trace:
         for kind in ("activations", "layer_gradients"):
             assert trace.array(kind, "0")[1].shape == (3, 16, 8)
         assert not [note for note in trace.notes if "silent" in note or "problem" in note]
+        outputs, first, _, last, _ = (torch.stack(values) for values in zip(*had, strict=True))
+        found = {key: torch.from_numpy(trace.array(*key)[1]) for key in (
+            ("activations", "2"), ("layer_gradients", "2"), ("weight_gradients", "0"), ("weight_gradients", "2")
+        )}  # fmt: skip
+        assert torch.equal(found["activations", "2"], outputs)
+        torch.testing.assert_close(found["layer_gradients", "2"], 2 * outputs / outputs[0].numel())
+        assert torch.equal(found["weight_gradients", "0"], first)
+        assert torch.equal(found["weight_gradients", "2"], last)
 
 
 def test_the_page_has_a_row_for_every_test() -> None:
-    """The table in docs/semantics.md: each test of this file, its backends, and whether it counts graphs."""
+    """The table in docs/semantics.md: each test of this file, its backends, and whether it counts graphs.
+
+    And each compares with the same training without a recorder, as the page says.
+    """
     page = (Path(__file__).parent.parent / "docs" / "semantics.md").read_text(encoding="utf-8")
     section = page.split("\n## Inside `torch.compile`\n")[1].split("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if "`test_" in line and line[0] == "|"]
@@ -816,6 +960,7 @@ def test_the_page_has_a_row_for_every_test() -> None:
     for name, test in globals().items():
         if name.startswith("test_") and name != "test_the_page_has_a_row_for_every_test":
             source = inspect.getsource(test).replace("BACKENDS", str(["eager", "aot_eager", "inductor"]))
+            assert "unchanged(" in source or "assert_same_end(" in source, name
             told = [one for one in ("eager", "aot_eager", "inductor") if re.search(f"['\"]{one}['\"]", source)]
             expected[name] = ", ".join(told) or "none", "graphs()" in source
     assert found.keys() == expected.keys()

@@ -6,6 +6,7 @@ training's own weights and gradients (`full_tensor` of shards), and gradients co
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 import cli
 import tracer
 from tests import two_ranks
+from tests.endings import alike, ended
 from tracer import Collect, ModuleMessage, TraceReader, TraceWriter, assembly
 from tracer.errors import CaptureError, TraceCorruptError, TraceError
 from tracer.layout import part_name
@@ -89,7 +91,7 @@ def streams(parameter: str) -> tuple[str, str, str, str]:
     )  # fmt: skip
 
 
-def values(reader: TraceReader, kind: str, module: str, **filters: Any) -> list[Tensor]:
+def values(reader: TraceReader, kind: str, module: str | None, **filters: Any) -> list[Tensor]:
     """The data of a stream, in order."""
     return [one.data for one in reader.messages(kind, modules=module, **filters) if one.data is not None]
 
@@ -97,7 +99,9 @@ def values(reader: TraceReader, kind: str, module: str, **filters: Any) -> list[
 @needs_gloo
 @pytest.mark.parametrize("name", [*DDP, *FSDP])
 def test_training_is_the_same_to_the_bit_without_a_collective_of_ours(folder: Path, name: str) -> None:
-    """Parameters, buffers and generators of each rank; as many collectives; none called by this project.
+    """Outputs, parameters, buffers, gradients, momentum, generators and hooks of each rank, and torch's functions.
+
+    As many collectives; none called by this project.
 
     Where one rank alone is recorded, a collective of the recorder's would have waited for ever.
     """
@@ -110,6 +114,9 @@ def test_training_is_the_same_to_the_bit_without_a_collective_of_ours(folder: Pa
         assert plain["hooks"] == recorded["hooks"]
         assert plain["collectives"] == recorded["collectives"] > 0
         assert one["callers"] == []
+        assert one["different"] == []
+        assert len(plain["outputs"]) >= two_ranks.STEPS
+        assert alike(plain["outputs"], recorded["outputs"])
 
 
 def expected_ranks(name: str) -> list[int]:
@@ -157,26 +164,26 @@ def layers(model: two_ranks.Network, x: Tensor, extra: bool) -> dict[str, Tensor
 
 
 @needs_gloo
-@pytest.mark.parametrize("name", ["ddp", "accumulate", "unused", "compiled", "late", "fsdp", "checkpointed", "hybrid"])
+@pytest.mark.parametrize("name", [*DDP, *(name for name in FSDP if name not in ("mixed", "tensor_parallel"))])
 def test_gradients_are_the_mean_of_those_of_the_ranks(folder: Path, name: str) -> None:
-    """As autograd has them here of each rank's batches alone, at the recorded weights.
+    """As autograd has them here of each rank's batches alone, at the plain training's weights.
 
-    Activations and their gradients are each rank's own, of its own loss.
+    Activations and their gradients are each rank's own, of its own loss; what comes out is what the loop got.
     """
     situation = next(of[name] for of in two_ranks.SITUATIONS.values() if name in of)()
     path = trace_of(folder, name)
-    bare = two_ranks.Network().double()
+    trained = saved(folder, name)
+    ranks = expected_ranks(name)
     with TraceReader(path) as reader:
-        for step in range(two_ranks.STEPS):
+        for rank in ranks:
+            assert alike(values(reader, "network_output", None, ranks=rank), trained[rank]["plain"]["outputs"])
+        for step, steps in enumerate(trained[0]["plain"]["steps"]):
             when = (step, step + 1)
-            at = {}
-            for parameter, _ in bare.named_parameters():
-                module, of_value, *_ = streams(parameter)
-                (at[parameter],) = values(reader, of_value, module, steps=when)
+            at = {parameter: value for parameter, (value, _) in steps.items()}
             gradients: dict[str, list[Tensor]] = {parameter: [] for parameter in at}
             for rank in (0, 1):
                 last = reader.messages("activations", modules="last", steps=when, ranks=rank)
-                assert [one.call for one in last] == [*range(situation.micro)]
+                assert [one.call for one in last] == [*range(situation.micro)] * (rank in ranks)
                 for micro in range(situation.micro):
                     model = two_ranks.Network().double()
                     model.load_state_dict(at, strict=False)
@@ -187,18 +194,48 @@ def test_gradients_are_the_mean_of_those_of_the_ranks(folder: Path, name: str) -
                     for module, output in outputs.items():
                         for kind, expected in (("activations", output.detach()), ("layer_gradients", output.grad)):
                             found = values(reader, kind, module, steps=when, ranks=rank)
-                            assert len(found) == situation.micro, (kind, module)
-                            torch.testing.assert_close(found[micro], expected, rtol=1e-12, atol=1e-12)
+                            assert len(found) == situation.micro * (rank in ranks), (kind, module)
+                            if rank in ranks:
+                                torch.testing.assert_close(found[micro], expected, rtol=1e-12, atol=1e-12)
                     for parameter, tensor in model.named_parameters():
                         if tensor.grad is not None:
                             gradients[parameter].append(tensor.grad)
             for parameter, parts in gradients.items():
                 module, _, of_gradient, _ = streams(parameter)
                 found = values(reader, of_gradient, module, steps=when)
-                if parts:
-                    torch.testing.assert_close(found[0], sum(parts[1:], parts[0]) / 2, rtol=1e-7, atol=1e-10)
-                else:
-                    assert found == []
+                assert len(found) == (2 if name == "every" else 1) * bool(parts)
+                for one in found:
+                    mean = sum(parts[1:], parts[0]) / 2
+                    if name == "only_first_fsdp":  # there are its rows only, which are the first
+                        mean = mean[: -(-len(mean) // 2)]
+                    torch.testing.assert_close(one, mean, rtol=1e-7, atol=1e-10)
+
+
+@needs_gloo
+@pytest.mark.parametrize("name", ["mixed", "tensor_parallel"])
+def test_activations_in_lower_precision_and_in_parts(fsdp: Path, name: str) -> None:
+    """As autograd has them here: in the precision of the forward; of what is cut into columns those of the rank."""
+    trained = saved(fsdp, name)
+    lower = torch.bfloat16 if name == "mixed" else torch.float64
+    with TraceReader(trace_of(fsdp, name)) as reader:
+        for rank, one in enumerate(trained):
+            assert alike(values(reader, "network_output", None, ranks=rank), one["plain"]["outputs"])
+            for step, steps in enumerate(one["plain"]["steps"]):
+                model = two_ranks.Plain().to(lower)
+                model.load_state_dict({parameter: value for parameter, (value, _) in steps.items()})
+                x = two_ranks.batch(rank if name == "mixed" else 0, step).to(lower)
+                outputs = {"up": model.up(x)}
+                outputs["act"] = model.act(outputs["up"])
+                outputs["down"] = model.down(outputs["act"])
+                for output in outputs.values():
+                    output.retain_grad()
+                outputs["down"].float().square().mean().backward()
+                for module, output in outputs.items():
+                    own = slice(None) if name == "mixed" or module == "down" else slice(3 * rank, 3 * rank + 3)
+                    for kind, expected in (("activations", output.detach()), ("layer_gradients", output.grad)):
+                        (found,) = values(reader, kind, module, steps=(step, step + 1), ranks=rank)
+                        assert expected is not None
+                        torch.testing.assert_close(found, expected[:, own])
 
 
 @needs_gloo
@@ -304,6 +341,13 @@ def test_a_missing_rank_is_told_and_the_shards_of_the_other_are_read(fsdp: Path,
             assert any("not all ranks' parts are there" in problem for problem in reader.problems)
             assert any("nothing of rank 1" in problem for problem in reader.problems) is (name == "fsdp")
             assert [one.shape for one in values(reader, "weights", "first")] == [(3, 4)] * two_ranks.STEPS
+            plain = saved(fsdp, name)[0]["plain"]
+            before, gradients = zip(*(step["first.weight"] for step in plain["steps"]), strict=True)
+            after = [*before[1:], plain["whole"]["first.weight"]]
+            assert alike(values(reader, "weights", "first"), [one[:3] for one in before])
+            assert alike(values(reader, "weight_gradients", "first"), [one[:3] for one in gradients])
+            moved = [(new - old)[:3] for old, new in zip(before, after, strict=True)]
+            assert alike(values(reader, "weight_updates", "first"), moved)
             (stream,) = [one for one in reader.streams if (one.kind, one.module) == ("weights", "first")]
             assert stream.sampling is not None
             assert stream.sampling["placement"]["shape"] == [5, 4]
@@ -344,20 +388,32 @@ def test_a_sharded_model_on_one_rank(tmp_path: Path) -> None:
 
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
-        fully_shard(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        before = model[0].weight._local_tensor.clone()
-        with tracer.record(tmp_path / "run.zarr", model, optimizer, strict=True) as run:
-            with pytest.raises(CaptureError, match="a pass of one rank waits for all others"):
-                run.probe("fixed", torch.ones(2, 3))
-            model(torch.ones(2, 3)).sum().backward()
-            optimizer.step()
+        ends = []
+        for record in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+            fully_shard(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            before = model[0].weight._local_tensor.clone()
+            with contextlib.ExitStack() as stack:
+                if record:
+                    run = stack.enter_context(tracer.record(tmp_path / "run.zarr", model, optimizer, strict=True))
+                    with pytest.raises(CaptureError, match="a pass of one rank waits for all others"):
+                        run.probe("fixed", torch.ones(2, 3))
+                output = model(torch.ones(2, 3))
+                output.sum().backward()
+                optimizer.step()
+            ends.append({name: two_ranks.here(value) for name, value in ended(model, [optimizer]).items()})
+        assert ends[0].keys() == ends[1].keys()
+        assert [name for name, value in ends[0].items() if not alike(value, ends[1][name])] == []
     finally:
         torch.distributed.destroy_process_group()
     with TraceReader(tmp_path / "run.zarr") as reader:
         assert reader.problems == []
         assert torch.equal(values(reader, "weights", "0")[0], before)
+        assert alike(values(reader, "weight_gradients", "0"), [ends[0]["0.weight.grad"]])
+        assert alike(values(reader, "weight_updates", "0"), [ends[0]["0.weight"] - before])
+        assert alike(values(reader, "network_output", None), [output.detach()])
 
 
 def test_ranks_that_begin_at_once(tmp_path: Path) -> None:
@@ -372,7 +428,7 @@ def test_ranks_that_begin_at_once(tmp_path: Path) -> None:
 # -- trace record -----------------------------------------------------------------------------------------------------
 
 SCRIPT = """
-import torch, torch.distributed as dist
+import sys, torch, torch.distributed as dist
 from torch import nn
 dist.init_process_group("gloo")
 torch.manual_seed(0)
@@ -383,26 +439,58 @@ for step in range(3):
     optimizer.zero_grad()
     ddp(torch.full((2, 3), float(dist.get_rank() + step))).square().mean().backward()
     optimizer.step()
+torch.save([*model.state_dict().values(), torch.get_rng_state()], f"{sys.argv[1]}.{dist.get_rank()}")
 dist.barrier()
 dist.destroy_process_group()
 """
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the script saved how each rank ended that nobody recorded."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "train.py").write_text(SCRIPT)
+    torchrun(str(folder / "train.py"), str(folder / "ended"))
+    return folder / "ended"
+
+
+def as_one_process() -> list[dict[Any, Tensor]]:
+    """Each step of the script, whose gradients are the mean of the ranks': by kind, and by module or rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = []
+    for step in range(3):
+        optimizer.zero_grad()
+        had = {("weights", module): model.get_submodule(module).weight.detach().clone() for module in ("0", "2")}
+        for rank in (0, 1):
+            loss = model(torch.full((2, 3), float(rank + step))).square().mean()
+            (loss / 2).backward()
+            had["loss", rank] = loss.detach()
+        had |= {("weight_gradients", module): model.get_submodule(module).weight.grad.clone() for module in ("0", "2")}
+        steps.append(had)
+        optimizer.step()
+    return steps
+
+
 @needs_gloo
 @pytest.mark.parametrize("form", ["torchrun", "--module torch.distributed.run", "torchrun inside"])
-def test_trace_record_under_torchrun(tmp_path: Path, form: str) -> None:
-    """The launcher around the recorder, or the recorder around the launcher: one trace with a part for each rank."""
-    script, path = tmp_path / "train.py", tmp_path / "run.zarr"
+def test_trace_record_under_torchrun(tmp_path: Path, form: str, alone: Path) -> None:
+    """The launcher around the recorder, or the recorder around the launcher: one trace with a part for each rank.
+
+    The script ends as it does without either, to the bit; the weights are those of one process with all the batches.
+    """
+    script, path, end = tmp_path / "train.py", tmp_path / "run.zarr", tmp_path / "ended"
     script.write_text(SCRIPT)
     options = ["record", "--out", str(path), "-k", "weights", "-k", "weight_gradients", "-k", "loss"]
     if form == "torchrun":
-        torchrun("-m", "cli", *options, str(script))
+        torchrun("-m", "cli", *options, str(script), str(end))
     else:
         launcher = ["torchrun"] if form.endswith("inside") else form.split()
         launcher += ["--standalone", "--nproc-per-node", "2"]
         (tmp_path / "cli.py").write_text("raise SystemExit('a script of the user that is called so, too')")
         ran = subprocess.run(
-            [sys.executable, str(ROOT / "cli.py"), *options, *launcher, str(script)],
+            [sys.executable, str(ROOT / "cli.py"), *options, *launcher, str(script), str(end)],
             cwd=tmp_path, capture_output=True, text=True,
             env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
@@ -414,6 +502,13 @@ def test_trace_record_under_torchrun(tmp_path: Path, form: str) -> None:
             *(("loss", None, rank) for rank in (0, 1)),
         }
         assert [len(reader.array("weights", module)[0]) for module in ("0", "2")] == [3, 3]
+        steps = as_one_process()
+        for kind, of in steps[0]:
+            found = values(reader, kind, None, ranks=of) if kind == "loss" else values(reader, kind, of)
+            torch.testing.assert_close(found, [step[kind, of] for step in steps])
+    for rank in (0, 1):
+        one, other = (torch.load(f"{where}.{rank}", weights_only=True) for where in (end, alone))
+        assert alike(one, other)
 
 
 def test_options_are_checked(tmp_path: Path) -> None:

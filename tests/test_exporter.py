@@ -557,6 +557,25 @@ def test_two_exporters_of_one_loss_leave_in_any_order(first: int) -> None:
     assert F.mse_loss is original
 
 
+def test_an_exporter_that_is_dropped_leaves_torch_its_functions() -> None:
+    """Without `detach`: what stood in the place of losses, of `backward` and of a scaler's methods goes with it."""
+
+    def functions() -> list[Any]:
+        return [F.cross_entropy, Tensor.backward, torch.amp.GradScaler.scale, torch.amp.GradScaler.step]
+
+    before = functions()
+    exporter = Exporter()
+    exporter.set_model(model := mlp())
+    exporter.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    exporter.set_loss(F.cross_entropy)
+    exporter.watch_backward()
+    exporter.message_bus.register(Collect("loss"))
+    assert not any(now is one for now, one in zip(functions(), before, strict=True))
+    del exporter
+    gc.collect()
+    assert all(now is one for now, one in zip(functions(), before, strict=True))
+
+
 def test_logged_values_belong_to_the_open_or_the_last_step() -> None:
     """A value logged before or right after `optimizer.step` carries the same step."""
     model = mlp()

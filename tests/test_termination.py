@@ -83,3 +83,43 @@ def test_a_handler_of_the_program_decides(tmp_path: Path, mode: str) -> None:
     assert lines[-1] == ("handlers True" if mode != "composed" else "handlers False")
     with TraceReader(path) as reader:
         assert reader.status == "finished"
+
+
+FORKING = """
+import os, signal, sys, threading, time
+os.register_at_fork(after_in_child=lambda: time.sleep(0.5))  # as long as another library may need
+from tracer import termination
+
+def fork():
+    child = os.fork()
+    if not child:
+        time.sleep(30)
+        os._exit(7)
+    os.kill(child, signal.SIGTERM)
+    print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+def work():
+    fork()
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+    print("blocked", signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, []), flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+
+if sys.argv[1] == "raises":
+    with termination.raises():
+        work()
+else:
+    termination.watch(lambda status: print(status, flush=True))
+    work()
+"""
+
+
+@pytest.mark.parametrize(("way", "end"), [("raises", ([], 143)), ("watch", (["failed: SIGTERM"], -signal.SIGTERM))])
+def test_a_child_that_sets_itself_up_ends_by_the_signal(way: str, end: tuple[list[str], int]) -> None:
+    """A pool that ends its workers as soon as they are forked waits for none; the parent still has its handler."""
+    command = [sys.executable, "-c", FORKING, way]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    child = f"child {-signal.SIGTERM}"
+    assert (done.stdout.splitlines(), done.returncode) == ([child, child, "blocked False", *end[0]], end[1])

@@ -1,7 +1,7 @@
 """What `test_distributed.py` lets two processes train under torchrun: each situation plainly, and recorded.
 
-Of the plain training each rank saves the weights and gradients at each step, whole; of both, the final parameters, the
-number of collectives and who called them.
+Of the plain training each rank saves the weights and gradients at each step, whole; of both, the outputs, the final
+parameters, the number of collectives and who called them; and in what else the two ended differently.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import tracer
+from tests.endings import alike, ended
 
 STEPS = 3
 FORMATS = {"fsdp": ".h5"}
@@ -225,13 +226,18 @@ def hooks_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
     return counts
 
 
+def here(value: Any) -> Any:
+    """A copy of what this rank has of a tensor; other things as they are."""
+    return getattr(value, "_local_tensor", value).detach().clone() if isinstance(value, Tensor) else value
+
+
 def train(situation: Situation, path: Path | None) -> dict[str, Any]:
     """Train; plainly, with every step's weights and gradients, if there is no `path` for a trace."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = situation.network().to(situation.dtype)
     wrapped = model if situation.wrap_late else situation.wrap(model)
-    saved: dict[str, Any] = {"steps": [], "heard": []}
+    saved: dict[str, Any] = {"steps": [], "heard": [], "outputs": []}
     heard = tracer.Collect("*")
     settings = situation.settings | ({"receivers": [heard]} if situation.listen else {})
     with contextlib.ExitStack() as stack:
@@ -257,6 +263,7 @@ def train(situation: Situation, path: Path | None) -> dict[str, Any]:
                 with contextlib.nullcontext() if final else wrapped.no_sync():  # type: ignore[operator]
                     output = wrapped(inputs) if situation.network is Plain else wrapped(inputs, situation.extra)
                     output.float().square().mean().backward()
+                saved["outputs"].append(here(output))
             if path is None:
                 used = collectives()
                 saved["steps"].append({bare(name): (whole(p), whole(p.grad)) for name, p in wrapped.named_parameters()})
@@ -264,11 +271,12 @@ def train(situation: Situation, path: Path | None) -> dict[str, Any]:
             optimizer.step()
         saved["collectives"] = collectives() - begun
     saved["heard"] = [(m.kind, m.key, m.global_step, m.call, m.leaf, m.rank, m.data) for m in heard]
-    local = {bare(name): getattr(p, "_local_tensor", p).detach().clone() for name, p in wrapped.named_parameters()}
+    local = {bare(name): here(p) for name, p in wrapped.named_parameters()}
     saved["final"] = local | {bare(name): buffer.clone() for name, buffer in wrapped.named_buffers()}
     saved["whole"] = {bare(name): whole(p) for name, p in wrapped.named_parameters()}
     saved["random"] = torch.get_rng_state()
     saved["hooks"] = hooks_of(wrapped, optimizer)
+    saved["end"] = {name: here(value) for name, value in ended(wrapped, [optimizer]).items()}
     return saved
 
 
@@ -294,7 +302,10 @@ def main(which: str, folder: Path) -> None:
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
             recorded = train(make(), folder / f"{name}{FORMATS.get(name, '.zarr')}")
-            saved = {"plain": plain, "recorded": recorded, "callers": callers}
+            ends = plain.pop("end"), recorded.pop("end")
+            assert ends[0].keys() == ends[1].keys()
+            different = [key for key, value in ends[0].items() if not alike(value, ends[1][key])]
+            saved = {"plain": plain, "recorded": recorded, "callers": callers, "different": different}
             torch.save(saved, folder / f"{name}.{dist.get_rank()}.pt")
 
 

@@ -157,6 +157,7 @@ class Exporter:
         self._steps_itself = False  # the user calls step(), neither an optimizer nor the forward ends a step
         self._losses: list[nn.Module | str] = []
         self._patched: dict[str, LossFunction] = {}
+        weakref.finalize(self, _unpatch, self._patched).atexit = False  # one that is dropped leaves no stand-ins
         self._lasting: dict[Any, list[Any]] = {}
         # by what they hang on, method and name: that, the hook, and its handle
         self._hung: dict[tuple[int, str, str], tuple[Any, Hook, Any]] = {}
@@ -457,9 +458,7 @@ class Exporter:
             handle.remove()
         self._hung, self._lasting = {}, {}
         self._forget_leaves()
-        for name, wrapper in self._patched.items():
-            _unpatch(name, wrapper)
-        self._patched = {}
+        _unpatch(self._patched)
         self._parameters.forget()
         self._parameters.note((), False)
         self._backwards, self._ungraded, self._recomputed, self._scales = {}, {}, {}, {}
@@ -1670,16 +1669,18 @@ class _Probe:
             model(inputs)
 
 
-def _unpatch(name: str, wrapper: LossFunction) -> None:
-    """Take a stand-in away, even if another exporter has put one around it since."""
-    outer = getattr(torch.nn.functional, name)
-    if outer is wrapper:
-        setattr(torch.nn.functional, name, wrapper.__wrapped__)
-        return
-    while isinstance(outer, LossFunction):
-        if outer.__wrapped__ is wrapper:
-            outer.__wrapped__ = wrapper.__wrapped__
-        outer = outer.__wrapped__
+def _unpatch(patched: dict[str, LossFunction]) -> None:
+    """Take stand-ins for functions of torch away, even if another exporter has put its own around them since."""
+    for name, wrapper in patched.items():
+        outer = getattr(torch.nn.functional, name)
+        if outer is wrapper:
+            setattr(torch.nn.functional, name, wrapper.__wrapped__)
+            continue
+        while isinstance(outer, LossFunction):
+            if outer.__wrapped__ is wrapper:
+                outer.__wrapped__ = wrapper.__wrapped__
+            outer = outer.__wrapped__
+    patched.clear()
 
 
 _EVERYTHING = Capture(kinds=KINDS)

@@ -211,7 +211,9 @@ def watch_scalers(exporter: Exporter) -> None:
 
     In these torch calls none of the optimizer's hooks. Subclasses may have methods of their own, as that of FSDP has.
     """
-    _scaled.add(exporter)
+    if exporter not in _scaled:
+        _scaled.add(exporter)
+        weakref.finalize(exporter, _settle_scalers).atexit = False  # one that is dropped leaves nothing, either
     if not _scaler_methods:
         _observe_scalers(GradScaler)
         setattr(GradScaler, "__init_subclass__", classmethod(_new_scaler))  # noqa: B010 - a type checker calls it wrong
@@ -220,7 +222,11 @@ def watch_scalers(exporter: Exporter) -> None:
 def unwatch_scalers(exporter: Exporter) -> None:
     """No longer let an exporter know; without any, torch's own methods are back."""
     _scaled.discard(exporter)
-    if not _scaled and _scaler_methods:
+    _settle_scalers()
+
+
+def _settle_scalers() -> None:
+    if _scaler_methods and not [*_scaled]:
         for (owner, name), method in _scaler_methods.items():
             setattr(owner, name, method)
         _scaler_methods.clear()
@@ -244,7 +250,9 @@ _backward: Callable[..., None] | None = None  # what stands in the place of torc
 def watch_backward(exporter: Exporter) -> None:
     """Let an exporter know on what ``backward`` is called, for a loss that a library computes."""
     global _backward
-    _told_of_backward.add(exporter)
+    if exporter not in _told_of_backward:
+        _told_of_backward.add(exporter)
+        weakref.finalize(exporter, _settle_backward).atexit = False
     if _backward is None:
         _backward = _observed_backward(Tensor.backward)
         setattr(Tensor, "backward", _backward)  # noqa: B010 - mypy forbids to assign it
@@ -252,9 +260,13 @@ def watch_backward(exporter: Exporter) -> None:
 
 def unwatch_backward(exporter: Exporter) -> None:
     """No longer let an exporter know; without any, the method is as it was."""
-    global _backward
     _told_of_backward.discard(exporter)
-    if not _told_of_backward and _backward is not None:
+    _settle_backward()
+
+
+def _settle_backward() -> None:
+    global _backward
+    if _backward is not None and not [*_told_of_backward]:
         if Tensor.backward is _backward:  # else another program has put its own around it, which may stay
             setattr(Tensor, "backward", _backward.__wrapped__)  # type: ignore[attr-defined]  # noqa: B010
         _backward = None

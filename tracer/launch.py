@@ -13,9 +13,7 @@ import gc
 import importlib.util
 import io
 import os
-import signal
 import sys
-import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from tracer import termination
 from tracer.bus import MessageBus
 from tracer.capture import Capture
 from tracer.compression import Compression
@@ -342,7 +341,7 @@ class _Session:
             wrapper.__wrapped__ = original  # inspect.signature follows it
             setattr(owner, name, wrapper)
         try:
-            with sigterm_raises():
+            with termination.raises():
                 yield
         finally:
             for owner, name, original in originals:
@@ -507,23 +506,6 @@ def _as_main(main: ModuleType, argv: list[str], first_path: str) -> Iterator[Non
         yield
     finally:
         sys.modules["__main__"], sys.argv, sys.path[:] = before
-
-
-@contextlib.contextmanager
-def sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM, which by default ends a process at once, be a `SystemExit`: what is open can then be closed."""
-    mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if mine:
-        signal.signal(signal.SIGTERM, _terminate)
-    try:
-        yield
-    finally:
-        if mine and signal.getsignal(signal.SIGTERM) is _terminate:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _terminate(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
 
 
 def _status(error: BaseException | None) -> int:

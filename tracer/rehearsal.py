@@ -29,7 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tracer import launch
+from tracer import launch, termination
 from tracer.budget import ARRAY_BYTES, BASE_BYTES, CHUNK_BYTES, ROW_BYTES, STREAM_BYTES
 from tracer.capture import Capture
 from tracer.certify import Certificate, Steps, Stopwatch, compare, fingerprint
@@ -88,7 +88,7 @@ def certify_script(program: Program, steps: int) -> Certificate:
         If this is one of several ranks that torchrun has not started.
     """
     ranks = _Ranks() if this_process().size > 1 else None
-    with launch.sigterm_raises(), tempfile.TemporaryDirectory(prefix="trace-certify-") as folder:
+    with termination.raises(), tempfile.TemporaryDirectory(prefix="trace-certify-") as folder:
         runs = [
             _run(program, Path(folder), "certify", steps, recorded=recorded, ranks=ranks)[0]
             for recorded in (False, True, False)
@@ -133,7 +133,7 @@ def dry_run(program: Program, *, run_steps: int | None = None, max_bytes: int | 
             f"--dry-run runs a script of one process, and this is rank {process.rank} of {process.size}: give it to a "
             "run of one process, whose streams are those of each rank"
         )
-    with launch.sigterm_raises(), tempfile.TemporaryDirectory(prefix="trace-dry-run-") as folder:
+    with termination.raises(), tempfile.TemporaryDirectory(prefix="trace-dry-run-") as folder:
         bare, _ = _run(program, Path(folder), "dry-run", DRY_RUN_STEPS, recorded=False)
         if bare.error is not None:
             raise CaptureError(f"{program.script} failed in its first steps: {bare.error}")

@@ -10,11 +10,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 _closers: list[Callable[[str], None]] = []
 """What closes each recording, given the status that its trace ends with."""
+_handler: Callable[[int, Any], None] | None = None
+"""Which of the handlers here was put in the place of the system's."""
 
 
 def watch(close: Callable[[str], None]) -> None:
@@ -22,9 +25,7 @@ def watch(close: Callable[[str], None]) -> None:
 
     Only from the main thread, which alone can handle signals, and only where nothing else handles this one.
     """
-    here = threading.current_thread() is threading.main_thread()
-    if here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _terminate)
+    _handle(_close_and_end)
     _closers.append(close)
 
 
@@ -33,11 +34,26 @@ def unwatch(close: Callable[[str], None]) -> None:
     if close in _closers:
         _closers.remove(close)
     if not _closers:
-        _restore()
+        _restore(_close_and_end)
 
 
-def _terminate(number: int, frame: object) -> None:
-    if signal.getsignal(number) is not _terminate:  # a handler that was set later calls this one: it decides
+@contextmanager
+def raises() -> Iterator[None]:
+    """Let SIGTERM, where nothing else handles it, be a `SystemExit` in the main thread: what is open can be closed."""
+    mine = _handle(_exit)
+    try:
+        yield
+    finally:
+        if mine:
+            _restore(_exit)
+
+
+def _exit(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _close_and_end(number: int, frame: object) -> None:
+    if signal.getsignal(number) is not _close_and_end:  # a handler that was set later calls this one: it decides
         return
     signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
     # The training may be in the middle of whatever a recording locks; it goes on until the process ends.
@@ -51,33 +67,49 @@ def _close_all(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def _restore() -> bool:
-    """Take the handler off, where it is still there and can be; whether it was."""
+def _handle(handler: Callable[[int, Any], None]) -> bool:
+    """Put a handler in the place of the system's, where that is there and can be; whether it was."""
+    global _handler
     here = threading.current_thread() is threading.main_thread()
-    mine = here and signal.getsignal(signal.SIGTERM) is _terminate
-    if mine:
+    if not here or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return False
+    signal.signal(signal.SIGTERM, handler)
+    _handler = handler
+    return True
+
+
+def _restore(handler: Callable[[int, Any], None]) -> None:
+    """Take a handler off, where it is still there and can be."""
+    here = threading.current_thread() is threading.main_thread()
+    if here and signal.getsignal(signal.SIGTERM) is handler:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    return mine
 
 
-_put_back = False
+class _Fork(threading.local):
+    mask: set[int] | None = None  # the signals that a thread that forks has blocked, if one of ours handles SIGTERM
+
+
+_fork = _Fork()
 
 
 def _before_fork() -> None:
-    # A child records nothing, and ends at once. It has no handler from its first moment on: Python forgets signals that
-    # reach a child before it has set itself up.
-    global _put_back
-    _put_back = _restore()
+    # A child records nothing, and SIGTERM ends it at once. Python forgets a signal that reaches a child before it has
+    # set itself up, and what a handler raises a little later; a parent that waits for the child would then do so for
+    # ever. So the system holds the signal back until the handler is off.
+    ours = _handler is not None and signal.getsignal(signal.SIGTERM) is _handler
+    _fork.mask = {*signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})} if ours else None
 
 
 def _after_fork_in_parent() -> None:
-    if _put_back:
-        signal.signal(signal.SIGTERM, _terminate)
+    if _fork.mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
 
 
 def _after_fork_in_child() -> None:
     _closers.clear()
-    _restore()  # forked from another thread than the main one
+    if _fork.mask is not None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
