@@ -630,7 +630,10 @@ def record(
     arguments = program if module is not None else program[1:]
     name = module.rpartition(".")[2] if module is not None else Path(program[0]).stem
     if module is None and not Path(program[0]).is_file():
-        raise Failure(f"{program[0]} is not a file, so there is no script to run")
+        hint = ""
+        if Path(program[0]).name.startswith("python"):
+            hint = "; leave it out: trace record SCRIPT.py, and --module NAME in the place of -m NAME"
+        raise Failure(f"{program[0]} is not a file, so there is no script to run{hint}")
     from tracer.environment import DISABLE, bound_or, disabled
 
     with _wrong_usage():

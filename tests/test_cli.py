@@ -766,6 +766,24 @@ def test_recover(tmp_path: Path, suffix: str) -> None:
     assert run("recover", tmp_path / "no.h5", tmp_path / "d.h5").exit_code == 1
 
 
+@pytest.mark.parametrize(
+    ("program", "hint"),
+    [
+        ("nothing.py", ""),
+        ("python", "; leave it out: trace record SCRIPT.py, and --module NAME in the place of -m NAME"),
+        (
+            "/usr/bin/nowhere/python3.12",
+            "; leave it out: trace record SCRIPT.py, and --module NAME in the place of -m NAME",
+        ),
+    ],
+)
+def test_what_is_no_script_is_told(program: str, hint: str) -> None:
+    """`trace record` in front of a command line that begins with python: the sentence says what to leave out."""
+    done = run("record", program, "train.py")
+    assert done.exit_code == 1
+    assert done.stderr == f"Error: {program} is not a file, so there is no script to run{hint}\n"
+
+
 def test_convert(trace: Path, tmp_path: Path) -> None:
     """``convert`` copies what passes the filters, never over anything, and refuses names that are not in the trace."""
     result = run("convert", trace, tmp_path / "a.h5")
