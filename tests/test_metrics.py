@@ -272,6 +272,7 @@ def matrices() -> Iterator[tuple[str, np.ndarray[Any, Any], float]]:
     tridiagonal = 2 * np.eye(50) - np.eye(50, k=1) - np.eye(50, k=-1)
     yield "tridiagonal", tridiagonal, 4 * math.sin(50 * math.pi / 102) ** 2
     yield "Hadamard", scipy.linalg.hadamard(64), 8.0
+    yield "scaled Hadamard", scipy.linalg.hadamard(128) / math.sqrt(128), 1.0
     laplacian = np.array([[[[0.0, 1, 0], [1, -4, 1], [0, 1, 0]]]])
     yield "a convolution's kernel, reshaped", laplacian, math.sqrt(20)
     yield "identity", np.eye(30), 1.0
@@ -291,6 +292,22 @@ def test_spectral_norm_of_known_matrices(w: Any, exact: float) -> None:
     assert analyze.spectral_norm(w) == pytest.approx(exact, rel=1e-13)
     for scale in (1e-300, 1e-30, 1e30, 1e300):
         assert analyze.spectral_norm(w * scale) == pytest.approx(exact * scale, rel=1e-12)
+
+
+@pytest.mark.parametrize("found", [0, 2])
+def test_spectral_norm_where_lapack_finds_fewer_eigenvalues(found: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of equal eigenvalues some of LAPACK's kernels give none, or not all that were asked for: then all are computed."""
+    eigh, subsets = scipy.linalg.eigh, []
+
+    def fewer(*args: Any, subset_by_index: Any = None, **options: Any) -> Any:
+        squares, vectors = eigh(*args, subset_by_index=subset_by_index, **options)
+        subsets.append(subset_by_index)
+        return (squares, vectors) if subset_by_index is None else (squares[:found], vectors[:, :found])
+
+    monkeypatch.setattr(scipy.linalg, "eigh", fewer)
+    w = np.random.default_rng(0).standard_normal((20, 30))
+    assert analyze.spectral_norm(w) == pytest.approx(np.linalg.norm(w, 2), rel=1e-13)
+    assert subsets == [(27, 29), None] or subsets == [(17, 19), None]
 
 
 def test_spectral_norm_equals_svd() -> None:
