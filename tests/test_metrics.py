@@ -296,7 +296,7 @@ def test_spectral_norm_of_known_matrices(w: Any, exact: float) -> None:
 
 @pytest.mark.parametrize("found", [0, 2])
 def test_spectral_norm_where_lapack_finds_fewer_eigenvalues(found: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of equal eigenvalues some of LAPACK's kernels give none, or not all that were asked for: then all are computed."""
+    """Of equal eigenvalues some of LAPACK's kernels give none, or too few: then all are computed."""
     eigh, subsets = scipy.linalg.eigh, []
 
     def fewer(*args: Any, subset_by_index: Any = None, **options: Any) -> Any:
