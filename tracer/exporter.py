@@ -20,8 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
+from torch._C import _current_graph_task_id
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
@@ -50,6 +52,7 @@ from tracer.hooks import (
     rows_of,
     same_storage,
     skipped_inside,
+    steps_nest,
     steps_within,
     undisturbed,
     unobservable,
@@ -146,6 +149,7 @@ class Exporter:
         self._first_step = 0
 
         self._root: nn.Module | None = None
+        self._simple = False  # whether no optimizer has a step that calls its parent's
         self._one_each = False  # whether there is an optimizer for each parameter
         self._added: list[tuple[str, nn.Module, bool]] = []
         self._modules: dict[str, nn.Module] = {}
@@ -290,6 +294,7 @@ class Exporter:
             if not isinstance(one, Optimizer):
                 raise CaptureError(f"the optimizer is a torch.optim.Optimizer, not {type(one).__name__}")
         self._optimizers = given
+        self._simple = not any(steps_nest(one) for one in given)
         self._one_each = len(given) > 1 and all(
             sum(len(group["params"]) for group in one.param_groups) == 1 for one in given
         )
@@ -912,8 +917,20 @@ class Exporter:
         scale: Tensor | None = None,
     ) -> None:
         """Select, condition, copy, reduce, cast and publish one tensor, divided by a loss scale if there is one."""
+        stream = (kind, path, tag, leaf)
         if capture.everything and scale is None and self._collecting is None and ordinary(data):
-            self._deliver_ordinary(kind, path, data, tag, leaf, call, at, owned)
+            # what nearly all messages need: an ordinary tensor, as it is
+            if stream in self._sampling:
+                self._sampling[stream] = None
+            if data.requires_grad:
+                data = data.detach()
+            if not owned:
+                data = copied(data, self._memory)
+            elif data.is_conj() or data.is_neg():
+                data = data.clone()
+            step, train_step, epoch = at
+            number = self._number(stream, call)
+            self.message_bus.publish(checked(kind, path, step, train_step, epoch, tag, number, leaf, self.rank, data))
             return
         reason = unobservable(data)
         if reason is not None:
@@ -931,40 +948,20 @@ class Exporter:
             held = source if owned else source.clone(memory_format=torch.contiguous_format)
             self._collecting.setdefault((kind, path, call or 0, leaf), []).append(held)
             return
-        stream = (kind, path, tag, leaf)
-        # probed data is put together before it is published; everything else counts its own calls
-        number = call if call is not None else self._published.get(stream, 0)
-        self._published[stream] = number + 1
+        number = self._number(stream, call)
         chosen = source if capture is _EVERYTHING else capture.select(kind, source, module)
         if scale is not None:
             chosen = unscaled(chosen, scale)
         self._release(capture, stream, chosen, source, number, at, module, owned=owned, placement=placement)
 
-    def _deliver_ordinary(
-        self,
-        kind: str,
-        path: str | None,
-        data: Tensor,
-        tag: str,
-        leaf: str,
-        call: int | None,
-        at: tuple[int, int, int],
-        owned: bool,
-    ) -> None:
-        """`_deliver` with what nearly all messages need of it: of an ordinary tensor, as it is."""
-        stream = (kind, path, tag, leaf)
+    def _number(self, stream: tuple[str, str | None, str, str], call: int | None) -> int:
+        """The number of a stream's message in its step: that of the call, or else one more than the last.
+
+        Probed data is put together before it is published; everything else counts its own calls.
+        """
         number = call if call is not None else self._published.get(stream, 0)
         self._published[stream] = number + 1
-        if stream in self._sampling:
-            self._sampling[stream] = None
-        if data.requires_grad:
-            data = data.detach()
-        if not owned:
-            data = copied(data, self._memory)
-        elif data.is_conj() or data.is_neg():
-            data = data.clone()
-        step, train_step, epoch = at
-        self.message_bus.publish(checked(kind, path, step, train_step, epoch, tag, number, leaf, self.rank, data))
+        return number
 
     def _release(
         self,
@@ -1019,7 +1016,7 @@ class Exporter:
 
     def _stands_around(self, wrapper: nn.Module) -> None:
         """Note a DistributedDataParallel around the model: other ranks then hold the same."""
-        if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper not in self._around:
+        if isinstance(wrapper, DistributedDataParallel) and wrapper not in self._around:
             self._around.add(wrapper)
             self._surveyed = False
 
@@ -1082,7 +1079,8 @@ class Exporter:
             self._guard("step", self._end_step)
 
     def _begin_step(self) -> None:
-        self._settle()
+        if self._over:
+            self._settle()
         if self._open:
             return
         if self._epoch_over:
@@ -1116,31 +1114,43 @@ class Exporter:
     def _end_step(self) -> None:
         """Publish what is known now that the weights have moved, and move the clock."""
         self._begin_step()  # nothing of the forward was seen (compiled, bypassed), but the step took place
-        part, self._part = self._part, None
         try:
             if not self._idle:
-                if part is not None:  # nobody took it: no `backward` was called
-                    self._publish_leaves("loss", None, part, DEFAULT_TAG)
+                if self._part is not None:  # nobody took it: no `backward` was called
+                    self._publish_leaves("loss", None, self._part, DEFAULT_TAG)
                 if not self._optimizers:
                     self._parameters.compare(self._parameters.all, self._steps_itself, self)
-                self._parameters.publish(self._now(), self)
-                self._event("batch_finished", self._now())
+                self._parameters.publish(self._began, self)
+                self._event("batch_finished", self._began)
         finally:  # whatever failed, the optimizer has stepped
-            self._over = False
-            if self._leaf_handles:
-                self._forget_leaves()
+            self._advance()
+        if self._compiled_before or self._probes:
+            self._look_back()
+
+    def _advance(self) -> None:
+        """Let go of what was kept of the open step, and move the clock."""
+        self._part = None
+        self._over = False
+        if self._leaf_handles:
+            self._forget_leaves()
+        if self._backwards or self._ungraded or self._recomputed or self._scales:
             self._backwards, self._ungraded, self._recomputed, self._scales = {}, {}, {}, {}
+        if self._parameters.holding:
             self._parameters.forget()
+        if self._calls:
             self._calls = {}
-            # of the training, the next step forgets them: a value may still be logged for this one
-            if self._published:
-                self._published = {key: count for key, count in self._published.items() if key[2] == DEFAULT_TAG}
-            self._last = self._now()
-            self._open = False
-            self._pass.listening = False
-            self._step += 1
-            if self._last[2] == self.epoch:  # else the epoch ended in this step, and the next is its successor's first
-                self.train_step += 1
+        # of the training, the next step forgets them: a value may still be logged for this one
+        if self._published:
+            self._published = {key: count for key, count in self._published.items() if key[2] == DEFAULT_TAG}
+        self._last = self._began
+        self._open = False
+        self._pass.listening = False
+        self._step += 1
+        if self._last[2] == self.epoch:  # else the epoch ended in this step, and the next is its successor's first
+            self.train_step += 1
+
+    def _look_back(self) -> None:
+        """Do what comes between two steps: probes, and after the first step a look at what was never called."""
         if self._compiled_before:
             self._guard("compiled", self._tell_unseen_regions)
         for probe in self._probes:
@@ -1168,22 +1178,24 @@ class Exporter:
 
     def _enter_pass(self, module: nn.Module) -> None:
         """Decide what the forward that begins is: a training pass, which may begin a step, or a pass aside."""
-        self._settle()
+        if self._over:
+            self._settle()
+        running = self._pass
         if self._user_tag is not None:
-            self._pass.tag = self._user_tag
+            running.tag = self._user_tag
         else:
-            self._pass.tag = DEFAULT_TAG if self._is_training_pass(module) else EVAL_TAG
-        if self._pass.tag == DEFAULT_TAG:
+            running.tag = DEFAULT_TAG if self._is_training_pass(module) else EVAL_TAG
+        if running.tag == DEFAULT_TAG:
             self._begin_step()
-            self._pass.listening = not self._idle
-            self._passes += self._pass.depth
+            running.listening = not self._idle
+            self._passes += running.depth
         else:
-            if self._slowed and not module.training and not torch.is_grad_enabled():
+            if self._slowed and not module.training and not is_grad_enabled():
                 why = "hooks switch it off, so results of evaluations may differ in rounding from unwatched ones"
                 self._problem(f"torch's fast path in {', '.join(map(repr, self._slowed))}", why, warn=False)
                 self._slowed = []
-            self._pass.listening = self._hears(self._pass.tag)
-            if self._pass.listening and self._pass.depth:
+            running.listening = self._hears(running.tag)
+            if running.listening and running.depth:
                 self._look()
 
     def _hears(self, tag: str) -> bool:
@@ -1200,23 +1212,38 @@ class Exporter:
     def _before_root(self, _: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if recomputing():
             return
-        self._pass.depth += 1
-        if self._pass.depth > 1:
+        running = self._pass
+        running.depth += 1
+        if running.depth > 1:
             return
         self.forwards_seen += 1
-        self._pass.inputs = []
-        outer = nn.parallel.DistributedDataParallel._active_ddp_module
+        if running.inputs:
+            running.inputs = []
+        outer = DistributedDataParallel._active_ddp_module
         if outer is not None and outer not in self._around and unwrap(outer) is module:
             self._stands_around(outer)
-        self._settle()
+        if self._over:
+            self._settle()
         if self._open and not self._optimizers and not self._steps_itself and self._is_training_pass(module):
             self._end_step()  # without an optimizer, a step lasts until the next one begins
         self._enter_pass(module)
-        if self._pass.listening:
-            self._publish_leaves("input_data", None, arguments_of(args, kwargs), self._pass.tag)
+        if running.listening:
+            self._publish_leaves("input_data", None, arguments_of(args, kwargs), running.tag)
 
     def _is_training_pass(self, module: nn.Module) -> bool:
-        return module.training and self._user_tag is None and (torch.is_grad_enabled() or checkpointing())
+        return module.training and self._user_tag is None and (is_grad_enabled() or checkpointing())
+
+    def _idle_after_root(self, args: tuple[Any, ...]) -> bool:
+        """Whether nobody records this pass; then its end is noted here, and `_after_root` has nothing to add.
+
+        This and the others called ``_idle_…`` spare the training what the full way costs, most of all where the
+        network's numbers have taken the place of everything else in the processor's cache.
+        """
+        running = self._pass
+        if running.depth != 1 or running.listening or recomputing():
+            return False
+        running.depth = 0
+        return True
 
     def _after_root(self, _: str, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
         # without an output: this hook was taken off by the one before it, which found that nobody listens any more
@@ -1259,7 +1286,7 @@ class Exporter:
         self, path: str, copies: list[tuple[str, Tensor]], inputs: list[tuple[str, Tensor]], call: int, tag: str
     ) -> None:
         """Keep what is known of a call until its forward is over, and only then counted: others may end before it."""
-        hooks = self._watch_leaves("input_gradients", path, inputs, call, tag) if torch.is_grad_enabled() else []
+        hooks = self._watch_leaves("input_gradients", path, inputs, call, tag) if is_grad_enabled() else []
         self._pass.inputs.append((path, copies, hooks))
 
     def _leave_call(self, path: str, call: int) -> list[tuple[str, Tensor]]:
@@ -1277,10 +1304,10 @@ class Exporter:
             first = self._first_call(path)
             if first is not None:
                 self._leave_call(path, first)
-                key = backward_node() or 0, torch._C._current_graph_task_id(), path
+                key = backward_node() or 0, _current_graph_task_id(), path
                 self._recomputed[key] = self._recomputed.get(key, 0) + 1
                 self._recalled[path] = first
-                if torch.is_grad_enabled():
+                if is_grad_enabled():
                     self._watch_leaves("layer_gradients", path, leaves(output), first, DEFAULT_TAG)
                 else:  # of a checkpoint inside the checkpoint this is another first forward
                     self._ungraded[path].append((next_node(), first))
@@ -1310,7 +1337,7 @@ class Exporter:
                 if self.strict:
                     raise
                 self._give_up("activations", path, error)
-        if torch.is_grad_enabled():
+        if is_grad_enabled():
             self._watch_leaves("layer_gradients", path, observed, call, tag)
         elif tag == DEFAULT_TAG:  # a training pass, so this may be the first forward of a reentrant checkpoint
             self._ungraded.setdefault(path, []).append((next_node(), call))
@@ -1337,7 +1364,7 @@ class Exporter:
         node = backward_node()
         if node is None:
             return None
-        seen = self._recomputed.get((node, torch._C._current_graph_task_id(), path), 0)
+        seen = self._recomputed.get((node, _current_graph_task_id(), path), 0)
         calls = [call for number, call in first if number > node]
         return calls[seen] if seen < len(calls) else None
 
@@ -1348,7 +1375,7 @@ class Exporter:
         hooks: list[GradientHook] = []
         now = self._now()
         if self._wanted(kind, path, tag, now) is not None:
-            scale = self._scales.get(torch._C._current_graph_task_id()) if self._scales else None
+            scale = self._scales.get(_current_graph_task_id()) if self._scales else None
             for leaf, tensor in found:
                 if tensor.requires_grad:
                     hooks.append(GradientHook(self, kind, path, leaf, call, tag, now, scale))
@@ -1388,8 +1415,8 @@ class Exporter:
             self._problem(f"{hook.kind} of {hook.path!r}", why)
             return
         if hook.scale is not None:
-            self._scales.setdefault(torch._C._current_graph_task_id(), hook.scale)
-        scale = self._scales.get(torch._C._current_graph_task_id()) if self._scales else None
+            self._scales.setdefault(_current_graph_task_id(), hook.scale)
+        scale = self._scales.get(_current_graph_task_id()) if self._scales else None
         # a second backward through the same forward is told apart, so that the first's keep their calls
         key = hook.kind, hook.path, hook.tag, hook.leaf, hook.call
         before = self._backwards[key] = self._backwards.get(key, -1) + 1
@@ -1417,6 +1444,17 @@ class Exporter:
             scaled.register_hook(ScaleHook(self, scale))
 
     # -- loss -----------------------------------------------------------------------------------------------
+
+    def _idle_after_loss(self, args: tuple[Any, ...]) -> bool:
+        """Whether this loss is of a step that nobody records; then it is counted here, as `_loss_seen` would."""
+        if not (self._open and self._idle and self._user_tag is None and self._collecting is None):
+            return False
+        output, root = args[-1], self._root
+        if not (isinstance(output, Tensor) and output.requires_grad and root is not None and root.training):
+            return False
+        self.losses_seen += 1
+        self._loss_told = True
+        return True
 
     def _after_loss(self, _: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._loss_seen(module.forward, args, kwargs, output)
@@ -1468,12 +1506,30 @@ class Exporter:
 
     # -- optimizer ------------------------------------------------------------------------------------------
 
+    def _idle_before_optimizer(self, args: tuple[Any, ...]) -> bool:
+        """Whether it is known that nobody wants anything of this step's training passes."""
+        return self._dull == (self._step, True)
+
     def _before_optimizer(self, _: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # the forward may come later, in a closure: whether anything is wanted is a question of the clock alone
         if not self._nothing_due():
             if not recomputing():
                 self._look()
             self._snapshot(self._parameters.of(optimizer, self._optimizers))
+
+    def _idle_after_optimizer(self, args: tuple[Any, ...]) -> bool:
+        """Whether this ends a step that nobody records; then it ends here, as `_after_optimizer` would end it."""
+        optimizer = args[0]
+        if not (self._open and self._idle and self._simple and optimizer is self._optimizers[-1]) or self._over:
+            return False
+        if getattr(optimizer, "found_inf", None) is not None or recomputing():
+            return False
+        self.optimizer_calls += 1
+        with self._lock:
+            self._advance()
+            if self._compiled_before or self._probes:
+                self._look_back()
+        return True
 
     def _after_optimizer(self, _: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if steps_within(optimizer):
@@ -1514,7 +1570,7 @@ class Exporter:
     def _after_accumulation(self, path: str, tensor: Tensor) -> None:
         """Without an optimizer, nothing says when a gradient is final: keep the last running sum."""
         if self._open and not self._idle and tensor.grad is not None:
-            scale = self._scales.get(torch._C._current_graph_task_id()) if self._scales else None
+            scale = self._scales.get(_current_graph_task_id()) if self._scales else None
             self._parameters.accumulated(path, tensor.grad, scale, self)
 
     def _after_parametrization(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._C import _current_graph_task_id, _get_tracing_state
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_compiling, is_dynamo_compiling
@@ -37,6 +38,7 @@ class Hook:
     __slots__ = (
         "__weakref__",
         "_exporter",
+        "_idle",
         "_inner",
         "_of_optimizer",
         "fired",
@@ -49,6 +51,7 @@ class Hook:
 
     def __init__(self, exporter: Exporter, method: str, name: str, gradients: bool = False) -> None:
         self._exporter = weakref.ref(exporter)
+        self._idle: Callable[[Exporter, tuple[Any, ...]], bool] | None = getattr(type(exporter), f"_idle{method}", None)
         self._inner = method in ("_before_forward", "_after_forward")
         self._of_optimizer = method in ("_before_optimizer", "_after_optimizer")
         self.method = method
@@ -73,8 +76,7 @@ class Hook:
             running = exporter._pass
             if running.depth and not running.listening:  # a step that nobody records: no more than this
                 return None
-        if not is_compiling():  # which an export may do without Dynamo
-            self._tell(exporter, args)
+        self._tell(exporter, args)
         return None
 
     def tell(self, *args: Any) -> None:
@@ -89,10 +91,14 @@ class Hook:
     def _tell(self, exporter: Exporter, args: tuple[Any, ...]) -> None:
         if self.off or not (exporter._attached and exporter._enabled):
             return
-        self.fired = True
-        if torch._C._get_tracing_state() is not None:  # torch.jit.trace would record our copies
-            return
         try:
+            if self.fired and self._idle is not None and self._idle(exporter, args):
+                return
+            if is_compiling():  # which an export may do without Dynamo
+                return
+            self.fired = True
+            if _get_tracing_state() is not None:  # torch.jit.trace would record our copies
+                return
             with exporter._lock:
                 getattr(exporter, self.method)(self.name, *args)
         except Exception as error:
@@ -171,7 +177,7 @@ class ScaleHook:
         exporter = self._exporter()
         if exporter is not None:
             with exporter._lock:
-                exporter._scales[torch._C._current_graph_task_id()] = self.scale
+                exporter._scales[_current_graph_task_id()] = self.scale
 
 
 class LossFunction:
@@ -526,7 +532,7 @@ def checkpointing() -> bool:
 
 def recomputing() -> bool:
     """Whether this forward runs inside a backward pass: a checkpoint's second forward."""
-    return torch._C._current_graph_task_id() != -1
+    return _current_graph_task_id() != -1
 
 
 def next_node() -> int:
@@ -545,6 +551,11 @@ _STEP = Optimizer.profile_hook_step(len).__code__
 """What torch puts around `step` of every optimizer, to run the hooks."""
 
 
+def steps_nest(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's class has a `step` that may call that of a parent, which has one, too."""
+    return _calls_parent(type(optimizer))  # type: ignore[arg-type]  # mypy asks the instances whether they can be hashed
+
+
 @functools.lru_cache(maxsize=64)
 def _calls_parent(one: Any) -> bool:
     return sum("step" in vars(parent) for parent in one.__mro__) > 2  # one is Optimizer's own
@@ -556,7 +567,7 @@ def steps_within(optimizer: Optimizer) -> bool:
     Looked for among the calls, because a count would be wrong for ever after a step that raised; but only where a class
     and a parent of it both have a `step`.
     """
-    if not _calls_parent(type(optimizer)):  # type: ignore[arg-type]  # mypy asks the instances whether they can be hashed
+    if not steps_nest(optimizer):
         return False
     running = 0
     frame: FrameType | None = sys._getframe()

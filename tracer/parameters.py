@@ -126,7 +126,12 @@ class Parameters:
         self._built: list[tuple[Mapping[str, Any], list[Any], Mapping[str, Any], int]] = []
         self._placed: list[tuple[Mapping[str, Any], str, Tensor | None, bool]] = []
         self._replicas: dict[str, dict[str, Any]] = {}  # by path
-        self.forget()
+        self._before: dict[str, tuple[Tensor | None, Tensor | None]] = {}
+        self._gradients: dict[str, Tensor] = {}
+        self._after: dict[str, Tensor] = {}
+        self._places: dict[tuple[str, str], dict[str, Any] | None] = {}  # by path and what it is of the parameter
+        self.holding = False
+        """Whether there may be something of a step to `forget`."""
 
     # -- which there are ------------------------------------------------------------------------------------
 
@@ -257,10 +262,9 @@ class Parameters:
 
     def forget(self) -> None:
         """Let go of what was kept of a step."""
-        self._before: dict[str, tuple[Tensor | None, Tensor | None]] = {}
-        self._gradients: dict[str, Tensor] = {}
-        self._after: dict[str, Tensor] = {}
-        self._places: dict[tuple[str, str], dict[str, Any] | None] = {}  # by path and what it is of the parameter
+        for kept in (self._before, self._gradients, self._after, self._places):
+            kept.clear()
+        self.holding = False
 
     def snapshot(self, parameters: Iterable[Parameter], streams: Streams) -> None:
         """Copy what is wanted of the weights before they move, unless that was done in this step."""
@@ -285,6 +289,7 @@ class Parameters:
                 streams._give_up(parameter.kind(""), parameter.stream, error)
                 streams._give_up(parameter.kind("updates"), parameter.stream, error)
                 continue
+            self.holding = True
             self._before[parameter.path] = (value, base)
             place = streams._place(parameter.tensor)
             self._places[parameter.path, ""] = self._places[parameter.path, "updates"] = place
@@ -296,6 +301,7 @@ class Parameters:
         parameter = self._by_path[path]
         capture = streams._wanted(parameter.kind(""), parameter.stream, DEFAULT_TAG)
         if capture is not None and unobservable(value) is None:
+            self.holding = True
             self._before[path] = (self._copy(capture, parameter.kind(""), value), None)
             self._places[path, ""] = streams._place(value)
 
@@ -365,6 +371,7 @@ class Parameters:
         if base is not None:
             now = capture.select(parameter.kind("updates"), local(tensor).detach())
             if now.shape == base.shape:
+                self.holding = True
                 self._after[parameter.path] = difference(now, base, self._memory)
 
     def _keep_gradient(
@@ -374,6 +381,7 @@ class Parameters:
         if reason is not None:
             streams._problem(f"{parameter.kind('gradients')} of {parameter.stream!r}", reason)
             return
+        self.holding = True
         self._places[parameter.path, "gradients"] = streams._place(gradient)
         gradient = local(gradient).detach()
         if scale is not None:

@@ -1,0 +1,222 @@
+"""Steps that nobody records take a short way; what is told of the others does not depend on it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tracer import Capture, Collect, Exporter, Message
+from tracer.messages import KINDS
+
+STEPS = 8
+EVERY = 3
+
+
+class Nested(torch.optim.SGD):
+    """An optimizer whose step calls its parent's, so that torch runs the hooks of a step twice."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Rarely(Collect):
+    """Wants nothing but the first step."""
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        return not step and super().wants(kind, module, tag, step)
+
+    def awake(self, step: int) -> bool:
+        return step == 0
+
+
+OPTIMIZERS: dict[str, Callable[[Any], list[torch.optim.Optimizer]]] = {
+    "one": lambda model: [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)],
+    "two": lambda model: [torch.optim.Adam(model[0].parameters()), torch.optim.Adam(model[2].parameters())],
+    "nested": lambda model: [Nested(model.parameters(), lr=0.1)],
+    "fused": lambda model: [torch.optim.Adam(model.parameters(), fused=True)],
+}
+
+
+def batches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and labels."""
+    for _ in range(steps):
+        yield torch.randn(5, 3), torch.randint(2, (5,))
+
+
+def plainly(run: Exporter, model: nn.Module, optimizers: Any, steps: int = STEPS) -> None:
+    """Forward, backward, step."""
+    for x, y in batches(steps):
+        for one in optimizers:
+            one.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        for one in optimizers:
+            one.step()
+
+
+def with_evaluations(run: Exporter, model: nn.Module, optimizers: Any) -> None:
+    """Epochs of three steps, and after each step an evaluation: in eval mode, without gradients, or by a tag."""
+    for number, (x, y) in enumerate(batches(STEPS)):
+        plainly(run, model, optimizers, 1)
+        if number % 3 == 0:
+            model.eval()
+            F.cross_entropy(model(x), y)
+            model.train()
+        elif number % 3 == 1:
+            with torch.no_grad():
+                F.cross_entropy(model(x), y)
+        else:
+            with run.tag("again"):
+                F.cross_entropy(model(x), y).backward()
+            run.epoch_finished()
+
+
+def accumulating(run: Exporter, model: nn.Module, optimizers: Any) -> None:
+    """Two backwards a step."""
+    for x, y in batches(STEPS):
+        for one in optimizers:
+            one.zero_grad()
+        for part in (slice(0, 2), slice(2, None)):
+            (F.cross_entropy(model(x[part]), y[part]) / 2).backward()
+        for one in optimizers:
+            one.step()
+
+
+def with_closures(run: Exporter, model: nn.Module, optimizers: Any) -> None:
+    """The forward is inside the optimizers' step."""
+    for x, y in batches(STEPS):
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            for one in optimizers:
+                one.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        for one in optimizers:
+            one.step(closure)
+
+
+def with_skipped_steps(run: Exporter, model: nn.Module, optimizers: Any) -> None:
+    """Every second backward overflows, and its step is not taken."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for number in range(2 * STEPS):
+        ((x, y),) = batches(1)
+        for one in optimizers:
+            one.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss * float("inf") if number % 2 else loss).backward()
+        for one in optimizers:
+            scaler.step(one)
+        scaler.update()
+
+
+def with_failures(run: Exporter, model: nn.Module, optimizers: Any) -> None:
+    """In every second step a forward raises, or the closure of an optimizer, before it is done again."""
+    for number, (x, y) in enumerate(batches(STEPS)):
+        if number % 2:
+            with contextlib.suppress(RuntimeError):
+                model(x[:, :2])
+        if number % 4 == 1:
+            with contextlib.suppress(ZeroDivisionError):
+                optimizers[0].step(lambda: 1 / 0)
+        for one in optimizers:
+            one.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        for one in optimizers:
+            one.step()
+
+
+LOOPS = [plainly, with_evaluations, accumulating, with_closures, with_skipped_steps, with_failures]
+
+
+def observed(train: Any, make: Any, loss: Any, probed: bool, every: int) -> tuple[list[Message], list[Any], nn.Module]:
+    """The messages of a training, what was counted, and the model at its end."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    optimizers = make(model)
+    exporter, heard = Exporter(capture=Capture(kinds=KINDS, every=every), strict=True), Collect("*")
+    exporter.message_bus.register(heard)
+    exporter.set_model(model)
+    exporter.set_optimizer(optimizers)
+    if loss is not None:
+        exporter.set_loss(loss)
+    if probed:
+        exporter.probe("probe", torch.ones(2, 3), every=2)
+    train(exporter, model, optimizers)
+    exporter.finish()
+    exporter.detach()
+    assert exporter.problems == []
+    clock = [exporter.global_step, exporter.train_step, exporter.epoch]
+    return list(heard), [*clock, exporter.losses_seen, exporter.forwards_seen, exporter.optimizer_calls], model
+
+
+def is_of_sparse(message: Message) -> bool:
+    """Whether a message is told although only one step in `EVERY` is recorded."""
+    events = ("epoch_started", "epoch_finished", "skipped_step")
+    return message.tag != "default" or message.global_step % EVERY == 0 or message.kind in events
+
+
+@pytest.mark.parametrize("probed", [False, True], ids=["", "probed"])
+@pytest.mark.parametrize("loss", [F.cross_entropy, None], ids=["loss", "no loss"])
+@pytest.mark.parametrize("optimizers", OPTIMIZERS)
+@pytest.mark.parametrize("train", LOOPS)
+def test_a_step_is_told_as_it_is_where_all_are_recorded(train: Any, optimizers: str, loss: Any, probed: bool) -> None:
+    """Bit for bit, in the same order, with the same counters, whatever happens in the steps between."""
+    whole, counted, trained = observed(train, OPTIMIZERS[optimizers], loss, probed, 1)
+    sparse, same, other = observed(train, OPTIMIZERS[optimizers], loss, probed, EVERY)
+    assert same == counted
+    assert counted[0] == STEPS
+    for one, two in zip(trained.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(one, two)
+    expected = [one for one in whole if is_of_sparse(one)]
+    assert len(expected) > 50
+    assert len(sparse) == len(expected)
+    for found, wanted in zip(sparse, expected, strict=True):
+        for name in ("kind", "key", "tag", "leaf", "call", "global_step", "train_step", "epoch"):
+            assert getattr(found, name) == getattr(wanted, name)
+        if wanted.data is None:
+            assert found.data is None
+        else:
+            # an overflow's gradients are not numbers
+            torch.testing.assert_close(found.data, wanted.data, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("when", ["before the forward", "before the backward", "before the step"])
+def test_a_receiver_that_joins_in_the_middle_of_a_step_that_nobody_recorded(when: str) -> None:
+    """What is looked at for it in that step leaves nothing behind that the next could take for its own."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = Exporter(capture=Capture(kinds=KINDS), strict=True), Collect("*")
+    exporter.message_bus.register(Rarely("weights"))
+    exporter.set_model(model)
+    exporter.set_optimizer(optimizer)
+    expected = {}
+    for number in range(5):
+        optimizer.zero_grad()
+        joins = number == 2
+        if joins and when == "before the forward":
+            exporter.message_bus.register(heard)
+        loss = model(torch.randn(2, 3)).sum()
+        if joins and when == "before the backward":
+            exporter.message_bus.register(heard)
+        loss.backward()
+        if joins and when == "before the step":
+            exporter.message_bus.register(heard)
+        before = copy.deepcopy(model)
+        optimizer.step()
+        expected[number] = before.weight.detach(), (model.weight - before.weight).detach()
+    exporter.detach()
+    assert exporter.global_step == 5
+    for kind, place in (("weights", 0), ("weight_updates", 1)):
+        told = {one.global_step: one.data for one in heard.of(kind)}
+        assert set(told) - {2} == {3, 4}
+        for number, data in told.items():
+            assert torch.equal(data, expected[number][place])
