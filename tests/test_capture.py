@@ -134,6 +134,7 @@ def test_due_steps_are_multiples_in_a_range(every: int, start: int, length: int 
     capture = Capture(every=every, start=start, stop=stop)
     expected = step in range(start, 1000 if stop is None else stop) and step in range(0, 1000, every)
     assert capture.due_step(step) == expected
+    assert capture.next_step(step) == next((one for one in range(step, 200) if capture.due_step(one)), None)
     assert capture.due("weights", "default", step) == expected
     assert capture.due("epoch_finished", "default", step)
     assert capture.due("activations", "eval", step)

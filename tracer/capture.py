@@ -246,6 +246,22 @@ class Capture:
             and (self.stop is None or global_step < self.stop)
         )
 
+    def next_step(self, global_step: int) -> int | None:
+        """The first training step that it observes, not before this one; None if there is none.
+
+        Parameters
+        ----------
+        global_step : int
+
+        Examples
+        --------
+        >>> Capture(every=10, start=15, stop=40).next_step(3), Capture(every=10, stop=40).next_step(31)
+        (20, None)
+        """
+        first = max(global_step, self.start)
+        first += -first % self.every
+        return first if self.stop is None or first < self.stop else None
+
     # -- how much -------------------------------------------------------------------------------------------
 
     def select(self, kind: str, data: Tensor, module: nn.Module | None = None) -> Tensor:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import sys
 import threading
 import warnings
 import weakref
@@ -197,6 +198,7 @@ class Exporter:
         self._epoch_over = False  # but the next one has not begun
         self._idle = False  # whether nobody wants anything of the open step
         self._dull: tuple[int, bool] = (-1, False)  # a step, and whether nobody wants anything of it
+        self._quiet_until = 0  # the step before which no capture takes any
         self._over = False  # whether the open step ends as soon as the running backward is over
         self._pass = _Pass()
         self._passes = 0  # training forwards of the root
@@ -738,7 +740,7 @@ class Exporter:
         for (_, method, name), (_, hook, _) in self._hung.items():
             self._known[name, method] = hook.fired, hook.off
         self._former, self._hung, self._streams, self._heard_tags = self._hung, {}, {}, {}
-        self._dull = (-1, False)
+        self._dull, self._quiet_until = (-1, False), 0
         receivers = self.message_bus.receivers
         self._asking = tuple(one for one in receivers if not getattr(one, "passive", False)) or receivers
         self._modules = {
@@ -1101,13 +1103,14 @@ class Exporter:
 
     def _nothing_due(self) -> bool:
         """Whether nobody wants anything of the training passes of this global step."""
+        if self._step < self._quiet_until:
+            return True
         step, dull = self._dull
         if step != self._step:  # asked several times in each step
-            step, dull = self._step, True
-            for capture in self.captures:  # any() would make a generator, at every step
-                if capture.due_step(step):
-                    dull = not any(awake(one, step) for one in self._asking)
-                    break
+            step = self._step
+            due = [one.next_step(step) for one in self.captures]
+            self._quiet_until = min((one for one in due if one is not None), default=sys.maxsize)
+            dull = self._quiet_until > step or not any(awake(one, step) for one in self._asking)
             self._dull = step, dull
         return dull
 
@@ -1209,6 +1212,28 @@ class Exporter:
             self._heard_tags[tag] = known
         return known
 
+    def _idle_before_root(self, args: tuple[Any, ...]) -> bool:
+        """Whether this begins a step that nobody records; then it begins here, as `_before_root` would begin it.
+
+        This and the others called ``_idle_…`` spare the training what the full way costs, most of all where the
+        network's numbers have taken the place of everything else in the processor's cache.
+        """
+        running = self._pass
+        if self._step >= self._quiet_until or self._open or self._over or running.depth:
+            return False
+        if self._epoch_over or not self._epoch_open or self._user_tag is not None or self.starting is not None:
+            return False
+        if not (args[0].training and is_grad_enabled()) or recomputing():
+            return False
+        if self._calls or self._published or DistributedDataParallel._active_ddp_module is not None:
+            return False
+        self._began = self._step, self.train_step, self.epoch
+        self._open = self._idle = True
+        self._passes += 1
+        self.forwards_seen += 1
+        running.depth, running.tag, running.listening, running.inputs = 1, DEFAULT_TAG, False, []
+        return True
+
     def _before_root(self, _: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if recomputing():
             return
@@ -1234,11 +1259,7 @@ class Exporter:
         return module.training and self._user_tag is None and (is_grad_enabled() or checkpointing())
 
     def _idle_after_root(self, args: tuple[Any, ...]) -> bool:
-        """Whether nobody records this pass; then its end is noted here, and `_after_root` has nothing to add.
-
-        This and the others called ``_idle_…`` spare the training what the full way costs, most of all where the
-        network's numbers have taken the place of everything else in the processor's cache.
-        """
+        """Whether nobody records this pass; then its end is noted here, and `_after_root` has nothing to add."""
         running = self._pass
         if running.depth != 1 or running.listening or recomputing():
             return False
@@ -1508,7 +1529,7 @@ class Exporter:
 
     def _idle_before_optimizer(self, args: tuple[Any, ...]) -> bool:
         """Whether it is known that nobody wants anything of this step's training passes."""
-        return self._dull == (self._step, True)
+        return self._step < self._quiet_until
 
     def _before_optimizer(self, _: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # the forward may come later, in a closure: whether anything is wanted is a question of the clock alone
