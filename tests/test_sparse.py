@@ -79,8 +79,8 @@ def with_evaluations(run: Exporter, model: nn.Module, optimizers: Any) -> None:
 
 
 def in_epochs(run: Exporter, model: nn.Module, optimizers: Any) -> None:
-    """Epochs of one and two steps, which end at once or when the next step begins."""
-    for number, steps in enumerate((2, 1, 2, 1, 2)):
+    """Epochs of one to three steps, which end at once or when the next step begins."""
+    for number, steps in enumerate((2, 3, 2, 1)):
         plainly(run, model, optimizers, steps)
         if number % 2:
             run.epoch_finished()
