@@ -247,6 +247,24 @@ def test_remove_keeps_the_others_in_place() -> None:
     assert len(found) == len(found.data) == 1
 
 
+def test_removing_the_last_module_of_a_network_takes_its_hooks_off() -> None:
+    """And not those of another network that the same recorder listens to; what was recorded is given back."""
+    networks = [nn.Sequential(nn.Linear(4, 3), nn.ReLU()) for _ in range(2)]
+    found = ForwardOutput().modules(networks[0], types=nn.ReLU).modules(networks[1], types=nn.ReLU)
+    x = torch.randn(2, 4)
+    outputs = [network(x).detach() for network in networks]
+    (kept,) = found.remove(0)
+    assert torch.equal(kept, outputs[0])
+    assert hooks_of(networks[0]) == 0
+    assert hooks_of(networks[1]) > 0
+    networks[0](x)
+    outputs.append(networks[1](2 * x).detach())
+    assert [torch.equal(one, other) for one, other in zip(found[0], outputs[1:], strict=True)] == [True, True]
+    found.remove(0)
+    assert hooks_of(networks[1]) == 0
+    found.close()
+
+
 def test_apply_replaces_the_data() -> None:
     """The results are kept; torchfunc threw them away."""
     net, xs = mlp(), [torch.randn(4, 6) for _ in range(2)]

@@ -341,12 +341,17 @@ class TensorRecorder:
     # -- the end --------------------------------------------------------------------------------------------
 
     def remove(self, index: int) -> Any:
-        """Stop recording one module; returns its data. Those after it move up by one."""
+        """Stop recording one module; returns its data. Those after it move up by one.
+
+        With the last of a network all hooks are off it, unless there is a trace, which `close` ends.
+        """
         gone = self.subrecorders.pop(index)
         for exporter, receiver in self._networks:
             if receiver.chosen.get(gone.module) is gone:
                 del receiver.chosen[gone.module]
-                if receiver in exporter.message_bus.receivers:
+                if not receiver.chosen and self._trace is None:
+                    exporter.detach()
+                elif receiver in exporter.message_bus.receivers:
                     # the exporter asks anew who wants what, and takes off the hooks that nobody needs
                     exporter.message_bus.unregister(receiver)
                     exporter.message_bus.register(receiver)
