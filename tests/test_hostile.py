@@ -324,6 +324,18 @@ def test_zarr_of_absurd_length(tmp_path: Path, codecs: str, name: str, rows: int
     assert report.intact is (name == "pools/loss/float32" and codecs == "ours")
 
 
+def test_zarr_with_declarations_that_become_many(tmp_path: Path) -> None:
+    """Compression may make thousands of bytes of each; verifying holds what it made of the declarations once."""
+    path = write(tmp_path / "run.zarr")
+    file = path / "rank0/declarations/zarr.json"
+    edit(file, lambda document: document["shape"].__setitem__(0, 10**9))
+    edit(file, lambda document: document.__setitem__("codecs", document["codecs"][0]["configuration"]["codecs"]))
+    shard = path / "rank0/declarations/c/0"
+    shard.write_bytes(shard.read_bytes().ljust(12 << 10, b"\0"))
+    with bounded(80 << 20):  # of 48 MB
+        assert not verify(path).intact
+
+
 @pytest.mark.parametrize("name", ["journal", "declarations", "pools/loss/float32"])
 def test_hdf5_of_absurd_length(tmp_path: Path, name: str) -> None:
     """An array that is longer than its file is not read, because chunks that are not there read as zeros."""

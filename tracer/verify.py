@@ -387,17 +387,18 @@ class Survey:
         array = self._array(self.declarations_name, "uint8", ())
         if array is None:
             return
-        pieces: list[bytes] = []
+        data = bytearray()
         for number in range(len(array.state)):
             chunk = self._chunk(array, number)
             # a line feed ends the line that the damage begins in, and two of them tell that there was damage
-            pieces.append(b"\n\n" if chunk is None else chunk.tobytes())
-        data = b"".join(pieces)
+            data += b"\n\n" if chunk is None else chunk.data
+            self._forget(array, number)  # all of them are in `data`
+        del data[data.rfind(b"\n") + 1 :]
         place = 0
         damaged = False
         # a damaged line tells all the same what the next one is continued from, so not all that follow are lost
         before = {0}
-        for line in data[: data.rfind(b"\n") + 1].split(b"\n")[:-1]:
+        for line in map(bytes, data.split(b"\n")[:-1]):
             start, place = place, place + len(line) + 1
             if not line:
                 damaged = True
@@ -605,6 +606,12 @@ class Survey:
         while self._cached > CACHE_BYTES and len(self._cache) > 1:
             self._cached -= self._cache.popitem(last=False)[1].nbytes
         return rows
+
+    def _forget(self, array: _Array, number: int) -> None:
+        """No longer keep the rows of a chunk."""
+        rows = self._cache.pop((array.name, number), None)
+        if rows is not None:
+            self._cached -= rows.nbytes
 
     def _elements(self, array: _Array, offset: int, count: int) -> NDArray[Any] | None:
         """So many elements of a pool, in memory that nobody else uses; None where they cannot be read."""
