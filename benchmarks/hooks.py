@@ -8,7 +8,8 @@ the same tensor, which every recorder that keeps a value has to make.
 *Per training.* An MLP (784-256-128-10, batches of 128) and a CNN (1-16-32 channels, 1568-128-10, batches of 64), SGD
 with momentum, watched by `tracer.record` with all default kinds of all modules in full: on steps that nobody records,
 and with one step in ten recorded (4.4 MB and 25.3 MB each). Times are CPU time of the whole process, the writer's
-thread included. Beside them stand others' ways of watching, written here from their descriptions:
+thread included. Beside them stand the bare training once more, in memory of its own,
+which says how far apart the same can be here, and others' ways of watching, written here from their descriptions:
 
 - a forward hook on each module and an optimizer's hooks that do nothing: the least that can be there;
 - the hooks that monitorch's eight lenses install (forward, full backward, parameters' gradients, optimizer), inactive;
@@ -479,6 +480,7 @@ def trainings(part: str, make: Any, rounds: int, steps: int, folder: Path) -> li
     """Ratios to the bare training."""
     watches = {
         "bare": None,
+        "bare, once more": None,
         "hooks that do nothing": idle,
         "monitorch's hooks, inactive": inactive_lenses,
         "ikkuna's way, nobody listens": clones_and_updates,
