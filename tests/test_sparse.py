@@ -139,6 +139,16 @@ def with_skipped_steps(run: Exporter, model: nn.Module, optimizers: Any) -> None
         scaler.update()
 
 
+def traced(run: Exporter, model: nn.Module, optimizers: Any) -> None:
+    """Between two steps the model is traced and exported, in the mode of the training."""
+    for number in range(STEPS):
+        plainly(run, model, optimizers, 1)
+        if number % 3 == 1:
+            torch.jit.trace(model, torch.ones(2, 3))
+        elif number % 4 == 3:
+            torch.export.export(model, (torch.ones(2, 3),), strict=False)
+
+
 def with_failures(run: Exporter, model: nn.Module, optimizers: Any) -> None:
     """In every second step a forward raises, or the closure of an optimizer, before it is done again."""
     for number, (x, y) in enumerate(batches(STEPS)):
@@ -155,7 +165,17 @@ def with_failures(run: Exporter, model: nn.Module, optimizers: Any) -> None:
             one.step()
 
 
-LOOPS = [plainly, with_evaluations, in_epochs, logging, accumulating, with_closures, with_skipped_steps, with_failures]
+LOOPS = [
+    plainly,
+    with_evaluations,
+    in_epochs,
+    logging,
+    accumulating,
+    with_closures,
+    with_skipped_steps,
+    traced,
+    with_failures,
+]
 
 
 def observed(train: Any, name: str, loss: Any, probed: bool, every: int) -> tuple[list[Message], list[Any], nn.Module]:
@@ -208,6 +228,23 @@ def test_a_step_is_told_as_it_is_where_all_are_recorded(train: Any, optimizers: 
         else:
             # an overflow's gradients are not numbers
             torch.testing.assert_close(found.data, wanted.data, rtol=0, atol=0, equal_nan=True)
+
+
+def test_counting_from_an_earlier_step() -> None:
+    """What is known of the steps that nobody records is known of these steps, and not of those before them."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = Exporter(capture=Capture(kinds="weights", every=10), strict=True), Collect("weights")
+    exporter.message_bus.register(heard)
+    exporter.set_model(model)
+    exporter.set_optimizer(optimizer)
+    for first in (11, 5):
+        exporter.start_at(first, 0, 0)
+        for _ in range(7):
+            model(torch.randn(2, 3)).sum().backward()
+            optimizer.step()
+    exporter.detach()
+    assert [one.global_step for one in heard] == [10]
 
 
 @pytest.mark.parametrize("when", ["before the forward", "before the backward", "before the step"])

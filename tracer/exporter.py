@@ -55,6 +55,7 @@ from tracer.hooks import (
     skipped_inside,
     steps_nest,
     steps_within,
+    traced,
     undisturbed,
     unobservable,
     unscaled,
@@ -405,6 +406,7 @@ class Exporter:
     def start_at(self, global_step: int, train_step: int, epoch: int) -> None:
         """Count from here: the training goes on after a restart. In the middle of an epoch, that is not begun again."""
         self._first_step = self._step = global_step
+        self._quiet_until = 0
         self.train_step, self.epoch = train_step, epoch
         self._epoch_open = train_step > 0
 
@@ -1223,7 +1225,7 @@ class Exporter:
             return False
         if self._epoch_over or not self._epoch_open or self._user_tag is not None or self.starting is not None:
             return False
-        if not (args[0].training and is_grad_enabled()) or recomputing():
+        if not (args[0].training and is_grad_enabled()) or recomputing() or traced():
             return False
         if self._calls or self._published or DistributedDataParallel._active_ddp_module is not None:
             return False

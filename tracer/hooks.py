@@ -535,6 +535,14 @@ def recomputing() -> bool:
     return _current_graph_task_id() != -1
 
 
+def traced() -> bool:
+    """Whether a forward only serves to find out what it does: torch.jit.trace, or an export without Dynamo.
+
+    Our copies would become a part of what is found.
+    """
+    return _get_tracing_state() is not None or is_compiling()
+
+
 def next_node() -> int:
     """The number that the next node of this thread's graph gets."""
     number: int = torch._C._autograd._get_sequence_nr()
