@@ -240,11 +240,7 @@ class Capture:
         ----------
         global_step : int
         """
-        return (
-            global_step % self.every == 0
-            and global_step >= self.start
-            and (self.stop is None or global_step < self.stop)
-        )
+        return self.next_step(global_step) == global_step
 
     def next_step(self, global_step: int) -> int | None:
         """The first training step that it observes, not before this one; None if there is none.

@@ -198,8 +198,8 @@ class Exporter:
         self._epoch_open = False
         self._epoch_over = False  # but the next one has not begun
         self._idle = False  # whether nobody wants anything of the open step
-        self._dull: tuple[int, bool] = (-1, False)  # a step, and whether nobody wants anything of it
-        self._quiet_until = 0  # the step before which no capture takes any
+        self._quiet_until = 0  # the step before which nobody wants anything of the training passes
+        self._asked_at = -1  # the last step for which that was found out
         self._over = False  # whether the open step ends as soon as the running backward is over
         self._pass = _Pass()
         self._passes = 0  # training forwards of the root
@@ -406,7 +406,7 @@ class Exporter:
     def start_at(self, global_step: int, train_step: int, epoch: int) -> None:
         """Count from here: the training goes on after a restart. In the middle of an epoch, that is not begun again."""
         self._first_step = self._step = global_step
-        self._quiet_until = 0
+        self._quiet_until, self._asked_at = 0, -1
         self.train_step, self.epoch = train_step, epoch
         self._epoch_open = train_step > 0
 
@@ -742,7 +742,7 @@ class Exporter:
         for (_, method, name), (_, hook, _) in self._hung.items():
             self._known[name, method] = hook.fired, hook.off
         self._former, self._hung, self._streams, self._heard_tags = self._hung, {}, {}, {}
-        self._dull, self._quiet_until = (-1, False), 0
+        self._quiet_until, self._asked_at = 0, -1
         receivers = self.message_bus.receivers
         self._asking = tuple(one for one in receivers if not getattr(one, "passive", False)) or receivers
         self._modules = {
@@ -1105,16 +1105,13 @@ class Exporter:
 
     def _nothing_due(self) -> bool:
         """Whether nobody wants anything of the training passes of this global step."""
-        if self._step < self._quiet_until:
-            return True
-        step, dull = self._dull
-        if step != self._step:  # asked several times in each step
-            step = self._step
+        step = self._step
+        if self._quiet_until <= step != self._asked_at:  # asked several times in each step
             due = [one.next_step(step) for one in self.captures]
-            self._quiet_until = min((one for one in due if one is not None), default=sys.maxsize)
-            dull = self._quiet_until > step or not any(awake(one, step) for one in self._asking)
-            self._dull = step, dull
-        return dull
+            first = min((one for one in due if one is not None), default=sys.maxsize)
+            self._quiet_until = first if first > step or any(awake(one, step) for one in self._asking) else step + 1
+            self._asked_at = step
+        return step < self._quiet_until
 
     def _end_step(self) -> None:
         """Publish what is known now that the weights have moved, and move the clock."""

@@ -130,8 +130,6 @@ class Parameters:
         self._gradients: dict[str, Tensor] = {}
         self._after: dict[str, Tensor] = {}
         self._places: dict[tuple[str, str], dict[str, Any] | None] = {}  # by path and what it is of the parameter
-        self.holding = False
-        """Whether there may be something of a step to `forget`."""
 
     # -- which there are ------------------------------------------------------------------------------------
 
@@ -264,7 +262,11 @@ class Parameters:
         """Let go of what was kept of a step."""
         for kept in (self._before, self._gradients, self._after, self._places):
             kept.clear()
-        self.holding = False
+
+    @property
+    def holding(self) -> bool:
+        """Whether there is something of a step to `forget`: whatever is kept has a place, noted before it."""
+        return bool(self._places)
 
     def snapshot(self, parameters: Iterable[Parameter], streams: Streams) -> None:
         """Copy what is wanted of the weights before they move, unless that was done in this step."""
@@ -289,10 +291,9 @@ class Parameters:
                 streams._give_up(parameter.kind(""), parameter.stream, error)
                 streams._give_up(parameter.kind("updates"), parameter.stream, error)
                 continue
-            self.holding = True
-            self._before[parameter.path] = (value, base)
             place = streams._place(parameter.tensor)
             self._places[parameter.path, ""] = self._places[parameter.path, "updates"] = place
+            self._before[parameter.path] = (value, base)
 
     def computed(self, path: str, value: Tensor, streams: Streams) -> None:
         """Keep what a parametrization computes for the forward, the first time in this step."""
@@ -301,9 +302,8 @@ class Parameters:
         parameter = self._by_path[path]
         capture = streams._wanted(parameter.kind(""), parameter.stream, DEFAULT_TAG)
         if capture is not None and unobservable(value) is None:
-            self.holding = True
-            self._before[path] = (self._copy(capture, parameter.kind(""), value), None)
             self._places[path, ""] = streams._place(value)
+            self._before[path] = (self._copy(capture, parameter.kind(""), value), None)
 
     def accumulated(self, path: str, gradient: Tensor, scale: Tensor | None, streams: Streams) -> None:
         """Keep a running sum of gradients, divided by the factor that a GradScaler put into the loss."""
@@ -371,7 +371,6 @@ class Parameters:
         if base is not None:
             now = capture.select(parameter.kind("updates"), local(tensor).detach())
             if now.shape == base.shape:
-                self.holding = True
                 self._after[parameter.path] = difference(now, base, self._memory)
 
     def _keep_gradient(
@@ -381,7 +380,6 @@ class Parameters:
         if reason is not None:
             streams._problem(f"{parameter.kind('gradients')} of {parameter.stream!r}", reason)
             return
-        self.holding = True
         self._places[parameter.path, "gradients"] = streams._place(gradient)
         gradient = local(gradient).detach()
         if scale is not None:
