@@ -1,7 +1,8 @@
 """What storing costs: messages written to a trace and read back, beside the bare system calls for the same bytes.
 
 Workloads: messages of 1 MB (each stream has a pool of its own), of 4 KB (160 streams, packed into shared pools), and
-scalars. Each is written by `TraceWriter.write_many` in batches, as the recorder's thread does it, and read back as
+scalars. Each is written by `TraceWriter.write_many` in batches and unhurried, as the recorder's thread does it while it
+keeps up, which lets large messages go past the page cache where the disk is one of this machine; and read back as
 arrays (`TraceReader.arrays`), as messages (`TraceReader.messages`) and by a replay to a subscriber that does nothing.
 
 Beside them stand, for the same bytes: ``os.write`` of pieces of 64 KB into one file (also with a CRC-32C of each), a
@@ -34,6 +35,7 @@ import torch
 from awscrt.checksums import crc32c
 
 import tracer
+from tracer.memory import new_memory
 from tracer.messages import Message, ModuleMessage, NetworkMessage
 from tracer.reader import TraceReader
 from tracer.writer import TraceWriter
@@ -72,7 +74,9 @@ class Workload:
         shape = (elements,) if elements else ()
         # more than the processor's cache holds, so that reading them costs what it costs in a training
         kept = max(2, min(messages, (256 << 20) // max(self.nbytes, 4096)))
-        self.data = list(torch.randn(kept, *shape).unbind(0))
+        # large ones begin at a page, as the copies do that a recorder makes
+        space = torch.from_numpy(new_memory(kept * self.nbytes)).view(torch.float32).reshape(kept, *shape)
+        self.data = list(space.normal_().unbind(0))
 
     def batches(self) -> Iterator[list[tuple[Message, None]]]:
         """The messages, as the recorder's queue holds them."""
@@ -102,6 +106,7 @@ def write_trace(load: Workload, path: Path) -> float:
     spent = 0.0
     begin = time.process_time()
     writer = TraceWriter(path)
+    writer.unhurried = True
     spent += time.process_time() - begin
     for batch in load.batches():
         begin = time.process_time()
@@ -194,6 +199,13 @@ def written(write: Callable[[], float], path: Path) -> float:
     return write()
 
 
+def cache(path: Path) -> None:
+    """Read all files once, so that the page cache has those that were written past it."""
+    for file in path.rglob("*") if path.is_dir() else (path,):
+        if file.is_file():
+            read_raw(file)
+
+
 def remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -213,6 +225,7 @@ def one_round(load: Workload, folder: Path) -> dict[str, float]:
     for suffix in FORMATS:
         path = folder / f"run{suffix}"
         seconds[f"write {suffix}"] = written(lambda path=path: write_trace(load, path), path)  # type: ignore[misc]
+        cache(path)
         seconds[f"arrays {suffix}"] = clocked(lambda path=path: read_arrays(path))
         seconds[f"messages {suffix}"] = clocked(lambda path=path: read_messages(path))
         seconds[f"replay {suffix}"] = clocked(lambda path=path: tracer.replay(path, Nothing()))

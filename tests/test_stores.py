@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import math
@@ -20,7 +21,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
-from tracer.stores import RowChunks, chunk_shape, create_store, open_store
+from tracer.memory import PAGE, new_memory
+from tracer.stores import ALIGNED_BYTES, RowChunks, chunk_shape, create_store, open_store
+from tracer.stores.direct import DirectIO
+
+if sys.platform != "win32":
+    import fcntl
 
 SUFFIXES = (".zarr", ".h5", ".hdf5")
 FORMATS = (".zarr", ".h5")
@@ -741,3 +747,162 @@ def test_a_chunk_that_was_left_out(tmp_path: Path) -> None:
     assert [reader.has_chunk("array", row) for row in (0, 7, 8, 1023, 1024, 4999)] == [True, True, *[False] * 4]
     with pytest.raises(TraceCorruptError, match="lacks its chunk"):
         reader.read("array", 0, 9)
+
+
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The files that are written past the page cache, from now on, one entry for each write."""
+    files: list[int] = []
+    past_cache = DirectIO.past_cache
+
+    def note(self: DirectIO, file: int) -> Any:
+        files.append(file)
+        return past_cache(self, file)
+
+    monkeypatch.setattr(DirectIO, "past_cache", note)
+    return files
+
+
+def served(path: Path) -> bool:
+    """Whether files at a path can be written past the page cache at all."""
+    with path.open("wb") as file:
+        return DirectIO().serves(file.fileno())
+
+
+@every_format
+@pytest.mark.parametrize("extra", [0, 1, 4091, 4092, 4093, 4095, 4096])
+@pytest.mark.parametrize("shift", [0, 64], ids=["aligned", "not aligned"])
+def test_past_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, extra: int, shift: int
+) -> None:
+    """Large chunks of any length, from memory of any alignment, in turns with ones that are written as ever."""
+    path = tmp_path / f"store{suffix}"
+    files = noted(monkeypatch)
+    nbytes = ALIGNED_BYTES + extra
+    apart = -(-nbytes // PAGE) * PAGE
+    memory = new_memory(12 * apart + shift)[shift:].reshape(12, apart)
+    values = numbers("uint8", (12, nbytes))
+    memory[:, :nbytes] = values
+    store = create_store(path)
+    store.create("own", dtype="uint8", shape=(nbytes,), chunk_bytes=1)
+    store.create("small", dtype="uint8", shape=(), chunk_bytes=64)
+    for number in range(12):
+        store.unhurried = number % 4 != 3
+        store.append("own", memory[number : number + 1, :nbytes])
+        store.append("small", values[number, :100])
+        if number == 1:
+            store.commit()
+        if number == 5:
+            store.seal()
+    store.close()
+    reader = open_store(path)
+    assert np.array_equal(reader.read("own", 0, 12), values)
+    assert np.array_equal(reader.read("small", 0, 1200), values[:, :100].reshape(-1))
+    assert np.array_equal(plainly(path, "own"), values)
+    reader.close()
+    # HDF5 writes just a chunk, and not so the first one after it began or changed its mode (of 0, 2 and 6)
+    possible = 9 if suffix == ".zarr" else 6 if nbytes % PAGE == 0 else 0
+    assert len(files) == (possible if served(tmp_path / "file") else 0)
+
+
+def test_past_the_page_cache_is_the_same_file(tmp_path: Path) -> None:
+    """A chunk and its checksum lie where they always do; only what lies behind them, up to the next page, is zeros."""
+    values = numbers("uint8", (2, ALIGNED_BYTES + 10))
+    found = []
+    for unhurried in (False, True):
+        path = tmp_path / f"{unhurried}.zarr"
+        store = create_store(path)
+        store.unhurried = unhurried
+        store.create("own", dtype="uint8", shape=values.shape[1:], chunk_bytes=1)
+        store.append("own", values)
+        store.close()
+        found.append((path / "own/c/0/0").read_bytes())
+    assert found[1] == found[0].ljust(-(-len(found[0]) // PAGE) * PAGE, b"\0")[: len(found[1])]
+    assert len(found[1]) >= len(found[0])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fcntl")
+@every_format
+def test_past_the_page_cache_where_the_file_system_has_none_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    """Nothing is tried where a file does not let itself be switched."""
+    files = noted(monkeypatch)
+    switch = fcntl.fcntl
+
+    def refused(file: int, what: int, flags: int = 0) -> int:
+        if flags:
+            raise OSError(errno.EINVAL, "no")
+        return switch(file, what, flags)
+
+    monkeypatch.setattr(fcntl, "fcntl", refused)
+    values = written_unhurried(tmp_path / f"store{suffix}")
+    assert np.array_equal(open_store(tmp_path / f"store{suffix}").read("own", 0, 6), values)
+    assert files == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fcntl")
+@pytest.mark.parametrize("how", ["refused", "failed", "in part"])
+def test_past_the_page_cache_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """A chunk that the system does not write so after all is written as ever; what it refuses is not tried again."""
+    files = noted(monkeypatch)
+    write = os.pwritev
+
+    def written(file: int, parts: list[Any], offset: int) -> int:
+        if not fcntl.fcntl(file, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0):
+            return write(file, parts, offset)
+        if how == "in part":
+            return write(file, [parts[0][:PAGE]], offset)
+        raise OSError(errno.EINVAL if how == "refused" else errno.EIO, "no")
+
+    monkeypatch.setattr(os, "pwritev", written)
+    values = written_unhurried(tmp_path / "store.zarr")
+    assert np.array_equal(open_store(tmp_path / "store.zarr").read("own", 0, 6), values)
+    assert np.array_equal(plainly(tmp_path / "store.zarr", "own"), values)
+    if served(tmp_path / "file"):
+        assert len(files) == (1 if how == "refused" else 6)
+
+
+def test_past_the_page_cache_in_vain_in_hdf5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HDF5 fails if it has to read where chunks are meanwhile; then the chunk is written as ever, and so all others."""
+    files = noted(monkeypatch)
+
+    def before(store: Any, number: int) -> None:
+        if number == 3:
+            store.seal()
+            store._arrays["own"].known = True
+
+    values = written_unhurried(tmp_path / "store.h5", before)
+    assert np.array_equal(open_store(tmp_path / "store.h5").read("own", 0, 6), values)
+    assert np.array_equal(plainly(tmp_path / "store.h5", "own"), values)
+    if served(tmp_path / "file"):
+        assert len(files) == 3
+
+
+def test_metadata_in_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HDF5 keeps all its metadata in memory for writes past the page cache, but only so much of it."""
+    files = noted(monkeypatch)
+    monkeypatch.setattr("tracer.stores.hdf5.METADATA_BYTES", 1)
+
+    def before(store: Any, number: int) -> None:
+        if number == 3:
+            store.commit()
+            assert store._file.id.get_mdc_config().evictions_enabled
+
+    values = written_unhurried(tmp_path / "store.h5", before)
+    assert np.array_equal(open_store(tmp_path / "store.h5").read("own", 0, 6), values)
+    if served(tmp_path / "file"):
+        assert len(files) == 2
+
+
+def written_unhurried(path: Path, before: Any = None) -> np.ndarray[Any, Any]:
+    """Write six rows of 256 KB to a store, and return them."""
+    values = numbers("float32", (6, 256, 256))
+    store = create_store(path)
+    store.unhurried = True
+    store.create("own", dtype="float32", shape=(256, 256), chunk_bytes=1)
+    for number in range(6):
+        if before is not None:
+            before(store, number)
+        store.append("own", values[number : number + 1])
+    store.close()
+    return values

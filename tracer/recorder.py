@@ -346,6 +346,8 @@ class Recorder:
                 batch.append((message, about))
         del message, about
         if writer is not None:
+            # when it fills up, or somebody waits for its end, the page cache is the faster one
+            writer.unhurried = not self._closing and 2 * (self._received - self._written) < self._bound
             writer.write_many(batch)
         batch.clear()  # the memory is free before somebody is told so
         self._written += size

@@ -493,6 +493,19 @@ class TraceWriter:
             rows[:, Column.CRC32C] = np.concatenate(parts)[begins[numbers] + places]
         self._rows += count
 
+    @property
+    def unhurried(self) -> bool:
+        """Whether nobody waits for `write`; settable at any time, false at first.
+
+        On a disk of this machine, large messages then go past the page cache: that takes a fraction of the processor's
+        time, and drives nothing out of memory, but takes as long as the disk does.
+        """
+        return self._store.unhurried
+
+    @unhurried.setter
+    def unhurried(self, value: bool) -> None:
+        self._store.unhurried = value
+
     def note(self, note: Mapping[str, Any]) -> None:
         """Add a remark on the run (JSON values), such as why a stream was given up.
 

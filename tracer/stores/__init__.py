@@ -99,6 +99,9 @@ class WriteStore(Protocol):
     """Whether `seal` ends what `can_create` tells."""
     plainly_compressed: bool
     """Whether the libraries of the format read compressed arrays as they are, without a plugin."""
+    unhurried: bool
+    """Whether nobody waits for what is written, so that it may take longer if that takes less of the processor; may be
+    set at any time, and need not be heeded."""
 
     @property
     def can_create(self) -> bool:

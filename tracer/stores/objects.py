@@ -551,6 +551,7 @@ class ObjectWriteStore:
         self.checksums_chunks = True
         self.seals = False
         self.plainly_compressed = True
+        self.unhurried = False
         self._objects = objects
         self._arrays: dict[str, _Array] = {}
         self._groups: dict[str, dict[str, Any]] = {"": {}}

@@ -29,7 +29,7 @@ from awscrt.checksums import crc32c
 from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
-from tracer.memory import PAGE
+from tracer.memory import PAGE, new_memory
 from tracer.stores import (
     ALIGNED_BYTES,
     PART,
@@ -42,6 +42,7 @@ from tracer.stores import (
     walk,
 )
 from tracer.stores.codecs import CODECS, OVERHEAD, Codec, codec_of, decode, decoded_size, encode, zarr_codec
+from tracer.stores.direct import DirectIO
 
 CHUNKS_PER_SHARD = 128
 PIECE = 1 << 19
@@ -250,6 +251,10 @@ class ZarrWriteStore:
         self.seals = False
         self._touched = path / "zarr.json" if part is None else path / part / "zarr.json"
         self.plainly_compressed = True
+        self.unhurried = False
+        self._direct = DirectIO()
+        # the end of a chunk, its checksum, and zeros: all that is in its last pages
+        self._last_pages = new_memory(16 * PAGE)[: 2 * PAGE]
         self._durable = durable
         # shards and folders that changed since the last commit; filled only where the disk has to be waited for
         self._unsynced: dict[Path, None] = {}
@@ -435,22 +440,35 @@ class ZarrWriteStore:
         file = self._file(shard.path)
         if self._durable:
             self._unsynced[shard.path] = None
-        # each piece is checksummed just before it is written, while that brings it into the processor's cache
-        start = checksum = 0
-        # where the first piece ends; the last one takes the checksum along
-        stop = PIECE - offset % PIECE
-        while stop < nbytes:
-            checksum = crc32c(data[start:stop], checksum)
-            _pwrite(file, [data[start:stop]], stop - start, offset + start)
-            start, stop = stop, stop + PIECE
-        checksum = crc32c(data[start:], checksum)
-        _pwrite(file, [data[start:], checksum.to_bytes(4, "little")], nbytes - start + 4, offset + start)
+        large = self.unhurried and nbytes >= ALIGNED_BYTES
+        if not (large and self._direct.serves(file) and self._write_past_cache(file, data, offset)):
+            _write_pieces(file, data, offset)
         before = shard.places.get(place)
         if before is not None:
             shard.retired.append(before)
         shard.places[place] = offset
         shard.nbytes = nbytes + 4
         shard.changed = True
+
+    def _write_past_cache(self, file: int, data: memoryview, offset: int) -> bool:
+        """Write a chunk that begins at a page, its checksum, and zeros up to the next page; whether that worked."""
+        data = self._direct.aligned(data)
+        nbytes = len(data)
+        whole = nbytes - nbytes % PAGE
+        last = self._last_pages.data
+        end = nbytes - whole + 4
+        last[: end - 4] = data[whole:]
+        last[end - 4 : end] = _crc32c(data)
+        padded = -(-end // PAGE) * PAGE
+        last[end:padded] = bytes(padded - end)
+        try:
+            with self._direct.past_cache(file):
+                if os.pwritev(file, [data[:whole], last[:padded]], offset) == whole + padded:
+                    return True
+        except OSError as error:
+            # other errors are those of the disk, and met again
+            self._direct.possible = error.errno not in (errno.EINVAL, errno.EOPNOTSUPP)
+        return False
 
     def _write_compressed(self, array: _Array, number: int, data: memoryview, last: bool = False) -> None:
         """Compress and write a chunk; `last`: the last one of the array, which is not full yet and comes again."""
@@ -527,6 +545,20 @@ def _cut(file: int, shard: _Shard) -> None:
         end = int(index.sum(axis=1).max(initial=len(data) + 4))
     if end < os.fstat(file).st_size:
         os.ftruncate(file, end)
+
+
+def _write_pieces(file: int, data: memoryview, offset: int) -> None:
+    """Write a chunk and its checksum, each piece checksummed just before: that brings it into the processor's cache."""
+    nbytes = len(data)
+    start = checksum = 0
+    # where the first piece ends; the last one takes the checksum along
+    stop = PIECE - offset % PIECE
+    while stop < nbytes:
+        checksum = crc32c(data[start:stop], checksum)
+        _pwrite(file, [data[start:stop]], stop - start, offset + start)
+        start, stop = stop, stop + PIECE
+    checksum = crc32c(data[start:], checksum)
+    _pwrite(file, [data[start:], checksum.to_bytes(4, "little")], nbytes - start + 4, offset + start)
 
 
 def _pwrite(file: int, parts: list[Any], size: int, offset: int) -> None:
