@@ -15,8 +15,8 @@ which says how far apart the same can be here, and others' ways of watching, wri
 - the hooks that monitorch's eight lenses install (forward, full backward, parameters' gradients, optimizer), inactive;
 - what ikkuna's exporter does when nobody listens: it clones each weight, and forms each update, at every step;
 - hooks that clone everything on one step in ten, and forget it, or have a thread write its bytes to one file, or
-  ``torch.save`` it: the second, without a checksum or a word about what the bytes are, is the least that any recorder
-  which writes can cost.
+  ``torch.save`` it: the second, without a checksum or a word about what the bytes are, is what writing them through the
+  page cache costs.
 
 All variants of a part are made once and take turns in short segments, in a new order each round, in one process; what
 is printed is the median over the rounds of the ratio (or difference) to the same round's bare segment, its quartiles,

@@ -98,12 +98,17 @@ def test_encoding_does_not_copy_what_is_contiguous() -> None:
         assert layout.encode(tensor).ctypes.data == tensor.data_ptr()
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_encoding_of_views() -> None:
     """Transposed, expanded, conjugated and zero-dimensional tensors are stored by their values."""
     tensor = torch.arange(6, dtype=torch.float32).reshape(2, 3)
     assert np.array_equal(layout.encode(tensor.T), tensor.T.numpy())
     assert np.array_equal(layout.encode(torch.ones(1).expand(4)), np.ones(4, np.float32))
     assert np.array_equal(layout.encode(torch.tensor([1 + 2j]).conj()), np.array([1 - 2j], np.complex64))
+    assert np.array_equal(layout.encode(torch.tensor([1 + 2j]).conj().imag), np.array([-2], np.float32))
+    half = torch.tensor([1 + 2j]).to(torch.complex32)
+    assert np.array_equal(layout.encode(half.conj()), layout.encode(torch.tensor([1 - 2j]).to(torch.complex32)))
+    assert np.array_equal(layout.encode(torch.nn.Parameter(torch.ones(2))), np.ones(2, np.float32))
     assert layout.encode(torch.tensor(1.5)).shape == ()
 
 

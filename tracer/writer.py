@@ -84,14 +84,13 @@ class _Pool:
 class _Place:
     """Where messages of one shape go, and those of them that wait to be written together."""
 
-    __slots__ = ("bits", "count", "entry", "nbytes", "number", "own", "pool", "tensors")
+    __slots__ = ("count", "entry", "nbytes", "number", "own", "pool", "tensors")
 
     def __init__(self, pool: _Pool, shape_id: int, shape: tuple[int, ...], encoding: Encoding) -> None:
         self.pool = pool
         self.own = pool.row == shape and bool(shape)
         self.count = math.prod(shape)
         self.nbytes = self.count * encoding.dtype.itemsize
-        self.bits = encoding.bits
         # pool, count, shape, flags: what the journal says of each
         self.entry = (pool.id, self.count, shape_id, layout.HAS_DATA)
         self.number = -1
@@ -443,8 +442,7 @@ class TraceWriter:
         if len(tensors) == 1:
             rows = layout.encode(tensors[0])[None]
         else:
-            stacked = torch.stack(tensors).resolve_conj().resolve_neg()
-            rows = (stacked if place.bits is None else stacked.view(place.bits)).numpy()
+            rows = layout.encode(torch.stack(tensors))
         tensors.clear()
         self._append(place, place.number, rows, len(rows))
 
@@ -497,7 +495,7 @@ class TraceWriter:
     def unhurried(self) -> bool:
         """Whether nobody waits for `write`; settable at any time, false at first.
 
-        On a disk of this machine, large messages then go past the page cache: that takes a fraction of the processor's
+        In Zarr, on a block device, large messages then go past the page cache: that takes a fraction of the processor's
         time, and drives nothing out of memory, but takes as long as the disk does.
         """
         return self._store.unhurried

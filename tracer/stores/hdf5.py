@@ -45,7 +45,6 @@ from tracer.stores import (
     walk,
 )
 from tracer.stores.codecs import CODECS, HDF5_FILTER, OVERHEAD, Codec, codec_of, decode, encode, hdf5_options
-from tracer.stores.direct import DirectIO
 
 if TYPE_CHECKING:
     from tracer.stores.objects import ObjectFile
@@ -61,8 +60,6 @@ FIRST_PART = "rank0"
 """The part that the file at a trace's path holds."""
 FETCHED_BYTES = 16 << 20
 """Bytes of the chunks of a file on an object store that are fetched at once."""
-METADATA_BYTES = 32 << 20
-"""Bytes of metadata of a file being written that are kept in memory: what HDF5 itself keeps at most."""
 _JSON = "json:"
 """Begins an attribute that holds JSON text, because HDF5 has no such value."""
 
@@ -237,7 +234,7 @@ def _bound_retries(access: Any) -> None:
 class _Array:
     """A dataset that is being written."""
 
-    __slots__ = ("codec", "committed", "dataset", "known", "length", "plain", "rows")
+    __slots__ = ("codec", "committed", "dataset", "length", "plain", "rows")
 
     def __init__(self, dataset: Any, rows: RowChunks, codec: Codec | None) -> None:
         self.dataset = dataset
@@ -247,8 +244,6 @@ class _Array:
         # the last chunk that was published before it was full
         self.plain = -1
         self.committed = 0
-        # whether HDF5 has in memory where its chunks are, and reads no more of it from the file
-        self.known = False
 
 
 _WRITING: dict[str, Any] = {
@@ -268,7 +263,6 @@ class Hdf5WriteStore:
         self.seals = True
         self.plainly_compressed = False
         self.unhurried = False
-        self._direct = DirectIO()
         self._durable = durable
         self._arrays: dict[str, _Array] = {}
         self._changed: dict[str, None] = {}
@@ -280,18 +274,8 @@ class Hdf5WriteStore:
         except OSError:
             self._unsealed.unlink(missing_ok=True)
             raise
-        self._opened_to_write()
-        _writing.add(self)
-
-    def _opened_to_write(self) -> None:
-        """Keep all metadata in memory, so that commits alone write it, and not each chunk when HDF5 needs room."""
         self._descriptor = int(self._file.id.get_vfd_handle())
-        self._settings = self._file.id.get_mdc_config()
-        if self._direct.possible:
-            kept = self._file.id.get_mdc_config()
-            kept.evictions_enabled = False
-            kept.incr_mode = kept.decr_mode = kept.flash_incr_mode = 0
-            self._file.id.set_mdc_config(kept)
+        _writing.add(self)
 
     @property
     def can_create(self) -> bool:
@@ -358,8 +342,6 @@ class Hdf5WriteStore:
         file = self._opened()
         with _written(self.path):
             file.swmr_mode = True
-            for array in self._arrays.values():
-                array.known = False
             file.flush()
             if self._durable:
                 os.fsync(file.id.get_vfd_handle())
@@ -380,7 +362,6 @@ class Hdf5WriteStore:
                     self._write_compressed(array, *tail, last=True)
                 self._resize(array, array.rows.rows)
             file.flush()
-            self._bound_metadata()
             for name in self._changed:
                 self._arrays[name].committed = self._arrays[name].length
             self._changed.clear()
@@ -393,16 +374,9 @@ class Hdf5WriteStore:
                 shutil.copyfile(self._unsealed, self._copy)
                 os.replace(self._copy, self.path)
                 self._file = h5py.File(self._unsealed, "r+", **_WRITING)
-                self._opened_to_write()
+                self._descriptor = int(self._file.id.get_vfd_handle())
                 for name, array in self._arrays.items():
                     array.dataset = self._file[name].id
-                    array.known = False
-
-    def _bound_metadata(self) -> None:
-        """Let HDF5 choose again what it keeps of where chunks are, once that is much; see `_opened_to_write`."""
-        if self._direct.possible and self._file.id.get_mdc_size()[2] > METADATA_BYTES:
-            self._direct.possible = False
-            self._file.id.set_mdc_config(self._settings)
 
     def touch(self) -> None:
         if self._sealed:
@@ -501,24 +475,7 @@ class Hdf5WriteStore:
             start += [int(i) * size for i, size in zip(np.unravel_index(place, rows.grid), rows.chunk[1:], strict=True)]
         # a chunk cannot be written beyond the length; its rows mean nothing before the journal refers to them
         self._resize(array, start[0] + 1)
-        if not (self.unhurried and self._write_past_cache(array, tuple(start), data, filter_mask)):
-            array.dataset.write_direct_chunk(tuple(start), data, filter_mask)
-            array.known = True
-
-    def _write_past_cache(self, array: _Array, start: tuple[int, ...], data: memoryview, filter_mask: int) -> bool:
-        """Write a chunk that begins and ends at a page, while HDF5 neither reads nor writes anything else."""
-        nbytes = len(data)
-        if nbytes < ALIGNED_BYTES or nbytes % PAGE or not array.known or not self._direct.serves(self._descriptor):
-            return False
-        data = self._direct.aligned(data)
-        try:
-            with phil, self._direct.past_cache(self._descriptor):
-                array.dataset.write_direct_chunk(start, data, filter_mask)
-        except (OSError, RuntimeError):
-            # an error of the disk is met again
-            self._direct.possible = False
-            return False
-        return True
+        array.dataset.write_direct_chunk(tuple(start), data, filter_mask)
 
 
 _writing: weakref.WeakSet[Hdf5WriteStore] = weakref.WeakSet()

@@ -42,7 +42,7 @@ from tracer.stores import (
     walk,
 )
 from tracer.stores.codecs import CODECS, OVERHEAD, Codec, codec_of, decode, decoded_size, encode, zarr_codec
-from tracer.stores.direct import DirectIO
+from tracer.stores.direct import DIRECT, REFUSALS, DirectIO
 
 CHUNKS_PER_SHARD = 128
 PIECE = 1 << 19
@@ -262,6 +262,8 @@ class ZarrWriteStore:
         self._groups: dict[str, dict[str, Any]] = {"": {}}
         self._changed: dict[str, None] = {}
         self._files: OrderedDict[Path, int] = OrderedDict()
+        # the same, opened to be written past the page cache
+        self._direct_files: OrderedDict[Path, int] = OrderedDict()
         self._closed = False
         # whether the root has attributes that another process set
         self._joined = False
@@ -404,8 +406,9 @@ class ZarrWriteStore:
 
     def abandon(self) -> None:
         self._closed = True
-        while self._files:
-            os.close(self._files.popitem()[1])
+        for files in (self._files, self._direct_files):
+            while files:
+                os.close(files.popitem()[1])
 
     def _array(self, name: str) -> _Array:
         if self._closed:
@@ -441,7 +444,7 @@ class ZarrWriteStore:
         if self._durable:
             self._unsynced[shard.path] = None
         large = self.unhurried and nbytes >= ALIGNED_BYTES
-        if not (large and self._direct.serves(file) and self._write_past_cache(file, data, offset)):
+        if not (large and self._direct.serves(file) and self._write_past_cache(shard.path, data, offset)):
             _write_pieces(file, data, offset)
         before = shard.places.get(place)
         if before is not None:
@@ -450,7 +453,7 @@ class ZarrWriteStore:
         shard.nbytes = nbytes + 4
         shard.changed = True
 
-    def _write_past_cache(self, file: int, data: memoryview, offset: int) -> bool:
+    def _write_past_cache(self, path: Path, data: memoryview, offset: int) -> bool:
         """Write a chunk that begins at a page, its checksum, and zeros up to the next page; whether that worked."""
         data = self._direct.aligned(data)
         nbytes = len(data)
@@ -462,13 +465,17 @@ class ZarrWriteStore:
         padded = -(-end // PAGE) * PAGE
         last[end:padded] = bytes(padded - end)
         try:
-            with self._direct.past_cache(file):
-                if os.pwritev(file, [data[:whole], last[:padded]], offset) == whole + padded:
-                    return True
+            file = self._file(path, DIRECT)
+        except OSError:
+            self._direct.give_up()
+            return False
+        try:
+            return os.pwritev(file, [data[:whole], last[:padded]], offset) == whole + padded
         except OSError as error:
-            # other errors are those of the disk, and met again
-            self._direct.possible = error.errno not in (errno.EINVAL, errno.EOPNOTSUPP)
-        return False
+            if error.errno not in REFUSALS:
+                raise  # through the page cache, nobody would hear of it any more
+            self._direct.give_up()
+            return False
 
     def _write_compressed(self, array: _Array, number: int, data: memoryview, last: bool = False) -> None:
         """Compress and write a chunk; `last`: the last one of the array, which is not full yet and comes again."""
@@ -511,14 +518,15 @@ class ZarrWriteStore:
         shard.free += shard.retired
         shard.retired.clear()
 
-    def _file(self, path: Path) -> int:
-        file = self._files.get(path)
+    def _file(self, path: Path, flags: int = 0) -> int:
+        files = self._direct_files if flags else self._files
+        file = files.get(path)
         if file is None:
-            if len(self._files) >= OPEN_FILES:
-                os.close(self._files.popitem(last=False)[1])
-            file = self._files[path] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            if len(files) >= OPEN_FILES:
+                os.close(files.popitem(last=False)[1])
+            file = files[path] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
         else:
-            self._files.move_to_end(path)
+            files.move_to_end(path)
         return file
 
     def _publish_array(self, array: _Array) -> None:
