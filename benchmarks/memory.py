@@ -44,9 +44,16 @@ class SlowStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def append(self, name: str, rows: Any) -> None:
-        self._store.append(name, rows)
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._store, name, value)
+
+    def append(self, name: str, rows: Any) -> int:
+        first = self._store.append(name, rows)
         time.sleep(rows.nbytes / self._rate)
+        return first
 
 
 def resident() -> int:

@@ -1,0 +1,69 @@
+"""The benchmarks run as they are described, at the smallest size that they take; what they measure is not looked at."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+CASES = {
+    "batch": "--rounds 1 --traces 2 --scale 0.1 --tasks 2 --json",
+    "compiled": "--rounds 1 --steps 2 --only MLP --backend eager --json",
+    "compression": "--rounds 1 --megabytes 1 --json",
+    "hooks": "--rounds 2 --steps 10 --only calls,mlp --json",
+    "memory": "--queue 4 --megabytes 16 --rate 50 --json",
+    "objects": "--rounds 1 --scale 0.01 --latency 0 --json",
+    "overhead": "--rounds 1 --steps 10",
+    "storage": "--rounds 1 --scale 0.05 --json",
+}
+ELSEWHERE = {
+    "gpu": "it needs one, and tests/test_cuda.py is for that",
+    "metrics": "it calls the four others of metrics",
+    "metrics_dynamics": "it trains networks for a minute",
+    "metrics_similarity": "its smallest size takes half a minute",
+    "metrics_spectra": "its smallest size takes half a minute",
+    "metrics_statistics": "its smallest size takes half a minute",
+}
+"""Why some are not run."""
+
+
+def numbers(found: Any) -> list[float]:
+    """All numbers in what a benchmark printed."""
+    if isinstance(found, dict):
+        found = list(found.values())
+    if isinstance(found, list):
+        return [number for one in found for number in numbers(one)]
+    return [found] if type(found) in (int, float) else []
+
+
+def test_all_are_run() -> None:
+    """Each benchmark is run here, or it stands here why not."""
+    assert sorted(path.stem for path in FOLDER.glob("*.py")) == sorted([*CASES, *ELSEWHERE])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+@pytest.mark.parametrize("name", CASES)
+def test_runs(name: str, tmp_path: Path) -> None:
+    """It ends well, and what it prints are numbers."""
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / f"{name}.py"), *CASES[name].split()],
+        env={**os.environ, "PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    if "--json" in CASES[name]:
+        found = numbers(json.loads(done.stdout))
+        assert len(found) > 3
+        assert all(math.isfinite(number) for number in found)
+    else:
+        assert "tracer .zarr, every step" in done.stdout
