@@ -175,18 +175,17 @@ def encode(tensor: Tensor) -> NDArray[Any]:
         If a trace cannot hold such tensors.
     """
     encoding = encoding_of(tensor)
-    array: NDArray[Any]
     if tensor.is_cpu and tensor.is_contiguous():
         # each operation of PyTorch lets other threads of Python go first, and waking them costs more than it does
         try:
-            array = (tensor if encoding.bits is None else tensor.view(encoding.bits)).numpy()
-            return array
+            return _numbers(tensor, encoding)
         except RuntimeError:  # it requires gradients, or its numbers stand for their conjugates or negatives
             pass
-    dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    if encoding.bits is not None:
-        dense = dense.view(encoding.bits)
-    array = dense.numpy()
+    return _numbers(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous(), encoding)
+
+
+def _numbers(dense: Tensor, encoding: Encoding) -> NDArray[Any]:
+    array: NDArray[Any] = (dense if encoding.bits is None else dense.view(encoding.bits)).numpy()
     return array
 
 

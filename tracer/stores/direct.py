@@ -19,7 +19,6 @@ DIRECT: int = getattr(os, "O_DIRECT", 0)
 """Flag of files that are written past the page cache: by whole pages, from the beginning of one, and to one."""
 REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT})
 """Errors that say that a file, or what it is written from, is not fit for that; all others are those of the disk."""
-_BOUNCED_BYTES = 1 << 20
 
 
 class DirectIO:
@@ -56,6 +55,6 @@ class DirectIO:
         bounce = self._bounce
         if bounce is None or bounce.nbytes < len(data):
             # page-aligned, as all that is so large
-            bounce = self._bounce = new_memory(max(len(data), _BOUNCED_BYTES))
+            bounce = self._bounce = new_memory(len(data))
         bounce[: len(data)] = whole
         return bounce.data[: len(data)]

@@ -493,11 +493,7 @@ class ZarrWriteStore:
         file = self._file(shard.path)
         if self._durable:
             self._unsynced[shard.path] = None
-        view = memoryview(encoded)
-        end = nbytes - 1 - (nbytes - 1) % PIECE
-        for start in range(0, end, PIECE):
-            _pwrite(file, [view[start : start + PIECE]], PIECE, offset + start)
-        _pwrite(file, [view[end:], _crc32c(encoded)], nbytes - end + 4, offset + end)
+        _write_pieces(file, memoryview(encoded), offset)
         # only the last chunk is written again, so what becomes free is always a slot
         before = shard.places.get(place)
         if before is not None:
