@@ -386,6 +386,30 @@ def test_reductions_by_name_are_numpys(name: str, values: list[float]) -> None:
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("size", [(7, 3), (8, 2), (5, 8)])
+def test_reductions_of_large_tensors(name: str, size: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has more elements than are converted at once is reduced in pieces, to the same number."""
+    monkeypatch.setattr("tracer.capture.PIECE", 8)
+    values = (torch.randn(size, generator=torch.Generator().manual_seed(2)) + 1).to(torch.bfloat16).mT
+    got = Capture(reduce=name).finish("weights", values)
+    assert got.ndim == 0
+    assert float(got) == pytest.approx(float(ORACLES[name](values.double().numpy())), rel=1e-12)
+
+
+@pytest.mark.parametrize("piece", [4, 100])
+@pytest.mark.parametrize("name", ["mean", "sum", "absmax", "norm", "rms", "std"])
+def test_reductions_of_complex_tensors(name: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mean of complex numbers is complex; what measures them is real."""
+    monkeypatch.setattr("tracer.capture.PIECE", piece)
+    values = torch.randn(9, dtype=torch.complex64, generator=torch.Generator().manual_seed(2))
+    array = values.numpy().astype(np.complex128)
+    oracle = {"norm": np.linalg.norm, "rms": lambda x: np.sqrt(np.mean(np.abs(x) ** 2))}.get(name, ORACLES[name])
+    got = Capture(reduce=name).finish("weights", values)
+    assert got.is_complex() == (name in ("mean", "sum"))
+    assert complex(got) == pytest.approx(complex(oracle(array)), rel=1e-6 if name == "absmax" else 1e-12)
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
 def test_reductions_of_nothing_are_nan(name: str) -> None:
     """An empty tensor has no statistics, and that is no error."""
     assert torch.isnan(Capture(reduce=name).finish("activations", torch.zeros(0, 3)))

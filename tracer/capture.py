@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -28,21 +29,54 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 
 
+PIECE: Final = 1 << 24
+"""Elements of a tensor that are converted to float64 at once, which takes 128 MB; torch would convert all of them."""
+
+
+def _pieces(x: Tensor) -> tuple[Tensor, ...]:
+    return x.flatten().split(PIECE) if x.numel() > PIECE else (x,)
+
+
+def _precise(x: Tensor) -> torch.dtype:
+    return torch.complex128 if x.is_complex() else torch.float64
+
+
+def _sum(x: Tensor) -> Tensor:
+    parts = [one.sum(dtype=_precise(x)) for one in _pieces(x)]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+
+
 def _norm(x: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(x.flatten(), dtype=torch.complex128 if x.is_complex() else torch.float64)
-    return norm
+    if x.is_cuda and x.is_floating_point():
+        # one kernel that converts what it reads; `vector_norm` first writes all of it once more in float64
+        (norm,) = torch._foreach_norm([x], 2, dtype=torch.float64)
+        return norm
+    parts = [torch.linalg.vector_norm(one.flatten(), dtype=_precise(x)) for one in _pieces(x)]
+    whole: Tensor = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts))
+    return whole
+
+
+def _std(x: Tensor) -> Tensor:
+    if x.numel() < 2:  # of which torch would warn
+        return torch.full((), math.nan, dtype=torch.float64, device=x.device)
+    pieces = _pieces(x)
+    if len(pieces) == 1:
+        return x.to(_precise(x)).std()
+    mean = _sum(x) / x.numel()
+    squares = [torch.linalg.vector_norm(one.to(_precise(x)) - mean).square() for one in pieces]
+    return (torch.stack(squares).sum() / (x.numel() - 1)).sqrt()
 
 
 # in float64: torch's own float32 norm of 2**24 elements is wrong by 6.5e-4
 REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "mean": lambda x: x.mean(dtype=torch.float64),
-    "sum": lambda x: x.sum(dtype=torch.float64),
+    "mean": lambda x: _sum(x) / x.numel(),
+    "sum": _sum,
     "min": lambda x: x.min(),
     "max": lambda x: x.max(),
     "absmax": lambda x: x.abs().max(),
     "norm": _norm,
     "rms": lambda x: _norm(x) / max(x.numel(), 1) ** 0.5,
-    "std": lambda x: x.double().std(),
+    "std": _std,
 }
 """Statistics that `Capture.reduce` knows by name; each maps a tensor to a 0-d tensor."""
 
@@ -278,7 +312,10 @@ class Capture:
         if self.positions is not None and entry.batched and not _is_target(kind):
             data = _choose_positions(data, self.positions, self.seed, module)
         if self.elements is not None and not _is_target(kind) and data.numel() > self.elements:
-            data = data.reshape(-1).index_select(0, _choice_on(data.numel(), self.elements, self.seed, data.device))
+            chosen = _choice_on(data.numel(), self.elements, self.seed, data.device)
+            flat = data.reshape(-1)
+            # on a CUDA device the first of them calls the second, and does as much again around it
+            data = flat.index_select(0, chosen) if data.is_cpu else flat.gather(0, chosen)
         return data
 
     def finish(self, kind: str, data: Tensor, so_far: Tensor | None = None) -> Tensor:

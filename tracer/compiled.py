@@ -385,6 +385,9 @@ def _define() -> library.Library:
         library.register_fake(f"tracereel::{name}", fake, lib=ours)
         if name.startswith("observe"):
             ours._register_effectful_op(f"tracereel::{name}", EffectType.ORDERED)
+            operator = getattr(torch.ops.tracereel, name)
+            for one in (operator, operator.default):  # before 2.13, Dynamo itself asks only here what has effects
+                torch.fx.node.has_side_effect(one)
     return ours
 
 

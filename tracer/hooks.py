@@ -594,10 +594,10 @@ def opaque(output: Any) -> bool:
 
 
 def ordinary(tensor: Tensor) -> bool:
-    """Whether a tensor is a plain one of the processor, with nothing special to it that a copy of it would keep."""
+    """Whether a tensor is a plain one, which can be copied, with nothing special to it that a copy of it would keep."""
     return (
         type(tensor) is Tensor
-        and tensor.is_cpu
+        and (tensor.is_cpu or (tensor.is_cuda and not torch.cuda.is_current_stream_capturing()))
         and tensor.layout is torch.strided
         and not tensor.is_quantized
         and not tensor.is_nested

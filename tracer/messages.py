@@ -232,6 +232,22 @@ def checked(
     return message  # type: ignore[no-any-return] # a class that mypy knows, made without its constructor
 
 
+def with_data(message: Message, data: Tensor | None) -> Message:
+    """The same message about other data."""
+    return checked(
+        message.kind,
+        message.key,
+        message.global_step,
+        message.train_step,
+        message.epoch,
+        message.tag,
+        message.call,
+        message.leaf,
+        message.rank,
+        data,
+    )
+
+
 class MessageBundle:
     """One message of each of several kinds, for one key, in one step.
 

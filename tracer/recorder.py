@@ -10,14 +10,14 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tracer import environment, termination
@@ -28,11 +28,11 @@ from tracer.compression import Compression
 from tracer.errors import CaptureError, TraceError
 from tracer.exporter import Exporter
 from tracer.layout import Column, declaration, part_name
-from tracer.messages import KINDS, Message
+from tracer.messages import KINDS, Message, with_data
 from tracer.parts import claim, heads, this_process
 from tracer.reader import TraceReader
 from tracer.stores import Anywhere, Location, location
-from tracer.transfers import Transfers
+from tracer.transfers import Copy, Transfers
 from tracer.writer import TraceWriter, refuse_here
 
 if TYPE_CHECKING:
@@ -56,8 +56,13 @@ _PER_MESSAGE = 512
 """Bytes that a waiting message takes besides its data, so that a million empty ones are bounded too."""
 
 
-_Waiting = tuple[Message | None, Mapping[str, Any] | None, int, int]
-"""A message, how it was thinned out, and its bytes; or, without a message, a note."""
+_ELSEWHERE = torch.empty(0)
+"""Stands in a message for data that is still on a device."""
+
+_Waiting = tuple[Message | None, Mapping[str, Any] | None, int, int | Copy]
+"""A message, how it was thinned out, its bytes, and the version of its data or the copy of it that was asked for; or,
+without a message, a note.
+"""
 
 
 class Recorder:
@@ -172,12 +177,12 @@ class Recorder:
         waiting = self._received - self._written
         if waiting and waiting + size > self._bound and not self._make_room(message.kind, size):
             return ()
-        if data is not None and not data.is_cpu:
-            # begun here and not in the thread, which knows nothing of the stream that the data is made on
-            message = replace(message, data=self._transfers.start(data))
-        self._received += size
         sampling = None if self._sampling is None else self._sampling(message)
-        self._waiting.append((message, sampling, size, version_of(message)))
+        version: int | Copy = version_of(message)
+        if data is not None and not data.is_cpu:
+            message, version = self._ask_for(message, data)
+        self._received += size
+        self._waiting.append((message, sampling, size, version))
         if self._idle and waiting + size >= _WAKE_BYTES:  # a thread that woke for each message would fight for the GIL
             with self._changed:
                 self._changed.notify_all()
@@ -191,10 +196,16 @@ class Recorder:
         if budget.exhausted():
             self._stop(budget)
             return
-        if message.data is not None and not message.data.is_cpu:
-            message = replace(message, data=message.data.cpu())
         sampling = None if self._sampling is None else self._sampling(message)
-        budget.hold((message, sampling, size, version_of(message)))
+        version: int | Copy = version_of(message)
+        data = message.data
+        if data is not None and not data.is_cpu:
+            message, version = self._ask_for(message, data)
+        budget.hold((message, sampling, size, version), data)
+
+    def _ask_for(self, message: Message, data: Tensor) -> tuple[Message, Copy]:
+        """Ask for what is on a device; the message without it, so that it can be given back as soon as it is copied."""
+        return with_data(message, _ELSEWHERE), self._transfers.start(data)
 
     def _queue(self, held: Iterable[Held]) -> None:
         for entry in held:
@@ -337,14 +348,17 @@ class Recorder:
             if about is not None and writer is not None:
                 self._note_indices(writer, about)
             size += nbytes
-            intact = message.data is None or self._transfers.wait(message.data)
-            if (
-                not intact or version_of(message) != version
-            ):  # a receiver after this one wrote into it: better lost than wrong
-                self._spoilt[message.kind] += 1
+            if isinstance(version, Copy):
+                data = self._transfers.wait(version)
+                intact = data is not None
+                message = with_data(message, data)
             else:
+                intact = version_of(message) == version
+            if intact:
                 batch.append((message, about))
-        del message, about
+            else:  # a receiver after this one wrote into it: better lost than wrong
+                self._spoilt[message.kind] += 1
+        del message, about, version
         if writer is not None:
             # when it fills up, or somebody waits for its end, the page cache is the faster one
             writer.unhurried = not self._closing and 2 * (self._received - self._written) < self._bound
