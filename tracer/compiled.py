@@ -91,8 +91,8 @@ def observe_in_graph(hook: Hook, module: nn.Module, args: Any, kwargs: Any, outp
     Dynamo traces this function, so it is written in what Dynamo knows, and branches on nothing that changes from one
     step to the next.
     """
-    if not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
-        return None  # an exported model is used without us
+    if not torch.compiler.is_dynamo_compiling():
+        return None
     if torch._C._are_functorch_transforms_active():
         return None
     torch._dynamo.comptime.comptime(_find_region)
@@ -233,14 +233,34 @@ def _compare_storages(context: Any) -> None:
 
 
 def _find_region(context: Any) -> None:
-    """What the module is called in: the graph itself (""), a checkpoint of it, or another part, such as a branch."""
+    """What the module is called in: the graph itself (""), a checkpoint of it, or another part, such as a branch.
+
+    In no part of it if it is exported, because an exported model is used without us. Before 2.13, Dynamo takes
+    ``is_exporting`` for true wherever it traces it, so that it can only be asked here.
+    """
     global _answer
+    if torch.compiler.is_exporting():
+        _answer = "elsewhere"
+        return
+    _stay_out_of_cuda_graphs()
     tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.current_tracer
     _answer = ""
     while tracer.parent is not None:
         inside = "checkpoint" if tracer.source_target is tag_activation_checkpoint else "elsewhere"
         _answer = inside if _answer in ("", inside) else "elsewhere"
         tracer = tracer.parent
+
+
+def _stay_out_of_cuda_graphs() -> None:
+    """Let inductor end a CUDA graph before each of our operators, and begin another behind it.
+
+    In a graph they would run once, and what they copy would lie in memory that is the graph's. They have the tag that
+    says so, but inductor looks for it in the graph's node, which is that of the effect, and this list is by name.
+    """
+    config: Any = sys.modules.get("torch._inductor.config")
+    listed = getattr(config, "custom_should_partition_ops", None)
+    if listed is not None:
+        config.custom_should_partition_ops = [*listed, *(one for one in _QUALIFIED if one not in listed)]
 
 
 def _same_storage() -> bool:
@@ -373,6 +393,7 @@ _OPERATORS: tuple[tuple[str, str, Any, Any], ...] = (
     ),
 )
 """Name, schema, what it does, and what is known of its result without running it."""
+_QUALIFIED = [f"tracereel::{name}" for name, *_ in _OPERATORS]
 
 
 def _define() -> library.Library:
