@@ -6,7 +6,7 @@ Both are written out here, in the sizes of their papers: bottlenecks (3, 4, 6, 3
 The variants take turns in segments, several rounds in one process; a segment ends when the device has done its work and
 the writer has written all of it. What is printed is the median over the rounds of the ratio to the same round's bare
 segment, of wall time, because the host's processor mostly waits; and how much more memory of the device was taken at
-most. All kernels are deterministic ones, and at the end the weights of all variants must be the same, bit for bit.
+most. Kernels are deterministic ones where there are such, and the weights of all variants are compared at the end.
 
     python benchmarks/gpu.py [--steps 20] [--rounds 7] [--only resnet,gpt] [--folder /tmp] [--json]
 
@@ -231,6 +231,17 @@ def measure(part: str, make: Any, options: argparse.Namespace, folder: Path) -> 
     return rows
 
 
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the table of one network."""
+    for row in rows:
+        if row["variant"] == "bare":
+            what = "wall ratio to the bare step of"
+            print(f"\n{row['part']}, {what} {row['ms']:.2f} ms: median (min-max), more memory")
+        else:
+            span = f"{row['median']:7.3f} ({row['low']:.3f}-{row['high']:.3f})"
+            print(f"{row['variant']:38} {span} {row['more_device_mb']:+8.0f} MB", flush=True)
+
+
 def main() -> int:
     """Run the networks that were asked for and print tables, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -249,22 +260,19 @@ def main() -> int:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
+    where = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    if not options.json:
+        print(f"{where}, torch {torch.__version__}{', tiny networks' if options.tiny else ''}", flush=True)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         for part, make in (("resnet", resnet), ("gpt", gpt)):
             if part in options.only.split(","):
-                rows += measure(part, make, options, Path(name))
-    where = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+                found = measure(part, make, options, Path(name))
+                rows += found
+                if not options.json:
+                    show(found)
     if options.json:
         print(json.dumps({"device": where, "tiny": options.tiny, "rows": rows}))
-        return 0
-    print(f"{where}, torch {torch.__version__}{', tiny networks' if options.tiny else ''}")
-    for row in rows:
-        if row["variant"] == "bare":
-            print(f"\n{row['part']}, wall ratio to the bare step of {row['ms']:.2f} ms: median (min-max), more memory")
-        else:
-            span = f"{row['median']:7.3f} ({row['low']:.3f}-{row['high']:.3f})"
-            print(f"{row['variant']:38} {span} {row['more_device_mb']:+8.0f} MB")
     return 0
 
 

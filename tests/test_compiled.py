@@ -919,6 +919,33 @@ def test_half_precision_is_rounded_where_it_is_recorded() -> None:
     assert recorded.data["activations", "act", 0, "default", 0, ""].dtype == torch.bfloat16
 
 
+@pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
+def test_cuda_graphs_end_before_what_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor, asked where it would cut its CUDA graphs, names each of the operators; once, however often it traced.
+
+    That what it captures on a device is recorded in every step, `tests/test_cuda.py` shows.
+    """
+    from torch._inductor.scheduler import Scheduler
+
+    decide, reasons = Scheduler.should_partition, []
+
+    def asked(scheduler: Any, node: Any, *rest: Any) -> Any:
+        reason = decide(scheduler, node, *rest)
+        if "tracereel" in str(getattr(node.node, "op_overload", None)):
+            reasons.append(str(reason))
+        return reason
+
+    monkeypatch.setattr(Scheduler, "should_partition", asked)
+    with torch._inductor.config.patch(fx_graph_cache=False, custom_should_partition_ops=["other::operator"]):
+        recorded = unchanged(Residual, "inductor", steps=1)
+        listed = torch._inductor.config.custom_should_partition_ops
+        assert listed[0] == "other::operator"
+        assert len(listed) == len(set(listed))
+    assert any("observe_gradient" in one for one in reasons)
+    assert all(one.startswith("custom partition op: tracereel::observe") for one in reasons)
+    assert_as_the_loop_had_it(recorded, "last")
+
+
 def test_a_trace_of_a_compiled_run(tmp_path: Path) -> None:
     """`record` around a compiled loop: all streams stand in the trace, and no module is silent."""
     trained = []

@@ -349,9 +349,8 @@ class Recorder:
                 self._note_indices(writer, about)
             size += nbytes
             if isinstance(version, Copy):
-                data = self._transfers.wait(version)
-                intact = data is not None
-                message = with_data(message, data)
+                message = with_data(message, self._transfers.wait(version))
+                intact = message.data is not None
             else:
                 intact = version_of(message) == version
             if intact:
