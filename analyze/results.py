@@ -342,7 +342,7 @@ class Results:
             data = None
             if stream.dtype is not None:
                 start, stop = kept.starts[position], kept.starts[position + 1]
-                values = torch.tensor(kept.values[start:stop], dtype=torch.float64)
+                values = torch.tensor(kept.values[start:stop], dtype=torch.float64, device="cpu")
                 data = values.reshape(shape).to(getattr(torch, stream.dtype))
             fields: dict[str, Any] = {
                 "kind": stream.kind,

@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.termination": set(),
     "tracer.hooks": {"tracer.compiled", "tracer.memory"},
     "tracer.environment": set(),
-    "tracer.budget": {"tracer.messages", "tracer.transfers"} | STORAGE,
+    "tracer.budget": {"tracer.messages"} | STORAGE,
     "tracer.wrappers": set(),
     "tracer.parameters": {
         *("tracer.messages", "tracer.capture", "tracer.hooks", "tracer.wrappers", "tracer.placement", "tracer.memory"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -781,3 +782,42 @@ def test_answers_are_of_the_rank_that_was_heard(name: str, published: list[Messa
     assert {said.rank for said in expected} == {0}
     assert {said.rank for said in found} == {3}
     assert [exact(said)[:-1] for said in found] == [exact(said)[:-1] for said in expected]
+
+
+def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
+    """A program may have set another default device: observations and answers stay where they were, live and later."""
+
+    def said(name: str, where: Any) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+        optimizer = torch.optim.Adam(model.parameters())
+        inputs, labels = torch.randn(4, 8, 6), torch.randint(3, (8,))
+        heard, later = Collect(), Collect()
+        capture = [Capture(kinds=["biases"], elements=3), Capture(kinds=KINDS)]
+        receivers = [*everyone().values(), heard]
+        with (
+            where,
+            tracer.record(
+                tmp_path / name,
+                model,
+                optimizer,
+                loss=F.cross_entropy,
+                capture=capture,
+                receivers=receivers,
+                strict=True,
+            ) as run,
+        ):
+            run.probe("probe", inputs[0], labels, every=2)
+            for x in inputs:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), labels).backward()
+                optimizer.step()
+                run.log("lr", 0.5)
+        with where:
+            tracer.replay(tmp_path / name, *everyone().values(), later)
+        assert {one.data.device.type for one in (*heard, *later) if one.data is not None} == {"cpu"}
+        return [exact(message) for message in (*heard, *later)]
+
+    plain = said("plain.zarr", contextlib.nullcontext())
+    assert len({one[1] for one in plain}) > len(NAMES)
+    assert said("other.zarr", torch.device("meta")) == plain

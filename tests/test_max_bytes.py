@@ -212,10 +212,8 @@ def test_what_a_step_costs() -> None:
     budget = Budget(BASE_BYTES + 2 * (STREAM_BYTES + ARRAY_BYTES) + 3 * ROW_BYTES + 8 * (10 + 20 + 30))
     for kind, step, size in (("loss", 0, 10), ("input_data", 0, 20), ("loss", 1, 30)):
         assert len(budget.over(step)) == (2 if step else 0)
-        held = message(kind, step, size)
-        budget.hold((held, None, 0, 0), held.data)
-    late = message("loss", 0, 0)
-    budget.hold((late, None, 0, 0), late.data)  # one that looks back belongs to the step that is open
+        budget.hold((message(kind, step, size), None, 0, 0))
+    budget.hold((message("loss", 0, 0), None, 0, 0))  # one that looks back belongs to the step that is open
     assert not budget.over(0)
     assert budget.over(2) == []
     assert budget.stopped == 1  # by one row

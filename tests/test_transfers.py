@@ -26,8 +26,10 @@ class OnDevice(Tensor):
     is_cuda = True
     is_cpu = False
 
+    number = 0
+
     def get_device(self) -> int:
-        return 0
+        return self.number
 
     def reshape(self, *shape: Any) -> Tensor:
         if self.is_contiguous():
@@ -37,7 +39,7 @@ class OnDevice(Tensor):
 
     def cpu(self, *_: Any, **__: Any) -> Tensor:
         device.log.append("copy and wait")
-        device.running[-1].run()
+        device.current(device.streams[0]).run()
         return self.as_subclass(Tensor).clone()
 
 
@@ -62,7 +64,10 @@ class Pinned(Tensor):
 class Stream:
     """A stream that does nothing of its work before somebody waits for it."""
 
-    def __init__(self, _: Any = None) -> None:
+    training = False  # or of the recorder
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
         self.work: list[Callable[[], Any]] = []
         self.done = 0
         self.lock = threading.RLock()
@@ -82,6 +87,8 @@ class Stream:
         self.enqueue(lambda: stream.run(position))
 
     def __enter__(self) -> None:
+        # else the thread would go back to another device afterwards, and use memory there
+        assert self.training or device.entered()[-1] == self.number
         device.running.append(self)
 
     def __exit__(self, *_: Any) -> None:
@@ -93,9 +100,12 @@ class Event:
 
     def __init__(self, *, blocking: bool = False) -> None:
         device.events += 1
+        self.number: int | None = None
         self.at: tuple[Stream, int]
 
     def record(self, stream: Stream) -> None:
+        assert self.number in (None, stream.number), "the event is of another device"
+        self.number = stream.number
         self.at = stream, len(stream.work)
 
     def query(self) -> bool:
@@ -109,8 +119,28 @@ class Event:
         stream.run(position)
 
 
+class On:
+    """What makes a device the current one of a thread."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __enter__(self) -> None:
+        device.entered().append(self.number)
+
+    def __exit__(self, *_: Any) -> None:
+        device.entered().pop()
+
+
 class Device:
     """All of it."""
+
+    def entered(self) -> list[int]:
+        """The devices that this thread has made its own, the current one last."""
+        if not hasattr(self.threads, "entered"):
+            self.threads.entered = [0]
+        entered: list[int] = self.threads.entered
+        return entered
 
     def __init__(self) -> None:
         self.streams: list[Stream] = []
@@ -140,6 +170,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Stream:
     """A CUDA device that is none; the stream of the training on it."""
     device.__init__()  # type: ignore[misc]
     stream = Stream()
+    stream.training = True
     empty, cat, stack = torch.empty, torch.cat, torch.stack
 
     def pinned(*shape: Any, pin_memory: bool = False, **settings: Any) -> Tensor:
@@ -170,16 +201,19 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Stream:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda _: id(device.current(stream)), raising=False)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", On)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: device.current(stream))
     return stream
 
 
-def late(values: Tensor, stream: Stream, compute: Callable[[], Tensor] | None = None) -> Tensor:
+def late(values: Tensor, stream: Stream, compute: Callable[[], Tensor] | None = None) -> OnDevice:
     """A tensor on the device that has these values, or what is computed then, when the stream has done its work."""
     there = torch.zeros_like(values)
     stream.enqueue(lambda: Tensor.copy_(there.data, values if compute is None else compute()))
-    return there.as_subclass(OnDevice)
+    found = there.as_subclass(OnDevice)
+    found.number = stream.number
+    return found
 
 
 def bits(data: Tensor | None) -> bytes:
@@ -228,6 +262,7 @@ def test_small_tensors_are_copied_together(training: Stream) -> None:
 def test_streams_are_all_waited_for(training: Stream) -> None:
     """Of work on several streams of the training, each is done before its tensors are copied."""
     other = Stream()
+    other.training = True
     transfers = Transfers()
     copies = []
     for number in range(20):
@@ -237,6 +272,23 @@ def test_streams_are_all_waited_for(training: Stream) -> None:
     device.main_may_wait = True
     found = [transfers.wait(one) for one in copies]
     assert [None if one is None else one.tolist() for one in found] == [[number, number] for number in range(20)]
+
+
+def test_devices_are_kept_apart(training: Stream) -> None:
+    """Of a model on two devices, the copies of each wait for that one, with events of its own."""
+    second = Stream(1)
+    second.training = True
+    transfers = Transfers()
+    device.main_may_wait = True
+    for start in (0, 10):
+        copies = []
+        for number in range(start, start + 10):
+            stream = second if number % 3 else training
+            with stream:
+                copies.append(transfers.start(late(torch.full((2,), float(number)), stream)))
+        found = [transfers.wait(one) for one in copies]
+        assert [None if one is None else one.tolist() for one in found] == [[n, n] for n in range(start, start + 10)]
+    assert [one.number for one in device.streams] == [0, 1, 0, 1]
 
 
 def test_events_are_used_again(training: Stream) -> None:
@@ -335,16 +387,56 @@ def test_a_device_without_memory_is_no_failure(training: Stream, monkeypatch: py
     assert device.log == ["copy"] * 5 + ["wait"]
 
 
-def test_a_device_that_fails_is_an_error(training: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for what was lost is told, and does not wait for ever."""
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("at", ["wait_event", "__enter__", "record", "copied", "extend"])
+def test_what_could_not_be_begun_waits_on(
+    error: type[BaseException], at: str, training: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that fails, or an interrupt of the training while it begins copies, loses none of them."""
     transfers = Transfers()
-    first, second = (transfers.start(late(torch.ones(2), training)) for _ in range(2))
+    values = [torch.full((2,), float(number)) for number in range(40)] + [torch.ones(20_000)]
+    copies = [transfers.start(late(one, training)) for one in values]
+
+    def fails(*_: Any) -> None:
+        raise error("an illegal address")
+
     with monkeypatch.context() as patch:
-        patch.setattr(Stream, "wait_event", lambda *_: (_ for _ in ()).throw(RuntimeError("an illegal address")))
-        with pytest.raises(RuntimeError, match="illegal address"):
-            transfers.wait(first)
-    with pytest.raises(RuntimeError, match="could not be copied"):
-        transfers.wait(second)
+        if at == "copied":
+            whole, calls = module._copied, []
+            patch.setattr(module, "_copied", lambda one: fails() if len(calls) else (calls.append(0), whole(one))[1])
+        elif at == "extend":  # after all else
+            patch.setattr(transfers, "_spare", {0: type("Full", (), {"extend": fails})()})
+        else:
+            patch.setattr(Event if at == "record" else Stream, at, fails)
+        with pytest.raises(error, match="illegal address"):
+            transfers._begin()
+    device.threads.__dict__.clear()  # streams that were not left
+    device.main_may_wait = True
+    found = [transfers.wait(one) for one in copies]
+    assert [bits(one) for one in found] == [bits(one) for one in values]
+    assert not transfers._waiting or at == "extend"
+    assert transfers._asked == transfers._begun
+    again = transfers.start(late(torch.ones(3), training))
+    assert bits(transfers.wait(again)) == bits(torch.ones(3))
+    assert not transfers._waiting
+
+
+def test_forgotten_copies_hold_nothing(training: Stream) -> None:
+    """When nobody will wait any more, nothing is kept on the device."""
+    transfers = Transfers()
+    alive = []
+    for number in range(4):
+        source = late(torch.full((2,), float(number)), training)
+        alive.append(weakref.ref(source))
+        transfers.start(source)
+        if number == 1:
+            transfers._begin()
+    del source
+    transfers.forget()
+    for stream in device.streams:
+        stream.work.clear()
+    gc.collect()
+    assert [one() for one in alive] == [None] * 4
 
 
 def test_other_devices_copy_at_once() -> None:
@@ -394,7 +486,7 @@ def message(data: Tensor, step: int = 0) -> ModuleMessage:
 def test_a_recorder_writes_what_was_on_the_device(
     suffix: str, max_bytes: int | None, training: Stream, tmp_path: Path
 ) -> None:
-    """The thread that writes waits for the copies, the one that trains for none; with a budget, too."""
+    """The thread that writes waits for the copies, the one that trains for none, but with a budget for all."""
     path = tmp_path / f"run.{suffix}"
     recorder = Recorder(tracer.TraceWriter(path))
     if max_bytes is not None:
@@ -406,7 +498,8 @@ def test_a_recorder_writes_what_was_on_the_device(
         assert [(one.global_step, one.data.unique().tolist()) for one in trace.messages() if one.data is not None] == [
             (step, [float(step)]) for step in range(20)
         ]
-    assert "wait" in device.log
+    assert ("wait" in device.log) == (max_bytes is None)
+    assert ("copy and wait" in device.log) == (max_bytes is not None)
 
 
 def test_a_message_that_a_receiver_spoilt_is_not_recorded(training: Stream, tmp_path: Path) -> None:

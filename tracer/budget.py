@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from typing import Any, Final, final
 
 import numpy as np
-from torch import Tensor
 
 from tracer.layout import COLUMNS, NONE, Column
 from tracer.messages import Message
 from tracer.reader import TraceReader
 from tracer.stores import Location
-from tracer.transfers import Copy
 
 ROW_BYTES: Final = 8 * COLUMNS
 """Bytes of a row of the journal."""
@@ -25,8 +23,8 @@ ARRAY_BYTES: Final = 2 * CHUNK_BYTES + (5 << 10)
 BASE_BYTES: Final = 2 * ARRAY_BYTES + (16 << 10)
 """What a trace takes before its first message, besides the description of the model, and what its end takes."""
 
-Held = tuple[Message, Mapping[str, Any] | None, int, int | Copy]
-"""A message, how it was thinned out, its bytes, and the version of its data or the copy of it that was asked for."""
+Held = tuple[Message, Mapping[str, Any] | None, int, int]
+"""A message, how it was thinned out, its bytes, and the version of its data."""
 
 
 @final
@@ -50,7 +48,7 @@ class Budget:
     >>> for step in range(3):
     ...     told = {"kind": "loss", "global_step": step, "train_step": step, "epoch": 0, "data": torch.zeros(100)}
     ...     print(len(budget.over(step)), budget.stopped)
-    ...     budget.hold((NetworkMessage(**told), None, 400, 0), told["data"])
+    ...     budget.hold((NetworkMessage(**told), None, 400, 0))
     0 None
     1 None
     1 None
@@ -73,10 +71,11 @@ class Budget:
         """Whether there was a step that there was no room for."""
         return self.stopped is not None
 
-    def hold(self, entry: Held, data: Tensor | None) -> None:
-        """Keep a message, which is about `data`, until its step is over."""
+    def hold(self, entry: Held) -> None:
+        """Keep a message until its step is over."""
         message = entry[0]
         self._step = max(self._step, message.global_step)
+        data = message.data
         self._cost += ROW_BYTES + (0 if data is None else data.nbytes)
         stream = (message.kind, message.key, message.tag, message.leaf, None if data is None else data.dtype)
         self._pay_once(stream, STREAM_BYTES)

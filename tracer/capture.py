@@ -47,7 +47,7 @@ def _sum(x: Tensor) -> Tensor:
 
 
 def _norm(x: Tensor) -> Tensor:
-    if x.is_cuda and x.is_floating_point():
+    if x.is_cuda and x.dtype in DTYPES.values():
         # one kernel that converts what it reads; `vector_norm` first writes all of it once more in float64
         (norm,) = torch._foreach_norm([x], 2, dtype=torch.float64)
         return norm

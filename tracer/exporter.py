@@ -515,7 +515,7 @@ class Exporter:
             data = value.detach().clone()
         else:
             try:
-                data = torch.as_tensor(np.array(value))
+                data = torch.as_tensor(np.array(value), device="cpu")
             except (TypeError, ValueError, RuntimeError) as error:
                 raise MessageError(f"log({kind!r}) takes a number or an array, not {type(value).__name__}") from error
         with self._lock:
@@ -585,7 +585,9 @@ class Exporter:
         for what, number in (("every", every), ("batch_size", batch_size)):
             if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
                 raise CaptureError(f"{what} of probe {name!r} is a positive integer, not {number!r}")
-        probe = _Probe(name, inputs, None if labels is None else torch.as_tensor(labels), every, batch_size)
+        if labels is not None and not isinstance(labels, Tensor):
+            labels = torch.as_tensor(labels, device="cpu")
+        probe = _Probe(name, inputs, labels, every, batch_size)
         self._run_probe(probe)  # a probe that cannot run is the caller's error, now, not a problem of the training
         self._probes.append(probe)
 

@@ -208,7 +208,7 @@ def decode(array: NDArray[Any], dtype: str, shape: Iterable[int]) -> Tensor:
     encoding = ENCODINGS[dtype]
     if not array.size:
         # numpy gives empty arrays strides that torch then cannot view as another dtype
-        return torch.empty(tuple(shape), dtype=encoding.dtype)
+        return torch.empty(tuple(shape), dtype=encoding.dtype, device="cpu")
     tensor = torch.from_numpy(array)
     if encoding.bits is not None:
         tensor = tensor.view(encoding.dtype)

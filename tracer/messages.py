@@ -400,7 +400,7 @@ def derived(source: Message | MessageBundle, kind: str, data: Tensor | float) ->
         "call": source.call,
         "leaf": source.leaf,
         "rank": source.rank,
-        "data": data.detach() if isinstance(data, Tensor) else torch.as_tensor(data, dtype=torch.float64),
+        "data": data.detach() if isinstance(data, Tensor) else torch.as_tensor(data, dtype=torch.float64, device="cpu"),
     }
     if source.key is None:
         return NetworkMessage(**fields)

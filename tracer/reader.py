@@ -1091,7 +1091,7 @@ def _tensors(group: _Group) -> Iterator[Tensor]:
     data, encoding = group.data, layout.ENCODINGS[group.dtype]
     if not data.size:
         for _ in range(len(data)):
-            yield torch.empty(data.shape[1:], dtype=encoding.dtype)
+            yield torch.empty(data.shape[1:], dtype=encoding.dtype, device="cpu")
         return
     few = group.whole_nbytes * len(data) <= _KEPT * data.nbytes
     from_numpy = torch.from_numpy

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from tracer import environment, termination
@@ -56,7 +56,7 @@ _PER_MESSAGE = 512
 """Bytes that a waiting message takes besides its data, so that a million empty ones are bounded too."""
 
 
-_ELSEWHERE = torch.empty(0)
+_ELSEWHERE = torch.empty(0, device="cpu")
 """Stands in a message for data that is still on a device."""
 
 _Waiting = tuple[Message | None, Mapping[str, Any] | None, int, int | Copy]
@@ -180,7 +180,8 @@ class Recorder:
         sampling = None if self._sampling is None else self._sampling(message)
         version: int | Copy = version_of(message)
         if data is not None and not data.is_cpu:
-            message, version = self._ask_for(message, data)
+            version = self._transfers.start(data)
+            message = with_data(message, _ELSEWHERE)  # so that it can be given back as soon as it is copied
         self._received += size
         self._waiting.append((message, sampling, size, version))
         if self._idle and waiting + size >= _WAKE_BYTES:  # a thread that woke for each message would fight for the GIL
@@ -196,16 +197,11 @@ class Recorder:
         if budget.exhausted():
             self._stop(budget)
             return
+        if message.data is not None and not message.data.is_cpu:
+            # at once: a whole step may wait here, which is too much for memory that is pinned, or for the device
+            message = with_data(message, message.data.cpu())
         sampling = None if self._sampling is None else self._sampling(message)
-        version: int | Copy = version_of(message)
-        data = message.data
-        if data is not None and not data.is_cpu:
-            message, version = self._ask_for(message, data)
-        budget.hold((message, sampling, size, version), data)
-
-    def _ask_for(self, message: Message, data: Tensor) -> tuple[Message, Copy]:
-        """Ask for what is on a device; the message without it, so that it can be given back as soon as it is copied."""
-        return with_data(message, _ELSEWHERE), self._transfers.start(data)
+        budget.hold((message, sampling, size, version_of(message)))
 
     def _queue(self, held: Iterable[Held]) -> None:
         for entry in held:
@@ -282,6 +278,7 @@ class Recorder:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
+        self._transfers.forget()
         self._check()
         if self._writer is not None:  # a recording that its budget has stopped is finished already
             self._finish(self._writer, status)
@@ -299,6 +296,7 @@ class Recorder:
 
     def _check(self) -> None:
         if self._error is not None:
+            self._transfers.forget()
             path = "the trace" if self._writer is None else self._writer.path
             raise TraceError(
                 f"{path} can no longer be written ({self._error}); what was committed before is safe"

@@ -25,23 +25,26 @@ _PUT_TOGETHER: Final = frozenset(
 class Copy:
     """What `Transfers.start` promises: data that will be on the host."""
 
-    __slots__ = ("_batch", "_event", "_host", "_intact", "_source", "_stream", "_version", "nbytes")
+    __slots__ = ("_batch", "_event", "_host", "_intact", "_source", "_stream", "_version", "device", "nbytes")
 
-    def __init__(self, source: Tensor, event: Any, stream: Any) -> None:
+    def __init__(self, source: Tensor, device: int, event: Any, stream: Any) -> None:
+        self.device = device
         self.nbytes = source.nbytes
         self._source: Tensor | None = source
         self._version = _version(source)
         self._event = event  # that the source is made
         self._stream = stream
         self._host: Tensor | None = None
-        self._batch: _Batch | None = None
+        self._batch: _Batch | None = None  # with which it was begun
         self._intact = True
 
     @classmethod
     def made(cls, host: Tensor) -> Copy:
         """Data that is on the host already."""
-        one = cls(host, None, None)
+        one = cls(host, -1, None, None)
         one._source, one._host = None, host
+        one._batch = _Batch()
+        one._batch.settled = True
         return one
 
     def settle(self) -> None:
@@ -69,11 +72,11 @@ class Transfers:
     """
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, Any] = {}
+        self._streams: dict[int, Any] = {}
         self._of_training: dict[Any, Any] = {}
         self._waiting: deque[Copy] = deque()
         self._under_way: deque[_Batch] = deque()
-        self._spare: deque[Any] = deque()  # events that are used again
+        self._spare: dict[int, deque[Any]] = {}  # events of each device, which are used again
         self._lock = threading.Lock()  # of those who begin copies
         self._asked = 0  # bytes; each counter is of one thread at a time
         self._begun = 0
@@ -89,10 +92,12 @@ class Transfers:
         if not data.is_cuda:
             return Copy.made(data if data.is_cpu else data.cpu())  # other devices have no such streams
         self._settle()
-        stream = self._current(data.get_device())
-        event = self._spare.popleft() if self._spare else torch.cuda.Event()
+        device = data.get_device()
+        stream = self._current(device)
+        spare = self._spare.setdefault(device, deque())
+        event = spare.popleft() if spare else torch.cuda.Event()
         event.record(stream)
-        copy = Copy(data, event, stream)
+        copy = Copy(data, device, event, stream)
         self._asked += copy.nbytes
         self._waiting.append(copy)
         if self._asked - self._begun > MOST_BYTES:
@@ -107,15 +112,18 @@ class Transfers:
         RuntimeError
             If the device has failed.
         """
-        if copy._host is None:
+        if copy._batch is None:
             self._begin()
-        batch = copy._batch
-        if batch is not None:
-            batch.wait()
+        assert copy._batch is not None  # or an exception had said why
+        copy._batch.wait(copy.device)
+        copy.settle()
         host, copy._host = copy._host, None
-        if host is None:
-            raise RuntimeError("the data could not be copied from the device")
         return host if copy._intact else None
+
+    def forget(self) -> None:
+        """Let go of everything, because nobody will wait for it; for the thread that asks, once no other waits."""
+        self._waiting.clear()
+        self._under_way.clear()  # what is still read on the device may hold anything then
 
     def _settle(self) -> None:
         """Give the memory of what is copied back, though nobody has asked for it yet."""
@@ -123,33 +131,39 @@ class Transfers:
             self._under_way.popleft().settle()
 
     def _begin(self) -> None:
+        """Begin all copies that wait; those that an error or an interrupt leaves out wait on."""
         with self._lock:
-            copies = []
-            while self._waiting:
-                copies.append(self._waiting.popleft())
-            self._begun += sum(one.nbytes for one in copies)
-            by_device = sorted(copies, key=_device)
-            for _, of_device in groupby(by_device, _device):
-                self._begin_on(list(of_device))
+            count = len(self._waiting)
+            copies = [one for one in (self._waiting[index] for index in range(count)) if one._batch is None]
+            for device, of_device in groupby(sorted(copies, key=_device), _device):
+                self._begin_on(device, list(of_device))
+            for _ in range(count):
+                self._waiting.popleft()
 
-    def _begin_on(self, copies: list[Copy]) -> None:
+    def _begin_on(self, device: int, copies: list[Copy]) -> None:
         """Begin all copies from one device."""
-        beside = self._beside(copies[0]._source.device)  # type: ignore[union-attr]  # not settled before it is begun
         last = {id(one._stream): one._event for one in copies}  # each follows those before it on its stream
-        batch = _Batch(copies)
+        batch = _Batch()
         hosts: list[tuple[Copy, Tensor]] = []
-        with torch.cuda.stream(beside):
-            for event in last.values():
-                beside.wait_event(event)
-            for together in _groups(copies):
-                hosts += _copied(together)
-            batch.done = torch.cuda.Event(blocking=True)  # who waits for it should not take a processor meanwhile
-            batch.done.record(beside)
-        self._spare.extend(one._event for one in copies)
-        self._under_way.append(batch)
+        # the device, because a thread that only enters a stream of it goes back to the first device, and begins to use
+        # it; and as it is: under autocast, tensors of the other half precision cannot be put together
+        with torch.cuda.device(device), torch.autocast("cuda", enabled=False):
+            beside = self._beside(device)
+            with torch.cuda.stream(beside):
+                for event in last.values():
+                    beside.wait_event(event)
+                for together in _groups(copies):
+                    hosts += _copied(together)
+                batch.done = torch.cuda.Event(blocking=True)  # who waits for it should not take a processor meanwhile
+                batch.done.record(beside)
+        events = [one._event for one in copies]
         for copy, host in hosts:
-            copy._event, copy._batch = None, batch
-            copy._host = host  # last, because it tells the other thread that it is begun
+            copy._event, copy._host = None, host
+            batch.copies.append(copy)
+            self._begun += copy.nbytes
+            copy._batch = batch  # last, because it tells the other thread that it is begun
+        self._under_way.append(batch)
+        self._spare[device].extend(events)
 
     def _current(self, device: int) -> Any:
         """The stream on which this thread works."""
@@ -159,7 +173,7 @@ class Transfers:
             stream = self._of_training[number] = torch.cuda.current_stream(device)
         return stream
 
-    def _beside(self, device: torch.device) -> Any:
+    def _beside(self, device: int) -> Any:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
@@ -168,23 +182,24 @@ class Transfers:
 class _Batch:
     """Copies that were begun together."""
 
-    __slots__ = ("_copies", "done", "settled")
+    __slots__ = ("copies", "done", "settled")
 
-    def __init__(self, copies: list[Copy]) -> None:
-        self._copies = copies
+    def __init__(self) -> None:
+        self.copies: list[Copy] = []
         self.done: Any = None
         self.settled = False
 
-    def wait(self) -> None:
+    def wait(self, device: int) -> None:
         if not self.settled:
-            self.done.synchronize()
+            with torch.cuda.device(device):
+                self.done.synchronize()
             self.settle()
 
     def settle(self) -> None:
-        for one in self._copies:
+        for one in self.copies:
             one.settle()
         self.settled = True
-        self._copies = []
+        self.copies = []
 
 
 def _groups(copies: list[Copy]) -> Iterable[list[Copy]]:
@@ -215,7 +230,7 @@ def _copied(copies: list[Copy]) -> list[tuple[Copy, Tensor]]:
     alike = all(one.shape == shape for one in sources)
     try:
         whole = torch.stack(sources) if alike else torch.cat([one.reshape(-1) for one in sources])
-    except RuntimeError:  # no memory is left on the device
+    except torch.OutOfMemoryError:  # on the device
         return [(one, _to_host(source)) for one, source in zip(copies, sources, strict=True)]
     host = _to_host(whole)
     if alike:
@@ -226,14 +241,14 @@ def _copied(copies: list[Copy]) -> list[tuple[Copy, Tensor]]:
 
 def _to_host(source: Tensor) -> Tensor:
     try:
-        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        host = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
     except RuntimeError:  # no more memory can be pinned: slower, but right
         return source.cpu()
     return host.copy_(source, non_blocking=True)
 
 
-def _device(copy: Copy) -> str:
-    return str(copy._source.device)  # type: ignore[union-attr]  # not settled before it is begun
+def _device(copy: Copy) -> int:
+    return copy.device
 
 
 def _version(data: Tensor) -> int:

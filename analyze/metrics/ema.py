@@ -197,7 +197,7 @@ class EMA(Subscriber):
             "averages": [
                 {
                     **dict(zip(("module", "tag", "leaf", "rank"), key, strict=True)),
-                    **{name: torch.tensor(getattr(one, name)) for name in ("total", "first", "count")},
+                    **{name: torch.tensor(getattr(one, name), device="cpu") for name in ("total", "first", "count")},
                 }
                 for key, one in self._averages.items()
             ]

@@ -206,4 +206,4 @@ class Histogram(Subscriber):
         yield derived(message, self.produces[1], torch.from_numpy(found.edges))
         if self.details:
             for kind, count in zip(self.produces[2:], statistics(array, _DETAILS).values(), strict=True):
-                yield derived(message, kind, torch.tensor(int(count)))
+                yield derived(message, kind, torch.tensor(int(count), device="cpu"))

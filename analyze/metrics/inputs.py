@@ -90,4 +90,4 @@ def blocks(x: Array | None) -> Iterator[NDArray[Any]]:
 
 def answer(value: float) -> Tensor:
     """A number as metrics publish it: a float64 tensor of no dimensions."""
-    return torch.tensor(float(value), dtype=torch.float64)
+    return torch.tensor(float(value), dtype=torch.float64, device="cpu")

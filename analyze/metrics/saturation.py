@@ -372,7 +372,7 @@ class _Epoch:
 def _restored(stored: Mapping[str, Any]) -> tuple[_Key, _Epoch]:
     key = (stored["module"], stored["tag"], stored["leaf"], stored["rank"])
     fields = {field: stored[field] for field in ("kind", "tag", "leaf", "rank", *_COUNTERS)}
-    fields["data"] = torch.zeros(())
+    fields["data"] = torch.zeros((), device="cpu")
     last = NetworkMessage(**fields) if key[0] is None else ModuleMessage(module=key[0], **fields)
     if stored["mean"] is None:
         return key, _Epoch(last, None, stored["status"])

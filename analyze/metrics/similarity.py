@@ -265,7 +265,7 @@ class Similarity(Subscriber):
         for kind, number in zip(self.produces, self.numbers(found), strict=False):  # without details, the value only
             fields = asdict(origin)
             module = fields.pop("module")
-            data = torch.as_tensor(number, dtype=torch.float64).clone()
+            data = torch.as_tensor(number, dtype=torch.float64, device="cpu").clone()
             yield (
                 NetworkMessage(kind=kind, data=data, **fields)
                 if module is None

@@ -350,4 +350,4 @@ class Statistics(Subscriber):
         axis = channel_axis(message.kind, array.shape, self.channels)
         found = statistics(array, self.which, per=self.per, axis=axis, ddof=self.ddof, precision=self.precision)
         for kind, value in zip(self.produces, found.values(), strict=True):
-            yield derived(message, kind, torch.as_tensor(value, dtype=torch.float64))
+            yield derived(message, kind, torch.as_tensor(value, dtype=torch.float64, device="cpu"))
