@@ -375,9 +375,8 @@ class Survey:
             masks.append(np.full(rows, chunk is not None))
         journal, readable = np.concatenate(parts), np.concatenate(masks)
         # the length may have reached the disk before the rows, in HDF5; those are zeros, which no row is
-        end = len(journal)
-        while end and readable[end - 1] and not journal[end - 1].any():
-            end -= 1
+        told = ~readable | journal.any(axis=1)
+        end = len(journal) - int(told[::-1].argmax()) if told.any() else 0
         # where the description of the array was damaged, they are the rest of its last chunk
         if end < len(journal) and not any(problem.array == array.name for problem in self.problems):
             self._zeros = (end, len(journal))
