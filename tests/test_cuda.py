@@ -149,6 +149,15 @@ def by_hand(
     return seen, remove
 
 
+def of_modules(trace: tracer.open) -> dict[tuple[Any, ...], Tensor]:
+    """What a trace holds of modules, by kind, module, step and call, as `by_hand` has it."""
+    return {
+        (one.kind, one.key, one.global_step, one.call): one.data
+        for one in trace.messages()
+        if one.data is not None and not KINDS[one.kind].network
+    }
+
+
 @pytest.mark.parametrize("suffix", ["zarr", "h5"])
 def test_values_and_the_training(suffix: str, tmp_path: Path) -> None:
     """Every value in the trace is, to the bit, what plain hooks clone; the training is as without a recorder."""
@@ -165,11 +174,7 @@ def test_values_and_the_training(suffix: str, tmp_path: Path) -> None:
         train(model, optimizer, given)
     assert all(torch.equal(*pair) for pair in zip(state(model), without, strict=True))
     with tracer.open(tmp_path / f"run.{suffix}") as trace:
-        found = {
-            (one.kind, one.key, one.global_step, one.call): one.data
-            for one in trace.messages()
-            if one.data is not None and not KINDS[one.kind].network
-        }
+        found = of_modules(trace)
         assert found.keys() == expected.keys()
         different = [key for key, value in expected.items() if not torch.equal(found[key], value.cpu())]
         assert not different
@@ -563,11 +568,7 @@ def test_compiled(how: str, tmp_path: Path) -> None:
         else:
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
     with tracer.open(tmp_path / "run.zarr") as trace:
-        found = {
-            (one.kind, one.key, one.global_step, one.call): one.data
-            for one in trace.messages()
-            if one.data is not None and not KINDS[one.kind].network
-        }
+        found = of_modules(trace)
     assert found.keys() ^ expected.keys() == set()
     for key, value in expected.items():
         torch.testing.assert_close(
@@ -765,11 +766,7 @@ def test_ranks(wrapper: str, tmp_path: Path) -> None:
     finally:
         torch.distributed.destroy_process_group()
     with tracer.open(tmp_path / "run.zarr") as trace:
-        found = {
-            (one.kind, one.key, one.global_step, one.call): one.data
-            for one in trace.messages()
-            if one.data is not None and not KINDS[one.kind].network
-        }
+        found = of_modules(trace)
     assert found.keys() == expected.keys()
     different = [key for key, value in expected.items() if not torch.allclose(found[key], value.cpu(), 1e-5, 1e-6)]
     assert not different
