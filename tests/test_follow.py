@@ -94,6 +94,7 @@ class Counting(Collect):
     def __init__(self, *kinds: str) -> None:
         super().__init__(*kinds)
         self.changed = threading.Condition()
+        self.raised: list[Exception] = []
 
     def receive(self, message: Message) -> Any:
         with self.changed:
@@ -102,9 +103,17 @@ class Counting(Collect):
         return answers
 
     def wait_for(self, ready: Callable[[list[Message]], bool]) -> None:
-        """Wait until what was heard fulfils a condition."""
+        """Wait until what was heard fulfils a condition; what ended the replay before that is said."""
         with self.changed:
-            assert self.changed.wait_for(lambda: ready(list(self)), timeout=30)
+            in_time = self.changed.wait_for(lambda: bool(self.raised) or ready(list(self)), timeout=30)
+            assert not self.raised, self.raised
+            assert in_time, f"of {len(self)} messages, the last is {list(self)[-1:]}"
+
+    def fail(self, error: Exception) -> None:
+        """What the replay raised."""
+        with self.changed:
+            self.raised.append(error)
+            self.changed.notify_all()
 
 
 def following(path: Path, *receivers: Any, **options: Any) -> tuple[threading.Thread, list[Exception]]:
@@ -116,6 +125,9 @@ def following(path: Path, *receivers: Any, **options: Any) -> tuple[threading.Th
             tracer.replay(path, *receivers, follow=True, **options)
         except Exception as error:  # noqa: BLE001 - it is looked at in the other thread
             raised.append(error)
+            for one in receivers:
+                if isinstance(one, Counting):
+                    one.fail(error)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()

@@ -690,6 +690,28 @@ def test_unreachable_is_not_damaged(url: str, line: Line, monkeypatch: pytest.Mo
         assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("ending", ["", "raise ValueError('of its own')"])
+def test_a_program_that_ends_closes_what_it_records(url: str, ending: str) -> None:
+    """Python starts no threads any more then, and nobody ended the recording: it is written all the same."""
+    program = f"""
+import torch, tracer
+recorder = tracer.Recorder(tracer.TraceWriter({url!r}, commit_seconds=3600))
+for step in range(60):
+    where = {{"global_step": step, "train_step": step, "epoch": 0}}
+    for name in ("a", "b", "c"):
+        data = torch.full((300_000,), float(step))
+        recorder.receive(tracer.ModuleMessage(kind="activations", module=name, data=data, **where))
+{ending}
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == bool(ending), done.stderr
+    assert "shutdown" not in done.stderr
+    with TraceReader(url) as reader:
+        why = "ValueError: of its own" if ending else "TraceError: the training did not come to its end"
+        assert reader.status == f"failed: {why}"
+        assert [float(one.data[-1]) for one in reader.messages(modules="b")] == [*range(60)]
+
+
 # -- what cannot work ----------------------------------------------------------------------------------------------
 
 

@@ -123,3 +123,124 @@ def test_a_child_that_sets_itself_up_ends_by_the_signal(way: str, end: tuple[lis
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
     child = f"child {-signal.SIGTERM}"
     assert (done.stdout.splitlines(), done.returncode) == ([child, child, "blocked False", *end[0]], end[1])
+
+
+UNENDED = """
+import atexit, os, signal, sys, threading
+
+register = atexit.register
+def watched(function, *args, **options):
+    if "unregister_converters" not in getattr(function, "__name__", ""):
+        return register(function, *args, **options)
+    def told():
+        print("h5py ends beside", sum(one.name == "trace-writer" for one in threading.enumerate()), flush=True)
+        function()
+    return register(told)
+atexit.register = watched
+
+import torch
+import tracer
+from tracer.exporter import Exporter
+from tracer.integrations.recording import Recording
+from tracer.recorder import start
+from tracer.recorders import ForwardOutput
+from tracer.stores import location
+
+path, who, how = sys.argv[1:]
+model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if who == "recorder":
+    recorder = tracer.Recorder(tracer.TraceWriter(path, commit_seconds=3600))
+elif who == "record":
+    kept = tracer.record(path, model, optimizer, commit_seconds=3600)
+    kept.__enter__()
+elif who == "callback":
+    kept = Recording(path, {"commit_seconds": 3600})
+    kept.begin(model, [optimizer], 0, 0)
+elif who == "recorders":
+    kept = ForwardOutput(trace=path, optimizer=optimizer).modules(model)
+else:
+    exporter = Exporter()
+    exporter.set_model(model)
+    exporter.set_optimizer(optimizer)
+    kept = start(location(path), exporter, commit_seconds=3600, lazily=True)
+for step in range(30):
+    if who == "recorder":
+        where = {"global_step": step, "train_step": step, "epoch": 0}
+        recorder.receive(tracer.ModuleMessage(kind="activations", module="", data=torch.ones(20_000), **where))
+    else:
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).sum().backward()
+        optimizer.step()
+if how == "raises":
+    raise ValueError("of the program's")
+if how == "SIGTERM":
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pause()
+"""
+
+
+def end_without_a_word(path: Path, who: str, how: str) -> subprocess.CompletedProcess[str]:
+    """A program that ends, or is ended, while it records."""
+    command = [sys.executable, "-c", UNENDED, str(path), who, how]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
+@pytest.mark.parametrize("who", ["recorder", "record", "callback", "recorders", "lazily"])
+@pytest.mark.parametrize("how", ["returns", "raises"])
+def test_a_program_that_ends_closes_what_it_records(tmp_path: Path, suffix: str, who: str, how: str) -> None:
+    """Nothing is lost, and no thread writes any more when h5py prepares for the end, which HDF5 might not survive."""
+    path = tmp_path / f"run{suffix}"
+    done = end_without_a_word(path, who, how)
+    assert done.returncode == (1 if how == "raises" else 0), done.stderr
+    assert done.stdout == ("h5py ends beside 0\n" if suffix == ".h5" else "")
+    with TraceReader(path) as reader:
+        assert [message.global_step for message in reader.messages("activations", modules="")] == [*range(30)]
+        if who == "recorders":  # which has nothing else to tell
+            assert reader.status == "finished"
+        elif how == "raises":
+            assert reader.status == "failed: ValueError: of the program's"
+        else:
+            assert reader.status == "failed: TraceError: the training did not come to its end"
+
+
+@pytest.mark.parametrize("who", ["record", "callback", "recorders"])
+def test_sigterm_closes_what_everything_records(tmp_path: Path, who: str) -> None:
+    """However it was begun."""
+    path = tmp_path / "run.zarr"
+    done = end_without_a_word(path, who, "SIGTERM")
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    with TraceReader(path) as reader:
+        assert reader.status == "failed: SIGTERM"
+        assert len([*reader.messages("activations")]) == 30
+
+
+AFTERWARDS = """
+import signal, sys
+import torch
+from tracer import termination
+from tracer.integrations.recording import Recording
+from tracer.recorders import ForwardOutput
+
+model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if sys.argv[2] == "callback":
+    kept = Recording(sys.argv[1], {})
+    kept.begin(model, [optimizer], 0, 0)
+    print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+    kept.end()
+else:
+    kept = ForwardOutput(trace=sys.argv[1], optimizer=optimizer).modules(model)
+    print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+    kept.close()
+print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, termination._closers, termination._endings)
+"""
+
+
+@pytest.mark.parametrize("who", ["callback", "recorders"])
+def test_what_has_ended_is_forgotten(tmp_path: Path, who: str) -> None:
+    """Neither SIGTERM nor the program's end has anything left to do, and nothing is kept for it."""
+    command = [sys.executable, "-c", AFTERWARDS, str(tmp_path / "run.zarr"), who]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    assert done.stdout == "False\nTrue [] {}\n"

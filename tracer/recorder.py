@@ -144,6 +144,7 @@ class Recorder:
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._write, name="trace-writer", daemon=True)
         self._thread.start()
+        termination.at_exit(self._close_at_exit)
 
     @property
     def writer(self) -> TraceWriter | None:
@@ -167,6 +168,7 @@ class Recorder:
             return ()
         if self._writer is None and self._make is not None:
             self._writer = self._make()
+            termination.before_others()  # what writes may have been imported just now
         if self._error is not None:
             self._check()
         data = message.data
@@ -269,6 +271,12 @@ class Recorder:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
+        try:
+            self._close(status)
+        finally:
+            termination.not_at_exit(self._close_at_exit)
+
+    def _close(self, status: str) -> None:
         budget = self.budget
         if budget is not None and not budget.exhausted() and self._error is None:
             self._queue(budget.over())
@@ -282,6 +290,13 @@ class Recorder:
         self._check()
         if self._writer is not None:  # a recording that its budget has stopped is finished already
             self._finish(self._writer, status)
+
+    def _close_at_exit(self) -> None:
+        """Close what nobody closed; the exception that ends the program is why."""
+        try:
+            self.close(f"failed: {summary(what_ends_the_program())}")
+        except TraceError as error:
+            warnings.warn(f"the trace is incomplete: {error}", RuntimeWarning, stacklevel=2)
 
     def _finish(self, writer: TraceWriter, status: str) -> None:
         if self._closing_said:
@@ -612,9 +627,9 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         except BaseException:
             exporter.detach()
             raise
-        self._run = run
         if run.recorder is not None:
             termination.watch(run.recorder.close)
+        self._run = run
         return run
 
     def __exit__(
@@ -622,11 +637,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
     ) -> None:
         run, self._run = self._run, None
         if run is not None:
-            try:
-                end(run, error)
-            finally:
-                if run.recorder is not None:
-                    termination.unwatch(run.recorder.close)
+            end(run, error)
 
 
 def check_options(
@@ -868,7 +879,10 @@ def end(run: Run, error: BaseException | None = None) -> None:
         recorder.note(note)
     cause = error if error is not None else failure
     try:
-        recorder.close("finished" if cause is None else f"failed: {summary(cause)}")
+        try:
+            recorder.close("finished" if cause is None else f"failed: {summary(cause)}")
+        finally:
+            termination.unwatch(recorder.close)
     except TraceError as raised:
         if strict and cause is None:
             failure = raised
@@ -884,6 +898,12 @@ def end(run: Run, error: BaseException | None = None) -> None:
             warnings.warn(told, RuntimeWarning, stacklevel=3)
     if failure is not None:
         raise failure
+
+
+def what_ends_the_program() -> BaseException:
+    """The exception that nobody handled, or one that says that a recording was not ended."""
+    found = getattr(sys, "last_value", None)
+    return found if isinstance(found, BaseException) else TraceError("the training did not come to its end")
 
 
 def summary(error: BaseException) -> str:

@@ -14,9 +14,9 @@ first row, ``samples`` counted batches, and the results of ``apply`` were lost.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tracer import termination
 from tracer.capture import Capture
 from tracer.errors import CaptureError, TraceExistsError, TraceNotFoundError
 from tracer.exporter import Exporter
@@ -189,7 +190,8 @@ class TensorRecorder:
         self._trace = None if trace is None else location(trace)
         self._strict = strict
         self._networks: list[tuple[Exporter, _Network]] = []
-        self._ending: weakref.finalize[..., Any] | None = None
+        self._run: Run | None = None
+        self._ending: termination.Ending | None = None
 
     # -- which modules --------------------------------------------------------------------------------------
 
@@ -257,9 +259,11 @@ class TensorRecorder:
             if self._trace is None:
                 exporter.message_bus.register(receiver)
             else:
-                run = start(self._trace, exporter, [receiver])
+                run = self._run = start(self._trace, exporter, [receiver])
                 # at the latest when the program ends: a trace that is dropped is not lost
-                self._ending = weakref.finalize(self, end, run)
+                self._ending = termination.Ending(self, functools.partial(end, run))
+                if run.recorder is not None:
+                    termination.watch(run.recorder.close)
         except BaseException:
             exporter.detach()
             raise
@@ -370,10 +374,10 @@ class TensorRecorder:
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
-        ending, self._ending = self._ending, None
-        last = None if ending is None else ending.detach()
-        if last is not None:
-            run: Run = last[2][0]
+        run, self._run = self._run, None
+        if self._ending is not None:
+            self._ending.cancel()
+        if run is not None:
             end(run, error)
         for exporter, _ in self._networks:
             exporter.detach()

@@ -1,4 +1,4 @@
-"""What becomes of recordings when SIGTERM ends the process.
+"""What becomes of recordings that nobody ended when the program ends, or when SIGTERM ends the process.
 
 By default the signal ends a process at once, and what was recorded since the last commit is lost. While something is
 recorded it still ends the process, by the same signal and without running any of the training's code, but closes what
@@ -7,9 +7,12 @@ is being recorded before. Where the program has a handler of its own, before or 
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
+import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -18,6 +21,59 @@ _closers: list[Callable[[str], None]] = []
 """What closes each recording, given the status that its trace ends with."""
 _handler: Callable[[int, Any], None] | None = None
 """Which of the handlers here was put in the place of the system's."""
+_endings: dict[Callable[[], Any], None] = {}
+"""What ends each recording when the program ends, the latest last."""
+
+
+def at_exit(end: Callable[[], Any]) -> None:
+    """Have `end` called when the program ends, until `not_at_exit`; what was given later is called before."""
+    _endings[end] = None
+    before_others()
+
+
+def not_at_exit(end: Callable[[], Any]) -> None:
+    """Undo `at_exit`."""
+    _endings.pop(end, None)
+
+
+def before_others() -> None:
+    """Have recordings ended before anything that libraries which are there by now do when the program ends.
+
+    What h5py does then is not safe while another thread writes: HDF5 fails, or the process dies.
+    """
+    atexit.unregister(_end_all)
+    atexit.register(_end_all)
+
+
+def _end_all() -> None:
+    while _endings:
+        end, _ = _endings.popitem()
+        try:
+            end()
+        except BaseException:  # noqa: BLE001 - as atexit does, and the others are to be ended, too
+            traceback.print_exc()
+
+
+class Ending:
+    """Calls a function when the program ends, or before that when what it is for is dropped.
+
+    Parameters
+    ----------
+    owner : object
+        What it is for.
+    end : callable
+        Does not refer to it.
+    """
+
+    def __init__(self, owner: object, end: Callable[[], Any]) -> None:
+        self._finalizer = weakref.finalize(owner, end)
+        self._finalizer.atexit = False  # which would be too late
+        at_exit(self._finalizer)
+
+    def cancel(self) -> None:
+        """Call it no more."""
+        self._finalizer.detach()
+        not_at_exit(self._finalizer)
 
 
 def watch(close: Callable[[str], None]) -> None:
@@ -107,6 +163,7 @@ def _after_fork_in_parent() -> None:
 
 def _after_fork_in_child() -> None:
     _closers.clear()
+    _endings.clear()
     if _fork.mask is not None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)

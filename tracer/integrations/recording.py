@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import sys
-import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,8 +12,9 @@ from torch.optim import Optimizer
 
 from tracer.errors import CaptureError, TraceError, UnknownNameError
 from tracer.exporter import LOSS_FUNCTIONS
-from tracer.recorder import Run, end, record
+from tracer.recorder import Run, end, record, what_ends_the_program
 from tracer.stores import Anywhere
+from tracer.termination import Ending
 
 _FROM_THE_TRAINER = frozenset({"self", "path", "model", "optimizer", "first_step", "first_epoch"})
 """What `tracer.record` is told by a callback, not by its user."""
@@ -45,7 +45,7 @@ class Recording:
         # the functions that losses are made of, unless one is named: all of torch.nn's modules call them
         self._options = {"loss": LOSS_FUNCTIONS, **options}
         self._run: Run | None = None
-        self._ending: weakref.finalize[..., Any] | None = None
+        self._ending: Ending | None = None
 
     @property
     def active(self) -> bool:
@@ -76,7 +76,7 @@ class Recording:
             run.exporter.start_at(step, 0, epoch)
         self._run = run
         # not every trainer says that it was interrupted, but every program ends
-        self._ending = weakref.finalize(self, _end_at_exit, run)
+        self._ending = Ending(self, partial(_end_unended, run))
 
     def epoch_finished(self) -> None:
         """End the epoch, if there is a recording."""
@@ -88,12 +88,11 @@ class Recording:
         run, self._run = self._run, None
         ending, self._ending = self._ending, None
         if ending is not None:
-            ending.detach()
+            ending.cancel()
         if run is not None:
             end(run, error)
 
 
-def _end_at_exit(run: Run) -> None:
+def _end_unended(run: Run) -> None:
     """Close the trace of a training that nobody ended; the exception that ends the program is why."""
-    cause = getattr(sys, "last_value", None)
-    end(run, cause if isinstance(cause, BaseException) else TraceError("the training did not come to its end"))
+    end(run, what_ends_the_program())

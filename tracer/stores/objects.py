@@ -354,11 +354,23 @@ class Objects:
             raise self._failed("removed", error) from error
 
     def submit(self, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """Call a function in one of the threads; it must not wait for another one."""
+        """Call a function in one of the threads; it must not wait for another one.
+
+        It is called at once where there are no threads any more: a program that ends starts none.
+        """
         with self._lock:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(PARALLEL, "trace-objects")
-            return self._threads.submit(function, *arguments)
+            try:
+                return self._threads.submit(function, *arguments)
+            except RuntimeError:
+                pass
+        done: Future[Result] = Future()
+        try:
+            done.set_result(function(*arguments))
+        except Exception as error:  # noqa: BLE001 - whoever asks for the result gets it
+            done.set_exception(error)
+        return done
 
     def at_once(self, function: Callable[..., Result], arguments: Iterable[tuple[Any, ...]]) -> list[Result]:
         """The results of a function for each of several arguments, called at once; not from one of the threads."""
