@@ -65,10 +65,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"tracer.exporter", "tracer.hooks", "tracer.recorder", "tracer.environment", "tracer.wrappers"},
     "tracer.recorders": FOUNDATION
     | STORAGE
-    | {"tracer.exporter", "tracer.hooks", "tracer.recorder", "tracer.wrappers"},
+    | {"tracer.exporter", "tracer.hooks", "tracer.recorder", "tracer.wrappers", "tracer.termination"},
     "tracer.replay": FOUNDATION | STORAGE,
     "tracer.integrations": set(),
-    "tracer.integrations.*": FOUNDATION | STORAGE | {"tracer.exporter", "tracer.recorder", "tracer.integrations.*"},
+    "tracer.integrations.*": FOUNDATION
+    | STORAGE
+    | {"tracer.exporter", "tracer.recorder", "tracer.termination", "tracer.integrations.*"},
     "tracer.launch": FOUNDATION
     | STORAGE
     | RUNNING
