@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import threading
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -902,3 +902,28 @@ def test_past_the_page_cache_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert np.array_equal(plainly(path, "own"), values)
     if possible:
         assert len(files) == {"in part": 6, "when opened": 0}.get(how, 1)
+
+
+@pytest.mark.parametrize("piece", [1000, 65536, 1 << 20])
+def test_zarr_chunks_are_read_in_pieces(tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However a chunk is cut to be read, its bytes are right, and one that is not is found wherever it is."""
+    monkeypatch.setattr("tracer.stores.zarr.READ_PIECE", piece)
+    data = np.random.default_rng(0).integers(0, 256, (2, 300_000), np.uint8)
+    path = tmp_path / "run.zarr"
+    store = create_store(path)
+    store.create("a", dtype="uint8", shape=(300_000,), chunk_bytes=300_000)
+    store.append("a", data)
+    store.close()
+    with closing(open_store(path)) as reading:
+        np.testing.assert_array_equal(reading.read("a", 0, 2), data)
+    (shard,) = (entry for entry in (path / "a").rglob("*") if entry.is_file() and entry.name != "zarr.json")
+    stored = shard.read_bytes()
+    begin = stored.index(data[1].tobytes())
+    for place in (0, 999, 1000, 65535, 65536, 150_000, 299_999, 300_000, 300_003):
+        changed = bytearray(stored)
+        changed[begin + place] ^= 1
+        shard.write_bytes(changed)
+        with closing(open_store(path)) as reading:
+            np.testing.assert_array_equal(reading.read("a", 0, 1), data[:1])
+            with pytest.raises(TraceCorruptError, match="chunk 1 of array 'a' fails its checksum"):
+                reading.read("a", 0, 2)

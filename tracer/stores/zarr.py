@@ -51,7 +51,7 @@ PIECE = 1 << 19
 Page caches take memory in blocks that lie at multiples of their size in the file, so writes that lie elsewhere are cut
 into many small ones. A piece should still be in the processor's cache when it is written, after its checksum.
 """
-READ_PIECE = 1 << 18
+READ_PIECE = 1 << 20
 """Bytes of one read: they should be in the processor's cache when their checksum is computed."""
 DOCUMENT_LIMIT = 16 << 20
 """Bytes of the largest zarr.json that is read; parsed, it takes many times as much."""
