@@ -723,8 +723,9 @@ def _new_file(path: PathLike, overwrite: bool) -> Iterator[Path]:
         raise TraceExistsError(f"{str(target)!r} is a folder, which a file never replaces")
     if not target.parent.is_dir():
         raise TraceNotFoundError(f"there is no folder {str(target.parent)!r} to write {target.name!r} into")
-    temporary = target.with_name(f".{target.stem}.{os.getpid()}.tmp{target.suffix}")
-    aside = target.with_name(f".{target.stem}.{os.getpid()}.old{target.suffix}")
+    mine = f".{os.getpid()}-{os.urandom(4).hex()}"  # and not the target's name, which may be as long as a name can be
+    temporary = target.with_name(f"{mine}.tmp{target.suffix}")
+    aside = target.with_name(f"{mine}.old{target.suffix}")
     try:
         yield temporary
         if target.is_dir():  # a folder cannot be replaced by another, unless it makes room first

@@ -18,8 +18,19 @@ import pytest
 import torch
 
 import tracer
-from tracer import Collect, Message, ModuleMessage, NetworkMessage, TraceReader, TraceWriter
+from tracer import (
+    Collect,
+    Message,
+    ModuleMessage,
+    NetworkMessage,
+    Subscriber,
+    Subscription,
+    TraceReader,
+    TraceWriter,
+    derived,
+)
 from tracer.errors import CaptureError, TraceCorruptError
+from tracer.stores import hdf5
 
 FORMATS = (".zarr", ".h5")
 every_format = pytest.mark.parametrize("suffix", FORMATS)
@@ -341,3 +352,101 @@ def test_what_is_no_more_recorded_holds_nothing_back(tmp_path: Path) -> None:
     thread.join(30)
     assert raised == []
     assert [one.global_step for one in heard if one.kind == "weight_updates"] == [0, 1]
+
+
+@pytest.mark.parametrize("when", ["opened", "refreshed"])
+def test_a_file_that_is_replaced_while_it_is_opened(tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first commits put another file at the path; a reader that opens it meanwhile reads the new one, and reads on.
+
+    It opens the file twice, by HDF5 and by the system, and stayed for ever with two different ones.
+    """
+    path = tmp_path / "run.h5"
+    opened = hdf5._open
+
+    def commit_meanwhile(path: Any) -> Any:
+        found = opened(path)
+        monkeypatch.setattr(hdf5, "_open", opened)
+        write(5)
+        return found
+
+    def write(steps: int) -> None:
+        for step in range(steps):
+            where = {"global_step": step, "train_step": step, "epoch": 0}
+            writer.write(NetworkMessage(kind="loss", data=torch.tensor(float(step)), **where))
+        writer.commit()
+
+    with TraceWriter(path) as writer:
+        if when == "opened":
+            monkeypatch.setattr(hdf5, "_open", commit_meanwhile)
+            reader = TraceReader(path)
+        else:
+            reader = TraceReader(path)
+            writer.note({"nothing": "is written, and the file is another"})
+            writer.commit()
+            monkeypatch.setattr(hdf5, "_open", commit_meanwhile)
+            reader.refresh()
+        assert hdf5._open is opened
+        reader.refresh()
+        assert [float(one.data) for one in reader.messages("loss")] == [*range(5)]
+        write(2)
+        assert reader.refresh()
+        assert len(reader) == 7
+    assert reader.refresh()
+    assert reader.status == "finished"
+    reader.close()
+
+
+@every_format
+def test_the_last_commit_of_a_process_that_is_killed_is_heard(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when it comes, and the process dies, between the follower's look at the trace and at the process."""
+    path = tmp_path / f"run{suffix}"
+    refresh = TraceReader.refresh
+    with writing(path) as other:
+        other.write(2)
+
+        def then_dies(self: TraceReader) -> bool:
+            monkeypatch.setattr(TraceReader, "refresh", refresh)
+            other.write(1)
+            changed = refresh(self)
+            other.write(2)
+            other.process.kill()
+            other.process.wait()
+            return changed
+
+        monkeypatch.setattr(TraceReader, "refresh", then_dies)
+        heard = Collect("weights")
+        tracer.replay(path, heard, follow=True)
+    with TraceReader(path) as reader:
+        assert reader.status == "interrupted"
+    assert [one.global_step for one in heard if one.key == "a"] == [*range(5)]
+
+
+@every_format
+def test_a_kind_of_the_users_may_come_later(tmp_path: Path, suffix: str) -> None:
+    """A subscriber, and not only one that collects, may need what nobody has recorded yet, and what another makes."""
+    path = tmp_path / f"run{suffix}"
+    doubled, began = Counting("late_doubled"), Counting("weights")
+    with writing(path) as other:
+        other.write(1)
+        thread, raised = following(path, Doubling(), doubled, began)
+        began.wait_for(lambda found: len(found) == 2)
+        other.write(7)
+        doubled.wait_for(lambda found: len(found) == 2)
+        other.end()
+        thread.join(30)
+    assert raised == []
+    assert [float(one.data) for one in doubled] == [12.0, 14.0]
+
+
+class Doubling(Subscriber):
+    """Twice what comes late."""
+
+    def __init__(self) -> None:
+        super().__init__(Subscription("late"), produces="late_doubled")
+
+    def compute(self, message: Message) -> Iterator[Message]:
+        """The answer to one message."""
+        assert message.data is not None
+        yield derived(message, "late_doubled", 2 * message.data)

@@ -355,6 +355,14 @@ def test_nothing_is_overwritten_unasked(results: analyze.Results, tmp_path: Path
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
+def test_names_may_be_as_long_as_names_can_be(results: analyze.Results, tmp_path: Path, suffix: str) -> None:
+    """What is written beside a file before it takes its place has a name of its own."""
+    path = tmp_path / ("x" * (255 - len(suffix)) + suffix)
+    results.write(path)
+    assert os.listdir(tmp_path) == [path.name]
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
 def test_folders_are_never_overwritten(results: analyze.Results, tmp_path: Path, suffix: str) -> None:
     """A folder that is no trace may hold somebody's work: it stays even if overwriting is asked for."""
     path = tmp_path / f"out{suffix}"

@@ -349,6 +349,13 @@ def test_mask_over_the_journal(trace: TraceReader) -> None:
             trace.messages(where=bad)
 
 
+@pytest.mark.parametrize("stride", [2**62, 2**63, 10**30])
+def test_strides_beyond_all_steps(trace: TraceReader, stride: int) -> None:
+    """Only the first step is one of theirs."""
+    found = {message.global_step for message in trace.messages(steps=(1, None, stride))}
+    assert found == {1}
+
+
 @pytest.mark.parametrize(
     "steps", [(5, 3), (-1, 3), (0, 3, 0), (0, 3, -1), (0,), (0, 1, 2, 3), ("a", 3), (0.5, 3), (True, 3)]
 )

@@ -1160,7 +1160,7 @@ def _check_steps(steps: Steps | None) -> tuple[int, int | None, int]:
     stop = None if stop is None else int(stop)
     if start < 0 or (stop is not None and stop < start) or stride < 1:
         raise CaptureError(f"steps go up from 0: {steps!r} has a negative, reversed or standing part")
-    return start, stop, stride
+    return start, stop, min(stride, np.iinfo(np.int64).max)
 
 
 def _stream_name(kind: str, module: str | None, tag: str, leaf: str) -> str:

@@ -180,6 +180,8 @@ def replay(
             return _plan(reader, tuple(ordered), kinds, modules, steps, tags, chosen, since, growing=following)
 
         following = follow and reader.status == "recording"
+        if follow and not following:
+            reader.refresh()  # it may have committed more before it ended
         # what other ranks recorded comes when they commit it, which may be later than what would follow it
         reader = reader.of_rank(chosen, assemble=False if following else None)
         todo = planned(0)
@@ -188,6 +190,10 @@ def replay(
         for sentence in todo.partial:
             warnings.warn(sentence, RuntimeWarning, stacklevel=2)
         _register_topics(bus, reader)
+        if following:
+            made = {kind for one in ordered for kind in getattr(one, "produces", ())}
+            for kind in {kind for one in ordered for kind in getattr(one, "needs", ())} - made - {*bus.topics}:
+                bus.register_topic(kind)  # one of the user's that may be recorded later
         for receiver in ordered:
             bus.register(receiver)
         tell_of_model(ordered, lambda: reader.header.get("model"))
@@ -249,7 +255,7 @@ def _wait(reader: TraceReader) -> bool:
         began = time.monotonic()
         changed = reader.refresh()
         if changed or not going_on:
-            return going_on and reader.status == "recording"
+            return going_on
         # where looking is slow, as in a store far away, look less often
         pause = min(max(pause * 1.2, 5 * (time.monotonic() - began)), LONGEST_POLL_SECONDS)
         time.sleep(pause)

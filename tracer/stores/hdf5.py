@@ -186,6 +186,24 @@ def _open(path: File) -> Any:
         return _open_somehow(path)
 
 
+def _open_both(path: File) -> tuple[Any, int | ObjectFile]:
+    """A file by HDF5, and by the system: the same one, though the first commits put another in its place."""
+    if not isinstance(path, Path):
+        return _open(path), path
+    while True:
+        plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            file = _open(path)
+            # one that was put away does not come back, so what is there at first and at last was there in between
+            if os.path.samestat(os.stat(path), os.fstat(plain)):
+                return file, plain
+            file.close()
+        except BaseException:
+            os.close(plain)
+            raise
+        os.close(plain)
+
+
 def _open_somehow(path: Path) -> Any:
     # A process opens a file twice only in the same mode, and most others open it plainly. Plainly fails while it is
     # written or after its writer was killed (swmr), and on file systems without locks.
@@ -554,7 +572,7 @@ class Hdf5ReadStore:
             self.problems += _cut_off(path)
         with _read(path, "the file"):
             try:
-                self._file = _open(path)
+                self._file, self._plain = _open_both(path)
             except Exception as error:
                 if not damaged:
                     raise
@@ -563,7 +581,8 @@ class Hdf5ReadStore:
                 self._file = h5py.File(self._mended, "r")
         try:
             with _read(path, "the file"):
-                self._plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if isinstance(path, Path) else path
+                if self._plain == -1:
+                    self._plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if isinstance(path, Path) else path
                 self._check("", self._file, set())
         except BaseException:
             self.close()
@@ -654,8 +673,7 @@ class Hdf5ReadStore:
             self.close()
             self._looked_up.clear()
             self._size = found.st_size
-            self._file = _open(self.path)
-            self._plain = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            self._file, self._plain = _open_both(self.path)
             self._check("", self._file, set())
 
     def names(self, prefix: str = "") -> list[str]:
