@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from tracer import termination
+from tracer.errors import TraceError
+from tracer.integrations.recording import Recording
 from tracer.reader import TraceReader
+from tracer.recorder import what_ends_the_program
+from tracer.writer import TraceWriter
 
 PROGRAM = """
 import multiprocessing, os, signal, sys, time
@@ -127,16 +136,16 @@ def test_a_child_that_sets_itself_up_ends_by_the_signal(way: str, end: tuple[lis
 
 UNENDED = """
 import atexit, os, signal, sys, threading
-
-register = atexit.register
-def watched(function, *args, **options):
-    if "unregister_converters" not in getattr(function, "__name__", ""):
-        return register(function, *args, **options)
+import tracer
+if sys.argv[1].endswith(".h5"):
+    import h5py
+    atexit.unregister(h5py._unregister_converters)
+    real = h5py._unregister_converters
     def told():
         print("h5py ends beside", sum(one.name == "trace-writer" for one in threading.enumerate()), flush=True)
-        function()
-    return register(told)
-atexit.register = watched
+        real()
+    h5py._unregister_converters = told
+    atexit.register(told)
 
 import torch
 import tracer
@@ -244,3 +253,220 @@ def test_what_has_ended_is_forgotten(tmp_path: Path, who: str) -> None:
     command = [sys.executable, "-c", AFTERWARDS, str(tmp_path / "run.zarr"), who]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
     assert done.stdout == "False\nTrue [] {}\n"
+
+
+SLOW = """
+import atexit, contextlib, multiprocessing, os, signal, sys, threading, time, warnings
+import tracer
+import torch
+from tracer import NetworkMessage, Recorder, TraceWriter
+import tracer.recorder
+
+write_many = TraceWriter.write_many
+def slowly(self, batch):
+    time.sleep(0.05)
+    write_many(self, batch)
+TraceWriter.write_many = slowly
+tracer.recorder._BATCH_MESSAGES = 10
+STEPS = 400  # which take two seconds
+
+def later(number, *seconds):
+    def work():
+        for one in seconds:
+            time.sleep(one)
+            os.kill(os.getpid(), number)
+    threading.Thread(target=work, daemon=True).start()
+
+def receive_all(recorder):
+    for step in range(STEPS):
+        where = {"global_step": step, "train_step": step, "epoch": 0}
+        recorder.receive(NetworkMessage(kind="loss", data=torch.tensor(float(step)), **where))
+
+def child(path):
+    receive_all(Recorder(TraceWriter(path, commit_seconds=3600)))
+
+path, how = sys.argv[1:]
+if how.startswith("close"):
+    recorder = Recorder(TraceWriter(path, commit_seconds=3600))
+    receive_all(recorder)
+    later(signal.SIGINT if how == "close SIGINT" else signal.SIGTERM, 0.5)
+    tracer.termination.watch(recorder.close)
+    try:
+        recorder.close()
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        recorder.close()  # goes on waiting
+    with TraceWriter(path, overwrite=True):  # the place is free
+        pass
+    with TraceWriter(path + "2.zarr"):
+        pass
+    os._exit(0)
+elif how == "finish":
+    class Interrupted(tracer.Collect):
+        def finish(self):
+            signal.raise_signal(signal.SIGINT)
+            return super().finish()
+    model = torch.nn.Linear(2, 2)
+    try:
+        with tracer.record(path, model, (), receivers=[Interrupted()]):
+            model(torch.ones(3, 2)).sum().backward()
+    except KeyboardInterrupt:
+        print(len(model._forward_hooks), len(model._forward_pre_hooks), flush=True)
+elif how == "child":
+    process = multiprocessing.get_context("fork").Process(target=child, args=(path,))
+    process.start()
+    process.join()
+elif how == "own":
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    model = torch.nn.Linear(2, 2)
+    run = stack.enter_context(tracer.record(path, model, (), logs=["last"]))
+    atexit.register(lambda: run.log("last", 1.0))
+else:
+    recorder = Recorder(TraceWriter(path, commit_seconds=3600))
+    receive_all(recorder)
+    if "SIGTERM" in how:
+        tracer.termination.watch(recorder.close)
+        atexit.register(later, signal.SIGTERM, 0.5)
+    else:
+        atexit.register(later, signal.SIGINT, *[0.5] * (2 if "twice" in how else 1))
+"""
+
+
+def end_slowly(path: Path, how: str) -> subprocess.CompletedProcess[str]:
+    """A program whose recording takes two seconds to be written when it ends."""
+    command = [sys.executable, "-c", SLOW, str(path), how]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def losses_in(path: Path) -> tuple[str, list[float]]:
+    """The status of a trace, and the losses in it."""
+    with TraceReader(path) as reader:
+        return reader.status, [float(one.data) for one in reader.messages("loss") if one.data is not None]
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
+@pytest.mark.parametrize("signal_name", ["SIGINT", "SIGTERM"])
+def test_a_program_that_is_interrupted_at_its_end_writes_all(tmp_path: Path, suffix: str, signal_name: str) -> None:
+    """What waits is written, once the user presses ^C, or a SLURM job reaches its time limit, and then it ends."""
+    path = tmp_path / f"run{suffix}"
+    done = end_slowly(path, f"exit {signal_name}")
+    assert done.returncode == (0 if signal_name == "SIGINT" else -signal.SIGTERM), done.stderr
+    assert ("^C again" in done.stderr) == (signal_name == "SIGINT")
+    assert "Traceback" not in done.stderr
+    why = "failed: TraceError: the training did not come to its end"
+    assert losses_in(path) == (why, [float(step) for step in range(400)])
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
+def test_who_interrupts_twice_does_not_wait(tmp_path: Path, suffix: str) -> None:
+    """What waits is given up, the trace is closed, and says so."""
+    path = tmp_path / f"run{suffix}"
+    done = end_slowly(path, "exit SIGINT twice")
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    status, losses = losses_in(path)
+    assert status == "failed: KeyboardInterrupt: what waited to be written was given up"
+    assert losses == [float(step) for step in range(len(losses))]
+    assert 0 < len(losses) < 400
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
+def test_sigterm_waits_for_a_trace_that_is_being_closed(tmp_path: Path, suffix: str) -> None:
+    """A close that is under way is waited for before the process ends."""
+    path = tmp_path / f"run{suffix}"
+    done = end_slowly(path, "close SIGTERM")
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, ""), done.stderr
+    assert losses_in(path) == ("finished", [float(step) for step in range(400)])
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
+def test_closing_goes_on_after_an_interrupt(tmp_path: Path, suffix: str) -> None:
+    """It can be waited for again, and then the place is free for another trace."""
+    done = end_slowly(tmp_path / f"run{suffix}", "close SIGINT")
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
+
+
+def test_what_interrupts_the_last_answers_ends_the_recording(tmp_path: Path) -> None:
+    """Hooks are taken off and the trace is closed, though a receiver was not done."""
+    path = tmp_path / "run.zarr"
+    done = end_slowly(path, "finish")
+    assert (done.returncode, done.stdout) == (0, "0 0\n"), done.stderr
+    with TraceReader(path) as reader:
+        assert reader.status == "failed: KeyboardInterrupt"
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
+def test_a_process_of_multiprocessing_closes_what_it_records(tmp_path: Path, suffix: str) -> None:
+    """It leaves without what atexit does."""
+    path = tmp_path / f"run{suffix}"
+    done = end_slowly(path, "child")
+    assert done.returncode == 0, done.stderr
+    assert len(losses_in(path)[1]) == 400
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
+def test_functions_of_the_program_may_end_what_it_records(tmp_path: Path, suffix: str) -> None:
+    """They come before ours, so that they may record, too."""
+    path = tmp_path / f"run{suffix}"
+    done = end_slowly(path, "own")
+    assert done.returncode == 0, done.stderr
+    with TraceReader(path) as reader:
+        assert reader.status == "finished"
+        assert [float(one.data) for one in reader.messages("last") if one.data is not None] == [1.0]
+
+
+def test_an_exception_of_an_earlier_cell_is_not_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook the last exception that nobody handled may be of long ago."""
+    monkeypatch.setattr(sys, "last_value", ValueError("of another cell"), raising=False)
+    before = sys.last_value
+    assert isinstance(what_ends_the_program(), ValueError)
+    assert isinstance(what_ends_the_program(before), TraceError)
+    monkeypatch.setattr(sys, "last_value", KeyError("of this one"))
+    assert isinstance(what_ends_the_program(before), KeyError)
+
+
+@pytest.mark.parametrize("where", ["writer", "locked"])
+def test_what_is_dropped_anywhere_is_closed(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collection of garbage may happen in the recorder's thread, or while the training holds the recorder's lock."""
+    monkeypatch.setattr("tracer.recorder._PATIENCE", 0.2)
+    path = tmp_path / "run.zarr"
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recording = Recording(path, {"commit_seconds": 3600})
+    recording.begin(model, [optimizer], 0, 0)
+    recorder = recording.run.recorder
+    assert recorder is not None
+    collected = []
+    write_many = TraceWriter.write_many
+
+    def collect(self: TraceWriter, batch: Any) -> None:
+        if dropped and not collected:
+            collected.append(threading.current_thread().name)
+            gc.collect()
+        write_many(self, batch)
+
+    dropped: list[bool] = []
+    if where == "writer":
+        monkeypatch.setattr(TraceWriter, "write_many", collect)
+    model(torch.ones(8, 4)).sum().backward()
+    optimizer.step()
+    recording.cycle = recording  # type: ignore[attr-defined] # as a trainer and its callback have
+    del recording
+    if where == "writer":
+        dropped.append(True)
+        model(torch.ones(8, 4)).sum().backward()
+        optimizer.step()
+    else:
+        with recorder._changed:
+            gc.collect()
+    assert recorder._done.wait(20)
+    if where == "writer":
+        assert collected == ["trace-writer"]
+    assert not model._forward_hooks
+    with TraceReader(path) as reader:
+        assert reader.status == "failed: TraceError: the training did not come to its end"
+        assert len([*reader.messages("batch_finished")]) >= 1
+    recorder.close()
+    assert recorder._close_at_exit not in termination._endings

@@ -10,6 +10,9 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+# not when it is used: what a program has called at its end, from now on, may still end what it records
+from tracer import termination as _termination  # noqa: F401
+
 if TYPE_CHECKING:
     from tracer.actions import Actor
     from tracer.bus import Collect, MessageBus, Receiver, get_default_bus

@@ -45,6 +45,8 @@ COMMIT_SECONDS = 2.0
 """After how many seconds at most what was recorded is safe."""
 
 _WAKE_BYTES = 4 << 20
+_PATIENCE = 5.0
+"""Seconds that the end of a recording that was dropped waits for the thread, at most."""
 _LATENCY = 0.05
 """The thread wakes when so many bytes wait, or after so many seconds."""
 _BATCH_BYTES = 8 << 20
@@ -136,15 +138,20 @@ class Recorder:
         self._changed = threading.Condition()
         self._idle = False  # whether the thread waits for messages
         self._stalled = False  # whether the training waits for room
-        self._closing = False
-        self._closing_said = False  # whether the trace says how the run ended
-        self._closed = False
+        self._closed = False  # whether it takes no more messages
+        self._closing = False  # whether the thread ends the trace when nothing waits any more
+        self._status = "finished"  # which the trace then gets
+        self._gives_up = False  # whether it does so at once
+        self._ended = False  # whether whoever closes it was told how that went
         self._error: Exception | None = None
         self._indices: set[tuple[int, int, int]] = set()
+        # and not the thread itself: Python takes one for ended when waiting for it is interrupted
+        self._done = threading.Event()
         self._pid = os.getpid()
+        self._raised_before = getattr(sys, "last_value", None)
         self._thread = threading.Thread(target=self._write, name="trace-writer", daemon=True)
         self._thread.start()
-        termination.at_exit(self._close_at_exit)
+        termination.at_exit(self._close_at_exit, self._give_up)
 
     @property
     def writer(self) -> TraceWriter | None:
@@ -168,7 +175,7 @@ class Recorder:
             return ()
         if self._writer is None and self._make is not None:
             self._writer = self._make()
-            termination.before_others()  # what writes may have been imported just now
+            termination.at_exit(self._close_at_exit, self._give_up)  # what writes may have been imported just now
         if self._error is not None:
             self._check()
         data = message.data
@@ -227,6 +234,8 @@ class Recorder:
 
     def _make_room(self, kind: str, size: int) -> bool:
         """Wait until a message fits into the queue; or count it as dropped and say that it does not."""
+        if threading.current_thread() is self._thread:  # in which a collection of garbage may end what it watched
+            return True
         with self._changed:
             self._changed.notify_all()
             if self._on_full == "drop":
@@ -246,7 +255,7 @@ class Recorder:
         """Wait until nothing waits for the thread any more."""
         with self._changed:
             self._changed.notify_all()
-        while self._received != self._written and self._thread.is_alive():
+        while self._received != self._written and not self._done.is_set():
             time.sleep(0.001)
 
     def note(self, note: Mapping[str, Any]) -> None:
@@ -260,53 +269,68 @@ class Recorder:
         """Nothing to add."""
         return ()
 
-    def close(self, status: str = "finished") -> None:
+    def close(self, status: str = "finished", *, patience: float | None = None) -> None:
         """Write all that waits, then the status, and close the trace; closing twice is fine.
+
+        The thread does it. Where waiting for it is interrupted, it goes on, and the program's end waits for it.
+
+        Parameters
+        ----------
+        status : str
+        patience : float, optional
+            How many seconds to wait, at most, until it is done.
 
         Raises
         ------
         TraceError
             If not everything could be written.
         """
-        if self._closed or os.getpid() != self._pid:
+        if self._ended or os.getpid() != self._pid:
             return
-        self._closed = True
         try:
-            self._close(status)
+            if not self._closed:
+                self._closed, self._status = True, status
+                budget = self.budget
+                if budget is not None and not budget.exhausted() and self._error is None:
+                    self._queue(budget.over())
+                    if budget.exhausted():
+                        self._stop(budget)
         finally:
-            termination.not_at_exit(self._close_at_exit)
-
-    def _close(self, status: str) -> None:
-        budget = self.budget
-        if budget is not None and not budget.exhausted() and self._error is None:
-            self._queue(budget.over())
-            if budget.exhausted():
-                self._stop(budget)
-        with self._changed:
             self._closing = True
-            self._changed.notify_all()
-        self._thread.join()
-        self._transfers.forget()
-        self._check()
-        if self._writer is not None:  # a recording that its budget has stopped is finished already
-            self._finish(self._writer, status)
+            with self._changed:
+                self._changed.notify_all()
+        if threading.current_thread() is self._thread:  # in which a collection of garbage ends what nobody refers to
+            return
+        if self._done.wait(patience) and not self._ended:
+            self._ended = True
+            self._thread.join()
+            termination.not_at_exit(self._close_at_exit)
+            self._transfers.forget()
+            self._check()
 
     def _close_at_exit(self) -> None:
         """Close what nobody closed; the exception that ends the program is why."""
         try:
-            self.close(f"failed: {summary(what_ends_the_program())}")
+            self.close(f"failed: {summary(what_ends_the_program(self._raised_before))}")
         except TraceError as error:
             warnings.warn(f"the trace is incomplete: {error}", RuntimeWarning, stacklevel=2)
 
-    def _finish(self, writer: TraceWriter, status: str) -> None:
-        if self._closing_said:
-            return
-        self._closing_said = True
+    def _give_up(self) -> None:
+        """Let the thread write no more of what waits."""
+        self._gives_up = True
+
+    def _finish(self, writer: TraceWriter) -> None:
+        """End the trace, with all that was written to it."""
         self._note_drops(writer)
         if self._spoilt:
             why = f"a receiver changed the data before it was written: {dict(self._spoilt)} messages are not recorded"
             count = self._spoilt.total()
             writer.note({"problem": {"what": ", ".join(self._spoilt), "why": why, "count": count}})
+        status = self._status
+        if self.budget is not None and self.budget.exhausted():
+            status = "finished"  # complete up to here, whatever becomes of the training
+        if self._gives_up:
+            status = "failed: KeyboardInterrupt: what waited to be written was given up"
         writer.finish(status)
 
     def _check(self) -> None:
@@ -320,21 +344,23 @@ class Recorder:
     def _write(self) -> None:
         try:
             while True:
-                while self._waiting:
+                while self._waiting and not self._gives_up:
                     self._write_batch()
                 writer = self._writer
                 if writer is not None:
                     self._note_drops(writer)
                     writer.commit_if_due()
                 with self._changed:
-                    if not self._waiting:
+                    if self._gives_up or not self._waiting:
                         if self._closing:
                             break
                         self._idle = True
                         self._changed.wait(timeout=_LATENCY)
                         self._idle = False
-            if writer is not None and self.budget is not None and self.budget.exhausted():
-                self._finish(writer, "finished")  # complete up to here, whatever becomes of the training
+            if writer is not None:
+                self._finish(writer)
+            if self._closed:
+                termination.not_at_exit(self._close_at_exit)  # there is nothing left to be done, or told
         except Exception as error:
             if self._writer is not None:
                 self._writer.give_up(error)
@@ -342,6 +368,8 @@ class Recorder:
                 self._error = error
                 self._waiting.clear()
                 self._changed.notify_all()
+        finally:
+            self._done.set()
 
     def _write_batch(self) -> None:
         """Write some of the messages that wait, up to the next note, or the note that is the first of them."""
@@ -861,8 +889,11 @@ def start(
     return Run(path, exporter, recorder)
 
 
-def end(run: Run, error: BaseException | None = None) -> None:
-    """Finish what is open, take the hooks off, and close the trace; a failure to write is a warning unless strict."""
+def end(run: Run, error: BaseException | None = None, *, wait: bool = True) -> None:
+    """Finish what is open, take the hooks off, and close the trace; a failure to write is a warning unless strict.
+
+    `wait`: until all is written, however long that takes; else the recorder's thread may still be at it.
+    """
     exporter, recorder, strict = run.exporter, run.recorder, run.exporter.strict
     if recorder is None:
         exporter.detach()
@@ -872,23 +903,25 @@ def end(run: Run, error: BaseException | None = None) -> None:
         if error is None:
             exporter.finish()
             run.bus.finish()
-    except Exception as raised:  # only under strict: else it is noted and warned about
+    except BaseException as raised:  # an interrupt, or under strict what else is noted; it is raised below
         failure = raised
     exporter.detach()
     for note in notes(exporter):
         recorder.note(note)
     cause = error if error is not None else failure
+    status = "finished" if cause is None else f"failed: {summary(cause)}"
     try:
-        try:
-            recorder.close("finished" if cause is None else f"failed: {summary(cause)}")
-        finally:
-            termination.unwatch(recorder.close)
+        # what is dropped may be dropped where the thread cannot go on before this returns
+        recorder.close(status, patience=None if wait else _PATIENCE)
     except TraceError as raised:
         if strict and cause is None:
             failure = raised
         else:
             warnings.warn(f"the trace is incomplete: {raised}", RuntimeWarning, stacklevel=3)
+    termination.unwatch(recorder.close)
     try:
+        if not wait and recorder in run.bus.receivers:
+            run.bus.unregister(recorder)
         run.bus.close()
     except Exception as raised:
         if strict and cause is None:
@@ -900,10 +933,15 @@ def end(run: Run, error: BaseException | None = None) -> None:
         raise failure
 
 
-def what_ends_the_program() -> BaseException:
-    """The exception that nobody handled, or one that says that a recording was not ended."""
+def what_ends_the_program(before: object = None) -> BaseException:
+    """The exception that nobody handled, or one that says that a recording was not ended.
+
+    `before`: one that was there already when it began, as of another cell of a notebook.
+    """
     found = getattr(sys, "last_value", None)
-    return found if isinstance(found, BaseException) else TraceError("the training did not come to its end")
+    if isinstance(found, BaseException) and found is not before:
+        return found
+    return TraceError("the training did not come to its end")
 
 
 def summary(error: BaseException) -> str:

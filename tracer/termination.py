@@ -10,25 +10,44 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import sys
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import ModuleType
 from typing import Any
 
 _closers: list[Callable[[str], None]] = []
 """What closes each recording, given the status that its trace ends with."""
 _handler: Callable[[int, Any], None] | None = None
 """Which of the handlers here was put in the place of the system's."""
-_endings: dict[Callable[[], Any], None] = {}
-"""What ends each recording when the program ends, the latest last."""
+_endings: dict[Callable[[], Any], Callable[[], Any] | None] = {}
+"""What ends each recording when the program ends, the latest last, and how that is made short."""
+_h5py: ModuleType | None = None
+"""h5py, once what it does when the program ends is done here."""
+_ending = False
+"""Whether recordings are being ended because the program ends."""
+_signalled: int | None = None
+"""A signal that came meanwhile."""
+_children: set[int] = set()
+"""Processes that multiprocessing began, which were told of recordings."""
 
 
-def at_exit(end: Callable[[], Any]) -> None:
-    """Have `end` called when the program ends, until `not_at_exit`; what was given later is called before."""
-    _endings[end] = None
-    before_others()
+def at_exit(end: Callable[[], Any], give_up: Callable[[], Any] | None = None) -> None:
+    """Have a function called when the program ends, until `not_at_exit`; what was given later is called before.
+
+    Parameters
+    ----------
+    end : callable
+        May be called again where it was interrupted.
+    give_up : callable, optional
+        Lets `end` take less time. Called when the user interrupts it twice.
+    """
+    _endings[end] = give_up
+    _before_h5py()
+    _in_child_processes()
 
 
 def not_at_exit(end: Callable[[], Any]) -> None:
@@ -36,22 +55,64 @@ def not_at_exit(end: Callable[[], Any]) -> None:
     _endings.pop(end, None)
 
 
-def before_others() -> None:
-    """Have recordings ended before anything that libraries which are there by now do when the program ends.
+def _before_h5py() -> None:
+    """Do ourselves what h5py does when the program ends, when all recordings have ended.
 
-    What h5py does then is not safe while another thread writes: HDF5 fails, or the process dies.
+    It is not safe beside a thread that writes: HDF5 fails, or the process dies.
     """
-    atexit.unregister(_end_all)
-    atexit.register(_end_all)
+    global _h5py
+    h5py = sys.modules.get("h5py")
+    function = getattr(h5py, "_unregister_converters", None)
+    if _h5py is None and function is not None:
+        _h5py = h5py
+        atexit.unregister(function)
+    elif _h5py is None and h5py is not None:  # one that does it in another way
+        atexit.unregister(_end_all)
+        atexit.register(_end_all)
+
+
+def _in_child_processes() -> None:
+    """Have recordings ended in a process that multiprocessing forked, too: it leaves without what atexit does."""
+    util = sys.modules.get("multiprocessing.util")
+    process = sys.modules.get("multiprocessing.process")
+    if util is not None and process is not None and process.parent_process() and os.getpid() not in _children:
+        _children.add(os.getpid())
+        util.Finalize(None, _end_recordings, exitpriority=100)
 
 
 def _end_all() -> None:
+    """What is done when the program ends."""
+    _end_recordings()
+    if _h5py is not None:
+        _h5py._unregister_converters()
+
+
+def _end_recordings() -> None:
+    global _ending
+    _ending = True
+    interrupted = 0
     while _endings:
-        end, _ = _endings.popitem()
+        end, give_up = next(reversed(_endings.items()))
         try:
             end()
+        except KeyboardInterrupt:
+            interrupted += 1
+            if interrupted == 1 or give_up is None:
+                sys.stderr.write("what was recorded is still being written; ^C again gives up what waits\n")
+            else:
+                give_up()
+            continue  # a thread that still writes would not let the process end in order
         except BaseException:  # noqa: BLE001 - as atexit does, and the others are to be ended, too
             traceback.print_exc()
+        _endings.pop(end, None)
+    _ending = False
+    if _signalled is not None:
+        signal.signal(_signalled, signal.SIG_DFL)
+        os.kill(os.getpid(), _signalled)
+
+
+# here, so that functions which the program has called at its end come before it, and may still end what they record
+atexit.register(_end_all)
 
 
 class Ending:
@@ -62,18 +123,27 @@ class Ending:
     owner : object
         What it is for.
     end : callable
-        Does not refer to it.
+        Is told whether it may wait: what is dropped is dropped anywhere, in any thread. Does not refer to the owner.
     """
 
-    def __init__(self, owner: object, end: Callable[[], Any]) -> None:
-        self._finalizer = weakref.finalize(owner, end)
+    def __init__(self, owner: object, end: Callable[[bool], Any]) -> None:
+        self._end = end
+        self._finalizer = weakref.finalize(owner, self._dropped)
         self._finalizer.atexit = False  # which would be too late
-        at_exit(self._finalizer)
+        at_exit(self._at_exit)
+
+    def _dropped(self) -> None:
+        not_at_exit(self._at_exit)
+        self._end(False)
+
+    def _at_exit(self) -> None:
+        if self._finalizer.detach() is not None:
+            self._end(True)
 
     def cancel(self) -> None:
         """Call it no more."""
         self._finalizer.detach()
-        not_at_exit(self._finalizer)
+        not_at_exit(self._at_exit)
 
 
 def watch(close: Callable[[str], None]) -> None:
@@ -109,6 +179,10 @@ def _exit(number: int, frame: object) -> None:
 
 
 def _close_and_end(number: int, frame: object) -> None:
+    global _signalled
+    if _ending:  # is closing them already
+        _signalled = number
+        return
     if signal.getsignal(number) is not _close_and_end:  # a handler that was set later calls this one: it decides
         return
     signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
@@ -162,8 +236,10 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
+    global _ending, _signalled
     _closers.clear()
     _endings.clear()
+    _ending, _signalled = False, None
     if _fork.mask is not None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)

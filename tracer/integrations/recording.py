@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -76,7 +77,7 @@ class Recording:
             run.exporter.start_at(step, 0, epoch)
         self._run = run
         # not every trainer says that it was interrupted, but every program ends
-        self._ending = Ending(self, partial(_end_unended, run))
+        self._ending = Ending(self, partial(_end_unended, run, getattr(sys, "last_value", None)))
 
     def epoch_finished(self) -> None:
         """End the epoch, if there is a recording."""
@@ -93,6 +94,6 @@ class Recording:
             end(run, error)
 
 
-def _end_unended(run: Run) -> None:
+def _end_unended(run: Run, before: object, wait: bool) -> None:
     """Close the trace of a training that nobody ended; the exception that ends the program is why."""
-    end(run, what_ends_the_program())
+    end(run, what_ends_the_program(before), wait=wait)
