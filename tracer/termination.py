@@ -91,14 +91,16 @@ def _end_recordings() -> None:
     global _ending
     _ending = True
     interrupted = 0
-    while _endings:
-        end, give_up = next(reversed(_endings.items()))
+    # a copy, because a recorder's thread takes off what has ended
+    while last := list(_endings.items())[-1:]:
+        ((end, give_up),) = last
         try:
             end()
         except KeyboardInterrupt:
             interrupted += 1
             if interrupted == 1 or give_up is None:
-                sys.stderr.write("what was recorded is still being written; ^C again gives up what waits\n")
+                with suppress(Exception):  # there may be no stderr any more
+                    sys.stderr.write("what was recorded is still being written; ^C again gives up what waits\n")
             else:
                 give_up()
             continue  # a thread that still writes would not let the process end in order
@@ -187,7 +189,10 @@ def _close_and_end(number: int, frame: object) -> None:
         return
     signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
     # The training may be in the middle of whatever a recording locks; it goes on until the process ends.
-    threading.Thread(target=_close_all, args=(number,), name="trace-closer").start()
+    try:
+        threading.Thread(target=_close_all, args=(number,), name="trace-closer").start()
+    except RuntimeError:  # the program ends already, and starts no threads any more
+        _signalled = number
 
 
 def _close_all(number: int) -> None:
