@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+
+from tracer.integrations.recording import Recording
+from tracer.reader import TraceReader
 
 ROOT = Path(__file__).parent.parent
 
@@ -39,3 +47,23 @@ def test_tracer_imports_no_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_copies_of_what_records_do_not_record(tmp_path: Path, way: Callable[[Recording], Recording]) -> None:
+    """A trainer may copy or pickle its callbacks at any time; the trace is that of the first."""
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recording = Recording(tmp_path / "run.zarr", {"loss": None})
+    recording.begin(model, [optimizer], 0, 0)
+    other = way(recording)
+    assert not other.active
+    del other
+    gc.collect()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    recording.end()
+    with TraceReader(tmp_path / "run.zarr") as reader:
+        assert reader.status == "finished"
+        assert len([*reader.messages("batch_finished")]) == 1
+    assert not way(recording).active

@@ -48,6 +48,10 @@ class Recording:
         self._run: Run | None = None
         self._ending: Ending | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or what is pickled, records nothing until it begins: one alone can write a trace."""
+        return self.__dict__ | {"_run": None, "_ending": None}
+
     @property
     def active(self) -> bool:
         """Whether it has begun and not ended."""
