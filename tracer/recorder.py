@@ -45,10 +45,10 @@ COMMIT_SECONDS = 2.0
 """After how many seconds at most what was recorded is safe."""
 
 _WAKE_BYTES = 4 << 20
-_PATIENCE = 5.0
-"""Seconds that the end of a recording that was dropped waits for the thread, at most."""
 _LATENCY = 0.05
 """The thread wakes when so many bytes wait, or after so many seconds."""
+_PATIENCE = 5.0
+"""Seconds that the end of a recording that was dropped waits for the thread, at most."""
 _BATCH_BYTES = 8 << 20
 _BATCH_MESSAGES = 4096
 """The thread writes so many bytes or messages at once, and then says that their memory is free."""
@@ -655,9 +655,9 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         except BaseException:
             exporter.detach()
             raise
+        self._run = run
         if run.recorder is not None:
             termination.watch(run.recorder.close)
-        self._run = run
         return run
 
     def __exit__(

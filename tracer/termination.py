@@ -62,11 +62,12 @@ def _before_h5py() -> None:
     """
     global _h5py
     h5py = sys.modules.get("h5py")
-    function = getattr(h5py, "_unregister_converters", None)
-    if _h5py is None and function is not None:
+    if h5py is None or _h5py is not None:
+        return
+    if hasattr(h5py, "_unregister_converters"):
         _h5py = h5py
-        atexit.unregister(function)
-    elif _h5py is None and h5py is not None:  # one that does it in another way
+        atexit.unregister(h5py._unregister_converters)
+    else:  # one that does it in another way: then at least after us
         atexit.unregister(_end_all)
         atexit.register(_end_all)
 
