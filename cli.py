@@ -7,13 +7,14 @@ stdout is data, stderr is progress and complaints. Exit codes: 0 done, 1 failed,
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -706,8 +707,11 @@ def record(
         max_bytes=max_bytes,
         certificate=certificate,
         replicated=replicated,
+        # the script may go to another folder
+        ended=functools.partial(
+            _say_what_was_recorded, target.absolute() if isinstance(target, Path) else target, target
+        ),
     )
-    _say_what_was_recorded(target)
     click.get_current_context().exit(code)
 
 
@@ -752,7 +756,7 @@ def _print_dry_run(told: Mapping[str, Any]) -> None:
         click.echo("overhead: not known, because the script took less than two steps")
 
 
-def _say_what_was_recorded(path: Location) -> None:
+def _say_what_was_recorded(path: Location, called: Location) -> None:
     from tracer.parts import this_process
     from tracer.stores import exists
 
@@ -762,11 +766,12 @@ def _say_what_was_recorded(path: Location) -> None:
         with tracer.open(path, ranks=None if process.size == 1 else [process.rank]) as reader:
             told = reader.info
         lost = "" if told["status"].startswith(("finished", "failed")) else "; the trace is INCOMPLETE, see above"
-        click.echo(
-            f"recorded {told['messages']:,} messages in {told['streams']:,} streams, {_size(told['bytes'])}{lost}: "
-            f"trace info {path}",
-            err=True,
-        )
+        with suppress(OSError, ValueError):  # the script may have closed it
+            click.echo(
+                f"recorded {told['messages']:,} messages in {told['streams']:,} streams, {_size(told['bytes'])}{lost}: "
+                f"trace info {called}",
+                err=True,
+            )
 
 
 def _read_config(path: str) -> list[dict[str, Any]]:

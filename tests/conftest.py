@@ -26,6 +26,16 @@ def explicit_seeds() -> Iterator[None]:
         yield
 
 
+def _raise(sentence: str) -> None:
+    raise RuntimeWarning(sentence)
+
+
+@pytest.fixture(autouse=True)
+def raised_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warning of ours that no test expects is an error in the tests, and only there."""
+    monkeypatch.setattr("tracer.errors._say", _raise)
+
+
 @pytest.fixture
 def double() -> Iterator[None]:
     """Models and batches in double precision: what trainings that sum in other orders differ by stays small."""

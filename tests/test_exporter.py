@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import gc
+import inspect
 import pickle
+import re
+import signal
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +21,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tracer
@@ -1098,6 +1105,200 @@ def test_a_scaled_gradient_is_told_unscaled() -> None:
     (gradient,) = data_of(heard, "weight_gradients", "2")
     torch.testing.assert_close(gradient, scaled / 1024)
     torch.testing.assert_close(before - model[2].weight, 0.5 * gradient)
+
+
+def test_a_scaler_that_is_not_enabled_is_nothing() -> None:
+    """`GradScaler(enabled=False)`, as scripts make it where there is no device: gradients are what they are."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    exporter, heard = watch(model, optimizer)
+    scaler.scale(model(torch.ones(4, 3)).sum()).backward()
+    plain = model[2].weight.grad.clone()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    exporter.detach()
+    (gradient,) = data_of(heard, "weight_gradients", "2")
+    assert torch.equal(gradient, plain)
+
+
+def test_a_backward_is_one_where_torch_calls_it_again() -> None:
+    """While there is a default device, and for subclasses of tensors, torch calls ``backward`` from within itself."""
+    model = mlp()
+    exporter, heard = watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    exporter.watch_backward()
+    for number, mode in enumerate((contextlib.nullcontext(), torch.device("cpu")), 1):
+        with mode:
+            model(torch.ones(4, 3)).sum().backward()
+        assert len(heard.of("loss")) == number
+    exporter.detach()
+
+
+class Counting(TorchDispatchMode):
+    """Counts what torch is asked for, as counters of operations and profilers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.asked[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_modes_of_the_program_see_what_the_program_does() -> None:
+    """A mode of dispatch is asked for the same with and without an exporter, which observes all the same."""
+    asked = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        exporter, heard = watch(model, optimizer) if watched else (None, None)
+        with Counting() as mode:
+            for _ in range(2):
+                optimizer.zero_grad()
+                F.mse_loss(model(torch.ones(4, 3)), torch.zeros(4, 2)).backward()
+                optimizer.step()
+        if exporter is not None and heard is not None:
+            exporter.detach()
+            assert len(heard.of("activations")) == 2 * 3
+            assert len(heard.of("weight_updates")) == 2 * 2
+        asked.append(mode.asked)
+    assert asked[0] == asked[1]
+
+
+class LateError(RuntimeError):
+    """What a handler of the program's raises."""
+
+
+class Ringing(Collect):
+    """Sends this process a signal when it hears of a kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+
+    def receive(self, message: Message) -> tuple[Message, ...]:
+        signal.raise_signal(signal.SIGUSR1)
+        return ()
+
+
+@pytest.mark.parametrize("kind", ["activations", "layer_gradients", "weights", "weight_updates", "batch_started"])
+def test_what_a_handler_for_a_signal_raises_is_for_the_training(kind: str) -> None:
+    """A time limit, say, wherever it comes: in the middle of what an exporter does, too, which else ends alone."""
+
+    def late(number: int, frame: Any) -> None:
+        raise LateError
+
+    before = signal.signal(signal.SIGUSR1, late)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bus = tracer.MessageBus(on_error="disable")
+    exporter, _ = watch(model, optimizer, strict=False, bus=bus)
+    bus.register(Ringing(kind))
+    try:
+        with pytest.raises(LateError):
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.ones(4, 3)).sum().backward()
+                optimizer.step()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        exporter.detach()
+    assert not exporter.problems
+    assert not bus.failures
+
+
+def test_stand_ins_for_loss_functions_are_as_functions() -> None:
+    """They bind as methods, and have the signature, the name and the module of what they stand in for."""
+    original = F.mse_loss
+    model = mlp()
+    exporter, heard = watch(model, loss=["mse_loss"])
+    assert F.mse_loss is not original
+    assert inspect.signature(F.mse_loss) == inspect.signature(original)
+    assert (F.mse_loss.__name__, F.mse_loss.__module__) == (original.__name__, original.__module__)
+
+    class Pair:
+        loss = F.mse_loss
+        static = staticmethod(F.mse_loss)
+
+    with pytest.raises(TypeError):  # with itself as the first of three tensors
+        Pair().loss(torch.ones(2), torch.ones(2), torch.ones(2), torch.ones(2), "mean", None, 1)
+    out = model(torch.ones(4, 3))
+    assert torch.equal(Pair().static(out, torch.ones(4, 2)), original(out, torch.ones(4, 2)))
+    exporter.detach()
+    assert F.mse_loss is original
+    assert len(heard.of("loss")) == 1
+
+
+class WithLoss(nn.Module):
+    """Computes its loss itself, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.inner(x), y)
+
+
+@pytest.mark.parametrize("how", ["script", "trace"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_models_are_compiled_for_elsewhere_while_they_are_watched(how: str, tmp_path: Path) -> None:
+    """``torch.jit`` finds the model as it is alone, and what is trained afterwards is observed as before."""
+    torch.manual_seed(0)
+    model, given = WithLoss(), (torch.ones(4, 3), torch.zeros(4, 2))
+
+    def compiled() -> Any:
+        return torch.jit.script(model) if how == "script" else torch.jit.trace(model, given)
+
+    alone = compiled()
+    exporter, heard = watch(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=["mse_loss"])
+    found = compiled()
+    graphs = [re.sub(r"___torch_mangle_\d+\.", "", str(one.inlined_graph)) for one in (alone, found)]
+    assert graphs[0] == graphs[1]
+    found.save(str(tmp_path / "model.pt"))
+    assert torch.equal(torch.jit.load(str(tmp_path / "model.pt"))(*given), model(*given))
+    before = len(heard.of("activations")), len(heard.of("loss"))
+    model(*given).backward()
+    exporter.detach()
+    assert (len(heard.of("activations")), len(heard.of("loss"))) == (before[0] + 1, before[1] + 1)
+    assert not hasattr(vars(torch.jit._script)["_script_impl"], "__wrapped__")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_functions_and_classes_are_scripted_while_a_model_is_watched() -> None:
+    """Which torch does in libraries that are imported meanwhile: names are found where they are used."""
+    exporter, _ = watch(mlp())
+
+    @torch.jit.script
+    def times(x: Tensor) -> Tensor:
+        return torch.multiply(x, 3)
+
+    def thrice(x: Tensor) -> Tensor:
+        return times(x) + 3
+
+    @torch.jit.script
+    class Doubling:
+        def __init__(self, by: int) -> None:
+            self.by = by
+
+        def of(self, x: Tensor) -> Tensor:
+            return times(x) * self.by
+
+    assert torch.equal(torch.jit.script(thrice)(torch.ones(2)), torch.full((2,), 6.0))
+    assert torch.equal(Doubling(2).of(torch.ones(2)), torch.full((2,), 6.0))
+    exporter.detach()
+
+
+def test_fake_tensors_are_left_alone() -> None:
+    """A pass without values, to plan memory, say, is no error."""
+    model = mlp()
+    exporter, heard = watch(model, strict=False, kinds=["activations"])
+    with pytest.warns(RuntimeWarning, match="has no values"), FakeTensorMode(allow_non_fake_inputs=True):
+        model(torch.ones(4, 3))
+    exporter.detach()
+    assert not heard.of("activations")
 
 
 def test_meta_tensors_are_named_and_left_alone() -> None:

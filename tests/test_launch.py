@@ -174,6 +174,201 @@ def test_arguments_and_main_are_the_scripts(tmp_path: Path) -> None:
     assert path.exists()
 
 
+def test_a_script_has_the_builtins_of_a_main_module(tmp_path: Path) -> None:
+    """In ``__main__`` they are a module, which some scripts print through, or put something into."""
+    path = script(tmp_path, "__builtins__.print(type(__builtins__).__name__, __builtins__.__name__)\n" + PLAIN)
+    alone, recorded = run(tmp_path, str(path)), record(tmp_path, str(path))
+    assert (alone.returncode, recorded.returncode) == (0, 0), recorded.stderr
+    assert alone.stdout == recorded.stdout
+    assert alone.stdout.startswith("module builtins\n")
+
+
+@pytest.mark.parametrize("when", ["first", "last"])
+def test_a_script_that_goes_to_another_folder(tmp_path: Path, when: str) -> None:
+    """The trace is where it was asked for, and nowhere else."""
+    (tmp_path / "elsewhere").mkdir()
+    go = "import os; os.chdir('elsewhere')\n"
+    done = record(tmp_path, str(script(tmp_path, go + PLAIN if when == "first" else PLAIN + go)))
+    assert done.returncode == 0, done.stderr
+    assert not [*(tmp_path / "elsewhere").iterdir()]
+    assert "recorded" in done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert trace.status == "finished"
+
+
+def test_a_script_that_closes_its_streams(tmp_path: Path) -> None:
+    """Then nothing is said of the trace."""
+    done = record(tmp_path, str(script(tmp_path, PLAIN + "sys.stdout.close(); sys.stderr.close()\n")))
+    assert (done.returncode, done.stderr) == (0, "")
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert trace.status == "finished"
+
+
+def test_modules_with_names_of_their_own(tmp_path: Path) -> None:
+    """What a module calls `modules` or `parameters` need not be torch's methods."""
+    body = """
+    class Bag(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(4, 4)])
+            self.modules = [1, 2]
+            self.parameters = "none"
+    bag = Bag()
+    """
+    done = record(tmp_path, str(script(tmp_path, textwrap.dedent(body) + PLAIN)))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert trace.select("loss", tags="default").size == 6
+        assert not trace.notes or "problem" not in str(trace.notes)
+
+
+AFTERWARDS = """
+import atexit, threading, time
+class Net(nn.Linear):
+    pass
+net = Net(4, 3)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+
+def train(steps):
+    threading.main_thread().join()
+    for step in range(steps):
+        opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+        print(step, flush=True) if steps > 100 else None
+    print(type(pickle.loads(pickle.dumps(net))).__name__, sys.argv[1:])
+
+def saved():
+    print("saved", type(pickle.loads(pickle.dumps(net))).__name__, sys.argv[1:])
+
+atexit.register(saved)
+"""
+
+
+def test_what_a_script_does_after_its_last_line(tmp_path: Path) -> None:
+    """A thread that trains on is waited for and recorded; classes can be pickled until the process ends."""
+    path = script(tmp_path, AFTERWARDS + "threading.Thread(target=train, args=(5,)).start()\n")
+    alone, recorded = run(tmp_path, str(path), "a"), record(tmp_path, str(path), "a")
+    assert (alone.returncode, recorded.returncode) == (0, 0), recorded.stderr
+    assert alone.stdout == recorded.stdout
+    assert [line.partition(" ")[0] for line in recorded.stdout.splitlines()] == ["Net", "saved"]
+    assert "Traceback" not in recorded.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert trace.status == "finished"
+        assert trace.select("loss").size == trace.select("weight_updates").size == 5
+
+
+def test_workers_of_an_executor_are_not_waited_for(tmp_path: Path) -> None:
+    """They end only when the process does."""
+    end = """
+    from concurrent.futures import ThreadPoolExecutor
+    kept = ThreadPoolExecutor(2)
+    print(kept.submit(lambda: 7).result())
+    """
+    recorded = record(tmp_path, str(script(tmp_path, PLAIN + textwrap.dedent(end))))
+    assert recorded.returncode == 0, recorded.stderr
+    assert recorded.stdout.endswith("7\n")
+
+
+@pytest.mark.parametrize("joined", [True, False], ids=["joined", "left"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_a_thread_trains(tmp_path: Path, joined: bool, number: int) -> None:
+    """The trace is closed and the process ends as it does alone, though the thread has hours to go after SIGTERM."""
+    body = AFTERWARDS.replace("    threading.main_thread().join()\n", "")
+    steps = 10**6 if number == signal.SIGTERM or not joined else 1000
+    body += f"one = threading.Thread(target=train, args=({steps},)); one.start()\n" + "one.join()\n" * joined
+    path = script(tmp_path, body)
+    ends = []
+    for before in ([], ["-m", "cli", "record", "--out", "run.h5"]):
+        command = [sys.executable, *before, str(path)]
+        with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for _ in range(20):
+                process.stdout.readline()
+            process.send_signal(number)
+            printed = process.stdout.read()
+            ends.append((process.wait(timeout=60), "saved" in printed, "Net" in printed))
+    alone, recorded = ends
+    if number == signal.SIGTERM:  # where what the program does at its end is done, once there is a handler
+        assert (alone, recorded[0]) == ((-number, False, False), 143)
+    elif signal.SIGABRT not in (-alone[0], -recorded[0]):  # how a thread of torch's ends Python now and then
+        assert (alone[0], recorded[0]) == ((-number, 130) if joined else (0, 0))
+        assert alone[1:] == recorded[1:]
+    with tracer.open(tmp_path / "run.h5") as trace:
+        told = "failed: KeyboardInterrupt" if joined else "finished"  # which Python only says on stderr
+        assert trace.status == ("failed: SystemExit: 143" if number == signal.SIGTERM else told)
+        assert trace.select("loss").size >= 20
+
+
+HOOK = """
+def hook(kind, error, traceback):
+    print("told:", kind.__name__, error, traceback.tb_frame.f_code.co_name, sys.argv[1:])
+    if sys.argv[1:] == ["raises"]:
+        raise OSError("the hook's own")
+    if sys.argv[1:] == ["exits"]:
+        sys.exit(7)
+
+sys.excepthook = hook
+"""
+
+
+@pytest.mark.parametrize("argument", ["returns", "raises", "exits"])
+def test_the_scripts_own_excepthook_is_told(tmp_path: Path, argument: str) -> None:
+    """What a script does with its last exception, such as writing it to a log, it does under a recording."""
+    path = script(tmp_path, HOOK + PLAIN + "raise ValueError('bad data')\n")
+    alone, recorded = run(tmp_path, str(path), argument), record(tmp_path, str(path), argument)
+    assert alone.returncode == recorded.returncode == (7 if argument == "exits" else 1)
+    assert alone.stdout == recorded.stdout
+    assert "told: ValueError bad data <module> ['" in recorded.stdout
+    told = ["Error in sys.excepthook:", "Original exception was:"]
+    for done in (alone, recorded):
+        assert [line for line in done.stderr.splitlines() if line in told] == (told if argument == "raises" else [])
+        assert ("ValueError: bad data" in done.stderr) == (argument == "raises")
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert trace.status == "failed: ValueError: bad data"
+
+
+def test_a_forked_child_that_goes_on_to_the_end(tmp_path: Path) -> None:
+    """It trains, ends as it would, and says nothing of a trace that is its parent's."""
+    body = """
+    import os
+    print("forks", flush=True)
+    child = os.fork()
+    if child:
+        print("child ended with", os.waitpid(child, 0)[1] >> 8, flush=True)
+    """
+    end = """
+    sys.exit(3 if child == 0 else 0)
+    """
+    path = script(tmp_path, textwrap.dedent(body) + PLAIN + textwrap.dedent(end))
+    alone, recorded = run(tmp_path, str(path)), record(tmp_path, str(path))
+    assert (alone.returncode, recorded.returncode) == (0, 0), recorded.stderr
+    assert alone.stdout == recorded.stdout
+    assert "child ended with 3" in recorded.stdout
+    assert recorded.stderr.count("run.zarr") == 1
+    silent = script(tmp_path, textwrap.dedent(body) + PLAIN)
+    assert record(tmp_path, "--overwrite", str(silent)).stderr.count("run.zarr") == 1
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert trace.status == "finished"
+        assert trace.select("loss", tags="default").size == 6
+
+
+def test_no_warning_of_ours_ends_a_script_that_has_warnings_raised(tmp_path: Path) -> None:
+    """It is said on stderr: here that a pass without values is not observed."""
+    body = """
+    with torch.device("meta"):
+        net = nn.Linear(4, 3)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(3):
+        opt.zero_grad(); net(x.to("meta")).sum().backward(); opt.step()
+    print("trained")
+    """
+    path = script(tmp_path, body)
+    alone = run(tmp_path, "-W", "error", str(path))
+    recorded = run(tmp_path, "-W", "error", "-m", "cli", "record", "--out", "run.zarr", str(path))
+    assert (alone.returncode, recorded.returncode) == (0, 0), recorded.stderr
+    assert alone.stdout == recorded.stdout == "trained\n"
+    assert "RuntimeWarning: activations of" in recorded.stderr
+
+
 def test_a_module_is_run_as_python_dash_m_does(tmp_path: Path) -> None:
     """A package with a ``__main__`` is recorded by its dotted name, with relative imports."""
     package = tmp_path / "project"
@@ -271,6 +466,36 @@ def test_a_capture_that_matches_nothing_ends_before_training(tmp_path: Path) -> 
     assert "'0'" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run.zarr").exists()
+
+
+def test_tensors_that_are_no_modules_may_be_trained_first(tmp_path: Path) -> None:
+    """An image, say; the network that is trained later is recorded, and without one the recording says why not."""
+    body = """
+    image = torch.zeros(20, 4, requires_grad=True)
+    first = torch.optim.Adam([image], lr=0.1)
+    for _ in range(3):
+        first.zero_grad(); F.mse_loss(image, x).backward(); first.step()
+    del first
+    """
+    alone = record(tmp_path, str(script(tmp_path, body)))
+    assert alone.returncode == 1
+    assert "belongs to no module" in alone.stderr
+    done = record(tmp_path, str(script(tmp_path, textwrap.dedent(body) + PLAIN)))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert trace.select("weight_gradients").size == 2 * 6
+
+
+def test_a_script_with_a_cli_of_its_own(tmp_path: Path) -> None:
+    """A module of the script's folder is found, though a file of this project is called the same."""
+    (tmp_path / "cli.py").write_text("number = 8\n")
+    path = script(tmp_path, "import cli; print(cli.number)\n" + PLAIN)
+    command = "import sys; from cli import main; sys.argv = ['trace', *sys.argv[1:]]; main()"  # as the command does
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    done = run(elsewhere, "-c", command, "record", "--out", "run.zarr", str(path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("8\n")
 
 
 def test_evaluation_is_kept_light_unless_asked() -> None:

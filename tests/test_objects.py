@@ -858,7 +858,7 @@ def test_ranks_and_attempts(url: str) -> None:
     """Parts of a trace lie beside each other below one URL, and are put together."""
 
     def part(steps: range, rank: int, attempt: int = 0) -> None:
-        header = {"ranks": [0, 1], "attempt": attempt, "first_step": steps.start}
+        header = {"ranks": [1] if attempt else [0, 1], "attempt": attempt, "first_step": steps.start}
         with TraceWriter(url, header=header, part=layout.part_name(rank, attempt)) as writer:
             for step in steps:
                 where: dict[str, Any] = {"global_step": step, "train_step": step, "epoch": 0, "rank": rank}

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -341,6 +342,119 @@ def test_a_later_attempt_supersedes_steps(tmp_path: Path, suffix: str) -> None:
     ran = CliRunner().invoke(main, ["info", str(path)])
     assert "from step 7" in ran.stdout
     assert "8 superseded" in ran.stdout
+
+
+@every_format
+@pytest.mark.parametrize("ranks", [(0,), (0, 1)], ids=["one", "two"])
+def test_a_header_that_is_lost_supersedes_nothing(tmp_path: Path, suffix: str, ranks: tuple[int, ...]) -> None:
+    """Where an attempt began is then what other ranks say of it, or its first message: what came before is saved."""
+    path, saved = tmp_path / f"run{suffix}", tmp_path / "saved.zarr"
+    for rank in ranks:
+        write_part(path, range(10), rank=rank, ranks=ranks)
+        write_part(path, range(6, 9), rank=rank, attempt=1, ranks=ranks)
+    before = told(path)
+    files = [tmp_path / "run.rank0.attempt1.h5"] if suffix == ".h5" else [*(path / "rank0.attempt1").rglob("c/*")]
+    (file,) = [one for one in files if one.is_file() and b'"first_step"' in one.read_bytes()]
+    data = bytearray(file.read_bytes())
+    data[data.find(b'"first_step"') + 2] ^= 1
+    file.write_bytes(data)
+    found = tracer.recover(path, saved)
+    assert found.lost == 0
+    assert found.saved == len(before) == 9 * 2 * len(ranks)
+    assert sorted(told(saved)) == sorted(before)
+
+
+GONE = {
+    "the first attempt": [(0, 0)],
+    "an attempt between others": [(0, 1), (1, 1)],
+    "one rank's first attempt": [(1, 0)],
+    "one rank's last attempt": [(1, 2)],
+}
+
+
+@every_format
+@pytest.mark.parametrize("gone", GONE)
+def test_a_missing_part_of_an_attempt_is_told(tmp_path: Path, suffix: str, gone: str) -> None:
+    """By a reader, `verify` and `recover`; but not one of which nothing counts any more."""
+    path = tmp_path / f"run{suffix}"
+    ranks = (0,) if gone == "the first attempt" else (0, 1)
+    for attempt, steps in enumerate((range(6), range(3, 8), range(7, 10))):
+        for rank in ranks:
+            write_part(path, steps, rank=rank, attempt=attempt, ranks=ranks)
+    with TraceReader(path) as reader:
+        assert not reader.problems
+    for rank, attempt in GONE[gone]:
+        name = part_name(rank, attempt)
+        file = path / name if suffix == ".zarr" else path.with_name(f"run.{name}.h5") if name != "rank0" else path
+        shutil.rmtree(file) if file.is_dir() else file.unlink()
+    with TraceReader(path) as reader:
+        (problem,) = reader.problems
+    assert f"attempt {GONE[gone][0][1]}" in problem
+    assert not tracer.verify(path).complete
+    assert not tracer.recover(path, tmp_path / "saved.zarr").lossless
+
+
+@every_format
+def test_one_rank_is_read_as_it_is_among_all(tmp_path: Path, suffix: str) -> None:
+    """What a later attempt of any rank trained again is left out of each, though this rank took no part in it."""
+    path = tmp_path / f"run{suffix}"
+    for rank in (0, 1):
+        write_part(path, range(6), rank=rank)
+    write_part(path, range(4, 9), attempt=1, ranks=(0,))
+    with TraceReader(path) as reader:
+        whole = [one.global_step for one in reader.messages("loss") if one.rank == 1]
+        alone = [one.global_step for one in reader.of_rank(1).messages("loss")]
+    with TraceReader(path, ranks=[1], assemble=False) as reader:
+        chosen = [one.global_step for one in reader.messages("loss")]
+    assert whole == alone == chosen == [0, 1, 2, 3]
+
+
+def test_a_rank_that_is_new_in_a_later_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is of the attempt that the others are of, though the launcher calls both launches the same."""
+    path = tmp_path / "run.zarr"
+    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500"), ("TORCHELASTIC_RUN_ID", "none")):
+        monkeypatch.setenv(name, value)
+    # the first launch was before this process began
+    long_ago = "2026-01-01T00:00:00+00:00"
+    for rank in (0, 1):
+        write_part(path, range(6), rank=rank, launch=this_launch(rank, 2, monkeypatch), created=long_ago)
+    for rank in (0, 1, 2):
+        this_launch(rank, 3, monkeypatch)
+        attempt, _ = claim(path, this_process(), [0, 1, 2], resume=True)
+        assert attempt == 1, rank
+
+
+def this_launch(rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """What tells the launch, in the process of this rank."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(size))
+    return this_process().launch
+
+
+def test_a_rank_resumes_while_another_makes_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is half made is waited for."""
+    path = tmp_path / "run.zarr"
+
+    def train(rank: int, **settings: Any) -> None:
+        this_launch(rank, 2, monkeypatch)
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with tracer.record(path, model, optimizer, **settings):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    train(0)
+    train(1)
+    half = path / "rank1.attempt1"
+    half.mkdir()
+    later = threading.Timer(0.5, half.rmdir)
+    later.start()
+    train(0, resume=True, first_step=1)
+    later.join()
+    with TraceReader(path, ranks=[0]) as reader:
+        assert [one.global_step for one in reader.messages("weights")] == [0, 1]
 
 
 @every_format

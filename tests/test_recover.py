@@ -214,6 +214,29 @@ def test_what_is_refused(tmp_path: Path, suffix: str) -> None:
     assert not (tmp_path / "out.zarr").exists()
 
 
+@every_format
+@pytest.mark.parametrize("table", ["journal", "declarations"])
+def test_a_flipped_bit_of_a_table_costs_one_row_or_line(tmp_path: Path, suffix: str, table: str) -> None:
+    """Though all of it lies in one chunk, which has one checksum in Zarr."""
+    path = tmp_path / f"run{suffix}"
+    with TraceWriter(path) as writer:
+        for step in range(300):
+            where = {"global_step": step, "train_step": step, "epoch": 0}
+            writer.write(NetworkMessage(kind="loss", data=torch.tensor(float(step)), **where))
+            if step < 30:
+                writer.write(ModuleMessage(kind="weights", module=f"layer{step}", data=torch.ones(3), **where))
+    with TraceReader(path) as reader:
+        row = reader.journal[200].tobytes()
+    flip(path, row if table == "journal" else b'"module":"layer7"')
+    found = recover(path, tmp_path / "saved.zarr")
+    assert (found.saved, found.lost) == (329, 1)
+    with TraceReader(tmp_path / "saved.zarr") as reader:
+        assert len(reader) == 329
+        for message in reader.messages("loss"):
+            assert message.data is not None
+            assert message.data.item() == message.global_step
+
+
 def test_progress(tmp_path: Path) -> None:
     """Whoever wants to know is told how far it is."""
     told: list[Any] = []

@@ -225,6 +225,62 @@ def test_sigterm_closes_what_everything_records(tmp_path: Path, who: str) -> Non
         assert len([*reader.messages("activations")]) == 30
 
 
+THREADED = """
+import os, signal, sys, threading, time
+import torch
+import tracer
+
+model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+kept = tracer.record(sys.argv[1], model, optimizer, commit_seconds=3600)
+kept.__enter__()
+
+def train():
+    threading.main_thread().join()
+    for step in range(30):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).sum().backward()
+        optimizer.step()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(20)  # as another hour of training
+    print("trained to the end")
+
+threading.Thread(target=train).start()
+"""
+
+
+def test_sigterm_does_not_wait_for_threads_that_train(tmp_path: Path) -> None:
+    """Where the main thread has ended, and Python (3.12.1) may start no other that would close the trace."""
+    command = [sys.executable, "-c", THREADED, str(tmp_path / "run.zarr")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, ""), done.stderr
+    with TraceReader(tmp_path / "run.zarr") as reader:
+        assert reader.status == "failed: SIGTERM"
+        assert len([*reader.messages("activations")]) == 30
+
+
+IGNORED = """
+import signal, time
+from tracer import termination
+
+class Dropped:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0)
+
+with termination.raises():
+    Dropped()
+    time.sleep(30)
+"""
+
+
+def test_sigterm_is_not_lost_where_python_ignores_exceptions() -> None:
+    """What a handler raises in ``__del__``, or where an entry of a ``WeakKeyDictionary`` goes, reaches nobody."""
+    command = [sys.executable, "-c", IGNORED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (143, "")
+
+
 AFTERWARDS = """
 import signal, sys
 import torch
@@ -270,12 +326,15 @@ TraceWriter.write_many = slowly
 tracer.recorder._BATCH_MESSAGES = 10
 STEPS = 400  # which take two seconds
 
-def later(number, *seconds):
+def later(number, *seconds):  # what it returns begins it: Python 3.12.1 starts no thread in a program that ends
+    begin = threading.Event()
     def work():
+        begin.wait()
         for one in seconds:
             time.sleep(one)
             os.kill(os.getpid(), number)
     threading.Thread(target=work, daemon=True).start()
+    return begin.set
 
 def receive_all(recorder):
     for step in range(STEPS):
@@ -289,7 +348,7 @@ path, how = sys.argv[1:]
 if how.startswith("close"):
     recorder = Recorder(TraceWriter(path, commit_seconds=3600))
     receive_all(recorder)
-    later(signal.SIGINT if how == "close SIGINT" else signal.SIGTERM, 0.5)
+    later(signal.SIGINT if how == "close SIGINT" else signal.SIGTERM, 0.5)()
     tracer.termination.watch(recorder.close)
     try:
         recorder.close()
@@ -328,9 +387,9 @@ else:
     receive_all(recorder)
     if "SIGTERM" in how:
         tracer.termination.watch(recorder.close)
-        atexit.register(later, signal.SIGTERM, 0.5)
+        atexit.register(later(signal.SIGTERM, 0.5))
     else:
-        atexit.register(later, signal.SIGINT, *[0.5] * (2 if "twice" in how else 1))
+        atexit.register(later(signal.SIGINT, *[0.5] * (2 if "twice" in how else 1)))
 """
 
 

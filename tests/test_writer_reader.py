@@ -591,7 +591,7 @@ def flip(path: Path, needle: bytes) -> None:
 
 
 @every_format
-@pytest.mark.parametrize("size", [50, 5000])
+@pytest.mark.parametrize("size", [50, 5000, 100_000])
 def test_damaged_data_is_found(tmp_path: Path, suffix: str, size: int) -> None:
     """One flipped bit in a message's data is an error when it is read, in a shared pool and in one of its own."""
     path = tmp_path / f"run{suffix}"
@@ -627,6 +627,58 @@ def test_unverified_data_is_read_as_it_is(tmp_path: Path, suffix: str, size: int
         assert np.array_equal(array[step], one.numpy())
     with TraceReader(path) as reader, pytest.raises(TraceCorruptError, match="weights"):
         list(reader.messages())
+
+
+LARGE = [torch.rand(64, 1024, generator=torch.Generator().manual_seed(k)) for k in range(10)]
+
+
+@every_format
+def test_large_messages_are_read_where_they_lie(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the last of a Zarr shard, which may move, and those that `place` gives up: the store reads these."""
+    path = tmp_path / f"run{suffix}"
+    write(path, [module("weights", f"layer{k % 3}", k, data) for k, data in enumerate(LARGE)])
+    asked = []
+    with TraceReader(path) as reader:
+        (store,) = reader._stores
+        plainly = store.read
+
+        def noting(name: str, start: int, stop: int, out: Any = None) -> Any:
+            asked.append((name, start))
+            return plainly(name, start, stop, out)
+
+        monkeypatch.setattr(store, "read", noting)
+        for refused in (False, True):
+            if refused:
+                monkeypatch.setattr(store, "place", lambda name, row: None)
+            found = list(reader.messages())
+            assert [m.global_step for m in found] == list(range(10))
+            assert all(torch.equal(m.data, data) for m, data in zip(found, LARGE, strict=True) if m.data is not None)
+            assert len(asked) == (10 if refused else 3 if suffix == ".zarr" else 0)
+            asked.clear()
+
+
+@every_format
+@pytest.mark.parametrize("damage", ["a chunk's end", "a checksum", "cut", "empty", "gone"])
+def test_damaged_large_data_is_found(tmp_path: Path, suffix: str, damage: str) -> None:
+    """What cannot be read as it lies in its file is an error that names it, wherever it is hurt."""
+    if (suffix, damage) == (".h5", "a checksum"):
+        pytest.skip("it stands in the journal, which has one of its own")
+    path = tmp_path / f"run{suffix}"
+    write(path, [module("weights", "fc", k, data) for k, data in enumerate(LARGE)])
+    (file,) = [path] if suffix == ".h5" else [one for one in path.rglob("c/0/0/0") if one.stat().st_size > 1 << 20]
+    data = bytearray(file.read_bytes())
+    begin = data.find(LARGE[5].numpy().tobytes())
+    end = begin + LARGE[5].nbytes
+    if damage in ("a chunk's end", "a checksum"):
+        data[end - 1 if damage == "a chunk's end" else end] ^= 1
+        file.write_bytes(data)
+    with TraceReader(path) as reader:
+        if damage == "gone" and suffix == ".zarr":
+            file.unlink()
+        elif damage in ("cut", "empty", "gone"):  # while it is open
+            os.truncate(file, begin + 1000 if damage == "cut" else 0)
+        with pytest.raises(TraceCorruptError, match="weights"):
+            list(reader.messages())
 
 
 @every_format

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from tracer.errors import CaptureError, MessageError
+from tracer.errors import CaptureError, MessageError, raised_by_signal, warn_only
 from tracer.messages import DEFAULT_TAG, MODULE_KINDS, NETWORK_KINDS, Message, ModuleMessage, NetworkMessage
 
 Topic = Literal["network", "module", "any"]
@@ -328,15 +327,14 @@ class MessageBus:
     def _failed(self, receiver: Receiver, error: Exception, about: str) -> None:
         """Raise the error of a receiver again, or end its listening: as this bus's policy for errors is."""
         error.add_note(f"raised by {describe(receiver)} {about}")
-        if self.on_error == "raise":
+        if self.on_error == "raise" or raised_by_signal(error):
             raise error
         self.failures.append((receiver, error))
         self._receivers = tuple(known for known in self._receivers if known is not receiver)
         self._changed()
-        warnings.warn(
+        warn_only(
             f"{describe(receiver)} failed {about} and no longer listens; the training goes on "
             f"({type(error).__name__}: {error})",
-            RuntimeWarning,
             stacklevel=4,
         )
 

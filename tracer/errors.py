@@ -1,4 +1,4 @@
-"""Every exception that this project raises on purpose.
+"""Every exception that this project raises on purpose, and warnings that are never raised.
 
 ::
 
@@ -18,8 +18,14 @@ Each also derives from the builtin exception that a caller would expect, so ``ex
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import functools
+import signal
+import sys
+import warnings
 from collections.abc import Iterable
+from typing import Any
 
 
 class TracerError(Exception):
@@ -74,3 +80,36 @@ class UnknownNameError(TracerError, LookupError):
         close = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         return cls(f"there is no {what} {name!r}{hint} (known: {', '.join(names) or 'none'})")
+
+
+def raised_by_signal(error: BaseException) -> bool:
+    """Whether a handler of the program's for a signal raised this: a time limit, say, wherever it happened to come."""
+    handlers: set[object] = set()
+    for number in signal.valid_signals():
+        handler: Any = signal.getsignal(number)
+        while isinstance(handler, functools.partial):
+            handler = handler.func
+        handler = getattr(handler, "__func__", handler)
+        if callable(handler):
+            handlers.add(getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None))
+    handlers.discard(None)
+    at = error.__traceback__
+    while at is not None and at.tb_frame.f_code not in handlers:
+        at = at.tb_next
+    return at is not None
+
+
+def warn_only(sentence: str, stacklevel: int = 1) -> None:
+    """Warn, as `warnings.warn` does; where a program has warnings raised, say it on stderr instead.
+
+    A warning of what only watches must not end what it watches.
+    """
+    try:
+        warnings.warn(sentence, RuntimeWarning, stacklevel=stacklevel + 1)
+    except RuntimeWarning:
+        _say(sentence)
+
+
+def _say(sentence: str) -> None:
+    with contextlib.suppress(Exception):  # there may be no stderr any more
+        sys.stderr.write(f"RuntimeWarning: {sentence}\n")

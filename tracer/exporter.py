@@ -13,7 +13,6 @@ import functools
 import itertools
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,7 +31,7 @@ from torch.optim import Optimizer
 from tracer.bus import MessageBus, Receiver, tell_of_model
 from tracer.capture import Capture
 from tracer.compiled import TOO_LATE, compiled_anything, tag_number, unseen_regions
-from tracer.errors import CaptureError, MessageError
+from tracer.errors import CaptureError, MessageError, raised_by_signal, warn_only
 from tracer.hooks import (
     GradientHook,
     Hook,
@@ -44,8 +43,10 @@ from tracer.hooks import (
     copied,
     is_part_of_a_loss,
     leaves,
+    made_of,
     map_tensors,
     next_node,
+    node_of,
     opaque,
     ordinary,
     output_and_labels,
@@ -61,8 +62,11 @@ from tracer.hooks import (
     unscaled,
     unwatch_backward,
     unwatch_scalers,
+    unwatch_scripting,
     watch_backward,
     watch_scalers,
+    watch_scripting,
+    without_modes,
 )
 from tracer.memory import Memory
 from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message, ModuleMessage, NetworkMessage, checked
@@ -144,7 +148,8 @@ class Exporter:
         self.losses_seen = 0
         self.holds_parts = False  # whether who calls `backward_called` knows the loss that a sum becomes
         self._part: Tensor | None = None
-        self._loss_told = False  # by a loss function, since the last `backward`
+        self._loss_told = False  # by `run.log`, since the last `backward`
+        self._loss_nodes: dict[int, None] = {}  # of what loss functions gave last
         self.last_scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # what a GradScaler gave, and what it got
         self.forwards_seen = 0  # of the root, in training and aside
         self.optimizer_calls = 0
@@ -474,6 +479,7 @@ class Exporter:
         self._placements, self._pass.inputs = {}, []
         self.message_bus.unwatch(self._rewire)
         unwatch_scalers(self)
+        unwatch_scripting(self)
         unwatch_backward(self)
 
     @property
@@ -740,6 +746,7 @@ class Exporter:
         """Put hooks where a receiver wants something, and nowhere else; called when receivers or modules change."""
         if not self._attached:
             return
+        watch_scripting(self)
         # of all that were ever there: one that nobody needed for a while has still been called before
         for (_, method, name), (_, hook, _) in self._hung.items():
             self._known[name, method] = hook.fired, hook.off
@@ -1356,7 +1363,7 @@ class Exporter:
                     why = f"the output is a {type(output).__name__}, which is not looked into"
                     self._problem(f"activations of {path!r}", why)
             except Exception as error:  # the output's gradients are another stream
-                if self.strict:
+                if self.strict or raised_by_signal(error):
                     raise
                 self._give_up("activations", path, error)
         if is_grad_enabled():
@@ -1370,7 +1377,7 @@ class Exporter:
             for leaf, tensor in self._leave_call(path, call):
                 self._publish("layer_inputs", path, tensor, tag, leaf, call, now, module)
         except Exception as error:
-            if self.strict:
+            if self.strict or raised_by_signal(error):
                 raise
             self._give_up("layer_inputs", path, error)
 
@@ -1475,7 +1482,7 @@ class Exporter:
         if not (isinstance(output, Tensor) and output.requires_grad and root is not None and root.training):
             return False
         self.losses_seen += 1
-        self._loss_told = True
+        self._note_loss(output)
         return True
 
     def _after_loss(self, _: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -1485,7 +1492,7 @@ class Exporter:
         if not isinstance(output, Tensor) or self._collecting is not None:
             return
         self.losses_seen += 1
-        self._loss_told = self._loss_told or output.requires_grad
+        self._note_loss(output)
         if self._user_tag is not None:
             tag = self._user_tag
         elif not output.requires_grad:  # without gradients, or a second look at detached outputs
@@ -1507,6 +1514,14 @@ class Exporter:
         else:
             self._publish_leaves("loss", None, output, tag)
 
+    def _note_loss(self, output: Tensor) -> None:
+        """Remember what a loss function gave, without keeping it."""
+        node = node_of(output)
+        if node is not None:
+            self._loss_nodes[node] = None
+            if len(self._loss_nodes) > _LOSSES:
+                del self._loss_nodes[next(iter(self._loss_nodes))]
+
     def watch_backward(self) -> None:
         """Have `backward_called` called by each ``backward``, until `detach`."""
         watch_backward(self)
@@ -1514,11 +1529,13 @@ class Exporter:
     def backward_called(self, tensor: Tensor) -> None:
         """Publish a scalar that is differentiated as the loss, without what a GradScaler multiplied it with.
 
-        But not if a loss function has told a loss of its own since the last time, other than a sum or the losses of the
-        datapoints: those become the loss only here.
+        But not if it is made of what loss functions have told, other than a sum or the losses of the datapoints: those
+        become the loss only here.
         """
-        told, self._loss_told = self._loss_told and self._part is None, False
-        if told or tensor.numel() != 1 or not (self._enabled and self._attached):
+        told, self._loss_told = self._loss_told, False
+        if tensor.numel() != 1 or not (self._enabled and self._attached):
+            return
+        if self._part is None and (told or made_of(tensor, self._loss_nodes)):
             return
         self._part = None
         if self.last_scaled is not None and self.last_scaled[0]() is tensor:
@@ -1654,10 +1671,10 @@ class Exporter:
     def _guard(self, what: str, work: Callable[[], None]) -> None:
         """Do work that must not end the training."""
         try:
-            with self._lock:
+            with self._lock, without_modes():
                 work()
         except Exception as error:
-            if self.strict:
+            if self.strict or raised_by_signal(error):
                 raise
             self._problem(what, f"{type(error).__name__}: {error}")
 
@@ -1677,7 +1694,7 @@ class Exporter:
                 return
         self.problems.append({"what": what, "why": why, "count": 1, "global_step": self._step})
         if warn:
-            warnings.warn(f"{what} is not observed: {why}; the training goes on", RuntimeWarning, stacklevel=3)
+            warn_only(f"{what} is not observed: {why}; the training goes on", stacklevel=3)
 
     def _path_of(self, module: nn.Module) -> str:
         for path, one in [*self._modules.items(), *self._candidates()]:
@@ -1764,6 +1781,7 @@ def _unpatch(patched: dict[str, LossFunction]) -> None:
 _EVERYTHING = Capture(kinds=KINDS)
 _BY_EPOCH = frozenset(kind for kind, entry in KINDS.items() if entry.clock == "epoch")
 _NUMBERS = itertools.count()
+_LOSSES = 256
 _NO_PROBES = (
     "the model's parameters are distributed, so a pass of one rank waits for all others; evaluate it yourself, on all "
     "ranks, within `run.tag(name)`"

@@ -9,27 +9,57 @@ import inspect
 import pkgutil
 import random
 import sys
+import threading
+import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._C import _current_graph_task_id, _get_tracing_state
+from torch._C import (
+    _current_graph_task_id,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 from tracer.compiled import name_hook, observe_in_graph, run_uncompiled
+from tracer.errors import raised_by_signal
 from tracer.memory import SMALLEST, Memory
 
 if TYPE_CHECKING:
     from tracer.exporter import Exporter
+
+
+_NO_MODES = contextlib.nullcontext()
+_NEAREST = 256
+"""How many nodes of a graph are looked at."""
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Let modes of the program's see only what the program does: those of dispatch and of ``__torch_function__``."""
+    if not (_len_torch_dispatch_stack() or _len_torch_function_stack()):
+        return _NO_MODES
+    return _without_modes()
+
+
+@contextlib.contextmanager
+def _without_modes() -> Iterator[None]:
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
 
 
 class Hook:
@@ -99,10 +129,10 @@ class Hook:
             self.fired = True
             if _get_tracing_state() is not None:  # torch.jit.trace would record our copies
                 return
-            with exporter._lock:
+            with exporter._lock, without_modes():
                 getattr(exporter, self.method)(self.name, *args)
         except Exception as error:
-            if exporter.strict:
+            if exporter.strict or raised_by_signal(error):
                 raise
             self.off = not (self._of_optimizer or self.method in ("_before_root", "_after_root"))
             what = f"module {self.name!r}" if self.name else self.method.strip("_").replace("_", " ")
@@ -156,10 +186,10 @@ class GradientHook:
         if exporter is None or not (exporter._attached and exporter._enabled):
             return
         try:
-            with exporter._lock:
+            with exporter._lock, without_modes():
                 exporter._gradient(self, gradient)
         except Exception as error:
-            if exporter.strict:
+            if exporter.strict or raised_by_signal(error):
                 raise
             exporter._give_up(self.kind, self.path, error)
 
@@ -183,11 +213,15 @@ class ScaleHook:
 class LossFunction:
     """Stands in for a function of ``torch.nn.functional`` while it is observed."""
 
+    __wrapped__: Callable[..., Any]
+    __name__: str
+
     def __init__(self, exporter: Exporter, original: Callable[..., Any]) -> None:
         self._exporter = weakref.ref(exporter)
-        self.__wrapped__ = original
-        self.__name__ = getattr(original, "__name__", "loss")
-        self.__doc__ = original.__doc__
+        functools.update_wrapper(self, original, updated=())
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)  # as functions are in a class
 
     def __reduce__(self) -> tuple[Any, ...]:
         # what holds the function, such as a model, can be copied and pickled, and finds torch's own where it is loaded
@@ -195,7 +229,7 @@ class LossFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         exporter = self._exporter()
-        if exporter is None or exporter._pass.in_loss or torch.compiler.is_compiling():
+        if exporter is None or exporter._pass.in_loss or traced():
             return self.__wrapped__(*args, **kwargs)
         exporter._pass.in_loss = True  # some losses are made of others
         try:
@@ -205,6 +239,66 @@ class LossFunction:
         if exporter._attached and exporter._enabled:
             exporter._guard("loss", lambda: exporter._loss_seen(self.__wrapped__, args, kwargs, output))
         return output
+
+
+_unscripted: weakref.WeakSet[Exporter] = weakref.WeakSet()
+_script: Any = None
+
+
+def watch_scripting(exporter: Exporter) -> None:
+    """Let ``torch.jit.script``, which compiles what it finds, find nothing of this exporter's, nor of others'."""
+    global _script
+    if exporter not in _unscripted:
+        _unscripted.add(exporter)
+        weakref.finalize(exporter, _settle_scripting).atexit = False
+    original = getattr(torch.jit._script, "_script_impl", None)
+    if _script is None and original is not None:
+        _script = _as_unwatched(original)
+        vars(torch.jit._script)["_script_impl"] = _script
+
+
+def unwatch_scripting(exporter: Exporter) -> None:
+    """Undo `watch_scripting`; without any, torch's own function is back."""
+    _unscripted.discard(exporter)
+    _settle_scripting()
+
+
+def _settle_scripting() -> None:
+    global _script
+    if _script is not None and not [*_unscripted]:
+        if vars(torch.jit._script)["_script_impl"] is _script:  # else another has put its own around it, which may stay
+            vars(torch.jit._script)["_script_impl"] = _script.__wrapped__
+        _script = None
+
+
+def _as_unwatched(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def script(obj: Any, *args: Any, _frames_up: int = 0, **kwargs: Any) -> Any:  # as torch calls its own: by name
+        functional = vars(torch.nn.functional)
+        stand_ins = {name: one for name, one in functional.items() if isinstance(one, LossFunction)}
+        hooked: list[tuple[dict[str, Any], str, dict[int, Any]]] = []
+        for one in nn.Module.modules(obj) if isinstance(obj, nn.Module) else ():
+            for name in ("_forward_hooks", "_forward_pre_hooks"):
+                hooks = vars(one).get(name)
+                if hooks and any(isinstance(hook, Hook) for hook in hooks.values()):
+                    hooked.append((vars(one), name, hooks))
+        try:
+            for name, stand_in in stand_ins.items():
+                function: Any = stand_in
+                while isinstance(function, LossFunction):
+                    function = function.__wrapped__
+                functional[name] = function
+            for attributes, name, hooks in hooked:
+                others = ((key, hook) for key, hook in hooks.items() if not isinstance(hook, Hook))
+                attributes[name] = type(hooks)(others)
+            # names are looked up so many frames further up, and this is one more
+            return original(obj, *args, _frames_up=_frames_up + 1, **kwargs)
+        finally:
+            for attributes, name, hooks in hooked:  # the same dictionaries, which the handles of the hooks know
+                attributes[name] = hooks
+            functional.update(stand_ins)
+
+    return script
 
 
 _scaled: weakref.WeakSet[Exporter] = weakref.WeakSet()
@@ -279,13 +373,36 @@ def _settle_backward() -> None:
 
 
 def _observed_backward(original: Callable[..., None]) -> Callable[..., None]:
+    running = Backward()
+
     @functools.wraps(original)
     def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        for one in list(_told_of_backward) if _backward is backward else ():
+        for one in list(_told_of_backward) if _backward is backward and not running.of(tensor) else ():
             one._guard("loss", functools.partial(one.backward_called, tensor))
-        original(tensor, *args, **kwargs)
+        running.call(original, tensor, *args, **kwargs)
 
     return backward
+
+
+class Backward(threading.local):
+    """Of which tensor a thread is in the ``backward``.
+
+    Torch calls the method anew, of the same tensor, for subclasses of tensors, and while there is a default device.
+    """
+
+    _tensor: Tensor | None = None
+
+    def of(self, tensor: Tensor) -> bool:
+        """Whether this thread is in the ``backward`` of this tensor."""
+        return self._tensor is tensor
+
+    def call(self, original: Callable[..., None], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Call the method."""
+        before, self._tensor = self._tensor, tensor
+        try:
+            original(tensor, *args, **kwargs)
+        finally:
+            self._tensor = before
 
 
 def _new_scaler(owner: type[Any], /, **kwargs: Any) -> None:
@@ -305,8 +422,8 @@ def _observed_scale(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _in_scaler.discard(key)
         watching = [one for one in _scaled if one._attached and one._enabled] if scaler.is_enabled() else []
-        factor = scaler._scale
-        if watching and factor is not None:
+        factor = scaler._scale if watching else None  # a scaler that is not enabled has none
+        if factor is not None:
             factor = factor.detach().clone()  # which the scaler changes in place
             for (_, tensor), (_, loss) in zip(leaves(result), leaves(outputs), strict=False):
                 if tensor.requires_grad:
@@ -490,7 +607,7 @@ def unobservable(tensor: Tensor) -> str | None:
     """Why a tensor's values cannot be copied, or None if they can."""
     if type(tensor) is not Tensor and is_lazy(tensor):
         return "a lazy parameter has no values before the first forward"
-    if tensor.is_meta:
+    if tensor.is_meta or (type(tensor) is not Tensor and isinstance(tensor, FakeTensor)):
         return "a meta tensor has no values"
     if tensor.is_quantized:
         return "a quantized tensor is not supported"
@@ -541,6 +658,26 @@ def traced() -> bool:
     Our copies would become a part of what is found.
     """
     return _get_tracing_state() is not None or is_compiling()
+
+
+def node_of(tensor: Tensor) -> int | None:
+    """The number of a tensor's node in its graph, which no other node of its thread has; None without one."""
+    return None if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
+
+
+def made_of(tensor: Tensor, nodes: Collection[int]) -> bool:
+    """Whether one of these nodes is a tensor's own, or one of the nearest that it is made of."""
+    if not nodes or tensor.grad_fn is None:
+        return False
+    waiting: deque[Any] = deque([tensor.grad_fn])
+    for _ in range(_NEAREST):
+        if not waiting:
+            break
+        node = waiting.popleft()
+        if node._sequence_nr() in nodes:
+            return True
+        waiting.extend(one for one, _ in node.next_functions if one is not None)
+    return False
 
 
 def next_node() -> int:

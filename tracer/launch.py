@@ -8,15 +8,19 @@ training steps is exhausted, and what it gave has been used.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import functools
 import gc
 import importlib.util
 import io
 import os
 import sys
+import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import thread as executors
 from dataclasses import replace
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -30,8 +34,9 @@ from tracer import termination
 from tracer.bus import MessageBus
 from tracer.capture import Capture
 from tracer.compression import Compression
-from tracer.errors import CaptureError, TraceError
+from tracer.errors import CaptureError, TraceError, TracerError
 from tracer.exporter import LOSS_FUNCTIONS, Exporter
+from tracer.hooks import Backward
 from tracer.messages import EVAL_TAG
 from tracer.parts import heads, refuse_living, this_process
 from tracer.recorder import COMMIT_SECONDS, QUEUE_BYTES, Resume, Run, end, start
@@ -42,6 +47,8 @@ from tracer.writer import check_target
 if TYPE_CHECKING:
     from tracer.certify import Certificate
 
+_before: ModuleType | None = None
+"""The ``__main__`` that a script has taken the place of: what runs in it goes on afterwards."""
 _OUTCOMES = ("network_output", "input_labels", "loss")
 
 
@@ -66,6 +73,7 @@ def run(
     certificate: Certificate | None = None,
     began: Callable[[Run], None] | None = None,
     replicated: Literal["once", "every"] = "once",
+    ended: Callable[[], None] | None = None,
 ) -> int:
     """Run a training script, or a module as ``python -m`` does, and record it.
 
@@ -97,6 +105,9 @@ def run(
         As in `tracer.record`.
     began : callable, optional
         Called with the recording before the script begins.
+    ended : callable, optional
+        Called when the recording has ended: before this returns, or when the process ends, if the script left threads
+        that go on until then.
 
     Returns
     -------
@@ -126,6 +137,7 @@ def run(
     if capture is None or isinstance(capture, Capture):
         capture = lighter_on_evaluation(capture if capture is not None else Capture())
     session = _Session(
+        script,
         location(out),
         tuple(capture),
         strict=strict,
@@ -146,19 +158,55 @@ def run(
     argv = [str(main.__file__) if module else script, *arguments]
     first_path = os.getcwd() if module else os.path.dirname(os.path.abspath(script))
     error: BaseException | None = None
-    with _as_main(main, argv, first_path), session.watching():
+    _become_main(main, argv, first_path)
+    with contextlib.ExitStack() as watching:
+        watching.enter_context(session.watching())
         try:
             exec(code, main.__dict__)
         except BaseException as raised:
             error = raised
-        finally:
+        terminated = termination.signalled()
+        late = not terminated and bool(_threads())
+        if late:  # they may train on, and are waited for when the process ends
+            termination.at_exit(functools.partial(_end_late, session, watching.pop_all(), error, ended), first=True)
+        else:
             session.close(error)
     if session.refusal is not None and error is session.refusal:
         raise session.refusal
     status = _status(error)
-    if status == 0 and (not session.recorded or session.exporter.steps_seen == 0):
-        raise TraceError(f"{script} ended, but no training step was seen, so nothing is recorded: {session.why_not()}")
+    if terminated and _threads():  # the signal alone would have ended them, too
+        _end_at_once(status)
+    if late or os.getpid() != session.pid:  # a child that the script forked came to the script's end, too
+        return status
+    if status == 0:
+        session.check()
+    if ended is not None:
+        ended()
     return status
+
+
+def _end_late(
+    session: _Session,
+    watching: contextlib.ExitStack,
+    error: BaseException | None,
+    ended: Callable[[], None] | None,
+) -> None:
+    """End the recording of a script whose threads went on after its last line."""
+    if os.getpid() != session.pid:
+        return
+    if termination.signalled():
+        error = SystemExit(143)
+    try:
+        with watching:
+            session.close(error)
+        if error is None:
+            session.check()
+    except TracerError as told:  # too late for an exit status of its own
+        print(f"Error: {told}", file=sys.stderr)
+    if ended is not None:
+        ended()
+    if termination.signalled():
+        _end_at_once(143)
 
 
 def unwatched(script: str, arguments: Sequence[str] = (), *, module: bool = False) -> int:
@@ -172,13 +220,12 @@ def unwatched(script: str, arguments: Sequence[str] = (), *, module: bool = Fals
     code, main = _load_module(script) if module else _load_script(script)
     argv = [str(main.__file__) if module else script, *arguments]
     first_path = os.getcwd() if module else os.path.dirname(os.path.abspath(script))
-    error: BaseException | None = None
-    with _as_main(main, argv, first_path):
-        try:
-            exec(code, main.__dict__)
-        except BaseException as raised:
-            error = raised
-    return _status(error)
+    _become_main(main, argv, first_path)
+    try:
+        exec(code, main.__dict__)
+    except BaseException as error:
+        return _status(error)
+    return 0
 
 
 def torchrun(arguments: Sequence[str], options: Sequence[str], *, program: str) -> NoReturn:
@@ -232,7 +279,10 @@ def lighter_on_evaluation(capture: Capture) -> tuple[Capture, ...]:
 class _Session:
     """Notices what a script makes and does, and tells the exporter."""
 
-    def __init__(self, out: Location, captures: tuple[Capture, ...], *, strict: bool, **recording: Any) -> None:
+    def __init__(
+        self, name: str, out: Location, captures: tuple[Capture, ...], *, strict: bool, **recording: Any
+    ) -> None:
+        self._name = name
         bus = MessageBus(f"recording to {out}", on_error="raise" if strict else "disable")
         self.exporter = Exporter(message_bus=bus, capture=captures, strict=strict)
         self.exporter.set_optimizer(())
@@ -248,7 +298,8 @@ class _Session:
         self._drawn: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._unused: tuple[int, int] | None = None  # where an iterator began that ended early, and when all is used
         self._epoch_began = 0
-        self._pid = os.getpid()
+        self._closed = False
+        self.pid = os.getpid()
         self.refusal: CaptureError | TraceError | None = None
 
     def _begin(self, starting: Callable[[], None] | None) -> Callable[[], None] | None:
@@ -271,6 +322,13 @@ class _Session:
         recorder = self.run.recorder
         return recorder is None or recorder.writer is not None
 
+    def check(self) -> None:
+        """Raise `TraceError`, with the reason as far as it can be told, if nothing was recorded."""
+        if not self.recorded or self.exporter.steps_seen == 0:
+            raise TraceError(
+                f"{self._name} ended, but no training step was seen, so nothing is recorded: {self.why_not()}"
+            )
+
     def why_not(self) -> str:
         """Why nothing was recorded, as far as can be told."""
         for receiver, error in self.exporter.message_bus.failures:
@@ -278,6 +336,8 @@ class _Session:
                 return str(error)
         if not self._optimizers:
             return "it made no optimizer of torch.optim"
+        if not self.exporter.tops:
+            return "what its optimizers train belongs to no module"
         if self.exporter.steps_seen == 0:
             return "its optimizer never stepped"
         return "the capture takes nothing of what it did"
@@ -286,6 +346,7 @@ class _Session:
     def watching(self) -> Iterator[None]:
         """Watch the few places of torch that every training passes through."""
         session = self
+        running = Backward()
 
         def optimizer_init(original: Callable[..., None]) -> Callable[..., None]:
             def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -298,8 +359,9 @@ class _Session:
             def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
                 if session.refusal is not None:  # before anything is trained that was meant to be recorded
                     raise session.refusal
-                session.guarded("loss", lambda: session.exporter.backward_called(tensor))
-                original(tensor, *args, **kwargs)
+                if not running.of(tensor):
+                    session.guarded("loss", lambda: session.exporter.backward_called(tensor))
+                running.call(original, tensor, *args, **kwargs)
 
             return backward
 
@@ -349,7 +411,7 @@ class _Session:
 
     def guarded(self, what: str, work: Callable[[], None]) -> None:
         """Do our part of a call of the script's; in a worker process that it forked, there is none."""
-        if os.getpid() == self._pid:
+        if os.getpid() == self.pid:
             self.exporter._guard(what, work)
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
@@ -370,12 +432,14 @@ class _Session:
                 if id(one) not in watched:
                     self.exporter.add_modules((name, one))
         self.exporter.set_optimizer(alive)
+        self.refusal = None
+        if not models:  # it trains tensors that are no module's; another optimizer may have a model
+            self.exporter.train(False)
+            return
         try:
             self.exporter.check()
         except CaptureError as error:  # another optimizer, of another model, may still mend this
             self.refusal = error
-        else:
-            self.refusal = None
         self.exporter.train(self.refusal is None)
 
     def drawn(self, iterator: Any) -> None:
@@ -421,9 +485,10 @@ class _Session:
     def close(self, error: BaseException | None) -> None:
         """End the last epoch, and the trace."""
         clean = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
-        if clean and self.exporter.train_step > 0:
+        closed, self._closed = self._closed, True  # it may have been interrupted at that
+        if clean and not closed and self.exporter.train_step > 0:
             self.guarded("the end of the last epoch", self.exporter.epoch_finished)
-        if os.getpid() == self._pid:
+        if os.getpid() == self.pid:
             end(self.run, None if clean else error)
 
 
@@ -432,15 +497,16 @@ def _models_of(optimizers: Sequence[Optimizer]) -> list[nn.Module]:
     trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
     # type(), because isinstance() would ask lazy objects of the script for their class
     everything = [one for one in gc.get_objects() if issubclass(type(one), nn.Module) and "_parameters" in vars(one)]
-    owners = [one for one in everything if any(id(p) in trained for p in one.parameters())]
-    inner = {id(child) for one in owners for child in one.modules() if child is not one}
+    # by the class, because modules may call something else of theirs `parameters` or `modules`
+    owners = [one for one in everything if any(id(p) in trained for p in nn.Module.parameters(one))]
+    inner = {id(child) for one in owners for child in nn.Module.modules(one) if child is not one}
     roots = {id(unwrap(one)): unwrap(one) for one in owners if id(one) not in inner}
     # a copy (an average of the weights, say) shares no parameter; a view of some layers does, and owns fewer
-    roots_by_size = sorted(roots.values(), key=lambda one: -sum(id(p) in trained for p in one.parameters()))
+    roots_by_size = sorted(roots.values(), key=lambda one: -sum(id(p) in trained for p in nn.Module.parameters(one)))
     chosen: list[nn.Module] = []
     covered: set[int] = set()
     for one in roots_by_size:
-        own = {id(p) for p in one.parameters() if id(p) in trained}
+        own = {id(p) for p in nn.Module.parameters(one) if id(p) in trained}
         if not own <= covered:
             chosen.append(one)
             covered |= own
@@ -466,7 +532,7 @@ def _load_script(script: str) -> tuple[CodeType, ModuleType]:
     with io.open_code(path) as file:
         code = _compiled(file.read(), path)
     main = ModuleType("__main__")
-    main.__dict__.update(__file__=path, __builtins__=__builtins__, __cached__=None)
+    main.__dict__.update(__file__=path, __builtins__=builtins, __cached__=None)
     return code, main
 
 
@@ -485,7 +551,7 @@ def _load_module(name: str) -> tuple[CodeType, ModuleType]:
         raise CaptureError(f"there is no module {name!r} that could be run; packages need a __main__.py")
     code = get_code(spec.name)
     main = ModuleType("__main__")
-    main.__dict__.update(__file__=spec.origin, __builtins__=__builtins__, __spec__=spec, __package__=spec.parent)
+    main.__dict__.update(__file__=spec.origin, __builtins__=builtins, __spec__=spec, __package__=spec.parent)
     return code, main
 
 
@@ -496,16 +562,44 @@ def _compiled(source: bytes, path: str) -> CodeType:
         raise CaptureError(f"{path} is not a Python script: {error}") from error
 
 
-@contextlib.contextmanager
-def _as_main(main: ModuleType, argv: list[str], first_path: str) -> Iterator[None]:
-    """Make a module ``__main__`` with its command line; classes that it defines can be pickled while it is."""
-    before = sys.modules["__main__"], sys.argv, list(sys.path)
+def _become_main(main: ModuleType, argv: list[str], first_path: str) -> None:
+    """Make a module ``__main__`` with its command line, from now on: what it runs when the process ends needs both."""
+    global _before
+    _before = sys.modules["__main__"]
+    sys.modules.pop("cli", None)  # the script's folder may have one of its own
     sys.modules["__main__"], sys.argv = main, argv
     sys.path.insert(0, first_path)
+
+
+def _threads() -> list[threading.Thread]:
+    """Threads of the script that Python would wait for before the process ends, but for the workers of executors.
+
+    Those end only when the process does.
+    """
+    here = threading.current_thread(), threading.main_thread()
+    workers = executors._threads_queues
+    return [one for one in threading.enumerate() if not (one.daemon or one in here or one in workers)]
+
+
+def _end_at_once(status: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # there may be none any more
+            stream.flush()
+    os._exit(status)
+
+
+def _tell_hook(error: BaseException) -> int | None:
+    """Call the script's own ``sys.excepthook``, as Python would; the exit status, if the hook says one."""
     try:
-        yield
-    finally:
-        sys.modules["__main__"], sys.argv, sys.path[:] = before
+        sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit as ending:
+        return _status(ending)
+    except BaseException:
+        print("Error in sys.excepthook:", file=sys.stderr)
+        traceback.print_exc()
+        print("\nOriginal exception was:", file=sys.stderr)
+        traceback.print_exception(error)
+    return None
 
 
 def _status(error: BaseException | None) -> int:
@@ -519,5 +613,8 @@ def _status(error: BaseException | None) -> int:
         return 1
     # without the frames of this launcher, the traceback is the one that the script would have had
     own = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    traceback.print_exception(type(error), error, own)
+    if sys.excepthook is sys.__excepthook__:
+        traceback.print_exception(type(error), error, own)
+    elif (status := _tell_hook(error.with_traceback(own))) is not None:
+        return status
     return 130 if isinstance(error, KeyboardInterrupt) else 1

@@ -19,6 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
 from tracer.capture import Capture
+from tracer.errors import raised_by_signal
 from tracer.hooks import copied, difference, same_storage, unobservable, unscaled
 from tracer.memory import Memory
 from tracer.messages import DEFAULT_TAG
@@ -286,7 +287,7 @@ class Parameters:
                 else:
                     base = self._copy(update_capture, parameter.kind("updates"), parameter.tensor)
             except Exception as error:
-                if streams.strict:
+                if streams.strict or raised_by_signal(error):
                     raise
                 streams._give_up(parameter.kind(""), parameter.stream, error)
                 streams._give_up(parameter.kind("updates"), parameter.stream, error)
@@ -330,7 +331,7 @@ class Parameters:
                         elif final and tensor.grad is not None:
                             self._keep_gradient(parameter, capture, tensor.grad, streams)
                     except Exception as error:  # one parameter's; the others, and the clock, go on
-                        if streams.strict:
+                        if streams.strict or raised_by_signal(error):
                             raise
                         streams._give_up(kind, parameter.stream, error)
 
@@ -355,7 +356,7 @@ class Parameters:
                         place = self._places.get((parameter.path, suffix)) or self._replicas.get(parameter.path)
                         streams._release(capture, stream, data, whole, 0, at, None, owned=True, placement=place)
                     except Exception as error:
-                        if streams.strict:
+                        if streams.strict or raised_by_signal(error):
                             raise
                         streams._give_up(kind, parameter.stream, error)
 

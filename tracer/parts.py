@@ -7,6 +7,7 @@ journals together: attempts follow each other, and the steps that a later one tr
 
 from __future__ import annotations
 
+import datetime as dt
 import hashlib
 import math
 import os
@@ -32,6 +33,7 @@ BEGINNING_SECONDS = 10.0
 """How long a rank waits for others to begin their parts of a new trace."""
 FRESH_SECONDS = 600.0
 """How long after its end the part of one rank counts as of the same launch as that of another."""
+_LOADED = time.time()
 LATE, LATE_SECONDS = 20, 0.01
 """How often, and after how long, declarations are read again that the journal refers to."""
 SILENT_SECONDS = 60.0
@@ -329,14 +331,31 @@ def expected_ranks(header: Mapping[str, Any]) -> list[int]:
 
 
 def missing(path: Location, names: Collection[str], headers: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A sentence if ranks were recorded whose parts are not there."""
+    """A sentence for what was recorded and is not there: ranks, attempts, and attempts of single ranks."""
+    headers = list(headers)
     expected = {rank for header in headers for rank in expected_ranks(header)}
-    there = {where[0] for name in names if (where := layout.part_of(name)) is not None}
+    there = {where for name in names if (where := layout.part_of(name)) is not None}
+    ranks, attempts = {rank for rank, _ in there}, {attempt for _, attempt in there}
     # of a file of one part that was opened by its own name, the others are elsewhere
-    if not expected - there or any(path.stem.endswith(f".{name}") for name in names):
+    if any(path.stem.endswith(f".{name}") for name in names):
         return []
-    listed = ", ".join(map(str, sorted(expected - there)))
-    return [f"{path} has nothing of rank {listed}, of the {len(expected)} ranks that were recorded"]
+    told = []
+    if expected - ranks:
+        listed = ", ".join(map(str, sorted(expected - ranks)))
+        told.append(f"{path} has nothing of rank {listed}, of the {len(expected)} ranks that were recorded")
+    # each attempt has the number after the last one that is there
+    gone = sorted(set(range(max(attempts, default=0))) - attempts)
+    if gone:
+        told.append(f"{path} has nothing of attempt {', '.join(map(str, gone))}, and goes on with later ones")
+    began = {number: first_step(one, number) for one in headers if type(number := one.get("attempt", 0)) is int}
+    for attempt in sorted(attempts & began.keys()):
+        if any(began[later] <= began[attempt] for later in began if later > attempt):
+            continue  # nothing of it counts
+        of_it = {rank for one in headers if one.get("attempt", 0) == attempt for rank in expected_ranks(one)}
+        gone = sorted(rank for rank in of_it & ranks if (rank, attempt) not in there)
+        if gone:
+            told.append(f"{path} has nothing of rank {', '.join(map(str, gone))} in attempt {attempt}")
+    return told
 
 
 def worst(statuses: Sequence[str]) -> str:
@@ -429,10 +448,11 @@ def _evaluated(part: Written, step: int) -> tuple[NDArray[np.int64], NDArray[np.
     return rows, tags[rows]
 
 
-def merged(parts: Sequence[Written]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def merged(parts: Sequence[Written], others: Sequence[Written] = ()) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The rows of all parts that count, in one order: their parts, and their rows in the journals of those.
 
-    Parts are ordered by the step, then by the rank; each keeps its own order.
+    Parts are ordered by the step, then by the rank; each keeps its own order. Of `others` only is asked what rows of
+    `parts` they take the place of.
 
     Returns
     -------
@@ -440,7 +460,7 @@ def merged(parts: Sequence[Written]) -> tuple[NDArray[np.int64], NDArray[np.int6
     row : numpy.ndarray of int64, (messages,)
     """
     numbers, rows, clocks, ranks = ([np.zeros(0, np.int64)] for _ in range(4))
-    for number, (part, counts) in enumerate(zip(parts, counting(parts), strict=True)):
+    for number, (part, counts) in enumerate(zip(parts, counting([*parts, *others]), strict=False)):
         steps = part.journal[:, Column.GLOBAL_STEP]
         mine = np.flatnonzero(counts)
         numbers.append(np.full(len(mine), number))
@@ -549,12 +569,15 @@ def claim(
     TraceError
         If what is there is not a trace.
     """
-    parts = _there(path, process)
+    parts = there(path, process)
     mine = [one for one in parts if one.rank == process.rank]
     of_this_launch = [one for one in parts if process.launch is not None and one.launch == process.launch]
     refuse_living(path, [one for one in parts if one in mine or one not in of_this_launch])
     if resume:
-        before = [one.attempt for one in parts if one in mine or one not in of_this_launch]
+        # a launch can look like the one before it, which ended before this process began
+        began = _began()
+        former = [one for one in of_this_launch if not one.lives and one.created < began]
+        before = [one.attempt for one in parts if one in mine or one in former or one not in of_this_launch]
         return 1 + max(before, default=-1), next((one.run_id for one in parts), run_id_of(path, process))
     if overwrite:
         for one in parts:
@@ -585,6 +608,8 @@ class Head:
         Whether it has a header; whether it says how the run ended; if not, whether its process still runs.
     fresh : bool
         Whether it was written in the last minutes.
+    created : float
+        When it was begun, in seconds since 1970; 0 where it does not say.
     """
 
     name: str
@@ -598,6 +623,7 @@ class Head:
     ended: bool
     lives: bool
     fresh: bool
+    created: float
 
 
 def heads(path: Location) -> list[Head]:
@@ -637,12 +663,29 @@ def heads(path: Location) -> list[Head]:
                     ended,
                     bool(header) and not ended and lives(process, store),
                     time.time() - store.modified < FRESH_SECONDS,
+                    _seconds(header.get("created")),
                 )
             )
     finally:
         for _, store in opened:
             store.close()
     return found
+
+
+def _began() -> float:
+    """When this process began, in seconds since 1970; as far as that can be told."""
+    start = layout.process_start(os.getpid())
+    if start is None or not start.isdecimal():
+        return _LOADED
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + int(start) / os.sysconf("SC_CLK_TCK")
+
+
+def _seconds(created: object) -> float:
+    """A time as a header says it, in seconds since 1970; 0 where that is none."""
+    try:
+        return dt.datetime.fromisoformat(str(created)).timestamp()
+    except (ValueError, OverflowError):
+        return 0.0
 
 
 def refuse_living(path: Location, parts: Sequence[Head]) -> None:
@@ -652,7 +695,7 @@ def refuse_living(path: Location, parts: Sequence[Head]) -> None:
             raise TraceExistsError(f"{path} is being recorded by process {one.pid}, so it is not overwritten")
 
 
-def _there(path: Location, process: Process) -> list[Head]:
+def there(path: Location, process: Process) -> list[Head]:
     """`heads`; of a trace that other ranks are just beginning, as soon as they have written theirs."""
     deadline = time.monotonic() + BEGINNING_SECONDS
     while True:

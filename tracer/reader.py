@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import operator
+import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,12 +30,17 @@ from tracer.layout import Column
 from tracer.memory import SMALLEST, Memory
 from tracer.messages import DEFAULT_TAG, Message, checked
 from tracer.parts import Part, Stream, counting, merged, missing, worst, worst_certificate
-from tracer.stores import STORES, Anywhere, ReadStore, location, open_parts
+from tracer.stores import STORES, Anywhere, Place, ReadStore, location, open_parts
 
 BLOCK_BYTES: Final = 8 << 20
 """Bytes of data that `TraceReader.messages` reads at a time."""
 LARGE_ROWS: Final = 64
-"""Where no more messages than these are in `BLOCK_BYTES`, each is read by itself and stays in the processor's cache."""
+"""Where no more messages than these are in `BLOCK_BYTES`, each is read into memory of its own, which is used again."""
+TOGETHER: Final = 4
+TOGETHER_BYTES: Final = 4 << 20
+"""So many of them, of so many bytes at most, are read one right after the other: what is done between two readings of a
+megabyte finds nothing of itself in the processor's cache. More would have left that cache before they are delivered.
+"""
 BLOCK_ROWS: Final = 16384
 """Messages that it reads at a time, at most."""
 GAP_BYTES: Final = 65536
@@ -48,11 +54,10 @@ be because others had the processor.
 """
 _KEPT: Final = 64
 """A message that is kept keeps at most so many times its size."""
-_POOL: Final = int(Column.POOL)
 _FIELDS: Final = [Column.STREAM, Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
 _fields_of = operator.itemgetter(*_FIELDS)
 _place_of = operator.itemgetter(Column.STREAM, Column.POOL, Column.OFFSET, Column.COUNT, Column.SHAPE, Column.CRC32C)
-_FIRST: Final = np.zeros(1, np.int64)
+_PLACES: Final = np.arange(TOGETHER)[:, None]
 _T = TypeVar("_T")
 
 Steps = tuple[int | None, int | None] | tuple[int | None, int | None, int | None]
@@ -200,6 +205,8 @@ class TraceReader:
         self._parts: list[Part] = []
         # parts of other ranks, whose messages may be of those that are looked at, too
         self._others: list[Part] = []
+        # and those of which only counts what their attempts take the place of
+        self._later: list[Part] = []
         failures = list(broken.values())
         for name, store in stores:
             try:
@@ -212,6 +219,8 @@ class TraceReader:
                 self._parts.append(part)
             elif self._assemble:
                 self._others.append(part)
+            else:
+                self._later.append(part)
         if len(failures) == 1 and len(stores) + len(broken) == 1:
             raise failures[0]
         if not self._parts:
@@ -269,9 +278,10 @@ class TraceReader:
         view = object.__new__(TraceReader)
         view.path, view._only, view._assemble, view._stores = self.path, {rank}, assemble, self._stores
         view._told, view._verify = self._told, self._verify
-        everything = sorted([*self._parts, *self._others], key=_by_attempt)
+        everything = sorted([*self._parts, *self._others, *self._later], key=_by_attempt)
         view._parts = [part for part in everything if rank in {part.rank, *(one.rank for one in part.streams)}]
-        view._others = [part for part in everything if part not in view._parts] if assemble else []
+        others = [part for part in everything if part not in view._parts]
+        view._others, view._later = (others, []) if assemble else ([], others)
         view._merge()
         return view
 
@@ -283,12 +293,13 @@ class TraceReader:
         parts = sorted([*self._parts, *self._others], key=_by_attempt) if lent else self._parts
         self._pools = [pool for part in parts for pool in part.pools]
         self._store_of = [part.store for part in parts for _ in part.pools]
-        if len(parts) == 1:
+        rest = [part for part in (*self._parts, *self._others, *self._later) if part not in parts]
+        if len(parts) == 1 and all(part.attempt <= parts[0].attempt for part in rest):
             self._streams: list[Stream] = list(parts[0].streams)
             self._shapes: list[tuple[int, ...]] = list(parts[0].shapes)
             journal = parts[0].journal.view()
         else:
-            number, row = merged(parts)
+            number, row = merged(parts, rest)
             # what several attempts declare is one stream
             self._streams, streams = _united([part.streams for part in parts])
             self._shapes, shapes = _united([part.shapes for part in parts])
@@ -633,8 +644,10 @@ class TraceReader:
     def _iterate(self, selected: NDArray[np.int64]) -> Iterator[Message]:
         streams = self._streams
         for rows, groups in self._blocks(selected):
-            if len(rows) == 1:
-                yield self._single(rows, groups)
+            if groups and groups[0].row is not None:
+                groups.reverse()
+                while groups:  # the memory of each can be used again as soon as its message is gone
+                    yield self._single(groups.pop())
                 continue
             owners, tensors = _in_order(groups, len(rows))
             groups.clear()  # so that the memory can be used for another block as soon as the messages are gone
@@ -656,11 +669,10 @@ class TraceReader:
                 )
             tensors.clear()
 
-    def _single(self, rows: NDArray[np.int64], groups: list[_Group]) -> Message:
-        """The message of a block of one."""
-        group = groups.pop() if groups else None
-        row = group.row if group is not None and group.row is not None else self.journal[rows[0]].tolist()
-        number, global_step, train_step, epoch, call = _fields_of(row)
+    def _single(self, group: _Group) -> Message:
+        """A message that was read by itself."""
+        assert group.row is not None
+        number, global_step, train_step, epoch, call = _fields_of(group.row)
         stream = self._streams[number]
         return checked(
             stream.kind,
@@ -672,7 +684,7 @@ class TraceReader:
             call,
             stream.leaf,
             stream.rank,
-            None if group is None else _tensor(group),
+            _tensor(group),
         )
 
     def _blocks(self, selected: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], list[_Group]]]:
@@ -691,9 +703,10 @@ class TraceReader:
             before = int(ends[first - 1]) if first else 0
             last = int(np.searchsorted(ends, before + BLOCK_BYTES, side="right"))
             last = min(max(last, first + 1), first + BLOCK_ROWS)
-            large = last - first <= LARGE_ROWS and nbytes[first:last].min() >= SMALLEST
-            step = 1 if large and memory is not None else last - first
-            blocks += [selected[begin : begin + step] for begin in range(first, last, step)]
+            step = last - first
+            if memory is not None and step <= LARGE_ROWS and nbytes[first:last].min() >= SMALLEST:
+                step = max(1, min(TOGETHER, TOGETHER_BYTES // int(nbytes[first:last].max())))
+            blocks += [selected[begin : min(begin + step, last)] for begin in range(first, last, step)]
             first = last
         left = iter(blocks)
         slow = 0
@@ -731,12 +744,11 @@ class TraceReader:
 
     def _read_groups(self, selected: NDArray[np.int64], memory: Memory | None) -> list[_Group]:
         """The data of rows of the journal, verified, in groups of one pool, dtype and shape."""
-        if memory is not None and len(selected) == 1:
-            row = self.journal[selected[0]].tolist()
-            pool = row[_POOL]
-            if pool != WHOLE:
-                return [] if pool == layout.NONE else [self._read_one(row, memory)]
         rows = self.journal[selected]
+        if memory is not None and len(rows) <= TOGETHER and rows[:, Column.POOL].min() >= 0:
+            nbytes = rows[:, Column.COUNT] * self._itemsizes[rows[:, Column.STREAM]]
+            if len(rows) == 1 or nbytes.min() >= SMALLEST:
+                return self._read_apart(rows.tolist(), memory)
         whole = rows[:, Column.POOL] == WHOLE
         if whole.any():
             places = np.flatnonzero(~whole)
@@ -812,8 +824,38 @@ class TraceReader:
             groups += self._group(rows, places, offsets - low * row_size, counts, whole)
         return groups
 
-    def _read_one(self, row: list[int], memory: Memory) -> _Group:
-        """The data of one message, as `_read_groups` has it, with as few steps as possible."""
+    def _read_apart(self, rows: list[list[int]], memory: Memory) -> list[_Group]:
+        """The data of a few messages, each in memory of its own, with as few steps as possible between two readings.
+
+        Where all of them lie is found out first. What cannot be read as it lies there, or is not what it should be, is
+        read by `_read_one`, which knows what is wrong.
+        """
+        groups: list[_Group | None] = []
+        reads = []
+        for row in rows:
+            number, pool, offset, count, shape, checksum = _place_of(row)
+            dtype, storage, itemsize = self._kept_as[number]
+            name, stored = self._pools[pool]
+            size, length = self._sizes_of.get(pool) or self._size_of(pool)
+            place = block = None
+            if count == size and offset % size == 0 and offset < length * size and storage == stored:
+                block = memory.take(count * itemsize)  # None for what is small
+                place = None if block is None else self._store_of[pool].place(name, offset // size)
+            if place is None or block is None:
+                groups.append(None)
+                continue
+            target = block[: count * itemsize]
+            reads.append((len(groups), place, target.data, checksum))
+            data = target.view(storage).reshape(1, *self._shapes[shape])
+            groups.append(_Group(_PLACES[len(groups)], data, dtype, target.nbytes, row))
+        trailer = bytearray(4)
+        for one, place, to, checksum in reads:
+            if not _read_at(place, to, trailer, checksum, self._verify):
+                groups[one] = None
+        return [group or self._read_one(row, memory, at) for group, row, at in zip(groups, rows, _PLACES, strict=False)]
+
+    def _read_one(self, row: list[int], memory: Memory, at: NDArray[np.int64]) -> _Group:
+        """The data of one message, which is the one `at` this place in its block."""
         number, pool, offset, count, shape, checksum = _place_of(row)
         dtype, storage, itemsize = self._kept_as[number]
         name, stored = self._pools[pool]
@@ -822,14 +864,12 @@ class TraceReader:
             raise self._misplaced(row)
         low, high = offset // size, -(-(offset + count) // size)
         nbytes = (high - low) * size * itemsize
-        whole = self._store_of[pool].read(name, low, high, memory.take(nbytes))
-        data, shaped = whole, (1, *self._shapes[shape])
-        if whole.shape != shaped or count != size:  # not one row as it is
-            begin = offset - low * size
-            data = whole.reshape(-1)[begin : begin + count].reshape(shaped)
+        whole = self._store_of[pool].read(name, low, high, memory.take(nbytes)).reshape(-1)
+        begin = offset - low * size
+        data = whole[begin : begin + count].reshape(1, *self._shapes[shape])
         if self._verify and checksum != layout.NONE and crc32c(data) != checksum:
             raise self._damaged(row)
-        return _Group(_FIRST, data, dtype, nbytes, row)
+        return _Group(at, data, dtype, nbytes, row)
 
     def _group(
         self,
@@ -1056,6 +1096,19 @@ class TraceReader:
 
     def __repr__(self) -> str:
         return f"TraceReader({str(self.path)!r}: {len(self)} messages, {self.status})"
+
+
+def _read_at(place: Place, target: memoryview, trailer: bytearray, checksum: int, verify: bool) -> bool:
+    """Fill `target` with what lies at a place; whether it is there, and is what was written."""
+    try:
+        if place.checksummed:
+            whole = os.preadv(place.file, (target, trailer), place.offset) == len(target) + 4
+            checksum = int.from_bytes(trailer, "little")
+        else:
+            whole = os.preadv(place.file, (target,), place.offset) == len(target)
+    except (OSError, OverflowError):
+        return False
+    return whole and (not verify or checksum == layout.NONE or crc32c(target) == checksum)
 
 
 def _in_order(groups: list[_Group], count: int) -> tuple[list[int], list[Iterator[Tensor | None]]]:

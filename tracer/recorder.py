@@ -6,12 +6,12 @@ import os
 import sys
 import threading
 import time
-import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,11 +25,11 @@ from tracer.budget import Budget, Held, already_spent
 from tracer.bus import MessageBus, Receiver, in_order, version_of
 from tracer.capture import Capture, choice
 from tracer.compression import Compression
-from tracer.errors import CaptureError, TraceError
+from tracer.errors import CaptureError, TraceError, warn_only
 from tracer.exporter import Exporter
 from tracer.layout import Column, declaration, part_name
 from tracer.messages import KINDS, Message, with_data
-from tracer.parts import claim, heads, this_process
+from tracer.parts import claim, there, this_process
 from tracer.reader import TraceReader
 from tracer.stores import Anywhere, Location, location
 from tracer.transfers import Copy, Transfers
@@ -313,7 +313,7 @@ class Recorder:
         try:
             self.close(f"failed: {summary(what_ends_the_program(self._raised_before))}")
         except TraceError as error:
-            warnings.warn(f"the trace is incomplete: {error}", RuntimeWarning, stacklevel=2)
+            warn_only(f"the trace is incomplete: {error}", stacklevel=2)
 
     def _give_up(self) -> None:
         """Let the thread write no more of what waits."""
@@ -786,6 +786,8 @@ def start(
     `lazily`: create the trace at the first message, when the script has loaded its checkpoint. `disabled`: only count.
     """
     check_options(queue_bytes=queue_bytes, on_full=on_full, commit_steps=commit_steps, commit_seconds=commit_seconds)
+    if isinstance(path, Path):  # the program may go to another folder meanwhile
+        path = path.absolute()
     if replicated not in ("once", "every"):
         raise CaptureError(f"replicated is 'once' or 'every', not {replicated!r}")
     process = this_process()
@@ -808,7 +810,7 @@ def start(
         trial.register(one)
 
     def begin() -> None:
-        if resume is not None and heads(path):
+        if resume is not None and there(path, process):
             _go_on(path, process.rank, resume, exporter)
 
     def make() -> TraceWriter:
@@ -863,10 +865,9 @@ def start(
             for note in notes(exporter):
                 recorder.note(note)
         exporter.message_bus.unregister(recorder)
-        warnings.warn(
+        warn_only(
             f"the recording to {path} ends before global step {step}, for which max_bytes ({max_bytes:,}) leaves no "
             "room; the training goes on",
-            RuntimeWarning,
             stacklevel=2,
         )
 
@@ -917,7 +918,7 @@ def end(run: Run, error: BaseException | None = None, *, wait: bool = True) -> N
         if strict and cause is None:
             failure = raised
         else:
-            warnings.warn(f"the trace is incomplete: {raised}", RuntimeWarning, stacklevel=3)
+            warn_only(f"the trace is incomplete: {raised}", stacklevel=3)
     termination.unwatch(recorder.close)
     try:
         if not wait and recorder in run.bus.receivers:
@@ -928,7 +929,7 @@ def end(run: Run, error: BaseException | None = None, *, wait: bool = True) -> N
             failure = failure or raised
         else:
             told = f"a receiver could not be closed: {type(raised).__name__}: {raised}"
-            warnings.warn(told, RuntimeWarning, stacklevel=3)
+            warn_only(told, stacklevel=3)
     if failure is not None:
         raise failure
 

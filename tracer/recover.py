@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tracer.convert import check_paths, new_trace, single
 from tracer.errors import TraceError
 from tracer.layout import Column
+from tracer.messages import DEFAULT_TAG
 from tracer.parts import merged, tags_of, worst
 from tracer.stores import Anywhere, location
 from tracer.verify import UNKNOWN, Survey, survey
@@ -130,7 +131,7 @@ def recover(
     src, dst = location(src), location(dst)
     check_paths(src, dst)
     with survey(src) as (surveys, elsewhere):
-        numbers, rows = merged([_Order(one) for one in surveys])
+        numbers, rows = merged([_Order(one, surveys) for one in surveys])
         total = len(rows)
         last = max(one.attempt for one in surveys)
         status = worst([one.status for one in surveys if one.attempt == last])
@@ -185,17 +186,31 @@ def recover(
 
 
 class _Order:
-    """A survey as `merged` needs it: rows that say nothing certain stay where they are."""
+    """A survey as `merged` needs it: rows that cannot be read stay where they are, and are of the step before them."""
 
-    def __init__(self, survey: Survey) -> None:
-        self.rank, self.attempt, self.first_step = survey.rank, survey.attempt, survey.first_step
+    def __init__(self, survey: Survey, surveys: Sequence[Survey]) -> None:
+        self.rank, self.attempt = survey.rank, survey.attempt
         self.journal = survey.journal.copy()
+        # what a row says of its step is certain also where its stream is not known
+        certain = survey.certain
+        before = np.maximum.accumulate(np.where(certain, np.arange(len(certain)), -1))
+        steps = np.where(before >= 0, survey.journal[before, Column.GLOBAL_STEP], 0)
         self.journal[~survey.sound] = 0
+        self.journal[:, Column.GLOBAL_STEP] = steps
+        self.first_step = survey.first_step if survey.header else _first_step(survey, surveys)
         self._streams = survey.streams
 
     def tags(self) -> NDArray[np.str_]:
         """The tag of each row."""
         return tags_of(self.journal[:, Column.STREAM], self._streams)
+
+
+def _first_step(survey: Survey, surveys: Sequence[Survey]) -> int:
+    """Where an attempt began whose header is lost: as other ranks say, or with its first message; else nowhere."""
+    told = [one.first_step for one in surveys if one.attempt == survey.attempt and one.header]
+    tags = tags_of(survey.journal[:, Column.STREAM], survey.streams)
+    steps = survey.journal[survey.certain & (tags == DEFAULT_TAG), Column.GLOBAL_STEP]
+    return min(told, default=int(steps.min(initial=np.iinfo(np.int64).max)))
 
 
 def _by_stream(survey: Survey, saved: NDArray[np.bool_], lost: NDArray[np.int64]) -> list[LostStream]:

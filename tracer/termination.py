@@ -16,7 +16,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 _closers: list[Callable[[str], None]] = []
@@ -25,17 +25,23 @@ _handler: Callable[[int, Any], None] | None = None
 """Which of the handlers here was put in the place of the system's."""
 _endings: dict[Callable[[], Any], Callable[[], Any] | None] = {}
 """What ends each recording when the program ends, the latest last, and how that is made short."""
+_first: dict[Callable[[], Any], Callable[[], Any] | None] = {}
+"""The same of those that end before these."""
 _h5py: ModuleType | None = None
 """h5py, once what it does when the program ends is done here."""
 _ending = False
 """Whether recordings are being ended because the program ends."""
 _signalled: int | None = None
 """A signal that came meanwhile."""
+_raised = False
+"""Whether SIGTERM was an exception in the main thread."""
+_exit_raised = 0
+"""The ``id`` of that exception."""
 _children: set[int] = set()
 """Processes that multiprocessing began, which were told of recordings."""
 
 
-def at_exit(end: Callable[[], Any], give_up: Callable[[], Any] | None = None) -> None:
+def at_exit(end: Callable[[], Any], give_up: Callable[[], Any] | None = None, *, first: bool = False) -> None:
     """Have a function called when the program ends, until `not_at_exit`; what was given later is called before.
 
     Parameters
@@ -44,8 +50,10 @@ def at_exit(end: Callable[[], Any], give_up: Callable[[], Any] | None = None) ->
         May be called again where it was interrupted.
     give_up : callable, optional
         Lets `end` take less time. Called when the user interrupts it twice.
+    first : bool
+        Whether it is called before all that are not `first`, whenever these are given.
     """
-    _endings[end] = give_up
+    (_first if first else _endings)[end] = give_up
     _before_h5py()
     _in_child_processes()
 
@@ -53,6 +61,7 @@ def at_exit(end: Callable[[], Any], give_up: Callable[[], Any] | None = None) ->
 def not_at_exit(end: Callable[[], Any]) -> None:
     """Undo `at_exit`."""
     _endings.pop(end, None)
+    _first.pop(end, None)
 
 
 def _before_h5py() -> None:
@@ -93,7 +102,7 @@ def _end_recordings() -> None:
     _ending = True
     interrupted = 0
     # a copy, because a recorder's thread takes off what has ended
-    while last := list(_endings.items())[-1:]:
+    while last := [*_endings.items(), *_first.items()][-1:]:
         ((end, give_up),) = last
         try:
             end()
@@ -107,7 +116,7 @@ def _end_recordings() -> None:
             continue  # a thread that still writes would not let the process end in order
         except BaseException:  # noqa: BLE001 - as atexit does, and the others are to be ended, too
             traceback.print_exc()
-        _endings.pop(end, None)
+        not_at_exit(end)
     _ending = False
     if _signalled is not None:
         signal.signal(_signalled, signal.SIG_DFL)
@@ -169,19 +178,43 @@ def unwatch(close: Callable[[str], None]) -> None:
 @contextmanager
 def raises() -> Iterator[None]:
     """Let SIGTERM, where nothing else handles it, be a `SystemExit` in the main thread: what is open can be closed."""
-    mine = _handle(_exit)
+    mine, before = _handle(_exit), sys.unraisablehook
+
+    def hook(ignored: Any) -> None:
+        if id(ignored.exc_value) != _exit_raised or sys._getframe().f_back is None:  # where the program has ended
+            before(ignored)
+            return
+        # it was raised in a `__del__` or a callback of a weakref, where Python ignores exceptions, and is raised again
+        again = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM))
+        again.daemon = True
+        with suppress(RuntimeError):  # the program ends already, and starts no threads any more
+            again.start()
+
+    if mine:
+        sys.unraisablehook = hook
     try:
         yield
     finally:
         if mine:
             _restore(_exit)
+            if sys.unraisablehook is hook:
+                sys.unraisablehook = before
 
 
 def _exit(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
+    global _raised, _exit_raised
+    _raised = True
+    error = SystemExit(128 + number)
+    _exit_raised = id(error)
+    raise error
 
 
-def _close_and_end(number: int, frame: object) -> None:
+def signalled() -> bool:
+    """Whether SIGTERM was an exception, see `raises`."""
+    return _raised
+
+
+def _close_and_end(number: int, frame: FrameType | None) -> None:
     global _signalled
     if _ending:  # is closing them already
         _signalled = number
@@ -194,6 +227,15 @@ def _close_and_end(number: int, frame: object) -> None:
         threading.Thread(target=_close_all, args=(number,), name="trace-closer").start()
     except RuntimeError:  # the program ends already, and starts no threads any more
         _signalled = number
+        if _waits_for_threads(frame):
+            _close_all(number)
+
+
+def _waits_for_threads(frame: FrameType | None) -> bool:
+    """Whether the program has ended but for threads that may train for hours: Python 3.12.1 starts no more then."""
+    while frame is not None and frame.f_code is not threading._shutdown.__code__:  # type: ignore[attr-defined]
+        frame = frame.f_back
+    return frame is not None
 
 
 def _close_all(number: int) -> None:

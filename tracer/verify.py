@@ -261,8 +261,8 @@ class Survey:
         The declarations that can be read, by id.
     journal : numpy.ndarray of int64, (messages, columns)
         Rows that cannot be read are zeros.
-    sound : numpy.ndarray of bool, (messages,)
-        Which rows can be read and agree with the declarations.
+    certain, sound : numpy.ndarray of bool, (messages,)
+        Which rows can be read and pass their checksum; and which of them agree with the declarations.
     problems : list of Problem
 
     Parameters
@@ -370,6 +370,8 @@ class Survey:
         parts, masks = [none], [np.zeros(0, bool)]
         for number in range(len(array.state)):
             chunk = self._chunk(array, number)
+            if chunk is None:
+                chunk = self._unverified(array, number)  # each row has a checksum of its own
             rows = min(array.height, array.length - number * array.height)
             parts.append(np.zeros((rows, layout.COLUMNS), np.int64) if chunk is None else chunk)
             masks.append(np.full(rows, chunk is not None))
@@ -389,6 +391,8 @@ class Survey:
         data = bytearray()
         for number in range(len(array.state)):
             chunk = self._chunk(array, number)
+            if chunk is None:
+                chunk = self._unverified(array, number)  # each line has a checksum of its own
             # a line feed ends the line that the damage begins in, and two of them tell that there was damage
             data += b"\n\n" if chunk is None else chunk.data
             self._forget(array, number)  # all of them are in `data`
@@ -488,6 +492,7 @@ class Survey:
                 )
 
         refuse(layout.row_checksums(journal, 0) != journal[:, Column.CHECK], "damaged")
+        self.certain = left.copy()
         refuse(~np.isin(stream, with_data + events), "of a stream whose declaration is not there")
         refuse(np.isin(stream, with_data) != carries, "at odds with the stream on whether there is data")
         refuse(carries & ~np.isin(pool, sorted(self.pools)), "of a pool whose declaration is not there")
@@ -605,6 +610,19 @@ class Survey:
         while self._cached > CACHE_BYTES and len(self._cache) > 1:
             self._cached -= self._cache.popitem(last=False)[1].nbytes
         return rows
+
+    def _unverified(self, array: _Array, number: int) -> NDArray[Any] | None:
+        """Rows of a chunk of a table that fails its checksum; None where they are not there."""
+        start = number * array.height
+        before, self._store.verifies = self._store.verifies, False
+        try:
+            return self._store.read(array.name, start, min(start + array.height, array.length))
+        except TraceUnreachableError:
+            raise
+        except TracerError:
+            return None
+        finally:
+            self._store.verifies = before
 
     def _forget(self, array: _Array, number: int) -> None:
         """No longer keep the rows of a chunk."""
@@ -833,7 +851,8 @@ class Survey:
             rows = (start * array.height, min(stop * array.height, array.length))
             count, affects = len(reached), self.where(reached.tolist())
             if array.name == self.journal_name:
-                count, affects = rows[1] - rows[0], "what these messages were is not known"
+                count = (rows[1] - rows[0]) - int(self.certain[rows[0] : rows[1]].sum())
+                affects = "what these messages were is not known" if count else ""
             many = f" (and {stop - start - 1} more chunks)" if stop > start + 1 else ""
             self._add("chunk", f"{array.why[start]}{many}", array.name, rows, count, affects)
 

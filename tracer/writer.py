@@ -475,8 +475,8 @@ class TraceWriter:
         noted = np.frombuffer(array("q", flat), np.int64).reshape(count, _FIELDS)
         numbers, places = noted[:, 1], noted[:, 2]
         entries = np.array(self._entries, np.int64)[numbers]
-        rows = np.frombuffer(self._journal, np.int64, count * layout.COLUMNS, self._rows * _ROW.size)
-        rows = rows.reshape(count, layout.COLUMNS)
+        flat_rows = np.frombuffer(self._journal, np.int64, count * layout.COLUMNS, self._rows * _ROW.size)
+        rows = flat_rows.reshape(count, layout.COLUMNS)
         rows[:, Column.STREAM] = noted[:, 0]
         rows[:, Column.POOL] = entries[:, 0]
         rows[:, Column.OFFSET] = np.array(self._offsets, np.int64)[numbers] + places * entries[:, 1]

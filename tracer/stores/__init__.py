@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -199,6 +199,18 @@ def rows_in(out: NDArray[Any] | None, shape: tuple[int, ...], dtype: np.dtype[An
     return out[:nbytes].view(dtype).reshape(shape)
 
 
+class Place(NamedTuple):
+    """Where the bytes of a row lie in a file."""
+
+    file: int
+    """A descriptor, open for reading."""
+    offset: int
+    checksummed: bool
+    """Whether their CRC-32C follows, in four bytes, the lowest first."""
+    owner: object
+    """What closes the file when nobody refers to it any more; or None, where the store does."""
+
+
 class ReadStore(Protocol):
     """A store being read."""
 
@@ -263,6 +275,18 @@ class ReadStore(Protocol):
         ------
         TraceCorruptError
             If there are no such rows, or if they fail their checksum.
+        """
+
+    def place(self, name: str, row: int) -> Place | None:
+        """Where one row lies as it is, in one piece of a file, so that it can be read without asking `read`.
+
+        None where that is not so, is not known, or may not stay so: `read` says what is wrong with a row, if something
+        is, and reads it anew where a writer has moved it.
+
+        Raises
+        ------
+        TraceCorruptError
+            If the array is damaged.
         """
 
     def chunk_rows(self, name: str) -> int:

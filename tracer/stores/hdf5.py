@@ -36,6 +36,7 @@ from tracer.memory import PAGE
 from tracer.stores import (
     ALIGNED_BYTES,
     PART,
+    Place,
     RowChunks,
     check_name,
     contiguous,
@@ -535,7 +536,7 @@ def _decode(value: Any) -> Any:
 class _Opened:
     """A dataset that is being read, and what is asked of it at every reading: h5py looks that up anew each time."""
 
-    __slots__ = ("chunks", "codec", "contiguous", "dataset", "dtype", "id", "name", "row_nbytes", "shape")
+    __slots__ = ("chunks", "codec", "contiguous", "dataset", "dtype", "id", "in_rows", "name", "row_nbytes", "shape")
 
     def __init__(self, dataset: Any, codec: Codec | None) -> None:
         self.dataset = dataset
@@ -544,6 +545,8 @@ class _Opened:
         self.chunks, self.dtype, self.shape = dataset.chunks, dataset.dtype, dataset.shape
         self.row_nbytes = int(self.dtype.itemsize * math.prod(self.shape[1:]))
         self.contiguous = contiguous(self.chunks, self.shape)
+        # whether each chunk is one row as it is
+        self.in_rows = codec is None and self.chunks == (1, *self.shape[1:])
 
     def refresh(self) -> None:
         """Look again how many rows there are."""
@@ -741,6 +744,18 @@ class Hdf5ReadStore:
             raise
         except Exception as error:
             raise TraceCorruptError(f"{self.path}: array {name!r} cannot be read: {_reason(error)}") from error
+
+    def place(self, name: str, row: int) -> Place | None:
+        try:
+            dataset = self._dataset(name)
+            if not isinstance(self._plain, int) or not dataset.in_rows or not 0 <= row < dataset.shape[0]:
+                return None
+            offset = self._places_of(name, dataset, row + 1).get(row)
+        except TraceError:
+            raise
+        except Exception as error:
+            raise TraceCorruptError(f"{self.path}: array {name!r} cannot be read: {_reason(error)}") from error
+        return None if offset is None else Place(self._plain, offset, False, None)
 
     def _rows(self, name: str, dataset: _Opened, start: int, stop: int, out: NDArray[Any] | None) -> NDArray[Any]:
         if not 0 <= start <= stop <= dataset.shape[0]:

@@ -888,6 +888,9 @@ class ObjectReadStore(ZarrReadStore):
 
         self._coming.found = {one: self._waiting.submit(hinted, *one) for one in several}
 
+    def place(self, name: str, row: int) -> None:
+        """None: nothing lies in a file here."""
+
     def read(self, name: str, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
         coming = getattr(self._coming, "found", {}).pop((name, start, stop), None)
         return super().read(name, start, stop, out) if coming is None else coming.result()

@@ -33,6 +33,7 @@ from tracer.memory import PAGE, new_memory
 from tracer.stores import (
     ALIGNED_BYTES,
     PART,
+    Place,
     RowChunks,
     check_name,
     contiguous,
@@ -612,6 +613,7 @@ class _Opened:
         "codec",
         "dtype",
         "folder",
+        "in_rows",
         "per_shard",
         "row_nbytes",
         "shape",
@@ -668,6 +670,8 @@ class _Opened:
             self.array = (
                 _zarr_array(path, name, len(self.shape)) if with_other_codecs is None else with_other_codecs(path, name)
             )
+        # whether each chunk is one row as it is
+        self.in_rows = self.array is None and self.codec is None and self.chunk == (1, *self.shape[1:])
 
     def shard_path(self, number: int) -> Path:
         return self.folder.joinpath("c", str(number), *["0"] * (len(self.shape) - 1))
@@ -973,6 +977,20 @@ class ZarrReadStore:
                     else:
                         raise
         return found
+
+    def place(self, name: str, row: int) -> Place | None:
+        array = self._open(name)
+        if not array.in_rows or not 0 <= row < array.shape[0]:
+            return None
+        number, chunk = divmod(row, array.per_shard)
+        try:
+            shard = self._shard(name, array, number)
+        except TraceError:
+            return None
+        offset, nbytes = shard.index[chunk].tolist()
+        if nbytes != array.chunk_nbytes + 4 or chunk == shard.last:  # the last may move
+            return None
+        return Place(shard.file, offset, True, shard)
 
     def _open(self, name: str, anew: bool = False) -> _Opened:
         array = self._arrays.get(name)
