@@ -32,7 +32,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.capture": {"tracer.messages", "tracer.subscription"},
     "tracer.memory": set(),
     "tracer.stores": {"tracer.memory"},
-    "tracer.stores.*": {"tracer.stores", "tracer.stores.codecs", "tracer.stores.direct", "tracer.memory"},
+    "tracer.stores.*": {
+        *("tracer.stores", "tracer.stores.codecs", "tracer.stores.direct", "tracer.stores.torn", "tracer.memory"),
+    },
     "tracer.stores.objects": {"tracer.stores", "tracer.stores.codecs", "tracer.stores.zarr", "tracer.stores.hdf5"},
     "tracer.compression": {"tracer.stores.codecs"},
     "tracer.layout": {"tracer.messages", "tracer.stores"},

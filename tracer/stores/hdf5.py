@@ -22,9 +22,9 @@ import re
 import shutil
 import struct
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import h5py
 import numpy as np
@@ -46,12 +46,15 @@ from tracer.stores import (
     walk,
 )
 from tracer.stores.codecs import CODECS, HDF5_FILTER, OVERHEAD, Codec, codec_of, decode, encode, hdf5_options
+from tracer.stores.torn import checksum, header, restored
 
 if TYPE_CHECKING:
     from tracer.stores.objects import ObjectFile
 
     File: TypeAlias = Path | ObjectFile
     """Where an HDF5 file is."""
+
+_T = TypeVar("_T")
 
 CHUNK_LIMIT = 1 << 30
 """Bytes of the largest chunk that is read."""
@@ -571,25 +574,59 @@ class Hdf5ReadStore:
         self._size = path.stat().st_size
         self._damaged = damaged
         self._mended: _Mended | None = None
+        self._torn = False
+        self._tolerant = False
+        self._file: Any = None
         if damaged:
             self.problems += _cut_off(path)
-        with _read(path, "the file"):
-            try:
-                self._file, self._plain = _open_both(path)
-            except Exception as error:
-                if not damaged:
-                    raise
-                self.problems.append(f"the file cannot be opened as it is: {_reason(error)}")
-                self._mended = _Mended(path)
-                self._file = h5py.File(self._mended, "r")
         try:
             with _read(path, "the file"):
-                if self._plain == -1:
-                    self._plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if isinstance(path, Path) else path
-                self._check("", self._file, set())
+                self._begin()
         except BaseException:
             self.close()
             raise
+
+    def _begin(self) -> None:
+        """Open the file and look at all that is in it."""
+        try:
+            self._file, self._plain = _open_both(self.path)
+            self._check("", self._file, set())
+        except TraceFormatError:
+            raise
+        except Exception as error:
+            try:
+                if self._put_back():
+                    return
+            except TraceFormatError:
+                raise
+            except Exception as other:
+                if not self._damaged:
+                    raise error from other
+            if not self._damaged:
+                raise
+            self._tolerant = True
+            if self._file is None:
+                self.problems.append(f"the file cannot be opened as it is: {_reason(error)}")
+                self._open_mended(torn=False)
+            self._datasets.clear()
+            self._check("", self._file, set())
+
+    def _put_back(self) -> bool:
+        """Open the file anew, with what a kill tore of its metadata put back, if that may help; whether it may."""
+        if self._torn or not _is_unfinished(self.path):
+            return False
+        self._torn = True
+        self._forget()
+        self._open_mended(torn=True)
+        self._check("", self._file, set())
+        return True
+
+    def _open_mended(self, *, torn: bool) -> None:
+        if isinstance(self._plain, int) and self._plain < 0:
+            path = self.path
+            self._plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if isinstance(path, Path) else path
+        self._mended = _Mended(self.path, torn=torn)
+        self._file = h5py.File(self._mended, "r")
 
     def _check(self, prefix: str, group: Any, seen: set[Any]) -> None:
         """Refuse, before anything is read, what reaches outside of the file or runs code of others."""
@@ -597,7 +634,7 @@ class Hdf5ReadStore:
             # the journal first: what it refers to was committed before it, so it is there in what is opened after it
             parts = sorted(group, key=lambda part: part != "journal")
         except Exception as error:
-            if not self._damaged:
+            if not self._tolerant:
                 raise
             self.problems.append(f"what is in {prefix or 'the root'!r} cannot be read: {_reason(error)}")
             return
@@ -614,7 +651,7 @@ class Hdf5ReadStore:
             except TraceError:
                 raise
             except Exception as error:
-                if not self._damaged:
+                if not self._tolerant:
                     raise
                 self.problems.append(f"{name!r} cannot be opened: {_reason(error)}")
                 continue
@@ -670,23 +707,26 @@ class Hdf5ReadStore:
             if not isinstance(self.path, Path) or not isinstance(self._plain, int):
                 return  # nobody writes a file on an object store
             found, opened = os.stat(self.path), os.fstat(self._plain)
-            if (found.st_dev, found.st_ino) == (opened.st_dev, opened.st_ino):
+            # as it was put back, it does not grow
+            if (found.st_dev, found.st_ino) == (opened.st_dev, opened.st_ino) and not self._torn:
                 self._looked_up.update(dataset.name for dataset in self._datasets.values())
                 return
             self.close()
             self._looked_up.clear()
             self._size = found.st_size
-            self._file, self._plain = _open_both(self.path)
-            self._check("", self._file, set())
+            self._torn = False
+            self._begin()
 
     def names(self, prefix: str = "") -> list[str]:
         return sorted(name for name in self._datasets if name.startswith(prefix))
 
     def length(self, name: str) -> int:
-        dataset = self._dataset(name)
-        with _read(self.path, f"array {name!r}"):
+        def rows() -> int:
+            dataset = self._dataset(name)
             self._refresh(dataset)
             return int(dataset.shape[0])
+
+        return self._asked(f"array {name!r}", rows)
 
     def row_shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._dataset(name).shape[1:])
@@ -710,8 +750,8 @@ class Hdf5ReadStore:
     def stored_rows(self, name: str) -> int:
         dataset = self._dataset(name)
         if dataset.codec is not None:
-            with _read(self.path, f"array {name!r}"):
-                stored = self._stored_of(name, dataset, dataset.shape[0])
+            length = dataset.shape[0]
+            stored = self._asked(f"array {name!r}", lambda: self._stored_of(name, self._dataset(name), length))
             grid = math.prod(-(-size // part) for size, part in zip(dataset.shape[1:], dataset.chunks[1:], strict=True))
             # a chunk's number may say anything; some may be missing
             chunks = min(max(stored, default=-1) + 1, 1000 * (len(stored) + 1))
@@ -738,26 +778,32 @@ class Hdf5ReadStore:
             return {key: _decode(value) for key, value in attrs.items()}
 
     def read(self, name: str, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        try:  # as `_read`, which takes longer than a small message
-            return self._rows(name, self._dataset(name), start, stop, out)
-        except TraceError:
-            raise
-        except Exception as error:
-            raise TraceCorruptError(f"{self.path}: array {name!r} cannot be read: {_reason(error)}") from error
+        return self._asked(f"array {name!r}", lambda: self._rows(name, start, stop, out))
 
     def place(self, name: str, row: int) -> Place | None:
-        try:
-            dataset = self._dataset(name)
-            if not isinstance(self._plain, int) or not dataset.in_rows or not 0 <= row < dataset.shape[0]:
-                return None
-            offset = self._places_of(name, dataset, row + 1).get(row)
+        return self._asked(f"array {name!r}", lambda: self._place(name, row))
+
+    def _place(self, name: str, row: int) -> Place | None:
+        dataset = self._dataset(name)
+        if not isinstance(self._plain, int) or not dataset.in_rows or not 0 <= row < dataset.shape[0]:
+            return None
+        offset = self._places_of(name, dataset, row + 1).get(row)
+        return None if offset is None else Place(self._plain, offset, False, None)
+
+    def _asked(self, what: str, question: Callable[[], _T]) -> _T:
+        """What HDF5 says of the file; it is asked again if a kill tore what it says that of."""
+        try:  # without `_read`, which takes longer than a small message
+            return question()
         except TraceError:
             raise
         except Exception as error:
-            raise TraceCorruptError(f"{self.path}: array {name!r} cannot be read: {_reason(error)}") from error
-        return None if offset is None else Place(self._plain, offset, False, None)
+            with _read(self.path, what):
+                if not self._put_back():
+                    raise error from None
+                return question()
 
-    def _rows(self, name: str, dataset: _Opened, start: int, stop: int, out: NDArray[Any] | None) -> NDArray[Any]:
+    def _rows(self, name: str, start: int, stop: int, out: NDArray[Any] | None) -> NDArray[Any]:
+        dataset = self._dataset(name)
         if not 0 <= start <= stop <= dataset.shape[0]:
             # another reader of this store may have seen more rows than this handle has
             self._refresh(dataset)
@@ -888,17 +934,24 @@ class Hdf5ReadStore:
             raise TraceCorruptError(f"{self.path}: array {name!r} is larger than what is there of it in the file")
 
     def close(self) -> None:
-        self._datasets.clear()
-        self._places.clear()
-        self._stored.clear()
-        self._file.close()
+        self._forget()
         if not isinstance(self._plain, int):
             self._plain.close()
         elif self._plain >= 0:
             os.close(self._plain)
             self._plain = -1
-        if self._mended is not None:
-            self._mended.close()
+
+    def _forget(self) -> None:
+        """Close what HDF5 has open."""
+        self._datasets.clear()
+        self._places.clear()
+        self._stored.clear()
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+        mended, self._mended = self._mended, None
+        if mended is not None:
+            mended.close()
 
     def _refresh(self, dataset: _Opened) -> None:
         # A file that is opened plainly does not grow, and an array that was just opened is as it is. No more often than
@@ -957,12 +1010,8 @@ def _is_virtual(file: int | ObjectFile, address: int) -> bool:
     """
     start = _pread(file, 64, address)
     if start[:4] == b"OHDR":
-        flags = start[5]
-        # times, then the numbers of attributes that are kept in one way or another
-        place = 6 + (16 if flags & 0x20 else 0) + (4 if flags & 0x10 else 0)
-        width = 1 << (flags & 3)
-        size = int.from_bytes(start[place : place + width], "little")
-        first, head = address + place + width, 6 if flags & 4 else 4
+        place, size = header(start)
+        first, head = address + place, 6 if start[5] & 4 else 4
     else:
         # as older libraries write them
         size = int.from_bytes(start[8:12], "little")
@@ -994,8 +1043,8 @@ def _cut_off(path: File) -> list[str]:
     """What is wrong with the length of a file that was closed in order; others may be shorter than they say."""
     with path.open("rb") as file:
         head = file.read(_SUPERBLOCK.size + 4)
-    body, checksum = head[: _SUPERBLOCK.size], head[_SUPERBLOCK.size :]
-    if _lookup3(body).to_bytes(4, "little") != checksum:
+    body, stored = head[: _SUPERBLOCK.size], head[_SUPERBLOCK.size :]
+    if checksum(body).to_bytes(4, "little") != stored:
         return []
     fields, size = _SUPERBLOCK.unpack(body), path.stat().st_size
     return (
@@ -1009,8 +1058,8 @@ def _is_unfinished(path: File) -> bool:
     """Whether a file says that it is being written."""
     with path.open("rb") as file:
         head = file.read(_SUPERBLOCK.size + 4)
-    body, checksum = head[: _SUPERBLOCK.size], head[_SUPERBLOCK.size :]
-    return _lookup3(body).to_bytes(4, "little") == checksum and bool(_SUPERBLOCK.unpack(body)[4])
+    body, stored = head[: _SUPERBLOCK.size], head[_SUPERBLOCK.size :]
+    return checksum(body).to_bytes(4, "little") == stored and bool(_SUPERBLOCK.unpack(body)[4])
 
 
 def _mark_unfinished(path: Path) -> None:
@@ -1026,30 +1075,36 @@ def _mark_unfinished(path: Path) -> None:
         fields[4] = 5
         body = _SUPERBLOCK.pack(*fields)
         file.seek(0)
-        file.write(body + _lookup3(body).to_bytes(4, "little"))
+        file.write(body + checksum(body).to_bytes(4, "little"))
 
 
 class _Mended(io.RawIOBase):
     """A damaged file as HDF5 accepts it: with a superblock that is right, and zeros where it was cut off.
 
     The file itself is not changed.
+
+    Parameters
+    ----------
+    torn : bool
+        Whether metadata that a kill tore is put back as it was before (`tracer.stores.torn`).
     """
 
-    def __init__(self, path: File) -> None:
+    def __init__(self, path: File, *, torn: bool = False) -> None:
+        self._torn = torn
         self._file = path.open("rb", buffering=0)
         self._size = path.stat().st_size
         self._place = 0
         head = self._file.read(_SUPERBLOCK.size + 4)
-        body, checksum = head[: _SUPERBLOCK.size], head[_SUPERBLOCK.size :]
+        body, stored = head[: _SUPERBLOCK.size], head[_SUPERBLOCK.size :]
         # without an extension, and with the root group behind it, is how the library lays out a new file
         fields: list[Any] = [_SIGNATURE, 3, 8, 8, 0, 0, _UNDEFINED, self._size, len(head)]
-        if len(head) == _SUPERBLOCK.size + 4 and _lookup3(body).to_bytes(4, "little") == checksum:
+        if len(head) == _SUPERBLOCK.size + 4 and checksum(body).to_bytes(4, "little") == stored:
             fields = list(_SUPERBLOCK.unpack(body))
             fields[4] = 0  # nobody writes it
             fields[7] = max(fields[7], self._size)
         self._end = fields[7]
         body = _SUPERBLOCK.pack(*fields)
-        self._head = body + _lookup3(body).to_bytes(4, "little")
+        self._head = body + checksum(body).to_bytes(4, "little")
 
     def readable(self) -> bool:
         return True
@@ -1073,46 +1128,12 @@ class _Mended(io.RawIOBase):
         if self._place < len(self._head):
             piece = self._head[self._place :][: len(target)]
             target[: len(piece)] = piece
+        elif self._torn:
+            # in this way of reading, HDF5 asks for each block of its metadata by itself
+            target[:] = restored(bytes(target), self._place)
         self._place += len(target)
         return len(target)
 
     def close(self) -> None:
         self._file.close()
         super().close()
-
-
-def _lookup3(data: bytes) -> int:
-    """The checksum of HDF5's metadata: Bob Jenkins' lookup3, `hashlittle`.
-
-    Examples
-    --------
-    >>> hex(_lookup3(b"Four score and seven years ago"))
-    '0x17770551'
-    """
-    word = 0xFFFFFFFF
-    a = b = c = (0xDEADBEEF + len(data)) & word
-
-    def turn(value: int, by: int) -> int:
-        return (value << by | value >> (32 - by)) & word
-
-    while len(data) > 12:
-        x, y, z = struct.unpack_from("<III", data)
-        a, b, c = (a + x) & word, (b + y) & word, (c + z) & word
-        a, c = (a - c) & word ^ turn(c, 4), (c + b) & word
-        b, a = (b - a) & word ^ turn(a, 6), (a + c) & word
-        c, b = (c - b) & word ^ turn(b, 8), (b + a) & word
-        a, c = (a - c) & word ^ turn(c, 16), (c + b) & word
-        b, a = (b - a) & word ^ turn(a, 19), (a + c) & word
-        c, b = (c - b) & word ^ turn(b, 4), (b + a) & word
-        data = data[12:]
-    if not data:
-        return c
-    x, y, z = struct.unpack("<III", data.ljust(12, b"\0"))
-    a, b, c = (a + x) & word, (b + y) & word, (c + z) & word
-    c = (c ^ b) - turn(b, 14) & word
-    a = (a ^ c) - turn(c, 11) & word
-    b = (b ^ a) - turn(a, 25) & word
-    c = (c ^ b) - turn(b, 16) & word
-    a = (a ^ c) - turn(c, 4) & word
-    b = (b ^ a) - turn(a, 14) & word
-    return int((c ^ b) - turn(b, 24) & word)

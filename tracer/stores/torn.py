@@ -1,0 +1,333 @@
+"""Blocks of HDF5's metadata that a kill tore, put back as they were before.
+
+The system writes page by page, and ends a write between two pages when the process is killed. HDF5 writes the header of
+a dataset and the index of its chunks again in the same place each time that they change, so a kill can leave a block
+whose first pages are new and whose last one, with the checksum, is old. HDF5 refuses it, and with it all chunks that
+were there before.
+
+Between two writes of a block only what was added lies, in an order that is known: an index gets its entries one after
+another, and a dataset gets more rows. Taken away one by one again, some number of them gives what the old checksum is
+of. That proves it: anything else that is wrong with a block stays wrong.
+
+The layouts are those of the HDF5 File Format Specification 3.0, III.B and VII.D ("Extensible Array"), the constants
+those of H5Dpkg.h (``H5D_EARRAY_*``), the order in which entries are added that of H5EA.c.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.memory import PAGE
+
+ADDRESS: Final = 8
+UNDEFINED: Final = 0xFF
+"""Each byte of an address that is not there."""
+PAGE_ENTRIES: Final = 1024
+"""Entries of a page, into which larger data blocks are divided."""
+_IN_INDEX: Final = 4
+"""Entries in the index block itself."""
+_SMALLEST: Final = 16
+"""Entries of the first data block."""
+_DIRECT: Final = 4
+"""Super blocks whose data blocks the index block refers to itself: 1, 1, 2 and 2 of them."""
+_DIRECT_BLOCKS: Final = 6
+_BLOCK_START: Final = 18
+"""Bytes of a data or super block before what is in it: signature, version, client, header's address, offset."""
+_INDEX_START: Final = 14
+_FRAME: Final = _BLOCK_START + 4
+"""Bytes of a data block without what is in it; no block that is written again has less."""
+_STATISTICS: Final = struct.Struct("<6Q")
+_STATISTICS_AT: Final = 12
+_DATASPACE: Final = 1
+_LAYOUT: Final = 8
+_AT_ONCE: Final = 1 << 18
+_FARTHEST: Final = 1 << 24
+"""Rows that one commit may have added to an array whose header was torn; to try them all takes seconds."""
+
+_FILTERED: Final = range(ADDRESS + 1 + 4, ADDRESS + 8 + 4 + 1)
+"""Bytes of an entry of a chunk that has a filter: address, bytes, and which filters it did not pass."""
+
+_Blocks = NDArray[np.uint8]
+
+
+def checksums(blocks: _Blocks) -> NDArray[np.uint32]:
+    """The checksums of HDF5's metadata, Bob Jenkins' lookup3 (`hashlittle`), of blocks of one length.
+
+    Parameters
+    ----------
+    blocks : numpy.ndarray of uint8, shape (blocks, bytes)
+
+    Returns
+    -------
+    numpy.ndarray of uint32, shape (blocks,)
+
+    Examples
+    --------
+    >>> text = np.frombuffer(b"Four score and seven years ago", np.uint8)
+    >>> hex(checksums(text[None])[0])
+    '0x17770551'
+    """
+    count, nbytes = blocks.shape
+    words = np.zeros((max(1, -(-nbytes // 12)) * 3, count), "<u4")
+    padded = np.zeros((count, words.shape[0] * 4), np.uint8)
+    padded[:, :nbytes] = blocks
+    words[:] = padded.view("<u4").T
+    a, b, c = (np.full(count, (0xDEADBEEF + nbytes) & 0xFFFFFFFF, np.uint32) for _ in range(3))
+
+    def turned(value: NDArray[np.uint32], by: int) -> NDArray[np.uint32]:
+        return value << np.uint32(by) | value >> np.uint32(32 - by)
+
+    last = len(words) - 3
+    for place in range(0, last, 3):
+        a += words[place]
+        b += words[place + 1]
+        c += words[place + 2]
+        for by in ((4, 6, 8), (16, 19, 4)):
+            a = a - c ^ turned(c, by[0])
+            c = c + b
+            b = b - a ^ turned(a, by[1])
+            a = a + c
+            c = c - b ^ turned(b, by[2])
+            b = b + a
+    if nbytes:
+        a += words[last]
+        b += words[last + 1]
+        c += words[last + 2]
+        c = (c ^ b) - turned(b, 14)
+        a = (a ^ c) - turned(c, 11)
+        b = (b ^ a) - turned(a, 25)
+        c = (c ^ b) - turned(b, 16)
+        a = (a ^ c) - turned(c, 4)
+        b = (b ^ a) - turned(a, 14)
+        c = (c ^ b) - turned(b, 24)
+    return c
+
+
+def checksum(block: bytes) -> int:
+    """The checksum of one block; see `checksums`."""
+    return int(checksums(np.frombuffer(block, np.uint8)[None])[0])
+
+
+def restored(block: bytes, at: int) -> bytes:
+    """A block of metadata as it was before a write of it was torn, or as it is where that was not so.
+
+    Parameters
+    ----------
+    block : bytes
+        What HDF5 reads at once: a part of the index of an array's chunks, or the header of an object, which may be
+        followed by other bytes.
+    at : int
+        Where in the file it begins. A block within one page was not torn.
+    """
+    if len(block) < _FRAME:
+        return block
+    nbytes = _header_bytes(block) if block[:4] == b"OHDR" else len(block)
+    if not _FRAME <= nbytes <= len(block) or at // PAGE == (at + nbytes - 1) // PAGE:
+        return block
+    body, rest = block[: nbytes - 4], block[nbytes - 4 :]
+    whole = np.frombuffer(body, np.uint8)
+    has = np.frombuffer(rest[:4], "<u4")[0]
+    should = checksums(whole[None])[0]
+    if has == should:
+        return block
+    # torn within the checksum, the block is the new one, and some earlier one has the rest of it
+    mixed = max(bits for bits in (0, 8, 16, 24) if not (has ^ should) & np.uint32((1 << bits) - 1))
+    for versions in _versions(whole):
+        differ = checksums(versions) ^ has
+        right = int(differ.argmin())
+        if not differ[right]:
+            earlier: bytes = versions[right].tobytes()
+            return earlier + rest
+        if mixed and (differ >> np.uint32(mixed) == 0).any():
+            return body + int(should).to_bytes(4, "little") + rest[4:]
+    return block
+
+
+def _versions(body: _Blocks) -> Iterator[_Blocks]:
+    """What a block may have been, without its checksum: the likeliest first, many at a time."""
+    kind = body[:4].tobytes()
+    entries: Iterable[tuple[int, int, int]] | None = None
+    if kind == b"OHDR":
+        yield from _shorter(body)
+    elif kind == b"EAHD" and len(body) == 68:
+        yield from _earlier(body)
+    elif kind == b"EAIB":
+        entries = _index_entries(body)
+    elif kind == b"EASB":
+        entries = _super_entries(body)
+    elif kind == b"EADB":
+        entries = _data_entries(body)
+    elif len(body) % PAGE_ENTRIES == 0 and len(body) // PAGE_ENTRIES in (ADDRESS, *_FILTERED):
+        entries = _entries(0, len(body) // PAGE_ENTRIES, PAGE_ENTRIES)
+    if entries is not None:
+        yield from _with_fewer(body, list(entries))
+
+
+def _entries(start: int, size: int, count: int) -> Iterator[tuple[int, int, int]]:
+    """Entries of chunks: addresses, followed by other numbers where the chunks have a filter."""
+    for at in range(start, start + size * count, size):
+        yield at, size, -1
+
+
+def _index_entries(body: _Blocks) -> Iterator[tuple[int, int, int]] | None:
+    # the last addresses are those of all super blocks that an array may get
+    supers = 1 + 32 - _SMALLEST.bit_length() + 1 - _DIRECT
+    size, rest = divmod(len(body) - _INDEX_START - ADDRESS * (_DIRECT_BLOCKS + supers), _IN_INDEX)
+    if rest or size not in (ADDRESS, *_FILTERED):
+        return None
+    first = _INDEX_START + size * _IN_INDEX
+    return itertools.chain(_entries(_INDEX_START, size, _IN_INDEX), _entries(first, ADDRESS, _DIRECT_BLOCKS + supers))
+
+
+def _data_entries(body: _Blocks) -> Iterator[tuple[int, int, int]] | None:
+    for size in _FILTERED if body[5] else (ADDRESS,):
+        count, rest = divmod(len(body) - _BLOCK_START, size)
+        if not rest and _SMALLEST <= count <= PAGE_ENTRIES and count.bit_count() == 1:
+            return _entries(_BLOCK_START, size, count)
+    return None
+
+
+def _super_entries(body: _Blocks) -> Iterator[tuple[int, int, int]] | None:
+    start = int.from_bytes(body[_BLOCK_START - 4 : _BLOCK_START].tobytes(), "little")
+    for number, blocks, entries, first in _super_blocks():
+        if first == start:
+            pages = entries // PAGE_ENTRIES if entries > PAGE_ENTRIES else 0
+            bits = blocks * -(-pages // 8)
+            if number < _DIRECT or len(body) != _BLOCK_START + bits + ADDRESS * blocks:
+                return None
+            return _of_super_block(blocks, pages, bits)
+        if first > start:
+            break
+    return None
+
+
+def _of_super_block(blocks: int, pages: int, bits: int) -> Iterator[tuple[int, int, int]]:
+    for block in range(blocks):
+        yield _BLOCK_START + bits + ADDRESS * block, ADDRESS, -1
+        for page in range(block * pages, (block + 1) * pages):
+            yield _BLOCK_START + page // 8, 1, 0x80 >> page % 8
+
+
+def _super_blocks() -> Iterator[tuple[int, int, int, int]]:
+    """Of each super block its number, its data blocks, the entries of each, and those of all before it."""
+    before = 0
+    for number in range(1 + 32 - _SMALLEST.bit_length() + 1):
+        blocks, entries = 1 << number // 2, _SMALLEST << (number + 1) // 2
+        yield number, blocks, entries, before
+        before += blocks * entries
+
+
+def _with_fewer(body: _Blocks, entries: list[tuple[int, int, int]]) -> Iterator[_Blocks]:
+    """A block without its last entry, without its last two, and so on."""
+    current, versions = body.copy(), []
+    for at, size, bit in reversed(entries):
+        if bit < 0:
+            blank = np.zeros(size, np.uint8)
+            blank[:ADDRESS] = UNDEFINED
+        else:
+            blank = current[at : at + 1] & np.uint8(0xFF ^ bit)
+        if not np.array_equal(current[at : at + size], blank):
+            current[at : at + size] = blank
+            versions.append(current.copy())
+        if len(versions) == 64:
+            yield np.stack(versions)
+            versions.clear()
+    if versions:
+        yield np.stack(versions)
+
+
+def _earlier(body: _Blocks) -> Iterator[_Blocks]:
+    """The header of an index when it had fewer chunks: all its numbers follow from how many there were."""
+    size = int(body[6])
+    torn = _STATISTICS.unpack_from(body.tobytes(), _STATISTICS_AT)[4]
+    starts, supers, blocks = [], [], []
+    for number, count, entries, before in _super_blocks():
+        if before > torn + _AT_ONCE:
+            break
+        pages = entries // PAGE_ENTRIES if entries > PAGE_ENTRIES else 0
+        if number >= _DIRECT:
+            supers.append((before, _FRAME + ADDRESS * count + count * -(-pages // 8)))
+        nbytes = _FRAME + (pages * (PAGE_ENTRIES * size + 4) if pages else entries * size)
+        # more of one super block than are of interest are not made
+        most = min(count, (torn + _AT_ONCE - before) // entries + 1)
+        blocks += [(before + block * entries, nbytes, entries) for block in range(most)]
+    starts = [np.array([start for start, *_ in parts]) for parts in (supers, blocks)]
+    sums = [np.cumsum([0, *(part[1] for part in parts)]) for parts in (supers, blocks)]
+    held = np.cumsum([0, *(entries for *_, entries in blocks)])
+    for chunks in _around(torn, _AT_ONCE):
+        chunks = chunks[chunks > 0]
+        if not len(chunks):
+            continue
+        counts = [np.searchsorted(begin, chunks - _IN_INDEX, "left") for begin in starts]
+        found = (counts[0], sums[0][counts[0]], counts[1], sums[1][counts[1]], chunks, _IN_INDEX + held[counts[1]])
+        versions = np.repeat(body[None], len(chunks), 0)
+        versions[:, _STATISTICS_AT : _STATISTICS_AT + _STATISTICS.size] = (
+            np.stack(found, 1).astype("<u8").view(np.uint8)
+        )
+        yield versions
+    empty = body.copy()
+    empty[_STATISTICS_AT:-ADDRESS] = 0
+    empty[-ADDRESS:] = UNDEFINED
+    yield empty[None]
+
+
+def _shorter(body: _Blocks) -> Iterator[_Blocks]:
+    """The header of a dataset when it had fewer rows, or had none and no index yet."""
+    data = body.tobytes()
+    messages = {kind: (place, length) for kind, place, length in _messages(data)}
+    at, length = messages.get(_DATASPACE, (0, 0))
+    at += 4
+    if length < 12 or data[at - 4] != 2:
+        return
+    torn = int.from_bytes(data[at : at + 8], "little")
+    for rows in _around(torn, _FARTHEST):
+        versions = np.repeat(body[None], len(rows), 0)
+        versions[:, at : at + 8] = rows.astype("<u8").view(np.uint8).reshape(-1, 8)
+        yield versions
+    if _LAYOUT in messages:
+        empty = body.copy()
+        end = sum(messages[_LAYOUT])
+        empty[at : at + 8] = 0
+        empty[end - ADDRESS : end] = UNDEFINED
+        yield empty[None]
+
+
+def _around(torn: int, farthest: int) -> Iterator[NDArray[np.int64]]:
+    """Numbers that a torn one may have been: smaller ones; or, where the tear is in the midst of it, larger ones."""
+    if not 0 <= torn < 1 << 62:
+        return
+    for first in range(torn, max(-1, torn - farthest), -_AT_ONCE):
+        yield np.arange(first, max(-1, first - _AT_ONCE), -1)
+        if first == torn:
+            yield np.arange(torn + 1, torn + (1 << 16) + 1)
+
+
+def _header_bytes(block: bytes) -> int:
+    """Bytes of the first part of an object's header, with its checksum."""
+    start, size = header(block)
+    return start + size + 4
+
+
+def header(block: bytes) -> tuple[int, int]:
+    """Where the messages in an object's header of version 2 begin, and how many bytes they are."""
+    flags = block[5]
+    # times, then the numbers of attributes that are kept in one way or another
+    place = 6 + (16 if flags & 0x20 else 0) + (4 if flags & 0x10 else 0)
+    width = 1 << (flags & 3)
+    return place + width, int.from_bytes(block[place : place + width], "little")
+
+
+def _messages(block: bytes) -> Iterator[tuple[int, int, int]]:
+    """Kind, place and length of each message in the first part of an object's header."""
+    place, size = header(block)
+    end, head = min(place + size, len(block)), 6 if block[5] & 4 else 4
+    while place + head <= end:
+        length = int.from_bytes(block[place + 1 : place + 3], "little")
+        yield block[place], place + head, length
+        place += head + length
