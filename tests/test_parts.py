@@ -742,8 +742,8 @@ def test_hdf5_that_grows_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.
     for name in ("rank0/declarations", "rank0/journal", "rank0/late/float32"):
         growing = Growing(tmp_path / f"{name.replace('/', '-')}.h5")
 
-        def opened(self: Any, dataset: Any, codec: Any, name: str = name, growing: Growing = growing) -> None:
-            plainly(self, dataset, codec)
+        def opened(self: Any, dataset: Any, *args: Any, name: str = name, growing: Growing = growing) -> None:
+            plainly(self, dataset, *args)
             if dataset.name == f"/{name}":
                 growing.grow()
 

@@ -541,11 +541,11 @@ class _Opened:
 
     __slots__ = ("chunks", "codec", "contiguous", "dataset", "dtype", "id", "in_rows", "name", "row_nbytes", "shape")
 
-    def __init__(self, dataset: Any, codec: Codec | None) -> None:
+    def __init__(self, dataset: Any, dtype: np.dtype[Any], chunks: tuple[int, ...], codec: Codec | None) -> None:
         self.dataset = dataset
         self.codec = codec
         self.id, self.name = dataset.id, dataset.name
-        self.chunks, self.dtype, self.shape = dataset.chunks, dataset.dtype, dataset.shape
+        self.chunks, self.dtype, self.shape = chunks, dtype, dataset.shape
         self.row_nbytes = int(self.dtype.itemsize * math.prod(self.shape[1:]))
         self.contiguous = contiguous(self.chunks, self.shape)
         # whether each chunk is one row as it is
@@ -641,13 +641,19 @@ class Hdf5ReadStore:
         for part in parts:
             name = f"{prefix}{part}"
             try:
-                link = group.get(part, getlink=True)
-                if not isinstance(link, h5py.HardLink):
-                    raise TraceFormatError(f"{self.path}: {name!r} is a {type(link).__name__}, which a trace never has")
-                if _is_virtual(self._plain, group.id.links.get_info(group._e(part)).u):
+                # by h5py's lower layer: its higher one looks the same up several times, which takes most of an opening
+                link = group.id.links.get_info(group._e(part))
+                if link.type != h5py.h5l.TYPE_HARD:
+                    raise TraceFormatError(
+                        f"{self.path}: {name!r} is a {type(group.get(part, getlink=True)).__name__}, "
+                        "which a trace never has"
+                    )
+                if _is_virtual(self._plain, link.u):
                     raise TraceFormatError(f"{self.path}: {name!r} is a virtual dataset, which a trace never has")
-                item = group[part]
-                address = h5py.h5o.get_info(item.id).addr
+                item = h5py.h5o.open(group.id, group._e(part))
+                if isinstance(item, h5py.h5d.DatasetID):
+                    properties, dataset = item.get_create_plist(), h5py.Dataset(item)
+                    dtype = dataset.dtype
             except TraceError:
                 raise
             except Exception as error:
@@ -655,21 +661,21 @@ class Hdf5ReadStore:
                     raise
                 self.problems.append(f"{name!r} cannot be opened: {_reason(error)}")
                 continue
-            if address in seen:
+            if link.u in seen:
                 raise TraceFormatError(f"{self.path}: {name!r} is there under two names, which a trace never has")
-            seen.add(address)
-            if isinstance(item, h5py.Group):
-                self._check(f"{name}/", item, seen)
-            elif isinstance(item, h5py.Dataset):
-                properties = item.id.get_create_plist()
+            seen.add(link.u)
+            if isinstance(item, h5py.h5g.GroupID):
+                self._check(f"{name}/", h5py.Group(item), seen)
+            elif isinstance(item, h5py.h5d.DatasetID):
                 if properties.get_layout() != h5py.h5d.CHUNKED or properties.get_external_count():
                     raise TraceFormatError(f"{self.path}: the numbers of {name!r} are not in chunks of this file")
-                if item.dtype.kind not in "biufc" or not item.shape:
+                if dtype.kind not in "biufc" or not item.rank:
                     raise TraceFormatError(f"{self.path}: {name!r} is not an array of numbers")
-                if math.prod(item.chunks) * item.dtype.itemsize > CHUNK_LIMIT:
-                    raise TraceFormatError(f"{self.path}: the chunks of {name!r} are too large: {item.chunks}")
-                codec = self._codec_of(name, item, properties) if properties.get_nfilters() else None
-                self._datasets[name] = _Opened(item, codec)
+                chunk = properties.get_chunk()
+                if math.prod(chunk) * dtype.itemsize > CHUNK_LIMIT:
+                    raise TraceFormatError(f"{self.path}: the chunks of {name!r} are too large: {chunk}")
+                codec = self._codec_of(name, dataset, properties) if properties.get_nfilters() else None
+                self._datasets[name] = _Opened(dataset, dtype, chunk, codec)
             else:
                 raise TraceFormatError(f"{self.path}: {name!r} is neither a group nor an array")
 
