@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import signal
 import subprocess
@@ -541,6 +542,120 @@ def test_a_second_training_is_recorded_too(tmp_path: Path) -> None:
     assert steps["activations", "0"] == (0, 1)
     assert steps["activations", "second.1"] == steps["layer_gradients", "second.0"] == (2, 3)
     assert steps["weight_updates", "second.0"] == (2, 3)
+
+
+FOLDS = """
+import gc, weakref
+gc.collect()
+gc.set_threshold(1000000)
+made = []
+def fold(number):
+    torch.manual_seed(number)
+    net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    {of_itself}
+    opt = torch.optim.Adam(net.parameters())
+    made.append((weakref.ref(net), weakref.ref(opt)))
+    for _ in range(2):
+        opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+    {afterwards}
+    return float(net[0].weight.detach().double().sum())
+print([fold(number) for number in range(30)])
+print(sum(one() is not None for pair in made for one in pair))
+"""
+
+
+def test_models_that_a_script_is_done_with_are_let_go(tmp_path: Path) -> None:
+    """As in cross-validation: one model after another is recorded as the first one was, and none is kept."""
+    done = record(tmp_path, str(script(tmp_path, FOLDS.format(of_itself="", afterwards=""))))
+    assert done.returncode == 0, done.stderr
+    (printed, there), (alone, there_alone) = done.stdout.splitlines(), run(tmp_path, "train.py").stdout.splitlines()
+    assert printed == alone
+    assert int(there) <= int(there_alone) + 2  # the last model and its optimizer
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert trace.info["steps"] == [0, 59]
+        kinds = collections.Counter((message.kind, message.key) for message in trace.messages())
+    assert {kinds[kind, None] for kind in ("input_data", "network_output", "loss")} == {60}
+    assert {kinds[kind, name] for kind in ("weights", "weight_updates") for name in ("0", "2")} == {60}
+    assert {name for _, name in kinds} == {None, "0", "1", "2"}
+
+
+@pytest.mark.parametrize("afterwards", ["", "net(x)"])
+def test_models_that_are_garbage_are_collected(tmp_path: Path, afterwards: str) -> None:
+    """Models whose parts refer to each other are let go before there are many; and in the midst of a step, too."""
+    body = FOLDS.format(of_itself="net.itself = [net]", afterwards=afterwards)
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    (printed, there), (alone, there_alone) = done.stdout.splitlines(), run(tmp_path, "train.py").stdout.splitlines()
+    assert printed == alone
+    assert int(there) <= 10
+    assert int(there_alone) >= 30
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        losses = [message.global_step for message in trace.messages("loss")]
+    assert losses == list(range(60))
+
+
+def test_models_that_a_script_keeps_are_kept(tmp_path: Path) -> None:
+    """What the script may go on with is observed all the time, and what hangs on it stays where it is."""
+    body = """
+    kept = []
+    for number in range(3):
+        net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        kept.append((net, opt, [*net._forward_hooks]))
+        opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+        print([[*net._forward_hooks] == hooks or not hooks for net, _, hooks in kept])
+    for net, opt, _ in kept:
+        opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    assert "False" not in done.stdout
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        updates = {stream.module: stream.steps for stream in trace.streams if stream.kind == "weight_updates"}
+    assert list(updates) == ["", "net", "net_"]
+    assert [steps[1] for steps in updates.values()] == [3, 3, 3]  # all in one: the last one ends it
+
+
+SEVERAL = """
+    nets = [nn.Linear(4, 3) for _ in range({number})]
+    opts = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    def train(which, times):
+        for _ in range(times):
+            opts[which].zero_grad(); F.cross_entropy(nets[which](x), y).backward(); opts[which].step()
+"""
+
+
+@pytest.mark.parametrize("every", [1, 7])
+def test_optimizers_that_train_one_after_another(tmp_path: Path, every: int) -> None:
+    """All made at the beginning: each one's steps are steps, but for the first two, of which nobody could know it."""
+    body = SEVERAL.format(number=3) + "    train(0, 20); train(1, 20); train(2, 20)"
+    done = record(tmp_path, "--every", str(every), str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        updates = {stream.module: stream.steps for stream in trace.streams if stream.kind == "weight_updates"}
+        losses = [message.global_step for message in trace.messages("loss")]
+    assert losses == [step for step in (0, *range(59)) if step % every == 0]
+    if every == 1:
+        assert [updates[f"linear{'_' * number}"] for number in range(3)] == [(0, 18), (19, 38), (39, 58)]
+
+
+def test_one_that_trains_alone_after_all_have(tmp_path: Path) -> None:
+    """An optimizer that steps very often without the others is one that trains alone."""
+    body = SEVERAL.format(number=2) + "    train(0, 1); train(1, 1); train(1, 1); train(0, 300); train(1, 200)"
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        losses = collections.Counter(message.global_step for message in trace.messages("loss"))
+    assert list(losses.values()) == [2, 1, 128, *[1] * 172, 128, *[1] * 72]
+
+
+def test_critics_that_step_several_times(tmp_path: Path) -> None:
+    """The last optimizer ends a step from its first step on, however often the others step before."""
+    body = SEVERAL.format(number=2) + "    for _ in range(4): train(0, 5); train(1, 1)"
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        losses = collections.Counter(message.global_step for message in trace.messages("loss"))
+    assert list(losses.values()) == [2, 1, 1, 1, 1, 6, 6, 6]
 
 
 def test_leaving_a_loader_early_ends_the_epoch(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import sys
 import threading
@@ -162,6 +163,10 @@ class Exporter:
         self._modules: dict[str, nn.Module] = {}
         self._parameters = Parameters(self._memory)
         self._optimizers: tuple[Optimizer, ...] = ()
+        self.finds_ender = False  # whether the given order may not be that in which the optimizers step
+        self._ender = -1  # the place of the optimizer whose step ends a step
+        self._stepped: set[int] = set()  # places of those that have stepped
+        self._waiting: dict[int, int] = {}  # how often each has stepped since a step ended
         self._compiled_before: bool | None = (
             None  # whether torch had compiled code when the root's hook came; None: told
         )
@@ -284,6 +289,35 @@ class Exporter:
         self._root, self._added = None, []
         self._rewire()
 
+    def let_go(self, *, collect: bool = False) -> None:
+        """Stop observing models and optimizers that nobody else has any more, for a launcher; not during a forward.
+
+        Parameters
+        ----------
+        collect : bool
+            Whether Python's garbage is collected for that: models whose parts refer to each other are there until then.
+        """
+        if self._pass.depth:
+            return
+        root = None if self._root is None else weakref.ref(self._root)
+        added = [(name, weakref.ref(one), recursive) for name, one, recursive in self._added]
+        optimizers = {id(one): weakref.ref(one) for one in self._optimizers}
+        hung = {key: (weakref.ref(on), hook, handle) for key, (on, hook, handle) in self._hung.items()}
+        self._root, self._added, self._optimizers, self._modules, self._hung = None, [], (), {}, {}
+        self._parameters.find(())
+        self._parameters.note((), False)
+        if collect:
+            gc.collect()
+        self._root = None if root is None else root()
+        self._added = [(name, top, recursive) for name, was, recursive in added if (top := was()) is not None]
+        self._take(tuple(left for made in optimizers.values() if (left := made()) is not None))
+        self._hung = {key: (on, hook, handle) for key, (ref, hook, handle) in hung.items() if (on := ref()) is not None}
+        if root is not None and self._root is None:
+            self._lasting.pop("root", None)
+        for key in optimizers.keys() - {id(one) for one in self.optimizers}:  # another may get its number
+            self._lasting.pop(key, None)
+        self._rewire()
+
     def set_optimizer(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> None:
         """Name the optimizer whose step ends a step; of several, the last one's does.
 
@@ -301,14 +335,17 @@ class Exporter:
         for one in given:
             if not isinstance(one, Optimizer):
                 raise CaptureError(f"the optimizer is a torch.optim.Optimizer, not {type(one).__name__}")
-        self._optimizers = given
-        self._simple = not any(steps_nest(one) for one in given)
-        self._one_each = len(given) > 1 and all(
-            sum(len(group["params"]) for group in one.param_groups) == 1 for one in given
-        )
+        self._take(given)
         if self._attached:
             watch_scalers(self)
         self._rewire()
+
+    def _take(self, optimizers: tuple[Optimizer, ...]) -> None:
+        self._optimizers, self._ender, self._stepped, self._waiting = optimizers, len(optimizers) - 1, set(), {}
+        self._simple = not any(steps_nest(one) for one in optimizers)
+        self._one_each = len(optimizers) > 1 and all(
+            sum(len(group["params"]) for group in one.param_groups) == 1 for one in optimizers
+        )
 
     def set_loss(self, loss: nn.Module | Callable[..., Any] | Iterable[str]) -> None:
         """Name the loss: a module, a function of ``torch.nn.functional``, or names of such functions.
@@ -1153,6 +1190,8 @@ class Exporter:
         # of the training, the next step forgets them: a value may still be logged for this one
         if self._published:
             self._published = {key: count for key, count in self._published.items() if key[2] == DEFAULT_TAG}
+        if self._waiting:
+            self._waiting = {}
         self._last = self._began
         self._open = False
         self._pass.listening = False
@@ -1554,12 +1593,17 @@ class Exporter:
         if not self._nothing_due():
             if not recomputing():
                 self._look()
-            self._snapshot(self._parameters.of(optimizer, self._optimizers))
+            self._snapshot(self._parameters.of(optimizer, self._in_order))
 
     def _idle_after_optimizer(self, args: tuple[Any, ...]) -> bool:
         """Whether this ends a step that nobody records; then it ends here, as `_after_optimizer` would end it."""
         optimizer = args[0]
-        if not (self._open and self._idle and self._simple and optimizer is self._optimizers[-1]) or self._over:
+        if (
+            not (self._open and self._idle and self._simple and optimizer is self._optimizers[self._ender])
+            or self._over
+        ):
+            return False
+        if self.finds_ender and self._ender not in self._stepped:
             return False
         if getattr(optimizer, "found_inf", None) is not None or recomputing():
             return False
@@ -1577,17 +1621,47 @@ class Exporter:
         if skipped_inside(optimizer):
             self._skipped_step(optimizer)
             return
-        last = optimizer is self._optimizers[-1]
+        last = self._ends_step(optimizer)
         in_backward = recomputing()
         try:
             if not self._nothing_due():
-                self._parameters.compare(self._parameters.of(optimizer, self._optimizers), True, self)
+                self._parameters.compare(self._parameters.of(optimizer, self._in_order), True, self)
         finally:  # under strict an exception goes through, but the optimizer has stepped
             if in_backward and (last or self._one_each):
                 self._begin_step()
                 self._over = True  # of the optimizers in a backward, the last one given may be the first to step
             elif last:
                 self._end_step()
+
+    @property
+    def _in_order(self) -> tuple[Optimizer, ...]:
+        """The optimizers, the one that ends a step last."""
+        after = self._optimizers[self._ender + 1 :]
+        return (*self._optimizers[: self._ender], *after, self._optimizers[self._ender]) if after else self._optimizers
+
+    def _ends_step(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer's step ends the step: the last one's does.
+
+        Who made the optimizers before the training may let them train one after the other (`finds_ender`). Then an
+        optimizer that steps twice while the last one never has is taken for the last, until one after it steps for the
+        first time; and so is one that steps `_ALONE` times without it.
+        """
+        if optimizer is self._optimizers[self._ender]:
+            self._stepped.add(self._ender)
+            return True
+        if not self.finds_ender:
+            return False
+        place = next((number for number, one in enumerate(self._optimizers) if one is optimizer), None)
+        if place is None:
+            return False
+        times = self._waiting[place] = self._waiting.get(place, 0) + 1
+        enough = _ALONE if self._ender in self._stepped else 2
+        if times < enough and (place in self._stepped or place < self._ender):
+            self._stepped.add(place)
+            return False
+        self._stepped.add(place)
+        self._ender = place
+        return True
 
     def _skipped_step(self, optimizer: Optimizer) -> None:
         """A GradScaler skipped the optimizer's step: the clock stands still, and what follows belongs to the same
@@ -1597,7 +1671,7 @@ class Exporter:
         self.message_bus.register_topic("skipped_step", "network")
         if not self._nothing_due():
             # another optimizer may end this step all the same
-            self._snapshot(self._parameters.of(optimizer, self._optimizers))
+            self._snapshot(self._parameters.of(optimizer, self._in_order))
         if any(one.wants("skipped_step", None, DEFAULT_TAG, self._step) for one in self._asking):
             step, train_step, epoch = self._now()
             self.message_bus.publish(
@@ -1781,6 +1855,8 @@ def _unpatch(patched: dict[str, LossFunction]) -> None:
 _EVERYTHING = Capture(kinds=KINDS)
 _BY_EPOCH = frozenset(kind for kind, entry in KINDS.items() if entry.clock == "epoch")
 _NUMBERS = itertools.count()
+_ALONE = 128
+"""Steps of one optimizer without another's that stepped before, after which it is taken for one that trains alone."""
 _LOSSES = 256
 _NO_PROBES = (
     "the model's parameters are distributed, so a pass of one rank waits for all others; evaluate it yourself, on all "

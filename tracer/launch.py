@@ -19,7 +19,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import thread as executors
 from dataclasses import replace
 from types import CodeType, ModuleType
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 _before: ModuleType | None = None
 """The ``__main__`` that a script has taken the place of: what runs in it goes on afterwards."""
 _OUTCOMES = ("network_output", "input_labels", "loss")
+_MANY = 8
+"""Of so many models at once some may be garbage that Python has not collected; then of twice as many as are left."""
 
 
 def run(
@@ -287,10 +289,11 @@ class _Session:
         self.exporter = Exporter(message_bus=bus, capture=captures, strict=strict)
         self.exporter.set_optimizer(())
         self.exporter.set_loss(LOSS_FUNCTIONS)
-        self.exporter.holds_parts = True
+        self.exporter.holds_parts = self.exporter.finds_ender = True
         self.run: Run = start(out, self.exporter, lazily=True, **recording)
         self.exporter.starting = self._begin(self.exporter.starting)
         self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._many = 1  # the first one may lie in the garbage that torch leaves when it imports what it needs
         self._began: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._loaders: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -416,11 +419,19 @@ class _Session:
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Find the model, or the models, now that there is one more optimizer."""
+        if self.exporter.steps_seen:  # what the script is done with is not kept, nor recorded at each further step
+            many = len(self.exporter.tops) >= self._many and gc.isenabled()
+            self.exporter.let_go(collect=many)
+            if many:
+                self._many = max(_MANY, 2 * len(self.exporter.tops))
+        self._optimizers = [ref for ref in self._optimizers if ref() is not None]
         self._optimizers.append(weakref.ref(optimizer))
         alive = [one for one in (ref() for ref in self._optimizers) if one is not None]
         models = _models_of(alive)
-        if self.exporter.steps_seen == 0 and not self.exporter._open:
-            self.exporter.forget_model()
+        untrained = self.exporter.steps_seen == 0 and not self.exporter._open
+        if untrained or not self.exporter.tops:
+            if untrained:
+                self.exporter.forget_model()
             if len(models) == 1:
                 self.exporter.set_model(models[0])
             else:
@@ -428,9 +439,9 @@ class _Session:
                     self.exporter.add_modules((name, one))
         else:  # a second training in one script: its model joins the first
             watched = {id(one) for _, top in self.exporter.tops for one in top.modules()}
-            for name, one in _names_of(models).items():
-                if id(one) not in watched:
-                    self.exporter.add_modules((name, one))
+            more = [one for one in models if id(one) not in watched]
+            for name, one in _names_of(more, {name for name, _ in self.exporter.tops}).items():
+                self.exporter.add_modules((name, one))
         self.exporter.set_optimizer(alive)
         self.refusal = None
         if not models:  # it trains tensors that are no module's; another optimizer may have a model
@@ -513,13 +524,13 @@ def _models_of(optimizers: Sequence[Optimizer]) -> list[nn.Module]:
     return chosen
 
 
-def _names_of(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """What the script calls its models: the names of its global variables, else of their classes."""
+def _names_of(models: Sequence[nn.Module], taken: Collection[str] = ()) -> dict[str, nn.Module]:
+    """What the script calls its models: the names of its global variables, else of their classes; each another."""
     names: dict[str, nn.Module] = {}
     for one in models:
         called = [name for name, value in vars(sys.modules["__main__"]).items() if value is one]
         name = called[0] if called else type(one).__name__.lower()
-        while name in names:
+        while name in names or name in taken:
             name += "_"
         names[name] = one
     return names
