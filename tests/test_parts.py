@@ -554,6 +554,45 @@ def save(path: Path, state: Any) -> Path:
     return path
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_a_run_that_was_killed_as_it_began_is_resumed(tmp_path: Path, first: bool) -> None:
+    """Whatever a process left of its part before there was a header in it, another attempt takes place after it."""
+
+    def train(path: Path, **options: Any) -> None:
+        net = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with tracer.record(path, net, optimizer, capture=tracer.Capture(kinds=["weights"]), **options):
+            for _ in range(3):
+                optimizer.zero_grad()
+                net(torch.randn(4, 3)).sum().backward()
+                optimizer.step()
+
+    whole, path = tmp_path / "whole.zarr", tmp_path / "run.zarr"
+    train(whole)
+    left = "rank0" if first else "rank0.attempt1"
+    made = ["zarr.json", "declarations", "declarations/zarr.json", "journal/zarr.json"]
+    for number in range(len(made) + 1):
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
+        shutil.copy(whole / "zarr.json", path)
+        if not first:
+            shutil.copytree(whole / "rank0", path / "rank0")
+        (path / left).mkdir()
+        for name in made[:number]:
+            if name.endswith("declarations"):
+                (path / left / name).mkdir()
+                continue
+            (path / left / name).parent.mkdir(exist_ok=True)
+            document = json.loads((whole / "rank0" / name).read_text())
+            if "shape" in document:
+                document["shape"][0] = 0
+            (path / left / name).write_text(json.dumps(document))
+        train(path, resume=True, first_step=3)
+        with TraceReader(path) as trace:
+            steps = [message.global_step for message in trace.messages("weights")]
+        assert steps == [*([] if first else [0, 1, 2]), 3, 4, 5], made[:number]
+
+
 def test_where_to_resume_has_to_be_known(tmp_path: Path) -> None:
     """SGD counts no steps, so the step must be said; epochs are as the trace says, unless they are said, too."""
     path = tmp_path / "run.zarr"

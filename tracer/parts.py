@@ -644,7 +644,9 @@ def heads(path: Location) -> list[Head]:
         for name, store in opened:
             layout.check_version(store.attrs())
             array = layout.declarations_name(name)
-            said = dict(layout.declarations(store.read(array, 0, store.length(array)).tobytes())[0])
+            # a process that was killed as it began may have left less than that
+            lines = store.read(array, 0, store.length(array)).tobytes() if store.names(array) else b""
+            said = dict(layout.declarations(lines)[0])
             header = said.get("header", {})
             process, launch, run_id = header.get("process"), header.get("launch"), header.get("run_id")
             where = layout.part_of(name)

@@ -810,8 +810,12 @@ def start(
         trial.register(one)
 
     def begin() -> None:
-        if resume is not None and there(path, process):
+        if resume is None:
+            return
+        if any(one.began for one in there(path, process)):
             _go_on(path, process.rank, resume, exporter)
+        elif resume.first_step is not None:  # all that is there is what a process left that was killed as it began
+            exporter.start_at(resume.first_step, 0, resume.first_epoch or 0)
 
     def make() -> TraceWriter:
         alone = recorded == [0]
