@@ -203,6 +203,9 @@ def test_convert_merges_ranks(tmp_path: Path, suffix: str, target: str) -> None:
     assert len(heard) == 4
     assert tracer.convert(path, one, ranks=1)["left_out"] == 8
     assert told(one) == told(path, ranks=1)
+    with pytest.raises(CaptureError, match=r"no messages of rank 7; it has those of 0, 1"):
+        tracer.convert(path, tmp_path / "seven.zarr", ranks=[0, 7])
+    assert not (tmp_path / "seven.zarr").exists()
     assert tracer.verify(copy).complete
 
 

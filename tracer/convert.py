@@ -12,9 +12,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import tracer
 from tracer.compression import Compression
-from tracer.errors import TraceError, TraceExistsError, UnknownNameError
+from tracer.errors import CaptureError, TraceError, TraceExistsError, UnknownNameError
 from tracer.layout import Column
 from tracer.reader import Steps, TraceReader
 from tracer.stores import Anywhere, Location, Url, exists, location, remove
@@ -77,7 +79,7 @@ def convert(
     TraceCorruptError
         If what is to be copied of `src` is damaged; `tracer.recover` saves what there is. Nothing is left at `dst`.
     CaptureError
-        If the steps are no range.
+        If the steps are no range, or the trace has no messages of such a rank.
     UnknownNameError
         If the trace has no such kind, or no such tag, or if there is no such compression.
 
@@ -111,6 +113,11 @@ def convert(
     check_paths(src, dst)
     with TraceReader(src) as reader:
         streams = reader.streams
+        there = np.unique(reader.rank).tolist()
+        absent = [rank for rank in ranks or () if rank not in there]
+        if absent:
+            has = f"those of {', '.join(map(str, there))}" if there else "none at all"
+            raise CaptureError(f"{src} has no messages of rank {', '.join(map(str, absent))}; it has {has}")
         chosen = _streams(reader, kinds, modules, tags)
         codecs.check(stream.kind for stream in streams)
         rows = reader.select(streams=chosen, steps=steps, ranks=ranks)
