@@ -46,7 +46,7 @@ from tracer.stores import (
     walk,
 )
 from tracer.stores.codecs import CODECS, HDF5_FILTER, OVERHEAD, Codec, codec_of, decode, encode, hdf5_options
-from tracer.stores.torn import checksum, header, restored
+from tracer.stores.torn import checksum, header, messages, restored
 
 if TYPE_CHECKING:
     from tracer.stores.objects import ObjectFile
@@ -1028,20 +1028,15 @@ def _is_virtual(file: int | ObjectFile, address: int) -> bool:
         if size > _HEADER_LIMIT or known > _HEADER_PARTS:
             raise TraceFormatError("the header of an object is larger than any of a trace")
         data = _pread(file, size, begin)
-        place = 0
-        while place + head <= len(data):
-            new = head != 8
-            kind = data[place] if new else int.from_bytes(data[place : place + 2], "little")
-            length = int.from_bytes(data[place + 1 : place + 3] if new else data[place + 2 : place + 4], "little")
-            body = data[place + head : place + head + length]
+        for kind, place, length in messages(data, 0, len(data), head):
+            body = data[place : place + length]
             if kind == _LAYOUT and body[1:2] == b"\x03" and body[0] > 2:
                 return True
             if kind == _CONTINUED and len(body) >= 16:
                 known += 1
                 offset, size = struct.unpack_from("<QQ", body)
                 # a signature before it and a checksum behind it
-                blocks.append((offset + 4, size - 8) if new else (offset, size))
-            place += head + length
+                blocks.append((offset, size) if head == 8 else (offset + 4, size - 8))
     return False
 
 

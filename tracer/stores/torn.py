@@ -37,6 +37,8 @@ _SMALLEST: Final = 16
 _DIRECT: Final = 4
 """Super blocks whose data blocks the index block refers to itself: 1, 1, 2 and 2 of them."""
 _DIRECT_BLOCKS: Final = 6
+_SUPER_BLOCKS: Final = 29
+"""Super blocks of an array of the 2^32 chunks that it may have at most."""
 _BLOCK_START: Final = 18
 """Bytes of a data or super block before what is in it: signature, version, client, header's address, offset."""
 _INDEX_START: Final = 14
@@ -177,7 +179,7 @@ def _entries(start: int, size: int, count: int) -> Iterator[tuple[int, int, int]
 
 def _index_entries(body: _Blocks) -> Iterator[tuple[int, int, int]] | None:
     # the last addresses are those of all super blocks that an array may get
-    supers = 1 + 32 - _SMALLEST.bit_length() + 1 - _DIRECT
+    supers = _SUPER_BLOCKS - _DIRECT
     size, rest = divmod(len(body) - _INDEX_START - ADDRESS * (_DIRECT_BLOCKS + supers), _IN_INDEX)
     if rest or size not in (ADDRESS, *_FILTERED):
         return None
@@ -217,7 +219,7 @@ def _of_super_block(blocks: int, pages: int, bits: int) -> Iterator[tuple[int, i
 def _super_blocks() -> Iterator[tuple[int, int, int, int]]:
     """Of each super block its number, its data blocks, the entries of each, and those of all before it."""
     before = 0
-    for number in range(1 + 32 - _SMALLEST.bit_length() + 1):
+    for number in range(_SUPER_BLOCKS):
         blocks, entries = 1 << number // 2, _SMALLEST << (number + 1) // 2
         yield number, blocks, entries, before
         before += blocks * entries
@@ -246,7 +248,8 @@ def _earlier(body: _Blocks) -> Iterator[_Blocks]:
     """The header of an index when it had fewer chunks: all its numbers follow from how many there were."""
     size = int(body[6])
     torn = _STATISTICS.unpack_from(body.tobytes(), _STATISTICS_AT)[4]
-    starts, supers, blocks = [], [], []
+    supers: list[tuple[int, int]] = []
+    blocks: list[tuple[int, int, int]] = []
     for number, count, entries, before in _super_blocks():
         if before > torn + _AT_ONCE:
             break
@@ -280,8 +283,10 @@ def _earlier(body: _Blocks) -> Iterator[_Blocks]:
 def _shorter(body: _Blocks) -> Iterator[_Blocks]:
     """The header of a dataset when it had fewer rows, or had none and no index yet."""
     data = body.tobytes()
-    messages = {kind: (place, length) for kind, place, length in _messages(data)}
-    at, length = messages.get(_DATASPACE, (0, 0))
+    start, size = header(data)
+    end, head = min(start + size, len(data)), 6 if data[5] & 4 else 4
+    found = {kind: (place, length) for kind, place, length in messages(data, start, end, head)}
+    at, length = found.get(_DATASPACE, (0, 0))
     at += 4
     if length < 12 or data[at - 4] != 2:
         return
@@ -290,9 +295,9 @@ def _shorter(body: _Blocks) -> Iterator[_Blocks]:
         versions = np.repeat(body[None], len(rows), 0)
         versions[:, at : at + 8] = rows.astype("<u8").view(np.uint8).reshape(-1, 8)
         yield versions
-    if _LAYOUT in messages:
+    if _LAYOUT in found:
         empty = body.copy()
-        end = sum(messages[_LAYOUT])
+        end = sum(found[_LAYOUT])
         empty[at : at + 8] = 0
         empty[end - ADDRESS : end] = UNDEFINED
         yield empty[None]
@@ -323,11 +328,20 @@ def header(block: bytes) -> tuple[int, int]:
     return place + width, int.from_bytes(block[place : place + width], "little")
 
 
-def _messages(block: bytes) -> Iterator[tuple[int, int, int]]:
-    """Kind, place and length of each message in the first part of an object's header."""
-    place, size = header(block)
-    end, head = min(place + size, len(block)), 6 if block[5] & 4 else 4
+def messages(data: bytes, place: int, end: int, head: int) -> Iterator[tuple[int, int, int]]:
+    """Kind, place and length of each message in a part of an object's header.
+
+    Parameters
+    ----------
+    data : bytes
+    place, end : int
+        Where in it the messages are.
+    head : int
+        Bytes before each of them: 4 or 6, or 8 in headers of version 1.
+    """
     while place + head <= end:
-        length = int.from_bytes(block[place + 1 : place + 3], "little")
-        yield block[place], place + head, length
+        old = head == 8
+        kind = int.from_bytes(data[place : place + 2], "little") if old else data[place]
+        length = int.from_bytes(data[place + 2 : place + 4] if old else data[place + 1 : place + 3], "little")
+        yield kind, place + head, length
         place += head + length
