@@ -704,19 +704,20 @@ class TraceReader:
             last = int(np.searchsorted(ends, before + BLOCK_BYTES, side="right"))
             last = min(max(last, first + 1), first + BLOCK_ROWS)
             step = last - first
-            if memory is not None and step <= LARGE_ROWS and nbytes[first:last].min() >= SMALLEST:
+            large = memory is not None and step <= LARGE_ROWS and bool(nbytes[first:last].min() >= SMALLEST)
+            if large:
                 step = max(1, min(TOGETHER, TOGETHER_BYTES // int(nbytes[first:last].max())))
-            blocks += [selected[begin : min(begin + step, last)] for begin in range(first, last, step)]
+            blocks += [(selected[begin : min(begin + step, last)], large) for begin in range(first, last, step)]
             first = last
         left = iter(blocks)
         slow = 0
         # Without a thread as long as the data is there at once: two threads would only get into each other's way, and
         # one block of memory, used again and again, stays in the processor's cache.
-        for rows in left if readers == 1 or len(blocks) == 1 else ():
+        for rows, large in left if readers == 1 or len(blocks) == 1 else ():
             # how long it worked, which takes a system call, is of interest only after a block that took long
             worked = time.thread_time() if slow else None
             began = time.perf_counter()
-            groups = self._read_groups(rows, memory)
+            groups = self._read_groups(rows, memory, large)
             waited = time.perf_counter() - began
             if worked is not None:
                 waited -= time.thread_time() - worked
@@ -728,8 +729,8 @@ class TraceReader:
         with ThreadPoolExecutor(readers, "trace-reader") as thread:
             waiting: deque[tuple[NDArray[np.int64], Future[list[_Group]]]] = deque()
             try:
-                for rows in left:
-                    waiting.append((rows, thread.submit(self._read_groups, rows, memory)))
+                for rows, large in left:
+                    waiting.append((rows, thread.submit(self._read_groups, rows, memory, large)))
                     if len(waiting) > AHEAD:
                         ready, future = waiting.popleft()
                         yield ready, future.result()
@@ -742,13 +743,11 @@ class TraceReader:
                 for _, future in waiting:
                     future.cancel()
 
-    def _read_groups(self, selected: NDArray[np.int64], memory: Memory | None) -> list[_Group]:
-        """The data of rows of the journal, verified, in groups of one pool, dtype and shape."""
+    def _read_groups(self, selected: NDArray[np.int64], memory: Memory | None, large: bool) -> list[_Group]:
+        """The data of rows of the journal, verified, in groups of one pool, dtype and shape; each alone if `large`."""
         rows = self.journal[selected]
-        if memory is not None and len(rows) <= TOGETHER and rows[:, Column.POOL].min() >= 0:
-            nbytes = rows[:, Column.COUNT] * self._itemsizes[rows[:, Column.STREAM]]
-            if len(rows) == 1 or nbytes.min() >= SMALLEST:
-                return self._read_apart(rows.tolist(), memory)
+        if memory is not None and (large or len(rows) == 1) and rows[:, Column.POOL].min() >= 0:
+            return self._read_apart(rows.tolist(), memory)
         whole = rows[:, Column.POOL] == WHOLE
         if whole.any():
             places = np.flatnonzero(~whole)
