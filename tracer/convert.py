@@ -113,7 +113,7 @@ def convert(
     check_paths(src, dst)
     with TraceReader(src) as reader:
         streams = reader.streams
-        there = np.unique(reader.rank).tolist()
+        there = [] if ranks is None else np.unique(reader.rank).tolist()
         absent = [rank for rank in ranks or () if rank not in there]
         if absent:
             has = f"those of {', '.join(map(str, there))}" if there else "none at all"

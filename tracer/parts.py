@@ -644,8 +644,12 @@ def heads(path: Location) -> list[Head]:
         for name, store in opened:
             layout.check_version(store.attrs())
             array = layout.declarations_name(name)
-            # a process that was killed as it began may have left less than that
-            lines = store.read(array, 0, store.length(array)).tobytes() if store.names(array) else b""
+            try:
+                lines = store.read(array, 0, store.length(array)).tobytes()
+            except TraceCorruptError:
+                if store.names(array):
+                    raise
+                lines = b""  # a process that was killed as it began left less than that
             said = dict(layout.declarations(lines)[0])
             header = said.get("header", {})
             process, launch, run_id = header.get("process"), header.get("launch"), header.get("run_id")
