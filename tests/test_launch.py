@@ -638,24 +638,26 @@ def test_optimizers_that_train_one_after_another(tmp_path: Path, every: int) -> 
         assert [updates[f"linear{'_' * number}"] for number in range(3)] == [(0, 18), (19, 38), (39, 58)]
 
 
-def test_one_that_trains_alone_after_all_have(tmp_path: Path) -> None:
-    """An optimizer that steps very often without the others is one that trains alone."""
-    body = SEVERAL.format(number=2) + "    train(0, 1); train(1, 1); train(1, 1); train(0, 300); train(1, 200)"
-    done = record(tmp_path, str(script(tmp_path, body)))
+@pytest.mark.parametrize(
+    ("training", "losses_of_steps"),
+    [
+        # one that steps very often without the others is one that trains alone
+        (
+            "train(0, 1); train(1, 1); train(1, 1); train(0, 300); train(1, 200)",
+            [2, 1, 128, *[1] * 172, 128, *[1] * 72],
+        ),
+        # the last one ends a step from its first step on, however often the others step before
+        ("for _ in range(4): train(0, 5); train(1, 1)", [2, 1, 1, 1, 1, 6, 6, 6]),
+    ],
+    ids=["alone after all have", "critics"],
+)
+def test_which_optimizer_ends_a_step(tmp_path: Path, training: str, losses_of_steps: list[int]) -> None:
+    """How many losses there are in each step of two optimizers that do not simply take turns."""
+    done = record(tmp_path, str(script(tmp_path, SEVERAL.format(number=2) + f"    {training}")))
     assert done.returncode == 0, done.stderr
     with tracer.open(tmp_path / "run.zarr") as trace:
         losses = collections.Counter(message.global_step for message in trace.messages("loss"))
-    assert list(losses.values()) == [2, 1, 128, *[1] * 172, 128, *[1] * 72]
-
-
-def test_critics_that_step_several_times(tmp_path: Path) -> None:
-    """The last optimizer ends a step from its first step on, however often the others step before."""
-    body = SEVERAL.format(number=2) + "    for _ in range(4): train(0, 5); train(1, 1)"
-    done = record(tmp_path, str(script(tmp_path, body)))
-    assert done.returncode == 0, done.stderr
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        losses = collections.Counter(message.global_step for message in trace.messages("loss"))
-    assert list(losses.values()) == [2, 1, 1, 1, 1, 6, 6, 6]
+    assert list(losses.values()) == losses_of_steps
 
 
 def test_leaving_a_loader_early_ends_the_epoch(tmp_path: Path) -> None:
