@@ -229,9 +229,9 @@ def test_ten_subscribers_read_each_message_once(trace: Path, monkeypatch: pytest
     read: list[int] = []
     plainly = TraceReader._read_groups
 
-    def counting(self: TraceReader, selected: Any, memory: Any) -> Any:
+    def counting(self: TraceReader, selected: Any, memory: Any, large: bool) -> Any:
         read.extend(selected.tolist())
-        return plainly(self, selected, memory)
+        return plainly(self, selected, memory, large)
 
     monkeypatch.setattr(TraceReader, "_read_groups", counting)
     planned = tracer.plan(trace, *asked)
