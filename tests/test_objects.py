@@ -879,6 +879,29 @@ def test_ranks_and_attempts(url: str) -> None:
     assert verify(url).complete
 
 
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_run_that_was_killed_as_it_began_is_resumed(url: str, killed: int) -> None:
+    """Whether another attempt ended before it or not: the root tells only later that it is one of a trace."""
+    found = location(url)
+    assert isinstance(found, Url)
+    left = {"zarr.json": {"writer": "0" * 32}} | ({"rank0/zarr.json": {}} if killed else {})
+    store = objects.Objects(found)
+    for name, attributes in left.items():
+        store.put_new(name, json.dumps({"zarr_format": 3, "node_type": "group", "attributes": attributes}).encode())
+    store.close()
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    with tracer.record(url, model, optimizer, resume=True):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(4, 3)).sum().backward()
+            optimizer.step()
+    with TraceReader(url) as reader:
+        assert reader.array("weights", "")[0].tolist() == [0, 1]
+        assert (reader.problems, [one["attempt"] for one in reader.attempts]) == ([], [killed])
+    assert verify(url).intact
+
+
 def test_recorded_again_after_a_restart(url: str) -> None:
     """`record` resumes a trace at a URL, and replaces it when it is told to."""
     torch.manual_seed(0)

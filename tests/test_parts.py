@@ -596,6 +596,68 @@ def test_a_run_that_was_killed_as_it_began_is_resumed(tmp_path: Path, first: boo
         assert steps == [*([] if first else [0, 1, 2]), 3, 4, 5], made[:number]
 
 
+BEGINNINGS = [
+    [],
+    [".zarr.json.4711.0123abcd.part"],
+    ["zarr.json"],
+    ["zarr.json", "rank0"],
+    ["zarr.json", "rank0/zarr.json"],
+    ["zarr.json", "rank0/zarr.json", "rank0/declarations/zarr.json", "rank0/journal"],
+]
+"""What a process has made of a trace, one after the other, before its root says that it is one."""
+
+
+@pytest.mark.parametrize("left", BEGINNINGS)
+def test_a_run_that_was_killed_before_its_root_was_written_is_resumed(tmp_path: Path, left: list[str]) -> None:
+    """Then nothing is wrong with the trace, and it says so."""
+    path = tmp_path / "run.zarr"
+    path.mkdir()
+    TraceWriter(tmp_path / "whole.zarr").finish()
+    array = json.loads((tmp_path / "whole.zarr/rank0/declarations/zarr.json").read_text()) | {"shape": [0]}
+    for name in left:
+        if not name.endswith((".json", ".part")):
+            (path / name).mkdir()
+            continue
+        (path / name).parent.mkdir(exist_ok=True)
+        document = array if "declarations" in name else {"node_type": "group", "attributes": {}}
+        (path / name).write_text("" if name.endswith(".part") else json.dumps({"zarr_format": 3} | document))
+    with pytest.raises(TraceError):
+        TraceReader(path)
+    model, optimizer = adam()
+    with tracer.record(path, model, optimizer, resume=True) as run:
+        train(run, model, optimizer, 2)
+    with TraceReader(path) as trace:
+        assert [message.global_step for message in trace.messages("weights", "0")] == [0, 1]
+        assert (trace.problems, [one["attempt"] for one in trace.attempts]) == ([], [int("rank0" in str(left))])
+    assert tracer.verify(path).intact
+
+
+def test_a_folder_of_something_else_is_no_beginning(tmp_path: Path) -> None:
+    """What another program keeps there is neither added to nor removed."""
+    groups = {"attributes": {"mine": 1}}, {"attributes": {}}
+    for number, (attributes, names) in enumerate(zip(groups, (["zarr.json"], ["notes.txt", "zarr.json"]), strict=True)):
+        path = tmp_path / f"{number}.zarr"
+        path.mkdir()
+        for name in names:
+            (path / name).write_text(json.dumps({"zarr_format": 3, "node_type": "group"} | attributes))
+        model, optimizer = adam()
+        with pytest.raises(TraceError, match="is not a trace"), tracer.record(path, model, optimizer, resume=True):
+            pass
+        assert sorted(os.listdir(path)) == names
+
+
+def test_an_empty_folder_may_be_overwritten(tmp_path: Path) -> None:
+    """Without being told to, a trace is begun in none: another process may be about to."""
+    path = tmp_path / "run.zarr"
+    path.mkdir()
+    model, optimizer = adam()
+    with pytest.raises(TraceExistsError), tracer.record(path, model, optimizer):
+        pass
+    with tracer.record(path, model, optimizer, overwrite=True) as run:
+        train(run, model, optimizer, 1)
+    assert tracer.verify(path).intact
+
+
 def test_where_to_resume_has_to_be_known(tmp_path: Path) -> None:
     """SGD counts no steps, so the step must be said; epochs are as the trace says, unless they are said, too."""
     path = tmp_path / "run.zarr"
@@ -709,12 +771,16 @@ def test_a_living_trace_is_not_resumed(tmp_path: Path) -> None:
         other.wait()
 
 
-def test_claims_of_what_is_no_trace(tmp_path: Path) -> None:
+def test_claims_of_what_is_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Something else at the path is an error, also for a rank and for one that resumes."""
+    monkeypatch.setattr("tracer.parts.BEGINNING_SECONDS", 0.1)
     path = tmp_path / "run.zarr"
     path.mkdir()
-    with pytest.raises(TraceError):
-        claim(path, Process(0, 1, None), [0], resume=True)
+    (path / "notes.txt").write_text("mine")
+    for process in (Process(0, 1, None), Process(1, 2, None)):
+        for options in ({"resume": True}, {}):
+            with pytest.raises(TraceError):
+                claim(path, process, [process.rank], **options)
 
 
 def test_one_process_does_not_write_twice(tmp_path: Path) -> None:

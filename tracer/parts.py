@@ -27,7 +27,7 @@ from tracer.errors import TraceCorruptError, TraceError, TraceExistsError
 from tracer.layout import Column
 from tracer.messages import DEFAULT_TAG
 from tracer.placement import Placement
-from tracer.stores import Location, ReadStore, exists, open_parts, remove_part, store_files
+from tracer.stores import WRITER, Location, ReadStore, blank, exists, open_parts, remove_part, store_files
 
 BEGINNING_SECONDS = 10.0
 """How long a rank waits for others to begin their parts of a new trace."""
@@ -320,6 +320,38 @@ def first_step(header: Mapping[str, Any], attempt: int) -> int:
     """The global step that an attempt began with, as its header says; the first one began with 0."""
     step = header.get("first_step", 0)
     return step if type(step) is int and attempt else 0
+
+
+class Begun(Protocol):
+    """What is known of the beginning of a part."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def attempt(self) -> int: ...
+    @property
+    def first_step(self) -> int: ...
+    @property
+    def header(self) -> dict[str, Any]: ...
+
+
+def is_empty(store: ReadStore, part: str) -> bool:
+    """Whether nothing was ever committed to a part, not even its header: its process was killed as it began."""
+    try:
+        names = store.names(f"{part}/")
+        tables = {layout.journal_name(part), layout.declarations_name(part)}
+        return tables.issuperset(names) and not any(store.length(name) for name in names)
+    except TraceError:
+        return False
+
+
+def restarted(parts: Iterable[Begun]) -> dict[int, int]:
+    """Of each rank the last attempt that began with the first step: nothing that an earlier one recorded counts."""
+    found: dict[int, int] = {}
+    for one in parts:
+        if one.header and one.first_step == 0:
+            found[one.rank] = max(one.attempt, found.get(one.rank, 0))
+    return found
 
 
 def expected_ranks(header: Mapping[str, Any]) -> list[int]:
@@ -634,7 +666,7 @@ def heads(path: Location) -> list[Head]:
     TraceError
         If what is there is not a trace, or not one that can be read.
     """
-    if not exists(path) and not any(one != path for one in store_files(path)):
+    if blank(path) or (not exists(path) and not any(one != path for one in store_files(path))):
         return []
     opened, broken = open_parts(path)
     try:
@@ -642,7 +674,6 @@ def heads(path: Location) -> list[Head]:
             raise next(iter(broken.values()))
         found = []
         for name, store in opened:
-            layout.check_version(store.attrs())
             array = layout.declarations_name(name)
             try:
                 lines = store.read(array, 0, store.length(array)).tobytes()
@@ -650,6 +681,8 @@ def heads(path: Location) -> list[Head]:
                 if store.names(array):
                     raise
                 lines = b""  # a process that was killed as it began left less than that
+            if lines or store.attrs().keys() - {WRITER}:
+                layout.check_version(store.attrs())
             said = dict(layout.declarations(lines)[0])
             header = said.get("header", {})
             process, launch, run_id = header.get("process"), header.get("launch"), header.get("run_id")

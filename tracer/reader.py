@@ -29,7 +29,7 @@ from tracer.errors import CaptureError, TraceCorruptError, TraceError
 from tracer.layout import Column
 from tracer.memory import SMALLEST, Memory
 from tracer.messages import DEFAULT_TAG, Message, checked
-from tracer.parts import Part, Stream, counting, merged, missing, worst, worst_certificate
+from tracer.parts import Part, Stream, counting, is_empty, merged, missing, restarted, worst, worst_certificate
 from tracer.stores import STORES, Anywhere, Place, ReadStore, location, open_parts
 
 BLOCK_BYTES: Final = 8 << 20
@@ -208,12 +208,13 @@ class TraceReader:
         # and those of which only counts what their attempts take the place of
         self._later: list[Part] = []
         failures = list(broken.values())
+        unread: list[tuple[str, ReadStore, TraceError]] = []
         for name, store in stores:
             try:
                 part = Part(self.path, name, store)
             except TraceError as error:
                 failures.append(error)
-                self._told.append(str(error))
+                unread.append((name, store, error))
                 continue
             if self._only is None or self._only & {part.rank, *(stream.rank for stream in part.streams)}:
                 self._parts.append(part)
@@ -225,9 +226,17 @@ class TraceReader:
             raise failures[0]
         if not self._parts:
             raise failures[0] if failures else CaptureError(f"{self.path} has no messages of rank {_list(self._only)}")
-        self._parts.sort(key=_by_attempt)
+        again = restarted((*self._parts, *self._others, *self._later))
+        # an attempt that was killed as it began, where the next one began with the first step, is as good as none
+        empty = [part.name for part in self._parts if not part.header and _in_vain(part.name, part.store, again)]
+        self._parts = sorted((part for part in self._parts if part.name not in empty), key=_by_attempt)
+        for name, store, why in unread:
+            if _in_vain(name, store, again):
+                empty.append(name)
+            else:
+                self._told.append(str(why))
         if self._only is None:
-            names = [part.name for part in self._parts]
+            names = [*empty, *(part.name for part in self._parts)]
             self._told += missing(self.path, names, [part.header for part in self._parts])
         # what is being written may be in two states at once, which only a checksum tells
         self._verify = self._verify or not self.status.startswith(("finished", "failed"))
@@ -1108,6 +1117,12 @@ def _read_at(place: Place, target: memoryview, trailer: bytearray, checksum: int
     except (OSError, OverflowError):
         return False
     return whole and (not verify or checksum == layout.NONE or crc32c(target) == checksum)
+
+
+def _in_vain(name: str, store: ReadStore, again: Mapping[int, int]) -> bool:
+    """Whether nothing is in a part, and nothing that could be would count; `again` is what `restarted` says."""
+    where = layout.part_of(name)
+    return where is not None and where[1] < again.get(where[0], 0) and is_empty(store, name)
 
 
 def _in_order(groups: list[_Group], count: int) -> tuple[list[int], list[Iterator[Tensor | None]]]:

@@ -31,7 +31,7 @@ from tracer.layout import Column, declaration, part_name
 from tracer.messages import KINDS, Message, with_data
 from tracer.parts import claim, there, this_process
 from tracer.reader import TraceReader
-from tracer.stores import Anywhere, Location, location
+from tracer.stores import Anywhere, Location, exists, location
 from tracer.transfers import Copy, Transfers
 from tracer.writer import TraceWriter, refuse_here
 
@@ -823,6 +823,8 @@ def start(
         if resume is not None or not alone:
             refuse_here(path, process.rank)
             attempt, run_id = claim(path, process, recorded, overwrite=overwrite, resume=resume is not None)
+        # else others may make theirs, or something may be there that was left by a process that was killed as it began
+        whole = alone and not attempt and not (resume is not None and exists(path))
         part: dict[str, Any] = {
             "ranks": recorded,
             "launch": process.launch,
@@ -851,8 +853,8 @@ def start(
                     "max_bytes": max_bytes,
                 }
             },
-            overwrite=overwrite and alone and not attempt,
-            part=None if alone and not attempt else part_name(process.rank, attempt),
+            overwrite=overwrite and whole,
+            part=None if whole else part_name(process.rank, attempt),
             commit_steps=commit_steps,
             commit_seconds=commit_seconds,
             durable=durable,

@@ -30,7 +30,7 @@ from tracer.errors import (
 )
 from tracer.layout import Column
 from tracer.messages import Message, ModuleMessage, NetworkMessage
-from tracer.parts import Stream, first_step, lives, missing, worst
+from tracer.parts import Stream, first_step, is_empty, lives, missing, restarted, worst
 from tracer.placement import Placement
 from tracer.reader import TraceReader
 from tracer.stores import STORES, Anywhere, Location, ReadStore, location, open_parts
@@ -195,13 +195,22 @@ def survey(path: Anywhere) -> Iterator[tuple[list[Survey], list[Problem]]]:
         for name, store in parts:
             surveys.append(Survey(path, name, store, tell_store=id(store) not in told))
             told.add(id(store))
-        surveys.sort(key=lambda one: (one.attempt, one.rank))
+        surveys = sorted(_begun(surveys), key=lambda one: (one.attempt, one.rank))
         gone = missing(path, [name for name, _ in parts], [one.header for one in surveys])
         elsewhere += [Problem(check="part", what=sentence) for sentence in gone if not broken]
         yield surveys, elsewhere
     finally:
         for _, store in parts:
             store.close()
+
+
+def _begun(surveys: list[Survey]) -> list[Survey]:
+    """Without those of processes that were killed as they began, where a later one has begun with the first step.
+
+    Those hold nothing, and nothing that they could have held would count.
+    """
+    again = restarted(surveys)
+    return [one for one in surveys if not (one.empty and one.attempt < again.get(one.rank, 0))]
 
 
 def _report(path: Location, surveys: list[Survey], elsewhere: list[Problem]) -> Report:
@@ -317,6 +326,12 @@ class Survey:
         with contextlib.suppress(TraceError, OSError):
             return self._store.modified > when - 0.02
         return False
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was ever committed, as far as can be seen: not even the header."""
+        told = any(problem.check == "store" for problem in self.problems)
+        return not self.header and not told and is_empty(self._store, self.part)
 
     @property
     def first_step(self) -> int:

@@ -85,6 +85,8 @@ Anywhere = str | os.PathLike[str] | Url
 
 PART = re.compile(r"rank(?P<rank>0|[1-9][0-9]{0,8})(\.attempt(?P<attempt>[1-9][0-9]{0,8}))?")
 """Names of the groups that one process each writes. A directory holds all of a trace, a file one: see `open_parts`."""
+WRITER = "writer"
+"""The only attribute of a root on an object store that was put so that no other process does, and holds nothing yet."""
 
 Piece = tuple[int, int, int]
 
@@ -364,6 +366,11 @@ def exists(path: Location) -> bool:
         If an object store does not answer.
     """
     return bool(_objects().exists(path)) if isinstance(path, Url) else os.path.lexists(path)
+
+
+def blank(path: Location) -> bool:
+    """Whether all that is at `path` is what a process left that was killed before its part of a store was there."""
+    return bool(store_module(path).blank(path))
 
 
 def remove(url: Url) -> None:

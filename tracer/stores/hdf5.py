@@ -108,6 +108,11 @@ def files(path: Path) -> list[Path]:
     return [path, *found] if path.exists() or not found else found
 
 
+def blank(path: Path) -> bool:
+    """Never: a file gets its name when it holds a trace; see `tracer.stores.blank`."""
+    return False
+
+
 def remove_part(path: Path, part: str) -> None:
     """Remove the file of a part; see `tracer.stores.remove_part`."""
     file = _file_of(path, part)

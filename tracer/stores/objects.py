@@ -36,7 +36,7 @@ from tracer.errors import (
     TraceNotFoundError,
     TraceUnreachableError,
 )
-from tracer.stores import PART, RowChunks, Url, check_name, walk
+from tracer.stores import PART, WRITER, RowChunks, Url, check_name, walk
 from tracer.stores.codecs import OVERHEAD, Codec, codec_of, decode, decoded_size, encode
 from tracer.stores.zarr import (
     CHUNKS_PER_SHARD,
@@ -173,6 +173,19 @@ def files(url: Url) -> list[Url]:
                 beside.append((int(part["rank"]), int(part["attempt"] or 0), Url(url.scheme, url.bucket, key)))
     found = [file for _, _, file in sorted(beside, key=lambda one: one[:2])]
     return [url, *found] if url.name in names or not found else found
+
+
+def blank(url: Url) -> bool:
+    """Whether nothing is there but the root, which comes first; see `tracer.stores.blank`."""
+    if url.suffix.lower() != ".zarr":
+        return False
+    objects = Objects(url)
+    try:
+        document = objects.document("")
+        unmarked = document.get("node_type") == "group" and document.get("attributes", {}).keys() == {WRITER}
+        return unmarked and all(one.name == "zarr.json" for one in objects.listed())
+    finally:
+        objects.close()
 
 
 def remove_part(url: Url, part: str) -> None:
@@ -574,25 +587,21 @@ class ObjectWriteStore:
         # whether the root has attributes that another process set
         self._joined = False
         # of two writers one is refused; the number tells whose object it is
-        writer = {"zarr_format": 3, "node_type": "group", "attributes": {"writer": uuid.uuid4().hex}}
+        writer = {"zarr_format": 3, "node_type": "group", "attributes": {WRITER: uuid.uuid4().hex}}
         if part is not None:
             self._groups[part] = {}
             self._changed[part] = None
             attributes = objects.document("").get("attributes")
             if isinstance(attributes, dict) and "format" in attributes:
-                self._join()
+                self._joined = True
+                del self._changed[""]
         if not self._joined:
             try:
                 objects.put_new("zarr.json", json.dumps(writer).encode())
             except TraceExistsError:
                 if part is None:
                     raise
-                # another rank made it at the same time, and says there what this one would say
-                self._join()
-
-    def _join(self) -> None:
-        self._joined = True
-        del self._changed[""]
+                # another rank made it, which says there what this one will say, too: that one may have been killed
 
     @property
     def can_create(self) -> bool:

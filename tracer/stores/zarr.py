@@ -16,6 +16,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import stat
 from collections import OrderedDict
@@ -70,6 +71,8 @@ MISSING = 2**64 - 1
 
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 _CRC32C = {"name": "crc32c"}
+_TEMPORARY = re.compile(r"\.zarr\.json\.\d+\.[0-9a-f]{8}\.part")
+"""What ``zarr.json`` is called while it is written."""
 _SAFE_CODECS = frozenset({"bytes", "crc32c", "gzip", "zstd", "blosc", "sharding_indexed", "transpose"})
 
 
@@ -79,14 +82,16 @@ def create(path: Path, *, part: str | None = None, overwrite: bool = False, dura
     if mine.exists() or mine.is_symlink():
         if not overwrite:
             raise TraceExistsError(f"{mine} already exists; give another path, or say that it may be overwritten")
-        if mine.is_symlink() or not mine.is_dir() or _document(mine).get("node_type") != "group":
+        ours = mine.is_dir() and not mine.is_symlink() and (blank(mine) or _document(mine).get("node_type") == "group")
+        if not ours:
             raise TraceExistsError(f"{mine} already exists, and is not a Zarr group that could be overwritten")
     with _written(path):
         if mine.exists():
             shutil.rmtree(mine)
         if part is not None:
-            # another process may make the directory at the same time, but nobody else this part
+            # another process may make the directory and its root at the same time, but nobody else this part
             path.mkdir(parents=True, exist_ok=True)
+            _replace(path, _group_document({}), durable, anew=False)
         try:
             mine.mkdir(parents=True)
         except FileExistsError:
@@ -99,6 +104,14 @@ def create(path: Path, *, part: str | None = None, overwrite: bool = False, dura
 def files(path: Path) -> list[Path]:
     """Where the parts of a trace are: in one directory."""
     return [path]
+
+
+def blank(path: Path) -> bool:
+    """Whether nothing is in a directory but what a process left that was killed as it began."""
+    if not path.is_dir() or path.is_symlink():
+        return False
+    names = {name for name in os.listdir(path) if not _TEMPORARY.fullmatch(name)}
+    return not names or (names == {"zarr.json"} and _document(path) == _group_document({}))
 
 
 def remove_part(path: Path, part: str) -> None:
@@ -133,10 +146,18 @@ def _damaged_groups(path: Path) -> list[str]:
         if document.get("node_type") == "array" or "c" in folders:
             folders.clear()
         elif document.get("node_type") != "group" or document.get("zarr_format") != 3:
+            if not _anything(Path(folder)):
+                folders.clear()  # a process was killed as it made this
+                continue
             name = os.path.relpath(folder, path)
             why = "is not that of a group or an array" if "zarr.json" in files else "is not there"
             found.append(f"the zarr.json of {'the root' if name == '.' else repr(name)} {why}")
     return found
+
+
+def _anything(folder: Path) -> bool:
+    """Whether a file lies in a folder, or below it, that its writer was done with."""
+    return any(not _TEMPORARY.fullmatch(name) for _, _, names in os.walk(folder) for name in names)
 
 
 def _document(folder: Path) -> dict[str, Any]:
@@ -275,13 +296,11 @@ class ZarrWriteStore:
                 self._join(part)
 
     def _join(self, part: str) -> None:
-        """Make the group of a part, and that of the root unless another process has."""
+        """Make the group of a part; that of the root is there, and has attributes if another process set them."""
         document = _document(self.path)
         if document.get("node_type") == "group" and isinstance(document.get("attributes"), dict):
             self._groups[""] = document["attributes"]
         self._joined = bool(self._groups[""])
-        if not self._joined:
-            self._publish_group("")
         self._groups[part] = {}
         self._publish_group(part)
 
@@ -536,8 +555,7 @@ class ZarrWriteStore:
         folder = self.path / name
         folder.mkdir(exist_ok=True)
         self._made(folder)
-        document = {"zarr_format": 3, "node_type": "group", "attributes": self._groups[name]}
-        _replace(folder, document, self._durable)
+        _replace(folder, _group_document(self._groups[name]), self._durable)
 
 
 def _cut(file: int, shard: _Shard) -> None:
@@ -578,7 +596,12 @@ def _pwrite(file: int, parts: list[Any], size: int, offset: int) -> None:
             written += step
 
 
-def _replace(folder: Path, document: Mapping[str, Any], durable: bool) -> None:
+def _group_document(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+
+
+def _replace(folder: Path, document: Mapping[str, Any], durable: bool, anew: bool = True) -> None:
+    """Write the ``zarr.json`` of a folder, all of it or nothing; unless it is there already, if not `anew`."""
     # two ranks of a run may write the root at the same time
     temporary = folder / f".zarr.json.{os.getpid()}.{os.urandom(4).hex()}.part"
     try:
@@ -598,9 +621,23 @@ def _replace(folder: Path, document: Mapping[str, Any], durable: bool) -> None:
         raise
     finally:
         os.close(file)
-    os.replace(temporary, folder / "zarr.json")
+    _put(temporary, folder / "zarr.json", anew)
     if durable:
         sync_folder(folder)
+
+
+def _put(temporary: Path, place: Path, anew: bool) -> None:
+    """Give a file its name: in place of one that has it if `anew`, else only where there is none."""
+    if not anew:
+        try:
+            with suppress(FileExistsError):
+                os.link(temporary, place)
+        except OSError:  # a file system without links
+            anew = not place.exists()
+    if anew:
+        os.replace(temporary, place)
+    else:
+        temporary.unlink()
 
 
 class _Opened:
