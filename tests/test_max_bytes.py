@@ -104,6 +104,22 @@ def test_the_last_step_is_whole(suffix: str, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_last_step_without_room_is_told(suffix: str, tmp_path: Path) -> None:
+    """A run may end with the very step that there is no room for, which is found out when it is closed."""
+    bounded(tmp_path / f"long.{suffix}", 3_000_000, 300)
+    with tracer.open(tmp_path / f"long.{suffix}") as trace:
+        (told,) = [note for note in trace.notes if "stopped" in note]
+        first_without_room = told["stopped"]["global_step"]
+    for count, notes in ((first_without_room, []), (first_without_room + 1, [told])):
+        path = tmp_path / f"{count}.{suffix}"
+        _, warned = bounded(path, 3_000_000, count)
+        with tracer.open(path) as trace:
+            assert [note for note in trace.notes if "stopped" in note] == notes
+            assert trace.info["steps"] == [0, first_without_room - 1]
+        assert len(warned) == len(notes)
+
+
 def test_training_and_receivers_go_on_unhindered(tmp_path: Path) -> None:
     """Parameters are those of a training without a recorder; hooks are gone when nobody listens any more."""
     plain, _, steps = training()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -473,6 +474,53 @@ def test_updates_are_derived_from_consecutive_weights(suffix: str, tmp_path: Pat
     bundles: list[tuple[Tensor, ...]] = []
     tracer.replay(path, CallbackSubscriber(["weight_updates", "weights"], lambda *of: bundles.append(of)))
     assert len(bundles) == 8
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values", "of_updates"),
+    [
+        (torch.uint8, [3, 5, 2], torch.int16),
+        (torch.int8, [100, -100, 7], torch.int16),
+        (torch.bool, [1, 0, 1], torch.int16),
+        (torch.float8_e4m3fn, [0.5, 448.0, -448.0], torch.float32),
+        (torch.float8_e5m2, [0.5, 2.0, -57344.0], torch.float32),
+        (torch.bfloat16, [1.0, 3.0, 2.5], torch.bfloat16),
+        (torch.float16, [1.0, 3.0, 2.5], torch.float16),
+        (torch.complex64, [1.0, 2.0j, 3.0], torch.complex64),
+    ],
+)
+def test_updates_of_all_dtypes_are_derived(
+    dtype: torch.dtype, values: list[Any], of_updates: torch.dtype, tmp_path: Path
+) -> None:
+    """As they are recorded, of numbers of 8 bits, too, which are wider than those; and the plan says so."""
+    path = tmp_path / "run.zarr"
+    with TraceWriter(path) as writer:
+        for step, value in enumerate(values):
+            where = {"global_step": step, "train_step": step, "epoch": 0}
+            writer.write(ModuleMessage(kind="weights", module="fc", data=torch.tensor([value]).to(dtype), **where))
+    heard = Collect("weight_updates")
+    tracer.replay(path, heard)
+    assert [one.data.item() for one in heard] == [now - before for before, now in itertools.pairwise(values)]
+    assert {one.data.dtype for one in heard} == {of_updates}
+    (planned,) = tracer.plan(path, heard).derived
+    assert planned.dtype == str(of_updates).removeprefix("torch.")
+
+
+def test_updates_are_planned_only_if_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What it takes to find them grows with the trace."""
+    path = tmp_path / "run.zarr"
+    with TraceWriter(path) as writer:
+        for step in range(3):
+            where = {"global_step": step, "train_step": step, "epoch": 0}
+            for module in ("a", "b"):
+                writer.write(ModuleMessage(kind="weights", module=module, data=torch.ones(2), **where))
+    asked = []
+    pairs = tracer.replay.__globals__["_pairs"]
+    monkeypatch.setitem(tracer.replay.__globals__, "_pairs", lambda *of: asked.append(len(of[1])) or pairs(*of))
+    for kinds, modules, expected in (("weights", None, []), ("weight_updates", "b", [3, 3])):
+        asked.clear()
+        tracer.replay(path, CallbackSubscriber(kinds, lambda *_: None, modules=modules))
+        assert asked == expected
 
 
 @pytest.mark.parametrize(

@@ -2458,18 +2458,20 @@ def test_float8(suffix: str, tmp_path: Path) -> None:
 
 
 def test_updates_of_small_integers() -> None:
-    """Quantised weights in uint8 or bool that move: the update is the difference, not one modulo 256."""
+    """Quantised weights in uint8, int8 or bool that move: the update is the difference, not one modulo 256."""
 
     def make() -> nn.Module:
         model = nn.Linear(1, 1)
         model.codes = nn.Parameter(torch.tensor([3, 200], dtype=torch.uint8), requires_grad=False)
         model.mask = nn.Parameter(torch.tensor([True, False]), requires_grad=False)
+        model.levels = nn.Parameter(torch.tensor([100, -100], dtype=torch.int8), requires_grad=False)
         return model
 
     def train(model: Any, optimizer: Any) -> None:
         def closure() -> Tensor:
             model.codes.data = torch.tensor([5, 100], dtype=torch.uint8)
             model.mask.data = torch.tensor([False, True])
+            model.levels.data = torch.tensor([-100, 100], dtype=torch.int8)
             loss: Tensor = model(torch.ones(1, 1)).sum()
             loss.backward()
             return loss
@@ -2486,6 +2488,7 @@ def test_updates_of_small_integers() -> None:
     assert only(heard, "weights", "mask").tolist() == [True, False]
     assert only(heard, "weight_updates", "codes").tolist() == [2, -100]
     assert only(heard, "weight_updates", "mask").tolist() == [-1, 1]
+    assert only(heard, "weight_updates", "levels").tolist() == [-200, 200]
 
 
 def test_a_parameter_that_cannot_be_copied_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -779,16 +779,6 @@ _NUMPY: dict[torch.dtype, type[np.generic]] = {
 }
 
 
-def difference(now: Tensor, before: Tensor, memory: Memory) -> Tensor:
-    """What was added to a parameter; torch cannot subtract numbers of 8 bits, or does so modulo 256."""
-    if now.is_floating_point() and now.itemsize == 1:
-        return now.float() - before.float()
-    if now.dtype in (torch.bool, torch.uint8):
-        return now.short() - before.short()
-    target = space_for(now, memory) if now.dtype is before.dtype else None
-    return now - before if target is None else torch.sub(now, before, out=target)
-
-
 def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:
     """A gradient without what its loss was multiplied with; of float16 in float32, because it may be too small."""
     wide = gradient.float() if gradient.dtype is torch.float16 else gradient

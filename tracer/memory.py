@@ -15,7 +15,6 @@ SMALLEST: Final = 1 << 17
 MOST: Final = 64 << 20
 """Bytes that are kept to be used again, in all."""
 _MUCH: Final = 16 * PAGE
-_UNUSED: Final = 3
 _LOOKED_AT: Final = 64
 
 
@@ -30,6 +29,34 @@ def new_memory(nbytes: int) -> NDArray[np.uint8]:
     whole = np.empty(nbytes + PAGE, np.uint8)
     begin = -int(whole.ctypes.data) % PAGE
     return whole[begin : begin + nbytes]
+
+
+def _references(block: NDArray[np.uint8]) -> int:
+    """What refers to the memory of a block: the block itself, all that was made of it, and what counts them."""
+    whole = block.base
+    return sys.getrefcount(whole)
+
+
+def _references_of_unused() -> int | None:
+    """What `_references` says of a block that nobody uses; None where it cannot tell such a block from a used one.
+
+    Which references of its own a call counts differs from one version of Python to the next; without the global
+    interpreter lock, the number may change while it is looked up.
+    """
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return None
+    block = new_memory(_MUCH)
+    unused = _references(block)
+    taken = block[:]
+    used = [_references(block)]
+    made = taken.view(np.float32).reshape(1, -1)
+    del taken
+    used.append(_references(block))
+    del made
+    return unused if [*used, _references(block)] == [unused + 1, unused + 1, unused] else None
+
+
+_UNUSED: Final = _references_of_unused()
 
 
 class Memory:
@@ -61,16 +88,14 @@ class Memory:
 
     def take(self, nbytes: int) -> NDArray[np.uint8] | None:
         """A block of at least `nbytes` that nobody refers to, for this caller; None where new memory is as good."""
-        if nbytes < SMALLEST:
+        if nbytes < SMALLEST or _UNUSED is None:
             return None
         with self._lock:
             count = len(self._blocks)
             # blocks become free in the order in which they were taken, so the search goes on where it ended
             for number in range(self._next, self._next + min(count, _LOOKED_AT)):
                 block = self._blocks[number % count]
-                whole = block.base
-                # the block itself, this variable and the argument: arrays and tensors made of it would count, too
-                if nbytes <= block.nbytes <= 2 * nbytes and sys.getrefcount(whole) == _UNUSED:
+                if nbytes <= block.nbytes <= 2 * nbytes and _references(block) == _UNUSED:
                     self._next = number % count + 1
                     return block[:]
             if self._nbytes + nbytes > self._most:

@@ -248,6 +248,37 @@ def with_data(message: Message, data: Tensor | None) -> Message:
     )
 
 
+def difference(now: Tensor, before: Tensor, out: Tensor | None = None) -> Tensor:
+    """What was added to a parameter: what messages of updates hold, observed or made from two weights.
+
+    Parameters
+    ----------
+    now, before : torch.Tensor
+        Of one shape.
+    out : torch.Tensor, optional
+        Where the difference may be put if it is of the dtype of `now`.
+
+    Returns
+    -------
+    torch.Tensor
+        Of the same dtype; but of numbers of 8 bits, which torch cannot subtract, or subtracts modulo 256, in float32
+        or int16.
+
+    Examples
+    --------
+    >>> import torch
+    >>> difference(torch.tensor([1, 255], dtype=torch.uint8), torch.tensor([2, 0], dtype=torch.uint8))
+    tensor([ -1, 255], dtype=torch.int16)
+    """
+    if now.itemsize == 1:
+        if now.is_floating_point():
+            return now.float() - before.float()
+        return now.short() - before.short()
+    if out is None or now.dtype is not before.dtype:
+        return now - before
+    return torch.sub(now, before, out=out)
+
+
 class MessageBundle:
     """One message of each of several kinds, for one key, in one step.
 

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 
 from tracer.capture import Capture
 from tracer.errors import raised_by_signal
-from tracer.hooks import copied, difference, same_storage, unobservable, unscaled
+from tracer.hooks import copied, same_storage, space_for, unobservable, unscaled
 from tracer.memory import Memory
-from tracer.messages import DEFAULT_TAG
+from tracer.messages import DEFAULT_TAG, difference
 from tracer.placement import local
 from tracer.wrappers import named_parts
 
@@ -372,7 +372,7 @@ class Parameters:
         if base is not None:
             now = capture.select(parameter.kind("updates"), local(tensor).detach())
             if now.shape == base.shape:
-                self._after[parameter.path] = difference(now, base, self._memory)
+                self._after[parameter.path] = difference(now, base, space_for(now, self._memory))
 
     def _keep_gradient(
         self, parameter: Parameter, capture: Capture, gradient: Tensor, streams: Streams, scale: Tensor | None = None

@@ -289,14 +289,14 @@ class Recorder:
             return
         try:
             if not self._closed:
-                self._closed, self._status = True, status
+                self._status = status
                 budget = self.budget
                 if budget is not None and not budget.exhausted() and self._error is None:
                     self._queue(budget.over())
                     if budget.exhausted():
-                        self._stop(budget)
+                        self._stop(budget)  # which notes it, as long as this takes notes
         finally:
-            self._closing = True
+            self._closed = self._closing = True
             with self._changed:
                 self._changed.notify_all()
         if threading.current_thread() is self._thread:  # in which a collection of garbage ends what nobody refers to

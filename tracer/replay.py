@@ -11,12 +11,13 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from tracer.bus import MessageBus, Receiver, describe, in_order, tell_of_model
 from tracer.errors import CaptureError, UnknownNameError
 from tracer.layout import ENCODINGS, Column
-from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message
+from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message, difference
 from tracer.reader import Steps, StreamInfo, TraceReader
 from tracer.stores import Anywhere
 from tracer.subscriber import Scope, Subscriber, unmet
@@ -241,9 +242,11 @@ def _settled(reader: TraceReader, todo: Plan) -> int:
     streams, steps = reader.journal[:, Column.STREAM], reader.journal[:, Column.GLOBAL_STEP]
     # what comes before a step carries its number, so the step after a weight's is over with the one after that
     over = int(steps.max(initial=0)) - 1
-    last = [np.flatnonzero(streams == stream.id)[-1:] for stream in todo.derived]
-    waiting = [row[steps[row] >= over] for row in last]
-    return int(np.concatenate([*waiting, [len(streams)]]).min())
+    last = np.full(len(reader.streams), -1)
+    last[streams] = np.arange(len(streams))  # of several, the last is what stays
+    last = last[[stream.id for stream in todo.derived]]
+    waiting = last[(last >= 0) & (steps[last] >= over)]
+    return int(waiting.min(initial=len(streams)))
 
 
 def _wait(reader: TraceReader) -> bool:
@@ -303,7 +306,7 @@ def _plan(
     asking = tuple(one for one in receivers if not getattr(one, "passive", False)) or receivers
     # a collector that is alone hears what was recorded, not all that could be made of it
     active = tuple(one for one in asking if not getattr(one, "passive", False))
-    derivable = _derivable(reader, streams, kinds, modules, tags, growing) if active else []
+    derivable = _derivable(reader, streams, active, kinds, modules, tags, growing)
     missing = unmet(
         asking, [(one.kind, one.module, one.tag) for one in [*offered, *derivable]], f"{reader.path}{narrowed}"
     )
@@ -337,7 +340,7 @@ def _plan(
         streams=wanted,
         derived=derived,
         messages=messages,
-        bytes=_nbytes(reader, np.flatnonzero(read)),
+        bytes=int(reader.sizes(np.flatnonzero(read)).sum()),
         skipped=len(journal) - int(where.sum()),
         missing=missing,
         memory=_memories(receivers),
@@ -421,14 +424,6 @@ def _by_stream(journal: NDArray[np.int64], rows: NDArray[np.int64]) -> dict[int,
     return dict(zip(streams.tolist(), np.split(rows, begins[1:]), strict=False))
 
 
-def _nbytes(reader: TraceReader, rows: NDArray[np.int64]) -> int:
-    itemsize = np.zeros(len(reader.streams), np.int64)
-    for stream in reader.streams:
-        if stream.dtype is not None:
-            itemsize[stream.id] = np.dtype(ENCODINGS[stream.dtype].storage).itemsize
-    return int((reader.journal[rows, Column.COUNT] * itemsize[reader.journal[rows, Column.STREAM]]).sum())
-
-
 # -- updates that were not recorded -----------------------------------------------------------------------------------
 
 _UPDATES = {"weights": "weight_updates", "biases": "bias_updates"}
@@ -438,42 +433,55 @@ _GRADIENTS = {"weight_updates": "weight_gradients", "bias_updates": "bias_gradie
 def _derivable(
     reader: TraceReader,
     streams: list[StreamInfo],
+    asking: tuple[Receiver, ...],
     kinds: tuple[str, ...] | None,
     modules: tuple[str, ...] | None,
     tags: tuple[str, ...] | None,
     growing: bool,
 ) -> list[StreamInfo]:
-    """The updates that the trace lacks, but that its weights in consecutive steps tell; with the ids of the weights.
+    """The updates that are asked for and that the trace lacks, but that its weights in consecutive steps tell.
+
+    Each has the id of its weights.
 
     Not from weights that were cast or reduced: a difference of rounded numbers is not the rounded difference.
     """
     present = {stream.kind for stream in streams}
+    bases = [
+        stream
+        for stream in streams
+        if (kind := _UPDATES.get(stream.kind)) is not None
+        and kind not in present
+        and (kinds is None or kind in kinds)
+        and (tags is None or any(matches_tag(pattern, stream.tag) for pattern in tags))
+        and (modules is None or any(fnmatchcase(stream.module or "", pattern) for pattern in modules))
+        and not {"dtype", "reduce"} & set(stream.sampling or ())
+        and any(one.wants(kind, stream.module, stream.tag, None) for one in asking)
+    ]
+    rows_of = _by_stream(reader.journal, reader.select(streams=[stream.id for stream in bases])) if bases else {}
     found = []
-    for stream in streams:
-        kind = _UPDATES.get(stream.kind)
-        if (
-            kind is None
-            or kind in present
-            or (kinds is not None and kind not in kinds)
-            or (tags is not None and not any(matches_tag(pattern, stream.tag) for pattern in tags))
-            or (modules is not None and not any(fnmatchcase(stream.module or "", pattern) for pattern in modules))
-            or {"dtype", "reduce"} & set(stream.sampling or ())
-        ):
-            continue
-        rows = np.flatnonzero(reader.journal[:, Column.STREAM] == stream.id)
+    for stream in bases:
+        rows = rows_of.get(stream.id, _NO_ROWS)
         pairs = _pairs(reader.journal, rows, rows)
         if len(pairs) or growing:
             steps = reader.journal[pairs[:, 0], Column.GLOBAL_STEP]
             found.append(
                 replace(
                     stream,
-                    kind=kind,
+                    kind=_UPDATES[stream.kind],
+                    dtype=_dtype_of_difference(stream.dtype),
                     count=len(pairs),
-                    bytes=_nbytes(reader, pairs[:, 0]),
+                    bytes=int(reader.sizes(pairs[:, 0]).sum()),
                     steps=(int(steps[0]), int(steps[-1])) if len(pairs) else None,
                 )
             )
     return found
+
+
+def _dtype_of_difference(dtype: str | None) -> str:
+    """The dtype of what is derived from weights of a dtype."""
+    assert dtype is not None  # weights are never events
+    weight = torch.empty(0, dtype=ENCODINGS[dtype].dtype, device="cpu")
+    return str(difference(weight, weight).dtype).removeprefix("torch.")
 
 
 def _pairs(journal: NDArray[np.int64], rows: NDArray[np.int64], everything: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -522,7 +530,8 @@ def _messages(reader: TraceReader, where: NDArray[np.bool_], pairs: NDArray[np.i
         if row in follower_of:
             later = follower(follower_of[row])
             assert message.data is not None and later.data is not None  # noqa: PT018 - weights are never events
-            held = replace(message, kind=_UPDATES[message.kind], data=later.data - message.data)
+            update = difference(later.data, message.data)
+            held = replace(message, kind=_UPDATES[message.kind], data=update)
     if held is not None:
         yield held
 
