@@ -615,6 +615,32 @@ def test_models_that_a_script_keeps_are_kept(tmp_path: Path) -> None:
     assert [steps[1] for steps in updates.values()] == [3, 3, 3]  # all in one: the last one ends it
 
 
+def test_an_optimizer_for_each_parameter(tmp_path: Path) -> None:
+    """Nothing is looked for again where there are many optimizers of what is watched; another model is found."""
+    body = """
+    import gc
+    looked, look = [], gc.get_objects
+    gc.get_objects = lambda *of: looked.append(1) or look(*of)
+    net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)], nn.Linear(4, 3))
+    opts = [torch.optim.SGD([p], lr=0.1) for p in net.parameters()]
+    print(len(opts), len(looked))
+    head = nn.Linear(3, 3)
+    opts.append(torch.optim.SGD(head.parameters(), lr=0.1))
+    for _ in range(2):
+        F.cross_entropy(head(net(x)), y).backward()
+        for opt in opts:
+            opt.step(); opt.zero_grad()
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == f"42 {8 + 2}"  # of the first eight, and of 16 and 32
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        found = [stream.module for stream in trace.streams if stream.kind == "weight_updates"]
+        losses = [message.global_step for message in trace.messages("loss")]
+    assert sorted(found) == sorted(["head", *(f"net.{number}" for number in range(21))])
+    assert losses == [0, 1]
+
+
 SEVERAL = """
     nets = [nn.Linear(4, 3) for _ in range({number})]
     opts = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 _before: ModuleType | None = None
 """The ``__main__`` that a script has taken the place of: what runs in it goes on afterwards."""
 _OUTCOMES = ("network_output", "input_labels", "loss")
+_FEW = 8
+"""Optimizers at each of which, as they are made, models are looked for."""
 _MANY = 8
 """Of so many models at once some may be garbage that Python has not collected; then of twice as many as are left."""
 
@@ -293,6 +295,7 @@ class _Session:
         self.run: Run = start(out, self.exporter, lazily=True, **recording)
         self.exporter.starting = self._begin(self.exporter.starting)
         self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._looked = 0  # how many optimizers there were when models were looked for
         self._many = 1  # the first one may lie in the garbage that torch leaves when it imports what it needs
         self._began: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -427,6 +430,32 @@ class _Session:
         self._optimizers = [ref for ref in self._optimizers if ref() is not None]
         self._optimizers.append(weakref.ref(optimizer))
         alive = [one for one in (ref() for ref in self._optimizers) if one is not None]
+        found = self._is_watched(optimizer, len(alive)) or self._look_for_models(alive)
+        self.exporter.set_optimizer(alive)
+        self.refusal = None
+        if not found:  # it trains tensors that are no module's; another optimizer may have a model
+            self.exporter.train(False)
+            return
+        try:
+            self.exporter.check()
+        except CaptureError as error:  # another optimizer, of another model, may still mend this
+            self.refusal = error
+        self.exporter.train(self.refusal is None)
+
+    def _is_watched(self, optimizer: Optimizer, count: int) -> bool:
+        """Whether one more optimizer of many trains only what is watched already.
+
+        To look for models takes as long as there are objects, and some programs make an optimizer for each parameter.
+        Of few, and whenever there are twice as many, a module that holds those that were found is looked for, too.
+        """
+        if count <= _FEW or count >= 2 * self._looked:
+            return False
+        watched = {id(p) for _, top in self.exporter.tops for p in nn.Module.parameters(top)}
+        return all(id(p) in watched for group in optimizer.param_groups for p in group["params"])
+
+    def _look_for_models(self, alive: Sequence[Optimizer]) -> bool:
+        """Watch the models of all optimizers; whether there are any."""
+        self._looked = len(alive)
         models = _models_of(alive)
         untrained = self.exporter.steps_seen == 0 and not self.exporter._open
         if untrained or not self.exporter.tops:
@@ -442,16 +471,7 @@ class _Session:
             more = [one for one in models if id(one) not in watched]
             for name, one in _names_of(more, {name for name, _ in self.exporter.tops}).items():
                 self.exporter.add_modules((name, one))
-        self.exporter.set_optimizer(alive)
-        self.refusal = None
-        if not models:  # it trains tensors that are no module's; another optimizer may have a model
-            self.exporter.train(False)
-            return
-        try:
-            self.exporter.check()
-        except CaptureError as error:  # another optimizer, of another model, may still mend this
-            self.refusal = error
-        self.exporter.train(self.refusal is None)
+        return bool(models)
 
     def drawn(self, iterator: Any) -> None:
         """A batch is drawn: if a step took place since the one before, this DataLoader feeds the training."""
@@ -506,8 +526,10 @@ class _Session:
 def _models_of(optimizers: Sequence[Optimizer]) -> list[nn.Module]:
     """The outermost modules that own the optimizers' parameters, in the order in which they were made."""
     trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
-    # type(), because isinstance() would ask lazy objects of the script for their class
-    everything = [one for one in gc.get_objects() if issubclass(type(one), nn.Module) and "_parameters" in vars(one)]
+    # type(), because isinstance() would ask lazy objects of the script for their class; and in a set of all classes,
+    # because there are ten objects for each microsecond that anything else would take
+    classes = _subclasses_of(nn.Module)
+    everything = [one for one in gc.get_objects() if type(one) in classes and "_parameters" in vars(one)]
     # by the class, because modules may call something else of theirs `parameters` or `modules`
     owners = [one for one in everything if any(id(p) in trained for p in nn.Module.parameters(one))]
     inner = {id(child) for one in owners for child in nn.Module.modules(one) if child is not one}
@@ -522,6 +544,16 @@ def _models_of(optimizers: Sequence[Optimizer]) -> list[nn.Module]:
             chosen.append(one)
             covered |= own
     return chosen
+
+
+def _subclasses_of(cls: type) -> set[type]:
+    """A class and all that derive from it."""
+    found, left = {cls}, [cls]
+    while left:
+        new = [one for one in type.__subclasses__(left.pop()) if one not in found]
+        found.update(new)
+        left += new
+    return found
 
 
 def _names_of(models: Sequence[nn.Module], taken: Collection[str] = ()) -> dict[str, nn.Module]:
