@@ -660,6 +660,10 @@ def record(
         captures = tuple(Capture.from_mapping({**file, **given}) for file in files)
         codecs = Compression.parse(compression).choice
     certificate = None
+    recording: dict[str, Any] = {
+        "compression": dict(codecs), "queue_bytes": queue_bytes, "on_full": on_full, "commit_steps": commit_steps,
+        "commit_seconds": commit_seconds, "durable": durable, "replicated": replicated,
+    }  # fmt: skip
     if only_dry_run or certify_steps is not None:
         from tracer import rehearsal
 
@@ -668,11 +672,8 @@ def record(
             arguments=arguments,
             module=module is not None,
             captures=[{**file, **given} for file in files],
-            recording={
-                "compression": dict(codecs), "queue_bytes": queue_bytes, "on_full": on_full,
-                "commit_steps": commit_steps, "commit_seconds": commit_seconds, "durable": durable,
-            },
-        )  # fmt: skip
+            recording=recording,
+        )
         if only_dry_run:
             told = rehearsal.dry_run(rehearsed, run_steps=run_steps, max_bytes=max_bytes)
             if as_json:
@@ -681,6 +682,7 @@ def record(
                 _print_dry_run(told)
             return
         assert certify_steps is not None
+        rehearsed = dataclasses.replace(rehearsed, recording=recording | {"max_bytes": max_bytes})
         certificate = rehearsal.certify_script(rehearsed, certify_steps)
         warning = "" if certificate.identical else "Warning: "
         click.echo(f"{warning}certificate: {certificate}", err=True)
@@ -698,15 +700,9 @@ def record(
         overwrite=overwrite,
         resume=resume,
         first_step=first_step,
-        compression=codecs,
-        queue_bytes=queue_bytes,
-        on_full=on_full,
-        commit_steps=commit_steps,
-        commit_seconds=commit_seconds,
-        durable=durable,
         max_bytes=max_bytes,
         certificate=certificate,
-        replicated=replicated,
+        **recording,
         # the script may go to another folder
         ended=functools.partial(
             _say_what_was_recorded, target.absolute() if isinstance(target, Path) else target, target
@@ -920,7 +916,7 @@ def _chosen_streams(reader: TraceReader, filters: Mapping[str, Any]) -> list[Str
     """The streams that the filters leave; a name that is not in the trace is wrong usage, and is told what there is."""
     from fnmatch import fnmatchcase
 
-    from tracer.subscription import matches_tag
+    from tracer.subscription import matches_tag, passes
 
     streams = reader.streams
     found = {"kind": {stream.kind for stream in streams}, "tag": {stream.tag for stream in streams}}
@@ -939,15 +935,11 @@ def _chosen_streams(reader: TraceReader, filters: Mapping[str, Any]) -> list[Str
             if rank not in reader.ranks:
                 raise UnknownNameError.of("recorded rank", str(rank), map(str, reader.ranks))
     steps = filters["steps"]
+    kinds, patterns, tags = (filters[name] or None for name in ("kinds", "modules", "tags"))
     return [
         stream
         for stream in streams
-        if (not filters["kinds"] or stream.kind in filters["kinds"])
-        and (not filters["tags"] or any(matches_tag(pattern, stream.tag) for pattern in filters["tags"]))
-        and (
-            not filters["modules"]
-            or (stream.module is not None and any(fnmatchcase(stream.module, glob) for glob in filters["modules"]))
-        )
+        if passes(stream, kinds, patterns, tags)
         and (not filters["ranks"] or stream.rank in filters["ranks"])
         and (steps is None or _reaches(stream.steps, steps))
     ]

@@ -542,9 +542,8 @@ class Results:
     def to_tensorboard(self, logdir: PathLike) -> None:
         """Write event files that TensorBoard shows: each number is a scalar ``kind/module`` at its global step.
 
-        The tag is added to the name unless it is ``default``, and the position of numbers in arrays. Counts with edges
-        (of
-        ``histogram``) become histograms.
+        The tag is added to the name unless it is ``default``, the rank where there are several, and the position of
+        numbers in arrays. Counts with edges (of ``histogram``) become histograms.
 
         Raises
         ------
@@ -751,6 +750,7 @@ def _new_file(path: PathLike, overwrite: bool) -> Iterator[Path]:
 def _for_tensorboard(results: Results, writer: Any) -> None:
     streams = {(stream.trace, stream.kind) for stream in results._kept.streams}
     several = len(results.traces) > 1
+    several_ranks = len({stream.rank for stream in results._kept.streams}) > 1
     # the edges of a histogram may have a label after them: weights_histogram_edges_fine
     edges_of = {(trace, kind.replace("_edges", "", 1)): kind for trace, kind in streams if "_edges" in kind}
     counted: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -759,11 +759,13 @@ def _for_tensorboard(results: Results, writer: Any) -> None:
         name = "/".join(filter(None, (stream.kind, stream.place)))
         if stream.tag != "default":
             name += f"@{stream.tag}"
+        if several_ranks:
+            name += f"@rank{stream.rank}"
         if message.call:
             name += f":{message.call}"
         if several:
             name = f"{stream.trace}/{name}"
-        place = (stream.trace, stream.module, stream.tag, stream.leaf, message.call, message.global_step)
+        place = (stream.trace, stream.rank, stream.module, stream.tag, stream.leaf, message.call, message.global_step)
         if message.data is None:
             continue
         if (stream.trace, stream.kind) in edges_of:

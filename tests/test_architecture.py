@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -43,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.writer": {"tracer.messages", "tracer.parts", "tracer.layout", "tracer.stores", "tracer.compression"},
     "tracer.reader": {
         *("tracer.messages", "tracer.parts", "tracer.layout", "tracer.stores", "tracer.assembly", "tracer.memory"),
+        "tracer.subscription",
     },
     "tracer.assembly": {"tracer.parts", "tracer.layout", "tracer.placement"},
     "tracer.verify": {"tracer.messages"} | STORAGE,
@@ -137,6 +139,22 @@ def allowed(target: str, rule: set[str]) -> bool:
         target == entry or (entry.endswith(".*") and target.startswith(entry[:-1]))
         for entry in {*rule, "tracer.errors"}
     )
+
+
+def test_the_table_of_layers_names_every_module() -> None:
+    """That of docs/architecture.md, which says ``analyze.{pairs, batch}`` for two of them."""
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"^\| layer \|.*?\n\n", text, re.MULTILINE | re.DOTALL)
+    named = set()
+    for name in re.findall(r"`((?:tracer|analyze|cli)[^`]*)`", table):
+        package, _, several = name.partition("{")
+        named.update(package + one.strip() for one in several.rstrip("}").split(",")) if several else named.add(name)
+    modules = {module_name(path) for path in SOURCES} - {"tracer", "analyze", "analyze.metrics"}
+    inside = {
+        one for one in modules if f"{one.rpartition('.')[0]}.*" in named or one.startswith("tracer.integrations.")
+    }
+    assert modules - inside - named == set()
+    assert {one for one in named if not one.endswith(".*")} - modules == set()
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)

@@ -264,6 +264,27 @@ def test_closing_closes_everyone() -> None:
     assert log == [("a", "close"), ("b", "close")]
 
 
+def test_who_failed_is_closed_too() -> None:
+    """A receiver that no longer listens lets go of its files at the end, and whether it can is nobody's concern."""
+
+    class Failing(Recording):
+        def receive(self, message: Message) -> tuple[Message, ...]:
+            raise ValueError("broken")
+
+        def close(self) -> None:
+            super().close()
+            raise OSError("still broken")
+
+    log: list[tuple[str, Any]] = []
+    bus = MessageBus(on_error="disable")
+    bus.register(Failing("a", log))
+    with pytest.warns(RuntimeWarning, match="broken"):
+        bus.publish_network_message(0, 0, 0, "loss", torch.ones(()))
+    assert bus.receivers == ()
+    bus.close()
+    assert log == [("a", "close")]
+
+
 def test_messages_from_several_threads() -> None:
     """Several threads may publish; nothing is lost and a receiver never listens to two messages at once."""
     bus, busy, overlaps, heard = MessageBus(), [], [], Collect("loss")

@@ -646,6 +646,30 @@ def test_two_ranks_are_certified_together(tmp_path: Path, way: str, verdict: str
             assert certificate["differing"][0] == "random generator of torch"
 
 
+def test_what_is_certified_is_the_run_that_follows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The rehearsal has all options of the recording, those too that say how much is written, and by which rank."""
+    (tmp_path / "train.py").write_text(HEAD)
+    asked: list[dict[str, Any]] = []
+
+    def certify(program: Program, steps: int) -> Certificate:
+        asked.append(dict(program.recording or {}))
+        return Certificate(verdict="identical", reason="", steps=steps)
+
+    def run(*_: Any, **options: Any) -> int:
+        asked.append(options)
+        return 0
+
+    monkeypatch.setattr("tracer.rehearsal.certify_script", certify)
+    monkeypatch.setattr("tracer.launch.run", run)
+    options = ["--replicated", "every", "--max-bytes", "5MB", "--on-full", "drop", "--commit-steps", "3", "--durable"]
+    given = {"replicated": "every", "max_bytes": 5_000_000, "on_full": "drop", "commit_steps": 3, "durable": True}
+    arguments = ["record", "--certify", "2", *options, str(tmp_path / "train.py")]
+    assert CliRunner().invoke(cli.main, arguments).exit_code == 0
+    rehearsed, run_afterwards = asked
+    assert {name: rehearsed[name] for name in given} == given
+    assert rehearsed == {name: run_afterwards[name] for name in rehearsed}
+
+
 def test_one_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where the ranks cannot meet, rehearsals would wait for each other: what to do instead is said."""
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -67,6 +68,29 @@ def told(path: Path, **filters: Any) -> list[tuple[str, int, int, float]]:
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_array_of_one_rank_and_of_one_call(tmp_path: Path) -> None:
+    """All ranks and calls stand in one array, step by step, unless one of them is asked for."""
+    path = tmp_path / "run.zarr"
+    for rank in range(2):
+        with TraceWriter(path, header={"ranks": [0, 1]}, part=part_name(rank, 0)) as writer:
+            for step, call in itertools.product(range(2), range(3)):
+                value = 100.0 * rank + 10 * step + call
+                writer.write(dataclasses.replace(loss(step, value, rank), call=call))
+    with TraceReader(path) as trace:
+        for filters, expected in (
+            ({}, [0, 1, 2, 100, 101, 102, 10, 11, 12, 110, 111, 112]),
+            ({"rank": 1}, [100, 101, 102, 110, 111, 112]),
+            ({"call": 2}, [2, 102, 12, 112]),
+            ({"rank": 0, "call": 1}, [1, 11]),
+            ({"rank": 0, "call": 3}, []),
+        ):
+            steps, values = trace.array("loss", **filters)
+            assert list(values) == expected
+            assert steps.tolist() == [value // 10 % 10 for value in expected]
+        with pytest.raises(CaptureError, match="no loss of rank 2"):
+            trace.array("loss", rank=2)
 
 
 @every_format

@@ -410,8 +410,9 @@ def test_missing_packages_get_a_sentence(
         write(results, tmp_path / "out")
 
 
-def test_tensorboard(results: analyze.Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers become scalars, counts with edges become histograms, at their global steps."""
+@pytest.fixture
+def tensorboard(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What TensorBoard's writer is called with."""
     calls: list[tuple[Any, ...]] = []
 
     class SummaryWriter:
@@ -435,6 +436,11 @@ def test_tensorboard(results: analyze.Results, tmp_path: Path, monkeypatch: pyte
     fake = types.ModuleType("torch.utils.tensorboard")
     fake.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+    return calls
+
+
+def test_tensorboard(tensorboard: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    """Numbers become scalars, counts with edges become histograms, at their global steps."""
     answers = analyze.Results()
     answers.add(message("loss_value", 0.5, 3, None))
     answers.add(message("activations_mean", 2.0, 4, "lstm", leaf="1", call=1, tag="probe"))
@@ -443,7 +449,7 @@ def test_tensorboard(results: analyze.Results, tmp_path: Path, monkeypatch: pyte
         for one in histogram.compute(message("weights", [0.0, 1.0, 4.0], 6)):
             answers.add(one)
     answers.to_tensorboard(tmp_path)
-    assert calls == [
+    assert tensorboard == [
         ("open", str(tmp_path)),
         ("loss_value", 0.5, 3),
         ("activations_mean/lstm#1@probe:1", 2.0, 4),
@@ -452,6 +458,27 @@ def test_tensorboard(results: analyze.Results, tmp_path: Path, monkeypatch: pyte
         ("weights_histogram/fc", 3, [2.0, 4.0], [2, 1], 6),
         ("weights_histogram_fine/fc", 3, [2.0, 4.0], [2, 1], 6),
         ("close",),
+    ]
+
+
+def test_tensorboard_keeps_ranks_apart(tensorboard: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    """Each rank has curves of its own, and its counts have its own edges."""
+    answers = analyze.Results()
+    told = [
+        [*analyze.Histogram(bins=2).compute(message("weights", [0.0, 1.0, 4.0 + 4 * rank], 6, rank=rank))]
+        for rank in range(2)
+    ]
+    for rank in range(2):
+        answers.add(message("loss_value", 10.0 * rank, 3, None, rank=rank))
+    for ones in zip(*told, strict=True):
+        for one in ones:
+            answers.add(one)
+    answers.to_tensorboard(tmp_path)
+    assert tensorboard[1:-1] == [
+        ("loss_value@rank0", 0.0, 3),
+        ("loss_value@rank1", 10.0, 3),
+        ("weights_histogram/fc@rank0", 3, [2.0, 4.0], [2, 1], 6),
+        ("weights_histogram/fc@rank1", 3, [4.0, 8.0], [2, 1], 6),
     ]
 
 

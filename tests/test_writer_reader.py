@@ -305,6 +305,8 @@ FILTERS: list[tuple[dict[str, Any], Any]] = [
     ({"modules": ["rnn", "l*"]}, lambda m: m.key is not None and re.match("rnn|l", m.key)),
     ({"tags": "eval"}, lambda m: m.tag == "eval"),
     ({"tags": ["eval", "default"]}, lambda m: True),
+    ({"tags": "!eval"}, lambda m: m.tag != "eval"),
+    ({"tags": "ev*"}, lambda m: m.tag == "eval"),
     ({"steps": (3, 7)}, lambda m: 3 <= m.global_step < 7),
     ({"steps": (None, 2)}, lambda m: m.global_step < 2),
     ({"steps": (9, None)}, lambda m: m.global_step >= 9),

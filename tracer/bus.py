@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -265,8 +266,14 @@ class MessageBus:
                     self.publish(answer)
 
     def close(self) -> None:
-        """Close every receiver, even if closing one fails; then raise the first failure, if any."""
+        """Close every receiver, even if closing one fails; then raise the first failure, if any.
+
+        Those that failed before, and no longer listen, are closed too; that they fail at it is no news.
+        """
         first: Exception | None = None
+        for receiver, _ in self.failures:
+            with suppress(Exception):
+                receiver.close()
         for receiver in self._receivers:
             try:
                 receiver.close()

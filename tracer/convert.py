@@ -8,7 +8,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from tracer.errors import CaptureError, TraceError, TraceExistsError, UnknownNam
 from tracer.layout import Column
 from tracer.reader import Steps, TraceReader
 from tracer.stores import Anywhere, Location, Url, exists, location, remove
-from tracer.subscription import matches_tag
+from tracer.subscription import passes
 from tracer.writer import TraceWriter, check_target
 
 
@@ -248,13 +247,4 @@ def _streams(
         for name in names or ():
             if name not in known and not (what == "tag" and set("!*?[").intersection(name)):
                 raise UnknownNameError.of(f"recorded {what}", name, known)
-    return [
-        stream.id
-        for stream in streams
-        if (kinds is None or stream.kind in kinds)
-        and (tags is None or any(matches_tag(pattern, stream.tag) for pattern in tags))
-        and (
-            modules is None
-            or (stream.module is not None and any(fnmatchcase(stream.module, pattern) for pattern in modules))
-        )
-    ]
+    return [stream.id for stream in streams if passes(stream, kinds, modules, tags)]

@@ -548,11 +548,12 @@ def _models_of(optimizers: Sequence[Optimizer]) -> list[nn.Module]:
 
 def _subclasses_of(cls: type) -> set[type]:
     """A class and all that derive from it."""
-    found, left = {cls}, [cls]
+    found: set[type] = {cls}
+    left = [cls]
     while left:
-        new = [one for one in type.__subclasses__(left.pop()) if one not in found]
-        found.update(new)
-        left += new
+        below: list[type] = type.__subclasses__(left.pop())
+        left += [one for one in below if one not in found]
+        found.update(below)
     return found
 
 

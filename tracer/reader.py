@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import itertools
 import json
@@ -31,6 +30,7 @@ from tracer.memory import SMALLEST, Memory
 from tracer.messages import DEFAULT_TAG, Message, checked
 from tracer.parts import Part, Stream, counting, is_empty, merged, missing, restarted, worst, worst_certificate
 from tracer.stores import STORES, Anywhere, Place, ReadStore, location, open_parts
+from tracer.subscription import passes
 
 BLOCK_BYTES: Final = 8 << 20
 """Bytes of data that `TraceReader.messages` reads at a time."""
@@ -533,21 +533,9 @@ class TraceReader:
             )
         chosen = np.array(
             [
-                (kinds is None or stream.kind in kinds)
-                and (tags is None or stream.tag in tags)
-                and (wanted is None or number in wanted)
-                and (
-                    of_ranks is None
-                    or stream.rank in of_ranks
-                    or (stream.placement is not None and not of_ranks.isdisjoint(stream.placement.replicas))
-                )
-                and (
-                    modules is None
-                    or (
-                        stream.module is not None
-                        and any(fnmatch.fnmatchcase(stream.module, pattern) for pattern in modules)
-                    )
-                )
+                (wanted is None or number in wanted)
+                and (of_ranks is None or _is_of(stream, of_ranks))
+                and passes(stream, kinds, modules, tags)
                 for number, stream in enumerate(self._streams)
             ]
             or [False]
@@ -580,7 +568,7 @@ class TraceReader:
     ) -> Iterator[Message]:
         """The messages that pass all filters, in the order in which they were recorded.
 
-        Only what is wanted is read, in blocks of some 16 MiB. The memory of a message's data is nobody else's, or is
+        Only what is wanted is read, in blocks of some 8 MiB. The memory of a message's data is nobody else's, or is
         a part of a block that is never used again: it may be kept and changed.
 
         Parameters
@@ -593,6 +581,7 @@ class TraceReader:
             ``(start, stop)`` or ``(start, stop, stride)`` of the global step, start inclusive and stop exclusive; None
             for an open end.
         tags : str or iterable of str, optional
+            Glob patterns; ``"!eval"`` means every tag but that.
         streams : iterable of int, optional
             Ids of `streams`.
         where : numpy.ndarray of bool, optional
@@ -1025,8 +1014,12 @@ class TraceReader:
         tag: str = DEFAULT_TAG,
         steps: Steps | None = None,
         leaf: str = "",
+        rank: int | None = None,
+        call: int | None = None,
     ) -> tuple[NDArray[np.int64], NDArray[Any] | list[NDArray[Any]]]:
-        """All data of one stream, as numpy arrays.
+        """All data of one stream, as numpy arrays, in the order of the recording.
+
+        A step has several messages where several ranks recorded it, and where a module was called several times.
 
         Parameters
         ----------
@@ -1037,6 +1030,10 @@ class TraceReader:
         steps : tuple, optional
             As in `messages`.
         leaf : str
+        rank : int, optional
+            Only what this rank recorded, or another for it; else what any did, ranks in their order in each step.
+        call : int, optional
+            Only the calls of this number, from 0, in each step.
 
         Returns
         -------
@@ -1057,19 +1054,20 @@ class TraceReader:
             found = [
                 number
                 for number, s in enumerate(self._streams)
-                if (s.kind, s.module, s.tag, s.leaf) == (kind, key, tag, leaf)
+                if (s.kind, s.module, s.tag, s.leaf) == (kind, key, tag, leaf) and (rank is None or _is_of(s, {rank}))
             ]
             if found:
                 break
         if not found:
             names = sorted({_stream_name(s.kind, s.module, s.tag, s.leaf) for s in self._streams})
             shown = ", ".join(names[:20]) + (f", and {len(names) - 20} more" if len(names) > 20 else "")
-            raise CaptureError(
-                f"{self.path} has no {_stream_name(kind, module, tag, leaf)}; it has {shown or 'no streams'}"
-            )
+            what = _stream_name(kind, module, tag, leaf) + ("" if rank is None else f" of rank {rank}")
+            raise CaptureError(f"{self.path} has no {what}; it has {shown or 'no streams'}")
         if all(self._streams[number].dtype is None for number in found):
             raise CaptureError(f"{self.path}: {kind} messages are events, and carry no data")
         selected = self.select(steps=steps, streams=found)
+        if call is not None:
+            selected = selected[self.journal[selected, Column.CALL] == call]
         global_steps = self.journal[selected, Column.GLOBAL_STEP]
         shapes = set(self.journal[selected, Column.SHAPE].tolist())
         chosen = [self._streams[number].dtype for number in np.unique(self.journal[selected, Column.STREAM]).tolist()]
@@ -1117,6 +1115,12 @@ def _read_at(place: Place, target: memoryview, trailer: bytearray, checksum: int
     except (OSError, OverflowError):
         return False
     return whole and (not verify or checksum == layout.NONE or crc32c(target) == checksum)
+
+
+def _is_of(stream: Stream, ranks: set[int]) -> bool:
+    """Whether one of some ranks recorded a stream, or another rank did so for it."""
+    replicas = () if stream.placement is None else stream.placement.replicas
+    return stream.rank in ranks or not ranks.isdisjoint(replicas)
 
 
 def _in_vain(name: str, store: ReadStore, again: Mapping[int, int]) -> bool:

@@ -21,7 +21,7 @@ from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message, difference
 from tracer.reader import Steps, StreamInfo, TraceReader
 from tracer.stores import Anywhere
 from tracer.subscriber import Scope, Subscriber, unmet
-from tracer.subscription import matches_tag
+from tracer.subscription import matches_tag, passes
 
 POLL_SECONDS = 0.1
 LONGEST_POLL_SECONDS = 2.0
@@ -278,30 +278,15 @@ def _plan(
     """The plan of what stands in the journal from row `since` on, of one rank; `growing`: and of what may yet come."""
     kinds, modules, tags = _tuple(kinds), _tuple(modules), _tuple(tags)
     streams = [stream for stream in reader.streams if stream.rank == rank]
+    _check_names(streams, kinds, tags)
     present = {stream.kind for stream in streams}
-    for kind in kinds or ():
-        if kind not in present and kind not in KINDS:
-            raise UnknownNameError.of("kind", kind, {*KINDS, *present})
-    known_tags = {DEFAULT_TAG, EVAL_TAG, *(stream.tag for stream in streams)}
-    for tag in tags or ():
-        if tag not in known_tags and not set("!*?[").intersection(tag):
-            raise UnknownNameError.of("tag", tag, known_tags)
     for receiver in receivers:
         for kind in getattr(receiver, "produces", ()):
             if kind in present:
                 raise CaptureError(
                     f"{describe(receiver)} produces {kind}, which {reader.path} already holds: read one or the other"
                 )
-    offered = [
-        stream
-        for stream in streams
-        if (kinds is None or stream.kind in kinds)
-        and (tags is None or any(matches_tag(pattern, stream.tag) for pattern in tags))
-        and (
-            modules is None
-            or (stream.module is not None and any(fnmatchcase(stream.module, pattern) for pattern in modules))
-        )
-    ]
+    offered = [stream for stream in streams if passes(stream, kinds, modules, tags)]
     narrowed = "" if (kinds, modules, tags) == (None, None, None) else " (after the filters)"
     asking = tuple(one for one in receivers if not getattr(one, "passive", False)) or receivers
     # a collector that is alone hears what was recorded, not all that could be made of it
@@ -348,6 +333,20 @@ def _plan(
         where=where,
         pairs=of_updates,
     )
+
+
+def _check_names(streams: list[StreamInfo], kinds: tuple[str, ...] | None, tags: tuple[str, ...] | None) -> None:
+    """Refuse kinds and tags that neither the trace has nor any run could; a tag with a wildcard may match nothing."""
+    if kinds:
+        known = {*KINDS, *(stream.kind for stream in streams)}
+        for kind in kinds:
+            if kind not in known:
+                raise UnknownNameError.of("kind", kind, known)
+    if tags:
+        known = {DEFAULT_TAG, EVAL_TAG, *(stream.tag for stream in streams)}
+        for tag in tags:
+            if tag not in known and not set("!*?[").intersection(tag):
+                raise UnknownNameError.of("tag", tag, known)
 
 
 def _memories(receivers: Iterable[Receiver]) -> dict[str, Scope]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, Protocol
 
 from tracer.errors import MessageError
 from tracer.messages import DEFAULT_TAG, KINDS, Message, MessageBundle
@@ -198,3 +198,38 @@ def matches_tag(pattern: str | None, tag: str) -> bool:
     if pattern.startswith("!"):
         return not fnmatchcase(tag, pattern[1:])
     return fnmatchcase(tag, pattern)
+
+
+class Named(Protocol):
+    """What has a kind, a module (None: it is the network's) and a tag, such as a stream of a trace."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def module(self) -> str | None: ...
+    @property
+    def tag(self) -> str: ...
+
+
+def passes(
+    stream: Named, kinds: Collection[str] | None, modules: Collection[str] | None, tags: Collection[str] | None
+) -> bool:
+    """Whether a stream passes the filters of whoever reads a trace: one of each, where they are not None.
+
+    Parameters
+    ----------
+    stream : Named
+    kinds : collection of str, optional
+    modules : collection of str, optional
+        Globs over dotted paths. What belongs to the network has no module, and passes only without this filter.
+    tags : collection of str, optional
+        As in `matches_tag`.
+    """
+    return (
+        (kinds is None or stream.kind in kinds)
+        and (tags is None or any(matches_tag(pattern, stream.tag) for pattern in tags))
+        and (
+            modules is None
+            or (stream.module is not None and any(fnmatchcase(stream.module, pattern) for pattern in modules))
+        )
+    )
