@@ -22,7 +22,7 @@ STORAGE = {
     *("tracer.writer", "tracer.reader", "tracer.parts", "tracer.layout", "tracer.stores", "tracer.compression"),
     "tracer.placement",
 }
-RUNNING = {"tracer.exporter", "tracer.recorder", "tracer.replay", "tracer.launch"}
+RUNNING = {"tracer.exporter", "tracer.recorder", "tracer.recording", "tracer.replay", "tracer.launch"}
 MAY_IMPORT: dict[str, set[str]] = {
     "tracer.errors": set(),
     "tracer.messages": set(),
@@ -62,19 +62,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "tracer.exporter": FOUNDATION
     | {"tracer.hooks", "tracer.compiled", "tracer.wrappers", "tracer.placement", "tracer.memory", "tracer.parameters"},
-    "tracer.recorder": FOUNDATION
+    "tracer.recorder": FOUNDATION | STORAGE | {"tracer.transfers", "tracer.budget", "tracer.termination"},
+    "tracer.recording": FOUNDATION
     | STORAGE
-    | {"tracer.exporter", "tracer.transfers", "tracer", "tracer.budget", "tracer.environment", "tracer.termination"},
+    | {"tracer.exporter", "tracer.recorder", "tracer.budget", "tracer.environment", "tracer", "tracer.termination"},
     "tracer.certify": STORAGE
-    | {"tracer.exporter", "tracer.hooks", "tracer.recorder", "tracer.environment", "tracer.wrappers"},
+    | {"tracer.exporter", "tracer.hooks", "tracer.recording", "tracer.environment", "tracer.wrappers"},
     "tracer.recorders": FOUNDATION
     | STORAGE
-    | {"tracer.exporter", "tracer.hooks", "tracer.recorder", "tracer.wrappers", "tracer.termination"},
+    | {"tracer.exporter", "tracer.hooks", "tracer.recording", "tracer.wrappers", "tracer.termination"},
     "tracer.replay": FOUNDATION | STORAGE,
     "tracer.integrations": set(),
     "tracer.integrations.*": FOUNDATION
     | STORAGE
-    | {"tracer.exporter", "tracer.recorder", "tracer.termination", "tracer.integrations.*"},
+    | {"tracer.exporter", "tracer.recording", "tracer.termination", "tracer.integrations.*"},
     "tracer.launch": FOUNDATION
     | STORAGE
     | RUNNING

@@ -18,7 +18,7 @@ from tracer import termination
 from tracer.errors import TraceError
 from tracer.integrations.recording import Recording
 from tracer.reader import TraceReader
-from tracer.recorder import what_ends_the_program
+from tracer.termination import what_ends_the_program
 from tracer.writer import TraceWriter
 
 PROGRAM = """
@@ -151,7 +151,7 @@ import torch
 import tracer
 from tracer.exporter import Exporter
 from tracer.integrations.recording import Recording
-from tracer.recorder import start
+from tracer.recording import start
 from tracer.recorders import ForwardOutput
 from tracer.stores import location
 
@@ -489,7 +489,7 @@ def test_an_exception_of_an_earlier_cell_is_not_why(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("where", ["writer", "locked"])
 def test_what_is_dropped_anywhere_is_closed(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A collection of garbage may happen in the recorder's thread, or while the training holds the recorder's lock."""
-    monkeypatch.setattr("tracer.recorder._PATIENCE", 0.2)
+    monkeypatch.setattr("tracer.recording._PATIENCE", 0.2)
     path = tmp_path / "run.zarr"
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

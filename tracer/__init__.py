@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from tracer.messages import KINDS, Message, MessageBundle, ModuleMessage, NetworkMessage, derived
     from tracer.reader import TraceReader
     from tracer.reader import TraceReader as open  # noqa: A004 - tracer.open(path), as in gzip.open
-    from tracer.recorder import Recorder, Run, record
+    from tracer.recorder import Recorder
+    from tracer.recording import Run, record
     from tracer.recover import recover
     from tracer.replay import plan, replay
     from tracer.subscriber import CallbackSubscriber, Subscriber
@@ -65,7 +66,8 @@ _HOMES = {
     "exporter": ("Exporter",),
     "messages": ("KINDS", "Message", "MessageBundle", "ModuleMessage", "NetworkMessage", "derived"),
     "reader": ("TraceReader",),
-    "recorder": ("Recorder", "Run", "record"),
+    "recorder": ("Recorder",),
+    "recording": ("Run", "record"),
     "replay": ("plan", "replay"),
     "subscriber": ("CallbackSubscriber", "Subscriber"),
     "subscription": ("Subscription", "SynchronizedSubscription"),

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tracer import environment
-from tracer.errors import CaptureError, TracerError
+from tracer.errors import CaptureError, TracerError, summary
 from tracer.exporter import Exporter
 from tracer.hooks import recomputing, steps_within
-from tracer.recorder import Run, record, summary
+from tracer.recording import Run, record
 from tracer.stores import location
 from tracer.wrappers import unwrap
 

@@ -113,3 +113,9 @@ def warn_only(sentence: str, stacklevel: int = 1) -> None:
 def _say(sentence: str) -> None:
     with contextlib.suppress(Exception):  # there may be no stderr any more
         sys.stderr.write(f"RuntimeWarning: {sentence}\n")
+
+
+def summary(error: BaseException) -> str:
+    """An exception in one line."""
+    first_line = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__

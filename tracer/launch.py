@@ -39,7 +39,8 @@ from tracer.exporter import LOSS_FUNCTIONS, Exporter
 from tracer.hooks import Backward
 from tracer.messages import EVAL_TAG
 from tracer.parts import heads, refuse_living, this_process
-from tracer.recorder import COMMIT_SECONDS, QUEUE_BYTES, Resume, Run, end, start
+from tracer.recorder import COMMIT_SECONDS, QUEUE_BYTES
+from tracer.recording import Resume, Run, end, start
 from tracer.stores import Anywhere, Location, location
 from tracer.wrappers import unwrap
 from tracer.writer import check_target
@@ -456,7 +457,7 @@ class _Session:
     def _look_for_models(self, alive: Sequence[Optimizer]) -> bool:
         """Watch the models of all optimizers; whether there are any."""
         self._looked = len(alive)
-        models = _models_of(alive)
+        models = models_of(alive)
         untrained = self.exporter.steps_seen == 0 and not self.exporter._open
         if untrained or not self.exporter.tops:
             if untrained:
@@ -464,12 +465,12 @@ class _Session:
             if len(models) == 1:
                 self.exporter.set_model(models[0])
             else:
-                for name, one in _names_of(models).items():
+                for name, one in names_of(models).items():
                     self.exporter.add_modules((name, one))
         else:  # a second training in one script: its model joins the first
             watched = {id(one) for _, top in self.exporter.tops for one in top.modules()}
             more = [one for one in models if id(one) not in watched]
-            for name, one in _names_of(more, {name for name, _ in self.exporter.tops}).items():
+            for name, one in names_of(more, {name for name, _ in self.exporter.tops}).items():
                 self.exporter.add_modules((name, one))
         return bool(models)
 
@@ -523,7 +524,7 @@ class _Session:
             end(self.run, None if clean else error)
 
 
-def _models_of(optimizers: Sequence[Optimizer]) -> list[nn.Module]:
+def models_of(optimizers: Sequence[Optimizer]) -> list[nn.Module]:
     """The outermost modules that own the optimizers' parameters, in the order in which they were made."""
     trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
     # type(), because isinstance() would ask lazy objects of the script for their class; and in a set of all classes,
@@ -557,7 +558,7 @@ def _subclasses_of(cls: type) -> set[type]:
     return found
 
 
-def _names_of(models: Sequence[nn.Module], taken: Collection[str] = ()) -> dict[str, nn.Module]:
+def names_of(models: Sequence[nn.Module], taken: Collection[str] = ()) -> dict[str, nn.Module]:
     """What the script calls its models: the names of its global variables, else of their classes; each another."""
     names: dict[str, nn.Module] = {}
     for one in models:

@@ -31,7 +31,7 @@ from tracer.capture import Capture
 from tracer.errors import CaptureError, TraceExistsError, TraceNotFoundError
 from tracer.exporter import Exporter
 from tracer.messages import Message
-from tracer.recorder import Run, end, start
+from tracer.recording import Run, end, start
 from tracer.stores import Anywhere, location
 from tracer.wrappers import unwrap
 

@@ -39,7 +39,7 @@ from tracer.hooks import steps_within
 from tracer.messages import DEFAULT_TAG, KINDS
 from tracer.parts import VERDICTS, this_process
 from tracer.reader import TraceReader
-from tracer.recorder import Run
+from tracer.recording import Run
 
 DRY_RUN_STEPS: Final = 8
 """How many steps a dry run takes."""
@@ -528,8 +528,8 @@ class _Rehearsal:
     def _hashed(self) -> dict[str, str]:
         alive = self._alive()
         if self._models is None:
-            models = launch._models_of(alive)
-            named = {"": models[0]} if len(models) == 1 else launch._names_of(models)
+            models = launch.models_of(alive)
+            named = {"": models[0]} if len(models) == 1 else launch.names_of(models)
             self._models = {name: weakref.ref(one) for name, one in named.items()}
         living = {name: one for name, ref in self._models.items() if (one := ref()) is not None}
         return fingerprint(living, alive)

@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType, ModuleType
 from typing import Any
 
+from tracer.errors import TraceError
+
 _closers: list[Callable[[str], None]] = []
 """What closes each recording, given the status that its trace ends with."""
 _handler: Callable[[int, Any], None] | None = None
@@ -294,3 +296,14 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+
+
+def what_ends_the_program(before: object = None) -> BaseException:
+    """The exception that nobody handled, or one that says that a recording was not ended.
+
+    `before`: one that was there already when it began, as of another cell of a notebook.
+    """
+    found = getattr(sys, "last_value", None)
+    if isinstance(found, BaseException) and found is not before:
+        return found
+    return TraceError("the training did not come to its end")

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -75,9 +75,6 @@ class Kept:
     def from_state_dict(cls, state: Mapping[str, Any]) -> Kept:
         """What was kept, of such a state."""
         return cls(state["x"].numpy(), tuple(state["rows"]), state["status"])
-
-
-Representation: TypeAlias = Basis | Kept
 
 
 @dataclass(frozen=True, slots=True)

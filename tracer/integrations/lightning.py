@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tracer.errors import CaptureError, TracerError
 from tracer.integrations.recording import Recording
-from tracer.recorder import Run
+from tracer.recording import Run
 from tracer.stores import Anywhere
 
 try:

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from tracer.errors import CaptureError, TraceError, UnknownNameError
 from tracer.exporter import LOSS_FUNCTIONS
-from tracer.recorder import Run, end, record, what_ends_the_program
+from tracer.recording import Run, end, record
 from tracer.stores import Anywhere
-from tracer.termination import Ending
+from tracer.termination import Ending, what_ends_the_program
 
 _FROM_THE_TRAINER = frozenset({"self", "path", "model", "optimizer", "first_step", "first_epoch"})
 """What `tracer.record` is told by a callback, not by its user."""

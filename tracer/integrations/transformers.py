@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from tracer.errors import TracerError
 from tracer.integrations.recording import Recording
-from tracer.recorder import Run
+from tracer.recording import Run
 from tracer.stores import Anywhere
 
 try:
