@@ -641,6 +641,108 @@ def test_an_optimizer_for_each_parameter(tmp_path: Path) -> None:
     assert losses == [0, 1]
 
 
+MODES = {
+    "a second model, the first one in eval": """
+    teacher = nn.Linear(4, 3); opt = torch.optim.SGD(teacher.parameters(), lr=0.1)
+    F.cross_entropy(teacher(x), y).backward(); opt.step()
+    teacher.eval()
+    student = nn.Linear(4, 3); opt = torch.optim.SGD(student.parameters(), lr=0.1)
+    for _ in range(2):
+        with torch.no_grad():
+            t = teacher(x)
+        opt.zero_grad(); F.kl_div(F.log_softmax(student(x), 1), F.softmax(t, 1), reduction="batchmean").backward()
+        opt.step()
+    """,
+    "a look at another model between a forward and its loss": """
+    net, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    opts = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (other, net)]
+    for _ in range(3):
+        out = net(x)
+        with torch.no_grad():
+            other(x)
+        F.cross_entropy(out, y).backward()
+        for opt in opts: opt.step()
+    """,
+    "another optimizer that trains no module": """
+    net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        delta = torch.zeros_like(x, requires_grad=True)
+        attack = torch.optim.SGD([delta], lr=0.5)
+        for _ in range(3):
+            (-(net(x + delta) - 1).square().mean()).backward(); attack.step()
+        opt.zero_grad(); F.cross_entropy(net(x + delta.detach()), y).backward(); opt.step()
+    """,
+}
+
+
+@pytest.mark.parametrize("body", MODES.values(), ids=MODES)
+def test_losses_and_steps_of_several_models(tmp_path: Path, body: str) -> None:
+    """A loss is of the training where what it is made of was; and only what trains a model ends its steps."""
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        losses = [(one.global_step, one.tag) for one in trace.messages("loss") if one.leaf == "" and one.call == 0]
+        assert losses == [(step, "default") for step in range(3)]
+        assert trace.info["steps"] == [0, 2]
+        weights = [one.global_step for one in trace.messages("weights")]
+    assert sorted(set(weights)) == [0, 1, 2]
+
+
+def test_layers_in_eval_of_a_model_that_is_trained_by_its_parts(tmp_path: Path) -> None:
+    """A frozen batch norm is part of the training, whether the root is called or only what is in it."""
+    body = """
+    net = nn.Sequential(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)), nn.Linear(5, 3))
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(2):
+        net.train(); net[0][1].eval()
+        opt.zero_grad(); F.cross_entropy(net[1](net[0](x)), y).backward(); opt.step()
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        for kind in ("activations", "layer_gradients"):
+            found = [(one.global_step, one.tag) for one in trace.messages(kind, modules="0.1")]
+            assert found == [(0, "default"), (1, "default")]
+
+
+def test_the_last_step_of_an_optimizer_that_comes_after_the_last(tmp_path: Path) -> None:
+    """It belongs to the next step; where there is none any more, the end of the run ends it."""
+    body = """
+    d, g = nn.Linear(4, 3), nn.Linear(4, 3)
+    og = torch.optim.SGD(g.parameters(), lr=0.1)
+    od = torch.optim.SGD(d.parameters(), lr=0.1)
+    for _ in range(5):
+        for net, opt in ((d, od), (g, og)):
+            opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        steps = {name: trace.array("weights", name)[0].tolist() for name in ("d", "g")}
+        events = collections.Counter(one.kind for one in trace.messages(["batch_started", "batch_finished"]))
+    assert steps == {"d": [0, 1, 2, 3, 4], "g": [1, 2, 3, 4, 5]}
+    assert events == {"batch_started": 6, "batch_finished": 6}
+
+
+def test_what_an_optimizer_no_longer_trains_stays(tmp_path: Path) -> None:
+    """An optimizer takes the place of another, and trains less: what is frozen is recorded as before."""
+    body = """
+    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(4):
+        if step == 2:
+            net[0].requires_grad_(False)
+            opt = torch.optim.SGD(net[1].parameters(), lr=0.1)
+        opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        for name in ("0", "1"):
+            assert trace.array("weights", name)[0].tolist() == [0, 1, 2, 3]
+        assert not trace.array("weight_updates", "0")[1][2:].any()
+
+
 SEVERAL = """
     nets = [nn.Linear(4, 3) for _ in range({number})]
     opts = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]

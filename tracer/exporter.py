@@ -157,6 +157,15 @@ class Exporter:
         self._first_step = 0
 
         self._root: nn.Module | None = None
+        # the top that each module's path leads to, as far as that was asked
+        self._top_of: dict[str, weakref.ref[nn.Module]] = {}
+        self._several = False  # whether there are several tops
+        # the tag of the last pass that had gradients
+        self._tag_with_gradients = DEFAULT_TAG
+        # whether an optimizer has stepped in the open step, and did not end it
+        self._moved = False
+        # whether optimizers are to be let go that others took the place of
+        self._replaced = False
         self._simple = False  # whether no optimizer has a step that calls its parent's
         self._one_each = False  # whether there is an optimizer for each parameter
         self._added: list[tuple[str, nn.Module, bool]] = []
@@ -342,6 +351,7 @@ class Exporter:
 
     def _take(self, optimizers: tuple[Optimizer, ...]) -> None:
         self._optimizers, self._ender, self._stepped, self._waiting = optimizers, len(optimizers) - 1, set(), {}
+        self._replaced = self.finds_ender and len(optimizers) > 1
         self._simple = not any(steps_nest(one) for one in optimizers)
         self._one_each = len(optimizers) > 1 and all(
             sum(len(group["params"]) for group in one.param_groups) == 1 for one in optimizers
@@ -485,11 +495,15 @@ class Exporter:
         """
         self._epoch_over = True
 
+    def finish_step(self) -> None:
+        """End a step that is open: of a loop without an optimizer, or one in which some optimizer has stepped."""
+        self._settle()
+        if self._open and not self._steps_itself and (self._moved or not self._optimizers):
+            self._guard("step", self._end_step)
+
     def finish(self) -> None:
         """End the run: the last step of a loop without an optimizer, and the last pass of each probe."""
-        self._settle()
-        if self._open and not self._optimizers and not self._steps_itself:
-            self._guard("step", self._end_step)
+        self.finish_step()
         if self._optimizers and self._passes > 1 and not self.optimizer_calls and not self._skipped:
             why = (
                 "step() of the optimizer that was given was never called, so everything is of one step; give the "
@@ -789,6 +803,7 @@ class Exporter:
             self._known[name, method] = hook.fired, hook.off
         self._former, self._hung, self._streams, self._heard_tags = self._hung, {}, {}, {}
         self._quiet_until, self._asked_at = 0, -1
+        self._several, self._top_of = len(self.tops) > 1, {}
         receivers = self.message_bus.receivers
         self._asking = tuple(one for one in receivers if not getattr(one, "passive", False)) or receivers
         self._modules = {
@@ -1178,7 +1193,7 @@ class Exporter:
     def _advance(self) -> None:
         """Let go of what was kept of the open step, and move the clock."""
         self._part = None
-        self._over = False
+        self._over = self._moved = False
         if self._leaf_handles:
             self._forget_leaves()
         if self._backwards or self._ungraded or self._recomputed or self._scales:
@@ -1235,6 +1250,8 @@ class Exporter:
             running.tag = self._user_tag
         else:
             running.tag = DEFAULT_TAG if self._is_training_pass(module) else EVAL_TAG
+        if is_grad_enabled() or checkpointing():
+            self._tag_with_gradients = running.tag
         if running.tag == DEFAULT_TAG:
             self._begin_step()
             running.listening = not self._idle
@@ -1247,6 +1264,16 @@ class Exporter:
             running.listening = self._hears(running.tag)
             if running.listening and running.depth:
                 self._look()
+
+    def _top(self, path: str, module: nn.Module) -> nn.Module:
+        """The top that a module is part of: its mode says what a pass through some of its parts is.
+
+        A layer of it may be in another mode: a batch norm that is frozen while the rest is trained.
+        """
+        if not self._top_of:
+            self._top_of = {inner: weakref.ref(top) for name, top in self.tops for inner, _ in named_parts(top, name)}
+        top = self._top_of.get(path)
+        return (None if top is None else top()) or module
 
     def _hears(self, tag: str) -> bool:
         """Whether anybody wants anything of the passes of this tag."""
@@ -1279,6 +1306,7 @@ class Exporter:
         self._passes += 1
         self.forwards_seen += 1
         running.depth, running.tag, running.listening, running.inputs = 1, DEFAULT_TAG, False, []
+        self._tag_with_gradients = DEFAULT_TAG
         return True
 
     def _before_root(self, _: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -1335,7 +1363,7 @@ class Exporter:
                 self._enter_call(path, [], leaves(arguments_of(args, kwargs)), first, DEFAULT_TAG)
             return
         if self._pass.depth == 0:
-            self._enter_pass(module)
+            self._enter_pass(self._top(path, module))
         if not self._pass.listening:
             return
         tag = self._pass.tag
@@ -1384,7 +1412,7 @@ class Exporter:
             return
         running = self._pass
         if running.depth == 0:
-            self._enter_pass(module)
+            self._enter_pass(self._top(path, module))
         if not running.listening:
             return
         tag, now = running.tag, self._now()
@@ -1536,10 +1564,11 @@ class Exporter:
             tag = self._user_tag
         elif not output.requires_grad:  # without gradients, or a second look at detached outputs
             tag = EVAL_TAG
-        elif self._root is not None:  # not the last pass's: an evaluation may lie between a forward and its loss
+        # not the last pass's: an evaluation may lie between a forward and its loss
+        elif self._root is not None and not self._several:
             tag = DEFAULT_TAG if self._root.training else EVAL_TAG
         else:
-            tag = self._pass.tag
+            tag = self._tag_with_gradients
         if tag == DEFAULT_TAG:
             self._begin_step()
             if self._idle:
@@ -1589,11 +1618,27 @@ class Exporter:
         return self._step < self._quiet_until
 
     def _before_optimizer(self, _: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._replaced:
+            self._let_go_of_replaced()
         # the forward may come later, in a closure: whether anything is wanted is a question of the clock alone
         if not self._nothing_due():
             if not recomputing():
                 self._look()
             self._snapshot(self._parameters.of(optimizer, self._in_order))
+
+    def _let_go_of_replaced(self) -> None:
+        """Forget optimizers that only this still has: when one is made, the one that it takes the place of is there."""
+        self._replaced = False
+        made = [weakref.ref(one) for one in self._optimizers]
+        before = {id(one) for one in self._optimizers}
+        self._optimizers = ()
+        left = tuple(one for one in (ref() for ref in made) if one is not None)
+        if len(left) == len(made):
+            self._optimizers = left
+            return
+        self._take(left)
+        for key in before - {id(one) for one in left}:
+            self._lasting.pop(key, None)
 
     def _idle_after_optimizer(self, args: tuple[Any, ...]) -> bool:
         """Whether this ends a step that nobody records; then it ends here, as `_after_optimizer` would end it."""
@@ -1632,6 +1677,8 @@ class Exporter:
                 self._over = True  # of the optimizers in a backward, the last one given may be the first to step
             elif last:
                 self._end_step()
+            else:
+                self._moved = True
 
     @property
     def _in_order(self) -> tuple[Optimizer, ...]:

@@ -432,7 +432,7 @@ class _Session:
         self._optimizers.append(weakref.ref(optimizer))
         alive = [one for one in (ref() for ref in self._optimizers) if one is not None]
         found = self._is_watched(optimizer, len(alive)) or self._look_for_models(alive)
-        self.exporter.set_optimizer(alive)
+        self.exporter.set_optimizer(self._training(alive))
         self.refusal = None
         if not found:  # it trains tensors that are no module's; another optimizer may have a model
             self.exporter.train(False)
@@ -442,6 +442,13 @@ class _Session:
         except CaptureError as error:  # another optimizer, of another model, may still mend this
             self.refusal = error
         self.exporter.train(self.refusal is None)
+
+    def _training(self, alive: Sequence[Optimizer]) -> Sequence[Optimizer]:
+        """The optimizers that train what is watched, if any do: others, of an adversarial input say, end no steps."""
+        watched = {id(p) for _, top in self.exporter.tops for p in nn.Module.parameters(top)}
+        return [
+            one for one in alive if any(id(p) in watched for group in one.param_groups for p in group["params"])
+        ] or alive
 
     def _is_watched(self, optimizer: Optimizer, count: int) -> bool:
         """Whether one more optimizer of many trains only what is watched already.
@@ -519,6 +526,7 @@ class _Session:
         clean = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         closed, self._closed = self._closed, True  # it may have been interrupted at that
         if clean and not closed and self.exporter.train_step > 0:
+            self.exporter.finish_step()
             self.guarded("the end of the last epoch", self.exporter.epoch_finished)
         if os.getpid() == self.pid:
             end(self.run, None if clean else error)

@@ -287,6 +287,7 @@ class Recorder:
             self._thread.join()
             termination.not_at_exit(self._close_at_exit)
             self._transfers.forget()
+            self._sampling = self.stopped = None  # through which it would keep the exporter, and that the model
             self._check()
 
     def _close_at_exit(self) -> None:
