@@ -743,6 +743,60 @@ def test_what_an_optimizer_no_longer_trains_stays(tmp_path: Path) -> None:
         assert not trace.array("weight_updates", "0")[1][2:].any()
 
 
+def test_models_that_are_frozen_for_the_collector(tmp_path: Path) -> None:
+    """``gc.freeze`` keeps objects from being listed; a model in a variable is found all the same."""
+    body = """
+    import gc
+    def main():
+        net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+        gc.collect(); gc.freeze()
+        opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(2):
+            opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+    main()
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert [one.global_step for one in trace.messages("weights", modules="1")] == [0, 1]
+
+
+@pytest.mark.parametrize("package", [False, True])
+def test_a_module_of_the_same_name(tmp_path: Path, package: bool) -> None:
+    """A script that would get this package in place of its own module is told before it runs, and none else."""
+    theirs = tmp_path / ("tracer/__init__.py" if package else "tracer.py")
+    theirs.parent.mkdir(exist_ok=True)
+    theirs.write_text("def trace(x): return x\n")
+    body = """
+    print("begun")
+    net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    F.cross_entropy(net(x), y).backward(); opt.step()
+    """
+    script(tmp_path, body)
+    main = ["-c", "import sys; sys.path.remove(''); import cli; cli.main()", "record", "--out", "run.zarr"]
+    done = run(tmp_path, *main, "train.py")
+    assert (done.returncode, done.stdout) == (0, "begun\n"), done.stderr
+    script(tmp_path, "def late():\n    from tracer import trace\n" + textwrap.dedent(body), "other.py")
+    done = run(tmp_path, *main, "--overwrite", "other.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"its own {theirs.relative_to(tmp_path)}, which has the name of this package" in " ".join(
+        done.stderr.split()
+    )
+
+
+def test_what_is_imported_for_the_trace_is_imported_before_the_script(tmp_path: Path) -> None:
+    """A script that logs everything gets no lines that it did not get alone."""
+    body = """
+    import logging
+    logging.basicConfig(level=logging.DEBUG, stream=sys.stdout)
+    net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    F.cross_entropy(net(x), y).backward(); opt.step()
+    logging.info("done")
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert (done.returncode, done.stdout) == (0, "INFO:root:done\n"), done.stderr
+
+
 SEVERAL = """
     nets = [nn.Linear(4, 3) for _ in range({number})]
     opts = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]

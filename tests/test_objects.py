@@ -902,6 +902,18 @@ def test_a_run_that_was_killed_as_it_began_is_resumed(url: str, killed: int) -> 
     assert verify(url).intact
 
 
+def test_two_writers_of_one_part(url: str) -> None:
+    """The second is refused, also where both resume and neither has written its header yet."""
+    with TraceWriter(url, part="rank0"):
+        pass
+    first = create_store(url, part="rank0.attempt1")
+    with pytest.raises(TraceExistsError):
+        objects.ObjectWriteStore(objects.Objects(location(url)), "rank0.attempt1")  # type: ignore[arg-type] # an Url
+    with pytest.raises(TraceExistsError):
+        create_store(url, part="rank0.attempt1")
+    first.close()
+
+
 def test_recorded_again_after_a_restart(url: str) -> None:
     """`record` resumes a trace at a URL, and replaces it when it is told to."""
     torch.manual_seed(0)

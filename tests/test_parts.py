@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -27,7 +28,7 @@ from tracer import Collect, ModuleMessage, NetworkMessage, TraceReader, TraceWri
 from tracer.errors import CaptureError, TraceError, TraceExistsError
 from tracer.layout import Column, part_name
 from tracer.parts import Part, Process, claim, this_process
-from tracer.stores import hdf5
+from tracer.stores import create_store, hdf5, open_store
 
 FORMATS = (".zarr", ".h5")
 every_format = pytest.mark.parametrize("suffix", FORMATS)
@@ -793,6 +794,52 @@ def test_a_living_trace_is_not_resumed(tmp_path: Path) -> None:
             pass
         assert claim(path, Process(0, 1, None), [0], resume=True)[0] == 1
         other.wait()
+
+
+def test_two_that_begin_one_file_at_the_same_moment(tmp_path: Path) -> None:
+    """The first of two writers has the path from the beginning on; the second is refused, and destroys nothing."""
+    path = tmp_path / "run.h5"
+    first = create_store(path)
+    for overwrite in (False, True):
+        with pytest.raises(TraceExistsError, match="being recorded"):
+            create_store(path, overwrite=overwrite)
+    first.create("a", dtype="int64", shape=(), chunk_bytes=1 << 16)
+    first.append("a", np.arange(3))
+    first.commit()
+    for overwrite in (False, True):
+        with pytest.raises(TraceExistsError):
+            create_store(path, overwrite=overwrite)
+    first.close()
+    assert [one.name for one in tmp_path.iterdir()] == ["run.h5"]
+    with contextlib.closing(open_store(path)) as store:
+        assert store.read("a", 0, 3).tolist() == [0, 1, 2]
+    create_store(path, overwrite=True).abandon()
+    (tmp_path / ".run.h5.part").write_bytes(b"left by one that was killed")
+    create_store(tmp_path / "other.h5").close()
+    create_store(path, overwrite=True).close()
+
+
+@every_format
+def test_a_trace_is_one_by_whatever_way_it_is_named(tmp_path: Path, suffix: str) -> None:
+    """Neither another spelling nor a link lets this process record it twice; and a link has all its parts."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "links").mkdir()
+    path = tmp_path / "runs" / f"run{suffix}"
+    (tmp_path / "folder").symlink_to(tmp_path / "runs")
+    (tmp_path / "links" / f"latest{suffix}").symlink_to(path)
+    model, optimizer = adam()
+    with tracer.record(path, model, optimizer) as run:
+        train(run, model, optimizer, 3)
+        for other in (tmp_path / "runs" / ".." / "runs" / path.name, tmp_path / "folder" / path.name):
+            for options in ({"overwrite": True}, {"resume": True, "first_step": 1}):
+                with pytest.raises(TraceExistsError):
+                    tracer.record(other, *adam(), **options).__enter__()  # type: ignore[arg-type] # of several types
+        train(run, model, optimizer, 3)
+    with tracer.record(path, *adam(), resume=True, first_step=4) as run:
+        train(run, run.exporter.model, run.exporter.optimizers[0], 4)
+    with TraceReader(path) as trace, TraceReader(tmp_path / "links" / f"latest{suffix}") as linked:
+        assert len(linked.attempts) == 2
+        assert linked.array("weights", "0")[0].tolist() == trace.array("weights", "0")[0].tolist() == [*range(8)]
 
 
 def test_claims_of_what_is_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1526,6 +1526,67 @@ class SignDescent(torch.optim.Optimizer):
                     parameter.sub_(group["lr"] * parameter.grad.sign())
 
 
+class Overwriting(torch.optim.Optimizer):
+    """An optimizer of the user's own that uses the gradients' memory for something else."""
+
+    def __init__(self, parameters: Any, way: str) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.way = way
+
+    def step(self, closure: Any = None) -> None:
+        """Move each parameter against what is made of its gradient, in place; or drop the gradient."""
+        if closure is not None:
+            closure()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                if self.way == "decay":
+                    parameter.grad.add_(parameter, alpha=0.5)
+                elif self.way == "momentum":
+                    parameter.grad.lerp_(torch.ones_like(parameter), 0.9)
+                parameter.sub_(parameter.grad, alpha=0.1)
+                if self.way == "drop":
+                    parameter.grad = None
+
+
+@pytest.mark.parametrize("way", ["decay", "momentum", "drop", "clipped by a hook", "made in the step"])
+def test_optimizers_that_overwrite_gradients(way: str) -> None:
+    """Recorded is what the optimizer was given: by the loop, by a hook of the user's, or by a closure."""
+    seen: list[list[Tensor]] = []
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        seen.clear()
+
+        def gradients() -> list[Tensor]:
+            return [one.grad.clone() for one in model.parameters()]
+
+        def clip(*_: Any) -> None:
+            nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+            seen[-1] = gradients()
+
+        if way == "clipped by a hook":
+            handle = optimizer.register_step_pre_hook(clip)
+        for x in batches(3):
+
+            def closure(x: Tensor = x) -> None:
+                optimizer.zero_grad()
+                model(x).square().sum().backward()
+                seen.append(gradients())
+
+            if way == "made in the step":
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+        if way == "clipped by a hook":
+            handle.remove()
+
+    _, exporter, heard = unchanged(matrices, train, lambda model: Overwriting(model.parameters(), way))
+    assert (exporter.global_step, exporter.problems) == (3, [])
+    for number, at in enumerate(("0", "2")):
+        assert all(map(same, told(heard, "weight_gradients", at), [step[number] for step in seen]))
+        assert len(told(heard, "weight_gradients", at)) == 3
+
+
 def matrices() -> nn.Sequential:
     """Two layers without biases: Muon takes matrices only."""
     return nn.Sequential(nn.Linear(3, 3, bias=False), nn.Tanh(), nn.Linear(3, 2, bias=False))

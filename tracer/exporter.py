@@ -1624,7 +1624,24 @@ class Exporter:
         if not self._nothing_due():
             if not recomputing():
                 self._look()
-            self._snapshot(self._parameters.of(optimizer, self._in_order))
+            parameters = self._parameters.of(optimizer, self._in_order)
+            self._snapshot(parameters)
+            if self._may_overwrite_gradients(optimizer, args, kwargs):
+                self._parameters.keep_gradients(parameters, self)
+
+    def _may_overwrite_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
+        """Whether an optimizer may change the gradients in its step, which are final before: torch's own do not.
+
+        Not where they are made in the step, by a closure, or are to be unscaled in it; and where another hook comes
+        after this one, it may clip them yet.
+        """
+        if type(optimizer).__module__.partition(".")[0] == "torch":
+            return False
+        if any(one is not None for one in (*args[1:], *kwargs.values())):
+            return False
+        last = next(reversed(optimizer._optimizer_step_pre_hooks.values()), None)
+        ours = isinstance(last, Hook) and last.method == "_before_optimizer"
+        return ours and getattr(optimizer, "grad_scale", None) is None
 
     def _let_go_of_replaced(self) -> None:
         """Forget optimizers that only this still has: when one is made, the one that it takes the place of is there."""

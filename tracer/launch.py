@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import dis
 import functools
 import gc
 import importlib.util
@@ -22,7 +23,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import thread as executors
 from dataclasses import replace
-from types import CodeType, ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ from tracer.messages import EVAL_TAG
 from tracer.parts import heads, refuse_living, this_process
 from tracer.recorder import COMMIT_SECONDS, QUEUE_BYTES
 from tracer.recording import Resume, Run, end, start
-from tracer.stores import Anywhere, Location, location
+from tracer.stores import Anywhere, Location, location, store_module
 from tracer.wrappers import unwrap
 from tracer.writer import check_target
 
@@ -139,6 +140,10 @@ def run(
         refuse_living(location(out), heads(location(out)))
     codecs = Compression(compression)
     code, main = _load_module(script) if module else _load_script(script)
+    _not_hidden(code, os.getcwd() if module else os.path.dirname(os.path.abspath(script)))
+    # before the script runs, which may have what is imported logged
+    store_module(location(out))
+    codecs.load(plainly=location(out).suffix.lower() == ".zarr")
     if capture is None or isinstance(capture, Capture):
         capture = lighter_on_evaluation(capture if capture is not None else Capture())
     session = _Session(
@@ -538,7 +543,8 @@ def models_of(optimizers: Sequence[Optimizer]) -> list[nn.Module]:
     # type(), because isinstance() would ask lazy objects of the script for their class; and in a set of all classes,
     # because there are ten objects for each microsecond that anything else would take
     classes = _subclasses_of(nn.Module)
-    everything = [one for one in gc.get_objects() if type(one) in classes and "_parameters" in vars(one)]
+    objects: list[Any] = gc.get_objects() + (_at_hand() if gc.get_freeze_count() else [])
+    everything = [one for one in objects if type(one) in classes and "_parameters" in vars(one)]
     # by the class, because modules may call something else of theirs `parameters` or `modules`
     owners = [one for one in everything if any(id(p) in trained for p in nn.Module.parameters(one))]
     inner = {id(child) for one in owners for child in nn.Module.modules(one) if child is not one}
@@ -553,6 +559,17 @@ def models_of(optimizers: Sequence[Optimizer]) -> list[nn.Module]:
             chosen.append(one)
             covered |= own
     return chosen
+
+
+def _at_hand() -> list[nn.Module]:
+    """The modules in variables of the running functions: ``gc.freeze`` keeps what was there from being listed."""
+    found: list[Any] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        found += [*frame.f_locals.values(), *frame.f_globals.values()]
+        frame = frame.f_back
+    modules = {id(part): part for one in found if issubclass(type(one), nn.Module) for part in nn.Module.modules(one)}
+    return list(modules.values())
 
 
 def _subclasses_of(cls: type) -> set[type]:
@@ -576,6 +593,26 @@ def names_of(models: Sequence[nn.Module], taken: Collection[str] = ()) -> dict[s
             name += "_"
         names[name] = one
     return names
+
+
+def _not_hidden(code: CodeType, folder: str) -> None:
+    """Refuse a program that would import this package by the name of a module of its own."""
+    ours = os.path.dirname(os.path.abspath(__file__))
+    for theirs in (os.path.join(folder, "tracer.py"), os.path.join(folder, "tracer", "__init__.py")):
+        if os.path.isfile(theirs) and not os.path.samefile(os.path.dirname(theirs), ours) and _imports(code, "tracer"):
+            raise CaptureError(
+                f"the program imports its own {os.path.relpath(theirs, folder)}, which has the name of this package, "
+                "and would get the package; give it another name"
+            )
+
+
+def _imports(code: CodeType, name: str) -> bool:
+    """Whether code, or a function in it, imports a module."""
+    inner = [one for one in code.co_consts if isinstance(one, CodeType)]
+    found = any(
+        one.opname == "IMPORT_NAME" and str(one.argval).partition(".")[0] == name for one in dis.get_instructions(code)
+    )
+    return found or any(_imports(one, name) for one in inner)
 
 
 def _load_script(script: str) -> tuple[CodeType, ModuleType]:

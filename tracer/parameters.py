@@ -129,6 +129,8 @@ class Parameters:
         self._replicas: dict[str, dict[str, Any]] = {}  # by path
         self._before: dict[str, tuple[Tensor | None, Tensor | None]] = {}
         self._gradients: dict[str, Tensor] = {}
+        # the parameters whose gradients were copied before the optimizer's step that goes on
+        self._final: set[str] = set()
         self._after: dict[str, Tensor] = {}
         self._places: dict[tuple[str, str], dict[str, Any] | None] = {}  # by path and what it is of the parameter
 
@@ -261,7 +263,7 @@ class Parameters:
 
     def forget(self) -> None:
         """Let go of what was kept of a step."""
-        for kept in (self._before, self._gradients, self._after, self._places):
+        for kept in (self._before, self._gradients, self._final, self._after, self._places):
             kept.clear()
 
     @property
@@ -315,6 +317,21 @@ class Parameters:
         if capture is not None:
             self._keep_gradient(parameter, capture, gradient, streams, scale)
 
+    def keep_gradients(self, parameters: Iterable[Parameter], streams: Streams) -> None:
+        """Copy the wanted gradients before a step that may overwrite them."""
+        for parameter in parameters:
+            kind = parameter.kind("gradients")
+            gradient = None if parameter.tensor is None else parameter.tensor.grad
+            capture = None if gradient is None else streams._wanted(kind, parameter.stream, DEFAULT_TAG)
+            if capture is not None and gradient is not None:
+                try:
+                    self._keep_gradient(parameter, capture, gradient, streams)
+                    self._final.add(parameter.path)
+                except Exception as error:  # one parameter's; the others, and the clock, go on
+                    if streams.strict or raised_by_signal(error):
+                        raise
+                    streams._give_up(kind, parameter.stream, error)
+
     def compare(self, parameters: Iterable[Parameter], final: bool, streams: Streams) -> None:
         """Form the wanted updates, now that the weights have moved; and copy gradients, if they are `final`."""
         for parameter in parameters:
@@ -328,12 +345,13 @@ class Parameters:
                     try:
                         if suffix == "updates":
                             self._keep_update(parameter, capture, tensor)
-                        elif final and tensor.grad is not None:
+                        elif final and tensor.grad is not None and parameter.path not in self._final:
                             self._keep_gradient(parameter, capture, tensor.grad, streams)
                     except Exception as error:  # one parameter's; the others, and the clock, go on
                         if streams.strict or raised_by_signal(error):
                             raise
                         streams._give_up(kind, parameter.stream, error)
+        self._final.clear()
 
     def publish(self, at: tuple[int, int, int], streams: Streams) -> None:
         """Publish what was kept and is still wanted: of each parameter its value, its gradient, its update."""

@@ -770,8 +770,9 @@ def refuse_here(path: Location, rank: int | None) -> None:
             raise TraceExistsError(f"{path} is being recorded by this process, so it is not overwritten")
 
 
-def _absolute(path: Location) -> Location:
-    return path if isinstance(path, Url) else path.absolute()
+def _absolute(path: Location) -> str:
+    """The one name of what a path leads to, by whatever way."""
+    return str(path) if isinstance(path, Url) else os.path.realpath(path)
 
 
 def _check_ours(path: Location) -> list[Head]:

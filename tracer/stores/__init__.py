@@ -368,6 +368,25 @@ def exists(path: Location) -> bool:
     return bool(_objects().exists(path)) if isinstance(path, Url) else os.path.lexists(path)
 
 
+def is_there(path: Path) -> bool:
+    """Whether something is at a path, or where a link there leads.
+
+    Raises
+    ------
+    TraceError
+        If that cannot be told: a folder on the way may not be entered, or the name is too long.
+    """
+    try:
+        path.stat()
+    except ValueError:
+        return False
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return False
+        raise TraceError(f"cannot read {path}: {error.strerror or error}") from error
+    return True
+
+
 def blank(path: Location) -> bool:
     """Whether all that is at `path` is what a process left that was killed before its part of a store was there."""
     return bool(store_module(path).blank(path))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import io
 import json
@@ -40,6 +41,7 @@ from tracer.stores import (
     RowChunks,
     check_name,
     contiguous,
+    is_there,
     largest_chunk,
     rows_in,
     sync_folder,
@@ -76,36 +78,45 @@ def create(path: Path, *, part: str | None = None, overwrite: bool = False, dura
         beside = [file for file in files(path) if file != path]
         if beside and not overwrite:
             raise TraceExistsError(f"{path} has a part beside it already, {beside[0].name}")
-    if path.exists() or path.is_symlink():
+    if is_there(path) or path.is_symlink():
         if not overwrite:
             raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
         if path.is_symlink() or not path.is_file() or not h5py.is_hdf5(path):
             raise TraceExistsError(f"{path} already exists, and is not an HDF5 file that could be overwritten")
     with _written(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        return Hdf5WriteStore(path, durable=durable)
+        return Hdf5WriteStore(path, overwrite=overwrite, durable=durable)
 
 
 def _file_of(path: Path, part: str) -> Path:
     """The file of a part: that of the first one is the trace's own, ``run.h5``; others are ``run.rank1.h5``."""
-    return path if part == FIRST_PART else path.with_name(f"{path.stem}.{part}{path.suffix}")
+    if part == FIRST_PART:
+        return path
+    path = _itself(path)
+    return path.with_name(f"{path.stem}.{part}{path.suffix}")
+
+
+def _itself(path: Path) -> Path:
+    """What a link leads to: other parts lie beside that."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def files(path: Path) -> list[Path]:
     """The files of a trace: one at `path`, if there is one, and those of other parts beside it."""
+    there = _itself(path)
     try:
-        names = os.listdir(path.parent)
+        names = os.listdir(there.parent)
     except OSError:
         names = []
     beside = []
-    front, suffix = f"{path.stem}.", path.suffix
+    front, suffix = f"{there.stem}.", there.suffix
     for name in names:
         if name.startswith(front) and name.endswith(suffix):
             part = PART.fullmatch(name[len(front) : len(name) - len(suffix)])
             if part is not None and part[0] != FIRST_PART:
-                beside.append((int(part["rank"]), int(part["attempt"] or 0), path.with_name(name)))
+                beside.append((int(part["rank"]), int(part["attempt"] or 0), there.with_name(name)))
     found = [file for _, _, file in sorted(beside)]
-    return [path, *found] if path.exists() or not found else found
+    return [path, *found] if is_there(path) or not found else found
 
 
 def blank(path: Path) -> bool:
@@ -122,7 +133,7 @@ def remove_part(path: Path, part: str) -> None:
 
 def open(path: Path, *, damaged: bool = False) -> Hdf5ReadStore:
     """Open the HDF5 file at `path`; see `tracer.stores.open_store`."""
-    if not path.exists():
+    if not is_there(path):
         raise TraceNotFoundError(f"there is no trace at {path}")
     if not path.is_file():
         raise TraceFormatError(f"{path} is not a file; an HDF5 trace is one")
@@ -281,10 +292,30 @@ _WRITING: dict[str, Any] = {
 }
 
 
+def _locked(temporary: Path, path: Path) -> int:
+    """A descriptor of the file that a trace is begun in, which nobody else has locked; else `TraceExistsError`."""
+    while True:
+        file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise TraceExistsError(f"{path} is being recorded by another process") from None
+            except OSError:  # a file system without locks
+                return file
+            # it may have got its name, or been removed, before it was locked
+            if os.path.exists(temporary) and os.path.samestat(os.fstat(file), os.stat(temporary)):
+                return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)
+
+
 class Hdf5WriteStore:
     """An HDF5 file being written; see `tracer.stores.WriteStore`."""
 
-    def __init__(self, path: Path, *, durable: bool = False) -> None:
+    def __init__(self, path: Path, *, overwrite: bool = False, durable: bool = False) -> None:
         self.path = path
         self.checksums_chunks = False
         self.seals = True
@@ -296,10 +327,15 @@ class Hdf5WriteStore:
         self._unsealed = path.with_name(f".{path.name}.part")
         self._copy = path.with_name(f".{path.name}.copy")
         self._sealed = False
+        # held until the file is at its path, where others see that it is being written
+        self._lock = _locked(self._unsealed, path)
         try:
+            if not overwrite and is_there(path):
+                raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
             self._file: Any = h5py.File(self._unsealed, "w", **_WRITING)
-        except OSError:
+        except (OSError, TraceExistsError):
             self._unsealed.unlink(missing_ok=True)
+            os.close(self._lock)
             raise
         self._descriptor = int(self._file.id.get_vfd_handle())
         _writing.add(self)
@@ -376,6 +412,12 @@ class Hdf5WriteStore:
             if self._durable:
                 sync_folder(self.path.parent)
         self._sealed = True
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def commit(self) -> None:
         file = self._opened()
@@ -456,6 +498,7 @@ class Hdf5WriteStore:
                 # nothing in it was committed that is not in the copy at the path
                 self._unsealed.unlink(missing_ok=True)
                 self._copy.unlink(missing_ok=True)
+        self._unlock()
 
     def _shorten(self) -> None:
         """Let arrays be as long as the last commit left them: closing the file writes how long they are."""

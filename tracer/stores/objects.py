@@ -595,6 +595,8 @@ class ObjectWriteStore:
             if isinstance(attributes, dict) and "format" in attributes:
                 self._joined = True
                 del self._changed[""]
+        if part is not None:
+            objects.put_new(f"{part}/zarr.json", json.dumps(writer).encode())
         if not self._joined:
             try:
                 objects.put_new("zarr.json", json.dumps(writer).encode())

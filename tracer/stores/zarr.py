@@ -38,6 +38,7 @@ from tracer.stores import (
     RowChunks,
     check_name,
     contiguous,
+    is_there,
     largest_chunk,
     rows_in,
     sync_folder,
@@ -68,6 +69,8 @@ READS = 3
 MOVES = 100
 """How often a chunk is read again because a writer moved it meanwhile: each time it has committed twice."""
 MISSING = 2**64 - 1
+UNREADABLE = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE})
+"""Errors that say nothing about what is there, only that it cannot be read now, or by this user."""
 
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 _CRC32C = {"name": "crc32c"}
@@ -79,7 +82,7 @@ _SAFE_CODECS = frozenset({"bytes", "crc32c", "gzip", "zstd", "blosc", "sharding_
 def create(path: Path, *, part: str | None = None, overwrite: bool = False, durable: bool = False) -> ZarrWriteStore:
     """Make a Zarr group at `path`, or a group in it; see `tracer.stores.create_store`."""
     mine = path if part is None else path / part
-    if mine.exists() or mine.is_symlink():
+    if is_there(mine) or mine.is_symlink():
         if not overwrite:
             raise TraceExistsError(f"{mine} already exists; give another path, or say that it may be overwritten")
         ours = mine.is_dir() and not mine.is_symlink() and (blank(mine) or _document(mine).get("node_type") == "group")
@@ -124,7 +127,7 @@ def remove_part(path: Path, part: str) -> None:
 
 def open(path: Path, *, damaged: bool = False) -> ZarrReadStore:
     """Open the Zarr group at `path`; see `tracer.stores.open_store`."""
-    if not path.exists():
+    if not is_there(path):
         raise TraceNotFoundError(f"there is no trace at {path}")
     if not path.is_dir():
         raise TraceFormatError(f"{path} is a file; a Zarr trace is a directory")
@@ -169,7 +172,11 @@ def _document(folder: Path) -> dict[str, Any]:
         finally:
             os.close(file)
         document = {} if len(data) > DOCUMENT_LIMIT else json.loads(data)
-    except (OSError, ValueError, RecursionError):
+    except OSError as error:
+        if error.errno in UNREADABLE:  # what may not be read is neither damaged nor missing
+            raise TraceError(f"cannot read {folder / 'zarr.json'}: {error.strerror or error}") from error
+        return {}
+    except (ValueError, RecursionError):
         return {}
     return document if isinstance(document, dict) else {}
 
