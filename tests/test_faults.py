@@ -19,7 +19,7 @@ import tracer.writer
 from tracer import TraceReader, TraceWriter
 from tracer.errors import TraceError, TraceExistsError, TracerError
 from tracer.messages import Message, ModuleMessage, NetworkMessage
-from tracer.stores import create_store
+from tracer.stores import create_store, open_store
 
 FORMATS = (".zarr", ".h5")
 every_format = pytest.mark.parametrize("suffix", FORMATS)
@@ -327,3 +327,42 @@ def test_a_writer_that_failed_holds_nothing(tmp_path: Path, suffix: str, monkeyp
     second.commit()
     del second
     TraceWriter(path, overwrite=True).finish()
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
+def test_what_may_not_be_looked_at(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that may not be entered, or a name that is too long, is told in a sentence that says just that."""
+    path = tmp_path / f"run{suffix}"
+    TraceWriter(path).finish()
+    long = tmp_path / f"{'n' * 300}{suffix}"
+    for reading in (tracer.open, tracer.verify, create_store, open_store):
+        with pytest.raises(TraceError, match="File name too long"):
+            reading(long)
+    stat = Path.stat
+
+    def refused(one: Path, **options: Any) -> Any:
+        if one == path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(one))
+        return stat(one, **options)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    for reading in (tracer.open, tracer.verify, create_store, open_store):
+        with pytest.raises(TraceError, match=rf"cannot read .*run\{suffix}: Permission denied"):
+            reading(path)
+
+
+def test_a_description_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is neither missing nor damaged."""
+    path = tmp_path / "run.zarr"
+    TraceWriter(path).finish()
+    opened = os.open
+
+    def refused(name: Any, *options: Any, **more: Any) -> int:
+        if str(name).endswith("journal/zarr.json"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(name))
+        return opened(name, *options, **more)
+
+    monkeypatch.setattr(os, "open", refused)
+    for reading in (tracer.open, tracer.verify):
+        with pytest.raises(TraceError, match=r"cannot read .*zarr\.json: Permission denied"):
+            reading(path)

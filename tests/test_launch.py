@@ -797,6 +797,39 @@ def test_what_is_imported_for_the_trace_is_imported_before_the_script(tmp_path: 
     assert (done.returncode, done.stdout) == (0, "INFO:root:done\n"), done.stderr
 
 
+SHORTER = {
+    "begun in each epoch": "extra = iter(short)",
+    "begun once": "extra = extra if epoch else iter(short)",
+}
+
+
+@pytest.mark.parametrize("begun", SHORTER.values(), ids=SHORTER)
+def test_a_shorter_loader_that_is_begun_again(tmp_path: Path, begun: str) -> None:
+    """As in semi-supervised learning: the loader that the loop runs over ends the epochs, not the one inside."""
+    body = f"""
+    net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    long, short = (DataLoader(TensorDataset(x[:n], y[:n]), batch_size=2) for n in (16, 6))
+    for epoch in range(3):
+        {begun}
+        for a, b in long:
+            try:
+                c, d = next(extra)
+            except StopIteration:
+                extra = iter(short); c, d = next(extra)
+            opt.zero_grad(); (F.cross_entropy(net(a), b) + F.cross_entropy(net(c), d)).backward(); opt.step()
+        with torch.no_grad():
+            for a, b in DataLoader(TensorDataset(x, y), batch_size=10):
+                F.cross_entropy(net(a), b)
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        epochs = [(one.global_step, one.epoch) for one in trace.messages("weights")]
+        ends = [one.global_step for one in trace.messages("epoch_finished")]
+    assert epochs == [(step, step // 8) for step in range(24)]
+    assert ends == [7, 15, 23]
+
+
 SEVERAL = """
     nets = [nn.Linear(4, 3) for _ in range({number})]
     opts = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]

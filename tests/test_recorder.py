@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import textwrap
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -642,3 +644,24 @@ def test_a_path_is_free_after_its_writer_failed(tmp_path: Path, suffix: str, mon
     with tracer.record(path, model, None, overwrite=True):
         model(torch.ones(1, 2)).sum().backward()
     assert tracer.open(path).status == "finished"
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
+def test_a_recording_that_has_ended_keeps_nothing_alive(tmp_path: Path, suffix: str) -> None:
+    """Model and optimizer go with their last reference, without a collection of garbage, as they would unrecorded."""
+    path = tmp_path / f"run{suffix}"
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gc.collect()
+    gc.disable()
+    try:
+        with tracer.record(path, model, optimizer):
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.ones(4, 3)).sum().backward()
+                optimizer.step()
+        there = weakref.ref(model), weakref.ref(optimizer)
+        del model, optimizer
+        assert [one() for one in there] == [None, None]
+    finally:
+        gc.enable()

@@ -22,7 +22,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import thread as executors
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import CodeType, FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -286,6 +286,15 @@ def lighter_on_evaluation(capture: Capture) -> tuple[Capture, ...]:
     return (replace(capture, kinds=outcomes, tags=(EVAL_TAG,)), training) if outcomes else (training,)
 
 
+@dataclass(slots=True)
+class _Leader:
+    """The iterator of a DataLoader that was the first to be drawn from in an epoch, at which step, and how often."""
+
+    iterator: weakref.ref[Any]
+    began: int
+    draws: int = 1
+
+
 class _Session:
     """Notices what a script makes and does, and tells the exporter."""
 
@@ -301,6 +310,7 @@ class _Session:
         self.run: Run = start(out, self.exporter, lazily=True, **recording)
         self.exporter.starting = self._begin(self.exporter.starting)
         self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._leader: _Leader | None = None
         self._looked = 0  # how many optimizers there were when models were looked for
         self._many = 1  # the first one may lie in the garbage that torch leaves when it imports what it needs
         self._began: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -490,6 +500,11 @@ class _Session:
         """A batch is drawn: if a step took place since the one before, this DataLoader feeds the training."""
         self._used()
         now = self.exporter.global_step
+        leader = None if self._leader is None else self._leader.iterator()
+        if leader is None:
+            self._leader = _Leader(weakref.ref(iterator), now)
+        elif leader is iterator and self._leader is not None:
+            self._leader.draws += 1
         loader = self._loaders[iterator]() if iterator in self._loaders else None
         if loader is not None and now > self._seen.get(iterator, now):
             self._feeding.add(loader)
@@ -499,8 +514,19 @@ class _Session:
         """A DataLoader begins anew: if it fed the training and was left before its end, that ended the epoch too."""
         self._used()
         now = self.exporter.global_step
-        if loader in self._feeding and now > self._epoch_began:
+        if loader in self._feeding and now > self._epoch_began and not self._is_led(loader):
             self._end_epoch(now)
+
+    def _is_led(self, loader: Any) -> bool:
+        """Whether another DataLoader feeds this epoch, at every step since it was the first to: its end is the epoch's.
+
+        One that ends sooner is begun again, as in semi-supervised learning.
+        """
+        iterator = None if self._leader is None else self._leader.iterator()
+        if self._leader is None or iterator is None or iterator not in self._loaders:
+            return False
+        steps = self.exporter.global_step - self._leader.began
+        return self._loaders[iterator]() is not loader and self._leader.draws >= steps > 0
 
     def exhausted(self, iterator: Any) -> None:
         """A DataLoader is at its end: if training steps took place meanwhile, so is the epoch.
@@ -508,6 +534,9 @@ class _Session:
         But some libraries draw batches before they need them. Then the epoch ends when as many forwards have begun.
         """
         exporter = self.exporter
+        if self._is_led(self._loaders[iterator]() if iterator in self._loaders else None):
+            return
+        self._leader = None
         began = self._began.get(iterator, exporter.global_step)
         number, before = self._drawn.get(iterator, (0, 0))
         told = exporter.model is not None and (exporter.forwards_seen > 0 or exporter.steps_seen == 0)
@@ -523,6 +552,7 @@ class _Session:
                 self._end_epoch(now)
 
     def _end_epoch(self, now: int) -> None:
+        self._leader = None
         self.exporter.epoch_is_over()
         self._epoch_began = now
 

@@ -98,7 +98,7 @@ def _file_of(path: Path, part: str) -> Path:
 
 def _itself(path: Path) -> Path:
     """What a link leads to: other parts lie beside that."""
-    return Path(os.path.realpath(path)) if path.is_symlink() else path
+    return Path(os.path.realpath(path)) if os.path.islink(path) else path
 
 
 def files(path: Path) -> list[Path]:
