@@ -663,6 +663,13 @@ MODES = {
         F.cross_entropy(out, y).backward()
         for opt in opts: opt.step()
     """,
+    "another optimizer that trains no module, last": """
+    net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    free = torch.zeros((), requires_grad=True); last = torch.optim.SGD([free], lr=0.1)
+    for _ in range(3):
+        F.cross_entropy(net(x) * free.detach().exp(), y).backward(); opt.step()
+        opt.zero_grad(); (free.exp() - 2).square().backward(); last.step()
+    """,
     "another optimizer that trains no module": """
     net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(3):

@@ -162,6 +162,7 @@ class Exporter:
         self._several = False  # whether there are several tops
         # the tag of the last pass that had gradients
         self._tag_with_gradients = DEFAULT_TAG
+        self._trains: dict[int, bool] = {}  # of optimizers, whether they train what is observed
         # whether an optimizer has stepped in the open step, and did not end it
         self._moved = False
         # whether optimizers are to be let go that others took the place of
@@ -351,7 +352,7 @@ class Exporter:
 
     def _take(self, optimizers: tuple[Optimizer, ...]) -> None:
         self._optimizers, self._ender, self._stepped, self._waiting = optimizers, len(optimizers) - 1, set(), {}
-        self._replaced = self.finds_ender and len(optimizers) > 1
+        self._replaced, self._trains = self.finds_ender and len(optimizers) > 1, {}
         self._simple = not any(steps_nest(one) for one in optimizers)
         self._one_each = len(optimizers) > 1 and all(
             sum(len(group["params"]) for group in one.param_groups) == 1 for one in optimizers
@@ -498,7 +499,7 @@ class Exporter:
     def finish_step(self) -> None:
         """End a step that is open: of a loop without an optimizer, or one in which some optimizer has stepped."""
         self._settle()
-        if self._open and not self._steps_itself and (self._moved or not self._optimizers):
+        if self._moved or (self._open and not self._optimizers and not self._steps_itself):
             self._guard("step", self._end_step)
 
     def finish(self) -> None:
@@ -803,7 +804,7 @@ class Exporter:
             self._known[name, method] = hook.fired, hook.off
         self._former, self._hung, self._streams, self._heard_tags = self._hung, {}, {}, {}
         self._quiet_until, self._asked_at = 0, -1
-        self._several, self._top_of = len(self.tops) > 1, {}
+        self._several, self._top_of, self._trains = len(self.tops) > 1, {}, {}
         receivers = self.message_bus.receivers
         self._asking = tuple(one for one in receivers if not getattr(one, "passive", False)) or receivers
         self._modules = {
@@ -1657,6 +1658,24 @@ class Exporter:
         for key in before - {id(one) for one in left}:
             self._lasting.pop(key, None)
 
+    @property
+    def ender(self) -> Optimizer | None:
+        """The optimizer whose step ends a step, if there is one."""
+        return self._optimizers[self._ender] if self._optimizers else None
+
+    def trains(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer has a parameter of what is observed."""
+        known = self._trains.get(id(optimizer))
+        if known is None:
+            own = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+            known = any(id(p) in own for _, top in self.tops for p in nn.Module.parameters(top))
+            self._trains[id(optimizer)] = known
+        return known
+
+    def _is_beside(self, optimizer: Optimizer) -> bool:
+        """Whether this is one of several optimizers, and trains nothing that is observed, while others may."""
+        return self.finds_ender and len(self._optimizers) > 1 and not self.trains(optimizer)
+
     def _idle_after_optimizer(self, args: tuple[Any, ...]) -> bool:
         """Whether this ends a step that nobody records; then it ends here, as `_after_optimizer` would end it."""
         optimizer = args[0]
@@ -1665,7 +1684,7 @@ class Exporter:
             or self._over
         ):
             return False
-        if self.finds_ender and self._ender not in self._stepped:
+        if self.finds_ender and (self._ender not in self._stepped or self._is_beside(optimizer)):
             return False
         if getattr(optimizer, "found_inf", None) is not None or recomputing():
             return False
@@ -1683,7 +1702,9 @@ class Exporter:
         if skipped_inside(optimizer):
             self._skipped_step(optimizer)
             return
-        last = self._ends_step(optimizer)
+        # one that trains something else ends a step if the training's has stepped in it
+        beside = self._is_beside(optimizer)
+        last = (self._moved or not beside) and self._ends_step(optimizer)
         in_backward = recomputing()
         try:
             if not self._nothing_due():
@@ -1695,7 +1716,7 @@ class Exporter:
             elif last:
                 self._end_step()
             else:
-                self._moved = True
+                self._moved |= not beside
 
     @property
     def _in_order(self) -> tuple[Optimizer, ...]:

@@ -310,6 +310,8 @@ class _Session:
         self.run: Run = start(out, self.exporter, lazily=True, **recording)
         self.exporter.starting = self._begin(self.exporter.starting)
         self._optimizers: list[weakref.ref[Optimizer]] = []
+        # optimizers that trained nothing that was watched when they were made
+        self._beside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._leader: _Leader | None = None
         self._looked = 0  # how many optimizers there were when models were looked for
         self._many = 1  # the first one may lie in the garbage that torch leaves when it imports what it needs
@@ -447,7 +449,9 @@ class _Session:
         self._optimizers.append(weakref.ref(optimizer))
         alive = [one for one in (ref() for ref in self._optimizers) if one is not None]
         found = self._is_watched(optimizer, len(alive)) or self._look_for_models(alive)
-        self.exporter.set_optimizer(self._training(alive))
+        if not self.exporter.trains(optimizer):
+            self._beside.add(optimizer)
+        self.exporter.set_optimizer(self._that_end_steps(alive))
         self.refusal = None
         if not found:  # it trains tensors that are no module's; another optimizer may have a model
             self.exporter.train(False)
@@ -458,12 +462,19 @@ class _Session:
             self.refusal = error
         self.exporter.train(self.refusal is None)
 
-    def _training(self, alive: Sequence[Optimizer]) -> Sequence[Optimizer]:
-        """The optimizers that train what is watched, if any do: others, of an adversarial input say, end no steps."""
-        watched = {id(p) for _, top in self.exporter.tops for p in nn.Module.parameters(top)}
-        return [
-            one for one in alive if any(id(p) in watched for group in one.param_groups for p in group["params"])
-        ] or alive
+    def _that_end_steps(self, alive: Sequence[Optimizer]) -> Sequence[Optimizer]:
+        """The optimizers that may end a step.
+
+        Once the training has begun not those that were made for something that is not watched, an adversarial input
+        say, if others are there. Of those that are there from the beginning, such as that of a temperature, the
+        exporter sees when they step.
+        """
+        others = [one for one in alive if one not in self._beside]
+        if len(others) in (0, len(alive)) or not (self.exporter.steps_seen or self.exporter._open):
+            return alive
+        if self.exporter.ender in self._beside:
+            self.exporter.finish_step()
+        return others
 
     def _is_watched(self, optimizer: Optimizer, count: int) -> bool:
         """Whether one more optimizer of many trains only what is watched already.
