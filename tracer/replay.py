@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message, difference
 from tracer.reader import Steps, StreamInfo, TraceReader
 from tracer.stores import Anywhere
 from tracer.subscriber import Scope, Subscriber, unmet
-from tracer.subscription import matches_tag, passes
+from tracer.subscription import passes
 
 POLL_SECONDS = 0.1
 LONGEST_POLL_SECONDS = 2.0
@@ -451,8 +450,7 @@ def _derivable(
         if (kind := _UPDATES.get(stream.kind)) is not None
         and kind not in present
         and (kinds is None or kind in kinds)
-        and (tags is None or any(matches_tag(pattern, stream.tag) for pattern in tags))
-        and (modules is None or any(fnmatchcase(stream.module or "", pattern) for pattern in modules))
+        and passes(stream, None, modules, tags)
         and not {"dtype", "reduce"} & set(stream.sampling or ())
         and any(one.wants(kind, stream.module, stream.tag, None) for one in asking)
     ]
