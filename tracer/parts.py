@@ -322,8 +322,8 @@ def first_step(header: Mapping[str, Any], attempt: int) -> int:
     return step if type(step) is int and attempt else 0
 
 
-class Begun(Protocol):
-    """What is known of the beginning of a part."""
+class Numbered(Protocol):
+    """Which part of a trace something is of, and where that began."""
 
     @property
     def rank(self) -> int: ...
@@ -331,6 +331,11 @@ class Begun(Protocol):
     def attempt(self) -> int: ...
     @property
     def first_step(self) -> int: ...
+
+
+class Begun(Numbered, Protocol):
+    """What is known of the beginning of a part."""
+
     @property
     def header(self) -> dict[str, Any]: ...
 
@@ -430,15 +435,9 @@ def _without_torn_rows(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     return rows[:length]
 
 
-class Written(Protocol):
+class Written(Numbered, Protocol):
     """What the order of messages depends on: of a `Part`, or of one that is surveyed for damage."""
 
-    @property
-    def rank(self) -> int: ...
-    @property
-    def attempt(self) -> int: ...
-    @property
-    def first_step(self) -> int: ...
     @property
     def journal(self) -> NDArray[np.int64]: ...
     def tags(self) -> NDArray[np.str_]: ...
