@@ -53,37 +53,47 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.compiled": set(),
     "tracer.transfers": set(),
     "tracer.termination": set(),
-    "tracer.hooks": {"tracer.compiled", "tracer.memory"},
+    "tracer.hooks": {"tracer.compiled"},
+    "tracer.tensors": {"tracer.memory"},
+    "tracer.losses": {"tracer.hooks"},
+    "tracer.patches": {"tracer.hooks", "tracer.losses", "tracer.tensors"},
+    "tracer.optimizers": set(),
+    "tracer.probes": {"tracer.tensors"},
+    "tracer.structure": {"tracer.wrappers"},
     "tracer.environment": set(),
     "tracer.budget": {"tracer.messages"} | STORAGE,
     "tracer.wrappers": set(),
     "tracer.parameters": {
-        *("tracer.messages", "tracer.capture", "tracer.hooks", "tracer.wrappers", "tracer.placement", "tracer.memory"),
+        *("tracer.messages", "tracer.capture", "tracer.tensors", "tracer.wrappers", "tracer.placement"),
+        "tracer.memory",
     },
     "tracer.exporter": FOUNDATION
-    | {"tracer.hooks", "tracer.compiled", "tracer.wrappers", "tracer.placement", "tracer.memory", "tracer.parameters"},
+    | {"tracer.hooks", "tracer.tensors", "tracer.losses", "tracer.patches", "tracer.optimizers", "tracer.probes"}
+    | {"tracer.compiled", "tracer.wrappers", "tracer.structure", "tracer.placement", "tracer.memory"}
+    | {"tracer.parameters"},
     "tracer.recorder": FOUNDATION | STORAGE | {"tracer.transfers", "tracer.budget", "tracer.termination"},
     "tracer.recording": FOUNDATION
     | STORAGE
     | {"tracer.exporter", "tracer.recorder", "tracer.budget", "tracer.environment", "tracer", "tracer.termination"},
     "tracer.certify": STORAGE
-    | {"tracer.exporter", "tracer.hooks", "tracer.recording", "tracer.environment", "tracer.wrappers"},
+    | {"tracer.exporter", "tracer.hooks", "tracer.optimizers", "tracer.recording", "tracer.environment"}
+    | {"tracer.wrappers"},
     "tracer.recorders": FOUNDATION
     | STORAGE
-    | {"tracer.exporter", "tracer.hooks", "tracer.recording", "tracer.wrappers", "tracer.termination"},
+    | {"tracer.exporter", "tracer.recording", "tracer.wrappers", "tracer.termination"},
     "tracer.replay": FOUNDATION | STORAGE,
     "tracer.integrations": set(),
     "tracer.integrations.*": FOUNDATION
     | STORAGE
-    | {"tracer.exporter", "tracer.recording", "tracer.termination", "tracer.integrations.*"},
+    | {"tracer.losses", "tracer.recording", "tracer.termination", "tracer.integrations.*"},
     "tracer.launch": FOUNDATION
     | STORAGE
     | RUNNING
-    | {"tracer", "tracer.hooks", "tracer.wrappers", "tracer.termination"},
+    | {"tracer", "tracer.losses", "tracer.patches", "tracer.wrappers", "tracer.termination"},
     "tracer.rehearsal": FOUNDATION
     | STORAGE
     | RUNNING
-    | {"tracer.budget", "tracer.certify", "tracer.environment", "tracer.hooks", "tracer.termination"},
+    | {"tracer.budget", "tracer.certify", "tracer.environment", "tracer.optimizers", "tracer.termination"},
     "analyze.metrics": set(),
     "analyze.metrics.*": {"tracer.messages", "tracer.subscription", "tracer.subscriber", "analyze.metrics.*"},
     "analyze.*": {"tracer", "tracer.*", "analyze", "analyze.*"},

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tracer
-from tracer.exporter import LOSS_FUNCTIONS
+from tracer.losses import LOSS_FUNCTIONS
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

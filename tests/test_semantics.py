@@ -33,8 +33,8 @@ import cli
 import tracer
 from tests.endings import InBackward, alike, ended, optimizers_of, same
 from tracer import Capture, Collect, Exporter, Message
-from tracer.hooks import skipped_inside
 from tracer.messages import KINDS
+from tracer.optimizers import skipped_inside
 
 GRADIENT_KINDS = ("layer_gradients", "input_gradients")
 OF_CALLS = ("layer_inputs", "activations", *GRADIENT_KINDS)
@@ -652,7 +652,7 @@ class Shaped(nn.Module):
 @pytest.mark.parametrize("form", FORMS)
 def test_structured_outputs_and_keyword_inputs(form: str) -> None:
     """tuple/list/dict/dataclass/nested/None/int outputs, kwargs: each tensor with its path, value and gradient."""
-    from tracer.hooks import leaves
+    from tracer.tensors import leaves
 
     x, mask = batches(1)[0], torch.tensor([1.0, 0.0, 1.0])
     names = FORMS[form][1]

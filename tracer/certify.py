@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 from tracer import environment
 from tracer.errors import CaptureError, TracerError, summary
 from tracer.exporter import Exporter
-from tracer.hooks import recomputing, steps_within
+from tracer.hooks import recomputing
+from tracer.optimizers import steps_within
 from tracer.recording import Run, record
 from tracer.stores import location
 from tracer.wrappers import unwrap

@@ -143,7 +143,7 @@ def _passed_on(hook: Hook, module: nn.Module, args: Any, kwargs: Any, output: An
 
 
 def _collect(value: Any, path: str, found: list[tuple[str, Tensor]]) -> None:
-    """`tracer.hooks.leaves`, in words that Dynamo can trace."""
+    """`tracer.tensors.leaves`, in words that Dynamo can trace."""
     if isinstance(value, Tensor):
         found.append((path, value))
     elif isinstance(value, Mapping):

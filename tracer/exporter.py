@@ -25,7 +25,6 @@ from torch import Tensor, is_grad_enabled, nn
 from torch._C import _current_graph_task_id
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
@@ -36,53 +35,33 @@ from tracer.errors import CaptureError, MessageError, raised_by_signal, warn_onl
 from tracer.hooks import (
     GradientHook,
     Hook,
-    LossFunction,
     ScaleHook,
-    arguments_of,
     backward_node,
     checkpointing,
-    copied,
-    is_part_of_a_loss,
-    leaves,
-    made_of,
-    map_tensors,
     next_node,
-    node_of,
-    opaque,
-    ordinary,
-    output_and_labels,
     recomputing,
-    rows_of,
-    same_storage,
-    skipped_inside,
-    steps_nest,
-    steps_within,
     traced,
-    undisturbed,
-    unobservable,
-    unscaled,
+    without_modes,
+)
+from tracer.losses import LOSS_FUNCTIONS, LossFunction, is_part_of_a_loss, made_of, node_of, output_and_labels, unpatch
+from tracer.memory import Memory
+from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message, ModuleMessage, NetworkMessage, checked
+from tracer.optimizers import Optimizers, skipped_inside, steps_within
+from tracer.parameters import PARAMETER_KINDS, Parameter, Parameters
+from tracer.patches import (
     unwatch_backward,
     unwatch_scalers,
     unwatch_scripting,
     watch_backward,
     watch_scalers,
     watch_scripting,
-    without_modes,
 )
-from tracer.memory import Memory
-from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message, ModuleMessage, NetworkMessage, checked
-from tracer.parameters import PARAMETER_KINDS, Parameter, Parameters
 from tracer.placement import is_distributed, local, placement_of
+from tracer.probes import NO_PROBES, PROBED, Probe, joinable, undisturbed
+from tracer.structure import class_name, structure_of
 from tracer.subscriber import unmet
+from tracer.tensors import arguments_of, copied, leaves, opaque, ordinary, same_storage, unobservable, unscaled
 from tracer.wrappers import compiled_parts, named_parts, unwrap, wrapped_by
-
-LOSS_FUNCTIONS: tuple[str, ...] = (
-    "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "cross_entropy", "ctc_loss",
-    "gaussian_nll_loss", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss", "margin_ranking_loss", "mse_loss",
-    "multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss", "nll_loss", "poisson_nll_loss",
-    "smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss", "triplet_margin_with_distance_loss",
-)  # fmt: skip
-"""The loss functions of ``torch.nn.functional``; the modules of ``torch.nn`` call these."""
 
 
 class Exporter:
@@ -90,15 +69,13 @@ class Exporter:
 
     `tracer.record` wires one for the common case. By hand: give it the model (`set_model`), the optimizer
     (`set_optimizer`), the loss (`set_loss`), call `epoch_finished`, and `finish` and `detach` at the end. Receivers may
-    join
-    the bus at any time.
+    join the bus at any time.
 
     Parameters
     ----------
     depth : int or None
         Which modules are observed, if no `capture` says so: modules exactly this deep below the root and leaves above;
-        -1
-        for all leaves; None for every leaf and every module that has parameters of its own.
+        -1 for all leaves; None for every leaf and every module that has parameters of its own.
     module_filter : iterable of type, optional
         Only modules that are instances of one of these classes.
     message_bus : MessageBus, optional
@@ -162,35 +139,23 @@ class Exporter:
         self._several = False  # whether there are several tops
         # the tag of the last pass that had gradients
         self._tag_with_gradients = DEFAULT_TAG
-        self._trains: dict[int, bool] = {}  # of optimizers, whether they train what is observed
-        # whether an optimizer has stepped in the open step, and did not end it
-        self._moved = False
-        # whether optimizers are to be let go that others took the place of
-        self._replaced = False
-        self._simple = False  # whether no optimizer has a step that calls its parent's
-        self._one_each = False  # whether there is an optimizer for each parameter
         self._added: list[tuple[str, nn.Module, bool]] = []
         self._modules: dict[str, nn.Module] = {}
         self._parameters = Parameters(self._memory)
-        self._optimizers: tuple[Optimizer, ...] = ()
-        self.finds_ender = False  # whether the given order may not be that in which the optimizers step
-        self._ender = -1  # the place of the optimizer whose step ends a step
-        self._stepped: set[int] = set()  # places of those that have stepped
-        self._waiting: dict[int, int] = {}  # how often each has stepped since a step ended
-        self._compiled_before: bool | None = (
-            None  # whether torch had compiled code when the root's hook came; None: told
-        )
+        self.optimizers = Optimizers()
+        # whether torch had compiled code when the root's hook came; None: told
+        self._compiled_before: bool | None = None
         self._steps_itself = False  # the user calls step(), neither an optimizer nor the forward ends a step
         self._losses: list[nn.Module | str] = []
         self._patched: dict[str, LossFunction] = {}
-        weakref.finalize(self, _unpatch, self._patched).atexit = False  # one that is dropped leaves no stand-ins
+        weakref.finalize(self, unpatch, self._patched).atexit = False  # one that is dropped leaves no stand-ins
         self._lasting: dict[Any, list[Any]] = {}
         # by what they hang on, method and name: that, the hook, and its handle
         self._hung: dict[tuple[int, str, str], tuple[Any, Hook, Any]] = {}
         self._former: dict[tuple[int, str, str], tuple[Any, Hook, Any]] = {}
         self._known: dict[tuple[str, str], tuple[bool, bool]] = {}  # which hooks were called, and which are off
         self._leaf_handles: list[Any] = []
-        self._probes: list[_Probe] = []
+        self._probes: list[Probe] = []
         self._sampling: dict[tuple[str, str | None, str, str], dict[str, Any] | None] = {}
         # of distributed tensors, by what torch calls their specification
         self._placements: dict[Any, dict[str, Any]] = {}
@@ -311,21 +276,20 @@ class Exporter:
             return
         root = None if self._root is None else weakref.ref(self._root)
         added = [(name, weakref.ref(one), recursive) for name, one, recursive in self._added]
-        optimizers = {id(one): weakref.ref(one) for one in self._optimizers}
+        take_optimizers_back = self.optimizers.let_go()
         hung = {key: (weakref.ref(on), hook, handle) for key, (on, hook, handle) in self._hung.items()}
-        self._root, self._added, self._optimizers, self._modules, self._hung = None, [], (), {}, {}
+        self._root, self._added, self._modules, self._hung = None, [], {}, {}
         self._parameters.find(())
         self._parameters.note((), False)
         if collect:
             gc.collect()
         self._root = None if root is None else root()
         self._added = [(name, top, recursive) for name, was, recursive in added if (top := was()) is not None]
-        self._take(tuple(left for made in optimizers.values() if (left := made()) is not None))
+        for key in take_optimizers_back():  # another may get its number
+            self._lasting.pop(key, None)
         self._hung = {key: (on, hook, handle) for key, (ref, hook, handle) in hung.items() if (on := ref()) is not None}
         if root is not None and self._root is None:
             self._lasting.pop("root", None)
-        for key in optimizers.keys() - {id(one) for one in self.optimizers}:  # another may get its number
-            self._lasting.pop(key, None)
         self._rewire()
 
     def set_optimizer(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> None:
@@ -345,18 +309,10 @@ class Exporter:
         for one in given:
             if not isinstance(one, Optimizer):
                 raise CaptureError(f"the optimizer is a torch.optim.Optimizer, not {type(one).__name__}")
-        self._take(given)
+        self.optimizers.take(given)
         if self._attached:
             watch_scalers(self)
         self._rewire()
-
-    def _take(self, optimizers: tuple[Optimizer, ...]) -> None:
-        self._optimizers, self._ender, self._stepped, self._waiting = optimizers, len(optimizers) - 1, set(), {}
-        self._replaced, self._trains = self.finds_ender and len(optimizers) > 1, {}
-        self._simple = not any(steps_nest(one) for one in optimizers)
-        self._one_each = len(optimizers) > 1 and all(
-            sum(len(group["params"]) for group in one.param_groups) == 1 for one in optimizers
-        )
 
     def set_loss(self, loss: nn.Module | Callable[..., Any] | Iterable[str]) -> None:
         """Name the loss: a module, a function of ``torch.nn.functional``, or names of such functions.
@@ -410,8 +366,7 @@ class Exporter:
         """Stop training a module (or the one at a dotted path); returns the names of the parameters it froze.
 
         Each parameter's ``requires_grad`` becomes False and its gradient None, so that an optimizer with momentum or
-        weight
-        decay leaves it alone too.
+        weight decay leaves it alone too.
 
         Raises
         ------
@@ -464,11 +419,6 @@ class Exporter:
         self._epoch_open = train_step > 0
 
     @property
-    def optimizers(self) -> tuple[Optimizer, ...]:
-        """The optimizers that were set, the last of which ends a step."""
-        return self._optimizers
-
-    @property
     def steps_seen(self) -> int:
         """How many steps were taken since this exporter began to count."""
         return self.global_step - self._first_step
@@ -479,7 +429,7 @@ class Exporter:
             return
         with self._lock:
             self._settle()
-            if self._open and not self._optimizers and not self._steps_itself:
+            if self._open and not self.optimizers and not self._steps_itself:
                 self._guard("step", self._end_step)
             if not self._epoch_open:
                 self._announce_epoch()
@@ -491,21 +441,19 @@ class Exporter:
             self._epoch_over = False
 
     def epoch_is_over(self) -> None:
-        """End the epoch as soon as the next step begins: an evaluation that comes before it still belongs to the
-        epoch.
-        """
+        """End the epoch as soon as the next step begins: an evaluation before that still belongs to the epoch."""
         self._epoch_over = True
 
     def finish_step(self) -> None:
         """End a step that is open: of a loop without an optimizer, or one in which some optimizer has stepped."""
         self._settle()
-        if self._moved or (self._open and not self._optimizers and not self._steps_itself):
+        if self.optimizers.moved or (self._open and not self.optimizers and not self._steps_itself):
             self._guard("step", self._end_step)
 
     def finish(self) -> None:
         """End the run: the last step of a loop without an optimizer, and the last pass of each probe."""
         self.finish_step()
-        if self._optimizers and self._passes > 1 and not self.optimizer_calls and not self._skipped:
+        if self.optimizers and self._passes > 1 and not self.optimizer_calls and not self._skipped:
             why = (
                 "step() of the optimizer that was given was never called, so everything is of one step; give the "
                 "optimizer whose step() is called, or optimizer=() and call step() of the run"
@@ -524,7 +472,7 @@ class Exporter:
             handle.remove()
         self._hung, self._lasting = {}, {}
         self._forget_leaves()
-        _unpatch(self._patched)
+        unpatch(self._patched)
         self._parameters.forget()
         self._parameters.note((), False)
         self._backwards, self._ungraded, self._recomputed, self._scales = {}, {}, {}, {}
@@ -607,8 +555,7 @@ class Exporter:
     def probe(
         self, name: str, inputs: Any, labels: Any = None, *, every: int = 1, batch_size: int | None = None
     ) -> None:
-        """Run the model on fixed inputs, in eval mode without gradients: now, after every `every` steps, and at the
-        end.
+        """Run the model on fixed inputs, in eval mode without gradients: now, after each `every` steps, at the end.
 
         Activations and output are published under the tag `name`; mode, buffers and random generators are restored.
 
@@ -633,7 +580,7 @@ class Exporter:
         if self._root is None:
             raise CaptureError("a probe needs the model: call set_model first")
         if self._sharded():
-            raise CaptureError(_NO_PROBES)
+            raise CaptureError(NO_PROBES)
         if (
             not isinstance(name, str)
             or name in ("", DEFAULT_TAG, EVAL_TAG)
@@ -645,7 +592,7 @@ class Exporter:
                 raise CaptureError(f"{what} of probe {name!r} is a positive integer, not {number!r}")
         if labels is not None and not isinstance(labels, Tensor):
             labels = torch.as_tensor(labels, device="cpu")
-        probe = _Probe(name, inputs, labels, every, batch_size)
+        probe = Probe(name, inputs, labels, every, batch_size)
         self._run_probe(probe)  # a probe that cannot run is the caller's error, now, not a problem of the training
         self._probes.append(probe)
 
@@ -727,36 +674,10 @@ class Exporter:
 
     def structure(self) -> dict[str, Any]:
         """The model as JSON: names and classes of modules, what convolutions are, parameters, tied aliases."""
-        if self._root is None:
-            return {}
-        names_of: dict[int, list[str]] = {}
-        parameters: dict[int, Tensor] = {}
-        for path, one in named_parts(self._root, repeat=True):
-            for name, parameter in one._parameters.items():
-                if parameter is not None:
-                    parameters[id(parameter)] = parameter
-                    names_of.setdefault(id(parameter), []).append(f"{path}.{name}" if path else name)
-        return {
-            "class": _class_name(self._root),
-            "modules": [
-                {"name": name, "class": _class_name(one), **_convolution(one)} for name, one in named_parts(self._root)
-            ],
-            "parameters": [
-                {
-                    "name": names_of[key][0],
-                    "shape": None if is_lazy(parameter) else list(parameter.shape),
-                    "dtype": str(parameter.dtype).removeprefix("torch."),
-                    "requires_grad": parameter.requires_grad,
-                }
-                for key, parameter in parameters.items()
-            ],
-            "tied": [names for names in names_of.values() if len(names) > 1],
-        }
+        return {} if self._root is None else structure_of(self._root)
 
     def _candidates(self) -> list[tuple[str, nn.Module]]:
-        """Every module that may be observed, by path; pseudo-modules of parametrizations have no forward of their
-        own.
-        """
+        """Every module that may be observed, by path; not those of parametrizations, which have no forward."""
         below_root = {} if self._root is None else {id(one): name for name, one in named_parts(self._root)}
         found: dict[int, tuple[str, nn.Module]] = {}
         # modules of the model that were added by themselves are a choice among its modules; others come beside it
@@ -772,7 +693,7 @@ class Exporter:
             if ".parametrizations." in f".{name}." or isinstance(one, ParametrizationList):
                 continue
             while name in names:  # modules added one by one, without names, would all be called ""
-                name = f"{name or _class_name(one).rpartition('.')[2].lower()}_"
+                name = f"{name or class_name(one).rpartition('.')[2].lower()}_"
             names[name] = one
         return list(names.items())
 
@@ -804,7 +725,8 @@ class Exporter:
             self._known[name, method] = hook.fired, hook.off
         self._former, self._hung, self._streams, self._heard_tags = self._hung, {}, {}, {}
         self._quiet_until, self._asked_at = 0, -1
-        self._several, self._top_of, self._trains = len(self.tops) > 1, {}, {}
+        self._several, self._top_of = len(self.tops) > 1, {}
+        self.optimizers.forget_what_they_train()
         receivers = self.message_bus.receivers
         self._asking = tuple(one for one in receivers if not getattr(one, "passive", False)) or receivers
         self._modules = {
@@ -818,7 +740,7 @@ class Exporter:
             self._compiled_before = compiled_anything()
             first = Hook(self, "_before_root", "")
             self._lasting["root"] = [self._root.register_forward_pre_hook(first, with_kwargs=True, prepend=True)]
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers.all:
             if id(optimizer) not in self._lasting:
                 self._lasting[id(optimizer)] = [
                     optimizer.register_step_pre_hook(Hook(self, "_before_optimizer", "")),
@@ -840,7 +762,7 @@ class Exporter:
         if self._root is not None and not isinstance(self._root, torch.jit.ScriptModule):
             put = functools.partial(self._root.register_forward_hook, with_kwargs=True, always_call=True)
             self._hang(self._root, "_after_root", "", put)
-        hooked = not self._optimizers and not self._steps_itself  # each parameter that is trained
+        hooked = not self.optimizers and not self._steps_itself  # each parameter that is trained
         if hooked:
             for path, tensor in self._parameters.trained(self):
                 self._hang(tensor, "_after_accumulation", path, tensor.register_post_accumulate_grad_hook)
@@ -872,7 +794,7 @@ class Exporter:
 
     def _look(self) -> None:
         """Put the hooks on again if modules or parameters have come, gone or been replaced."""
-        if self._parameters.changed(not self._optimizers and not self._steps_itself):
+        if self._parameters.changed(not self.optimizers and not self._steps_itself):
             self._rewire()
 
     def _wire_losses(self) -> None:
@@ -1009,7 +931,7 @@ class Exporter:
         if source.layout is not torch.strided:
             source, owned = source.to_dense(), True
         if self._collecting is not None:
-            if kind not in _PROBED:  # the inputs of a probe are fixed: once is in the user's hands, often is waste
+            if kind not in PROBED:  # the inputs of a probe are fixed: once is in the user's hands, often is waste
                 return
             held = source if owned else source.clone(memory_format=torch.contiguous_format)
             self._collecting.setdefault((kind, path, call or 0, leaf), []).append(held)
@@ -1162,7 +1084,7 @@ class Exporter:
         if not self._idle:
             self._look()
             self._event("batch_started", self._now())
-            if not self._optimizers:
+            if not self.optimizers:
                 self._snapshot(self._parameters.all)
 
     def _nothing_due(self) -> bool:
@@ -1182,7 +1104,7 @@ class Exporter:
             if not self._idle:
                 if self._part is not None:  # nobody took it: no `backward` was called
                     self._publish_leaves("loss", None, self._part, DEFAULT_TAG)
-                if not self._optimizers:
+                if not self.optimizers:
                     self._parameters.compare(self._parameters.all, self._steps_itself, self)
                 self._parameters.publish(self._began, self)
                 self._event("batch_finished", self._began)
@@ -1194,7 +1116,8 @@ class Exporter:
     def _advance(self) -> None:
         """Let go of what was kept of the open step, and move the clock."""
         self._part = None
-        self._over = self._moved = False
+        self._over = False
+        self.optimizers.step_ended()
         if self._leaf_handles:
             self._forget_leaves()
         if self._backwards or self._ungraded or self._recomputed or self._scales:
@@ -1206,8 +1129,6 @@ class Exporter:
         # of the training, the next step forgets them: a value may still be logged for this one
         if self._published:
             self._published = {key: count for key, count in self._published.items() if key[2] == DEFAULT_TAG}
-        if self._waiting:
-            self._waiting = {}
         self._last = self._began
         self._open = False
         self._pass.listening = False
@@ -1325,7 +1246,7 @@ class Exporter:
             self._stands_around(outer)
         if self._over:
             self._settle()
-        if self._open and not self._optimizers and not self._steps_itself and self._is_training_pass(module):
+        if self._open and not self.optimizers and not self._steps_itself and self._is_training_pass(module):
             self._end_step()  # without an optimizer, a step lasts until the next one begins
         self._enter_pass(module)
         if running.listening:
@@ -1619,13 +1540,14 @@ class Exporter:
         return self._step < self._quiet_until
 
     def _before_optimizer(self, _: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._replaced:
-            self._let_go_of_replaced()
+        if self.optimizers.outdated:
+            for key in self.optimizers.let_go_of_replaced():
+                self._lasting.pop(key, None)
         # the forward may come later, in a closure: whether anything is wanted is a question of the clock alone
         if not self._nothing_due():
             if not recomputing():
                 self._look()
-            parameters = self._parameters.of(optimizer, self._in_order)
+            parameters = self._parameters.of(optimizer, self.optimizers.in_order)
             self._snapshot(parameters)
             if self._may_overwrite_gradients(optimizer, args, kwargs):
                 self._parameters.keep_gradients(parameters, self)
@@ -1644,47 +1566,13 @@ class Exporter:
         ours = isinstance(last, Hook) and last.method == "_before_optimizer"
         return ours and getattr(optimizer, "grad_scale", None) is None
 
-    def _let_go_of_replaced(self) -> None:
-        """Forget optimizers that only this still has: when one is made, the one that it takes the place of is there."""
-        self._replaced = False
-        made = [weakref.ref(one) for one in self._optimizers]
-        before = {id(one) for one in self._optimizers}
-        self._optimizers = ()
-        left = tuple(one for one in (ref() for ref in made) if one is not None)
-        if len(left) == len(made):
-            self._optimizers = left
-            return
-        self._take(left)
-        for key in before - {id(one) for one in left}:
-            self._lasting.pop(key, None)
-
-    @property
-    def ender(self) -> Optimizer | None:
-        """The optimizer whose step ends a step, if there is one."""
-        return self._optimizers[self._ender] if self._optimizers else None
-
-    def trains(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer has a parameter of what is observed."""
-        known = self._trains.get(id(optimizer))
-        if known is None:
-            own = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-            known = any(id(p) in own for _, top in self.tops for p in nn.Module.parameters(top))
-            self._trains[id(optimizer)] = known
-        return known
-
-    def _is_beside(self, optimizer: Optimizer) -> bool:
-        """Whether this is one of several optimizers, and trains nothing that is observed, while others may."""
-        return self.finds_ender and len(self._optimizers) > 1 and not self.trains(optimizer)
-
     def _idle_after_optimizer(self, args: tuple[Any, ...]) -> bool:
         """Whether this ends a step that nobody records; then it ends here, as `_after_optimizer` would end it."""
         optimizer = args[0]
-        if (
-            not (self._open and self._idle and self._simple and optimizer is self._optimizers[self._ender])
-            or self._over
-        ):
+        known = self.optimizers
+        if not (self._open and self._idle and optimizer is known.ender) or known.nest or self._over:
             return False
-        if self.finds_ender and (self._ender not in self._stepped or self._is_beside(optimizer)):
+        if known.found and (not known.is_settled or known.is_beside(args[0], self)):
             return False
         if getattr(optimizer, "found_inf", None) is not None or recomputing():
             return False
@@ -1702,61 +1590,27 @@ class Exporter:
         if skipped_inside(optimizer):
             self._skipped_step(optimizer)
             return
-        # one that trains something else ends a step if the training's has stepped in it
-        beside = self._is_beside(optimizer)
-        last = (self._moved or not beside) and self._ends_step(optimizer)
+        last = self.optimizers.ends_step(optimizer, self)
         in_backward = recomputing()
         try:
             if not self._nothing_due():
-                self._parameters.compare(self._parameters.of(optimizer, self._in_order), True, self)
+                self._parameters.compare(self._parameters.of(optimizer, self.optimizers.in_order), True, self)
         finally:  # under strict an exception goes through, but the optimizer has stepped
-            if in_backward and (last or self._one_each):
+            if in_backward and (last or self.optimizers.one_each):
                 self._begin_step()
                 self._over = True  # of the optimizers in a backward, the last one given may be the first to step
             elif last:
                 self._end_step()
-            else:
-                self._moved |= not beside
-
-    @property
-    def _in_order(self) -> tuple[Optimizer, ...]:
-        """The optimizers, the one that ends a step last."""
-        after = self._optimizers[self._ender + 1 :]
-        return (*self._optimizers[: self._ender], *after, self._optimizers[self._ender]) if after else self._optimizers
-
-    def _ends_step(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer's step ends the step: the last one's does.
-
-        Who made the optimizers before the training may let them train one after the other (`finds_ender`). Then an
-        optimizer that steps twice while the last one never has is taken for the last, until one after it steps for the
-        first time; and so is one that steps `_ALONE` times without it.
-        """
-        if optimizer is self._optimizers[self._ender]:
-            self._stepped.add(self._ender)
-            return True
-        if not self.finds_ender:
-            return False
-        place = next((number for number, one in enumerate(self._optimizers) if one is optimizer), None)
-        if place is None:
-            return False
-        times = self._waiting[place] = self._waiting.get(place, 0) + 1
-        enough = _ALONE if self._ender in self._stepped else 2
-        if times < enough and (place in self._stepped or place < self._ender):
-            self._stepped.add(place)
-            return False
-        self._stepped.add(place)
-        self._ender = place
-        return True
+            elif not self.optimizers.is_beside(optimizer, self):
+                self.optimizers.moved = True
 
     def _skipped_step(self, optimizer: Optimizer) -> None:
-        """A GradScaler skipped the optimizer's step: the clock stands still, and what follows belongs to the same
-        step.
-        """
+        """A GradScaler skipped the optimizer's step: the clock stands still, and what follows is of the same step."""
         self._skipped += 1
         self.message_bus.register_topic("skipped_step", "network")
         if not self._nothing_due():
             # another optimizer may end this step all the same
-            self._snapshot(self._parameters.of(optimizer, self._in_order))
+            self._snapshot(self._parameters.of(optimizer, self.optimizers.in_order))
         if any(one.wants("skipped_step", None, DEFAULT_TAG, self._step) for one in self._asking):
             step, train_step, epoch = self._now()
             self.message_bus.publish(
@@ -1779,7 +1633,7 @@ class Exporter:
 
     # -- probes ---------------------------------------------------------------------------------------------
 
-    def _run_probe(self, probe: _Probe) -> None:
+    def _run_probe(self, probe: Probe) -> None:
         root = self._root
         assert root is not None  # probe() checked it
         probe.last = self._step
@@ -1788,7 +1642,7 @@ class Exporter:
         if not self._hears(probe.name):
             return
         if self._sharded():
-            self._problem(f"probe {probe.name!r}", _NO_PROBES)
+            self._problem(f"probe {probe.name!r}", NO_PROBES)
             return
         before = (self._pass.tag, self._user_tag, self._pass.listening, self._pass.depth, self._pass.inputs)
         self._user_tag, self._pass.depth, self._pass.inputs = probe.name, 0, []
@@ -1806,7 +1660,7 @@ class Exporter:
             self._pass.tag, self._user_tag, self._pass.listening, self._pass.depth, self._pass.inputs = before
             self._collecting = None
         for (kind, path, call, leaf), parts in collected.items():
-            if not _joinable(parts, sizes):
+            if not joinable(parts, sizes):
                 what = f"{kind} of {path!r} in probe {probe.name!r}"
                 self._problem(what, "its first axis is not the datapoints, so batches cannot be put together again")
                 continue
@@ -1862,16 +1716,6 @@ class Exporter:
         raise CaptureError(f"this {type(module).__name__} was not added to the exporter; call add_modules first")
 
 
-def _joinable(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
-    """Whether tensors of batches of these sizes are, one after another, the tensor of all: so many rows a datapoint."""
-    if len(sizes) == 1:
-        return True
-    return len(parts) == len(sizes) and all(
-        part.ndim > 0 and part.shape[0] * sizes[0] == parts[0].shape[0] * size and part.shape[0] % size == 0
-        for part, size in zip(parts, sizes, strict=True)
-    )
-
-
 @dataclasses.dataclass(slots=True)
 class _Stream:
     """Who asks for a stream, and by which capture it is observed; what does not change from step to step."""
@@ -1893,77 +1737,13 @@ class _Pass(threading.local):
         self.inputs: list[tuple[str, list[tuple[str, Tensor]], list[GradientHook]]] = []  # of the calls that run
 
 
-class _Probe:
-    """Fixed inputs, and when they are due."""
-
-    def __init__(self, name: str, inputs: Any, labels: Tensor | None, every: int, batch_size: int | None) -> None:
-        self.name = name
-        self.inputs = inputs
-        self.labels = labels
-        self.every = every
-        self.batch_size = batch_size
-        self.last: int | None = None
-
-    def batches(self) -> Iterator[Any]:
-        tensors = [tensor for _, tensor in leaves(self.inputs) if tensor.ndim]
-        if self.batch_size is None or not tensors:
-            yield self.inputs
-            return
-        for begin in range(0, tensors[0].shape[0], self.batch_size):
-            part = slice(begin, begin + self.batch_size)
-            yield map_tensors(self.inputs, functools.partial(rows_of, part))
-
-    @staticmethod
-    def call(model: nn.Module, inputs: Any) -> None:
-        if isinstance(inputs, Mapping):
-            model(**inputs)
-        elif isinstance(inputs, tuple):
-            model(*inputs)
-        else:
-            model(inputs)
-
-
-def _unpatch(patched: dict[str, LossFunction]) -> None:
-    """Take stand-ins for functions of torch away, even if another exporter has put its own around them since."""
-    for name, wrapper in patched.items():
-        outer = getattr(torch.nn.functional, name)
-        if outer is wrapper:
-            setattr(torch.nn.functional, name, wrapper.__wrapped__)
-            continue
-        while isinstance(outer, LossFunction):
-            if outer.__wrapped__ is wrapper:
-                outer.__wrapped__ = wrapper.__wrapped__
-            outer = outer.__wrapped__
-    patched.clear()
-
-
 _EVERYTHING = Capture(kinds=KINDS)
 _BY_EPOCH = frozenset(kind for kind, entry in KINDS.items() if entry.clock == "epoch")
 _NUMBERS = itertools.count()
-_ALONE = 128
-"""Steps of one optimizer without another's that stepped before, after which it is taken for one that trains alone."""
 _LOSSES = 256
-_NO_PROBES = (
-    "the model's parameters are distributed, so a pass of one rank waits for all others; evaluate it yourself, on all "
-    "ranks, within `run.tag(name)`"
-)
-_PROBED = ("layer_inputs", "activations", "network_output")
 
 
 def awake(receiver: Receiver, step: int) -> bool:
     """Whether a receiver may want something of the training passes of this step."""
     ask = getattr(receiver, "awake", None)
     return True if ask is None else bool(ask(step))
-
-
-def _convolution(one: nn.Module) -> dict[str, Any]:
-    """What the shape of a convolution's weight does not tell, as JSON."""
-    if not isinstance(one, nn.modules.conv._ConvNd):
-        return {}
-    said: dict[str, Any] = {name: list(getattr(one, name)) for name in ("stride", "dilation", "output_padding")}
-    said["padding"] = one.padding if isinstance(one.padding, str) else list(one.padding)
-    return {"convolution": said | {name: getattr(one, name) for name in ("groups", "padding_mode", "transposed")}}
-
-
-def _class_name(one: nn.Module) -> str:
-    return f"{type(one).__module__}.{type(one).__qualname__}"

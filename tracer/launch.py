@@ -36,10 +36,11 @@ from tracer.bus import MessageBus
 from tracer.capture import Capture
 from tracer.compression import Compression
 from tracer.errors import CaptureError, TraceError, TracerError
-from tracer.exporter import LOSS_FUNCTIONS, Exporter
-from tracer.hooks import Backward
+from tracer.exporter import Exporter
+from tracer.losses import LOSS_FUNCTIONS
 from tracer.messages import EVAL_TAG
 from tracer.parts import heads, refuse_living, this_process
+from tracer.patches import Backward
 from tracer.recorder import COMMIT_SECONDS, QUEUE_BYTES
 from tracer.recording import Resume, Run, end, start
 from tracer.stores import Anywhere, Location, location, store_module
@@ -306,7 +307,7 @@ class _Session:
         self.exporter = Exporter(message_bus=bus, capture=captures, strict=strict)
         self.exporter.set_optimizer(())
         self.exporter.set_loss(LOSS_FUNCTIONS)
-        self.exporter.holds_parts = self.exporter.finds_ender = True
+        self.exporter.holds_parts = self.exporter.optimizers.found = True
         self.run: Run = start(out, self.exporter, lazily=True, **recording)
         self.exporter.starting = self._begin(self.exporter.starting)
         self._optimizers: list[weakref.ref[Optimizer]] = []
@@ -449,7 +450,7 @@ class _Session:
         self._optimizers.append(weakref.ref(optimizer))
         alive = [one for one in (ref() for ref in self._optimizers) if one is not None]
         found = self._is_watched(optimizer, len(alive)) or self._look_for_models(alive)
-        if not self.exporter.trains(optimizer):
+        if not self.exporter.optimizers.trains(optimizer, self.exporter):
             self._beside.add(optimizer)
         self.exporter.set_optimizer(self._that_end_steps(alive))
         self.refusal = None
@@ -472,7 +473,7 @@ class _Session:
         others = [one for one in alive if one not in self._beside]
         if len(others) in (0, len(alive)) or not (self.exporter.steps_seen or self.exporter._open):
             return alive
-        if self.exporter.ender in self._beside:
+        if self.exporter.optimizers.ender in self._beside:
             self.exporter.finish_step()
         return others
 

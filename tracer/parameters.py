@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 
 from tracer.capture import Capture
 from tracer.errors import raised_by_signal
-from tracer.hooks import copied, same_storage, space_for, unobservable, unscaled
 from tracer.memory import Memory
 from tracer.messages import DEFAULT_TAG, difference
 from tracer.placement import local
+from tracer.tensors import copied, same_storage, space_for, unobservable, unscaled
 from tracer.wrappers import named_parts
 
 PARAMETER_KINDS: Mapping[str, tuple[bool, str]] = {

@@ -321,7 +321,7 @@ def _go_on(path: Location, rank: int, where: Resume, exporter: Exporter) -> None
     TraceError
         If the trace cannot be read.
     """
-    step = where.first_step if where.first_step is not None else _steps_counted(exporter.optimizers)
+    step = where.first_step if where.first_step is not None else _steps_counted(exporter.optimizers.all)
     if step is None:
         raise CaptureError(
             f"{path} cannot be resumed, because the optimizer does not count its steps; say with first_step= "

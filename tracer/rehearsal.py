@@ -35,8 +35,8 @@ from tracer.capture import Capture
 from tracer.certify import Certificate, Steps, Stopwatch, compare, fingerprint
 from tracer.environment import REHEARSAL
 from tracer.errors import CaptureError, TracerError
-from tracer.hooks import steps_within
 from tracer.messages import DEFAULT_TAG, KINDS
+from tracer.optimizers import steps_within
 from tracer.parts import VERDICTS, this_process
 from tracer.reader import TraceReader
 from tracer.recording import Run

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tracer.errors import CaptureError, TraceError, UnknownNameError
-from tracer.exporter import LOSS_FUNCTIONS
+from tracer.losses import LOSS_FUNCTIONS
 from tracer.recording import Run, end, record
 from tracer.stores import Anywhere
 from tracer.termination import Ending, what_ends_the_program

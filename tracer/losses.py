@@ -1,0 +1,151 @@
+"""Loss functions: which there are, what their arguments are, what is made of them, and what stands in for them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pkgutil
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional
+from torch import Tensor
+
+from tracer.hooks import traced
+
+if TYPE_CHECKING:
+    from tracer.exporter import Exporter
+
+
+LOSS_FUNCTIONS: tuple[str, ...] = (
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "cross_entropy", "ctc_loss",
+    "gaussian_nll_loss", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss", "margin_ranking_loss", "mse_loss",
+    "multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss", "nll_loss", "poisson_nll_loss",
+    "smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss", "triplet_margin_with_distance_loss",
+)  # fmt: skip
+"""The loss functions of ``torch.nn.functional``; the modules of ``torch.nn`` call these."""
+_NEAREST = 256
+"""How many nodes of a graph are looked at."""
+
+
+class LossFunction:
+    """Stands in for a function of ``torch.nn.functional`` while it is observed."""
+
+    __wrapped__: Callable[..., Any]
+    __name__: str
+
+    def __init__(self, exporter: Exporter, original: Callable[..., Any]) -> None:
+        self._exporter = weakref.ref(exporter)
+        functools.update_wrapper(self, original, updated=())
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)  # as functions are in a class
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # what holds the function, such as a model, can be copied and pickled, and finds torch's own where it is loaded
+        return pkgutil.resolve_name, (f"torch.nn.functional:{self.__name__}",)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        exporter = self._exporter()
+        if exporter is None or exporter._pass.in_loss or traced():
+            return self.__wrapped__(*args, **kwargs)
+        exporter._pass.in_loss = True  # some losses are made of others
+        try:
+            output = self.__wrapped__(*args, **kwargs)
+        finally:
+            exporter._pass.in_loss = False
+        if exporter._attached and exporter._enabled:
+            exporter._guard("loss", lambda: exporter._loss_seen(self.__wrapped__, args, kwargs, output))
+        return output
+
+
+def unpatch(patched: dict[str, LossFunction]) -> None:
+    """Take stand-ins for functions of torch away, even if another exporter has put its own around them since."""
+    for name, wrapper in patched.items():
+        outer = getattr(torch.nn.functional, name)
+        if outer is wrapper:
+            setattr(torch.nn.functional, name, wrapper.__wrapped__)
+            continue
+        while isinstance(outer, LossFunction):
+            if outer.__wrapped__ is wrapper:
+                outer.__wrapped__ = wrapper.__wrapped__
+            outer = outer.__wrapped__
+    patched.clear()
+
+
+@functools.lru_cache(maxsize=64)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    # looked up at every loss; of the function below a bound method, so that no module is kept alive
+    return inspect.signature(function)
+
+
+def output_and_labels(
+    loss: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Which arguments of a call of a loss are the network's output and the labels, whatever their order.
+
+    Labels are the parameter called ``target`` or ``targets``, or in a loss of the user's own the second tensor; a loss
+    such as ``triplet_margin_loss`` has none.
+
+    Examples
+    --------
+    >>> x, y = torch.zeros(2, 3), torch.tensor([0, 1])
+    >>> found = output_and_labels(torch.nn.functional.cross_entropy, (), {"target": y, "input": x})
+    >>> found[0] is x, found[1] is y
+    (True, True)
+    """
+    try:
+        signature = _signature(getattr(loss, "__func__", loss))
+        owner = (None,) if hasattr(loss, "__func__") else ()
+        given = signature.bind_partial(*owner, *args, **kwargs).arguments
+        ordered = [given[name] for name in signature.parameters if name in given]
+    except (TypeError, ValueError):  # builtins have no signature
+        given, ordered = dict(kwargs), [*args, *kwargs.values()]
+    tensors = [one for one in ordered if isinstance(one, Tensor)]
+    labels = next((given[name] for name in ("target", "targets") if isinstance(given.get(name), Tensor)), None)
+    if labels is None and "anchor" not in given:
+        labels = tensors[1] if len(tensors) > 1 else None
+    output = next((one for one in tensors if one is not labels), None)
+    return output, labels
+
+
+def is_part_of_a_loss(loss: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a loss function was asked for a sum, or for each datapoint's loss: the caller makes the loss of it.
+
+    Examples
+    --------
+    >>> x, y = torch.zeros(2, 3), torch.tensor([0, 1])
+    >>> function = torch.nn.functional.cross_entropy
+    >>> is_part_of_a_loss(function, (x, y), {"reduction": "sum"}), is_part_of_a_loss(function, (x, y), {})
+    (True, False)
+    """
+    try:
+        given = _signature(loss).bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return False
+    means = given.get("size_average") is not False and given.get("reduce") is not False  # torch's older names
+    return given.get("reduction", "mean") in ("sum", "none") or not means
+
+
+def node_of(tensor: Tensor) -> int | None:
+    """The number of a tensor's node in its graph, which no other node of its thread has; None without one."""
+    return None if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
+
+
+def made_of(tensor: Tensor, nodes: Collection[int]) -> bool:
+    """Whether one of these nodes is a tensor's own, or one of the nearest that it is made of."""
+    if not nodes or tensor.grad_fn is None:
+        return False
+    waiting: deque[Any] = deque([tensor.grad_fn])
+    for _ in range(_NEAREST):
+        if not waiting:
+            break
+        node = waiting.popleft()
+        if node._sequence_nr() in nodes:
+            return True
+        waiting.extend(one for one, _ in node.next_functions if one is not None)
+    return False

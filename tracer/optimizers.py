@@ -1,0 +1,209 @@
+"""The optimizers of a training, and which of them ends a step by stepping.
+
+Who knows them in the order in which they step says so, and the last one ends a step. Who found them one by one as they
+were made (a launcher) cannot know that order: then it is learned from how they step, those that others took the place
+of are forgotten, and those that train nothing which is observed stand beside the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+ALONE = 128
+"""Steps of one optimizer without another's that stepped before, after which it is taken for one that trains alone."""
+
+
+_STEP = Optimizer.profile_hook_step(len).__code__
+"""What torch puts around `step` of every optimizer, to run the hooks."""
+
+
+class Observed(Protocol):
+    """What is asked of an exporter; handed over and not kept, so that it is freed when nobody refers to it."""
+
+    @property
+    def tops(self) -> list[tuple[str, nn.Module]]:
+        """The modules that are observed, with all below them, by their names."""
+
+
+class Optimizers:
+    """The optimizers of which an exporter was told.
+
+    Attributes
+    ----------
+    all : tuple of Optimizer
+        As they were given.
+    ender : Optimizer or None
+        The one whose step ends a step.
+    found : bool
+        Whether the given order may not be that in which they step.
+    outdated : bool
+        Whether some of them may have been replaced since they were given, see `let_go_of_replaced`.
+    nest : bool
+        Whether one has a step that calls its parent's.
+    one_each : bool
+        Whether there is an optimizer for each parameter.
+    moved : bool
+        Whether one has stepped in the open step, and did not end it.
+    """
+
+    def __init__(self) -> None:
+        self.found = False
+        self.moved = False
+        self.take(())
+
+    def take(self, optimizers: tuple[Optimizer, ...]) -> None:
+        """Begin anew with these, of which nothing is known but their order."""
+        self.all = optimizers
+        self.outdated = self.found and len(optimizers) > 1
+        self.nest = any(steps_nest(one) for one in optimizers)
+        self.one_each = len(optimizers) > 1 and all(
+            sum(len(group["params"]) for group in one.param_groups) == 1 for one in optimizers
+        )
+        self._put_last(len(optimizers) - 1)
+        self._stepped: set[int] = set()  # places of those that have stepped
+        self._waiting: dict[int, int] = {}  # by place, how often each has stepped since a step ended
+        self._trains: dict[int, bool] = {}  # by id, whether each trains what is observed
+
+    def _put_last(self, place: int) -> None:
+        self._place = place
+        self.ender = self.all[place] if self.all else None
+
+    def __bool__(self) -> bool:
+        return bool(self.all)
+
+    @property
+    def in_order(self) -> tuple[Optimizer, ...]:
+        """All of them, the one that ends a step last."""
+        after = self.all[self._place + 1 :]
+        return (*self.all[: self._place], *after, self.all[self._place]) if after else self.all
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the one that ends a step was given as the last, or has been seen to step."""
+        return not self.found or self._place in self._stepped
+
+    def trains(self, optimizer: Optimizer, observed: Observed) -> bool:
+        """Whether an optimizer has a parameter of what is observed."""
+        known = self._trains.get(id(optimizer))
+        if known is None:
+            own = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+            known = self._trains[id(optimizer)] = any(
+                id(one) in own for _, top in observed.tops for one in nn.Module.parameters(top)
+            )
+        return known
+
+    def forget_what_they_train(self) -> None:
+        """What is observed has changed."""
+        self._trains = {}
+
+    def is_beside(self, optimizer: Optimizer, observed: Observed) -> bool:
+        """Whether this is one of several, and trains nothing that is observed, while others may."""
+        return self.found and len(self.all) > 1 and not self.trains(optimizer, observed)
+
+    def ends_step(self, optimizer: Optimizer, observed: Observed) -> bool:
+        """Note that one has stepped; whether that ends the step: the last one's does.
+
+        If they were found, they may train one after the other. Then one that steps twice while the last one never has
+        is taken for the last, until one after it steps for the first time; and so is one that steps `ALONE` times
+        without it. One that stands beside the others ends a step if another has stepped in it.
+        """
+        if self.is_beside(optimizer, observed) and not self.moved:
+            return False
+        if optimizer is self.ender:
+            self._stepped.add(self._place)
+            return True
+        if not self.found:
+            return False
+        place = next((number for number, one in enumerate(self.all) if one is optimizer), None)
+        if place is None:
+            return False
+        times = self._waiting[place] = self._waiting.get(place, 0) + 1
+        enough = ALONE if self._place in self._stepped else 2
+        if times < enough and (place in self._stepped or place < self._place):
+            self._stepped.add(place)
+            return False
+        self._stepped.add(place)
+        self._put_last(place)
+        return True
+
+    def step_ended(self) -> None:
+        """Begin to count anew."""
+        self.moved = False
+        if self._waiting:
+            self._waiting = {}
+
+    def let_go(self) -> Callable[[], set[int]]:
+        """Refer to none of them; what is returned takes those back that somebody else still has.
+
+        It gives the ids of the others.
+        """
+        refs = {id(one): weakref.ref(one) for one in self.all}
+        self.all, self.ender = (), None
+
+        def back() -> set[int]:
+            left = tuple(one for ref in refs.values() if (one := ref()) is not None)
+            if len(left) == len(refs):
+                self.all = left
+                self._put_last(self._place)
+            else:
+                self.take(left)
+            return refs.keys() - {id(one) for one in left}
+
+        return back
+
+    def let_go_of_replaced(self) -> set[int]:
+        """Forget those that nobody else has: when one is made, the one that it takes the place of is still there.
+
+        Gives their ids.
+        """
+        self.outdated = False
+        return self.let_go()()
+
+
+def steps_nest(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's class has a `step` that may call that of a parent, which has one, too."""
+    return _calls_parent(type(optimizer))  # type: ignore[arg-type]  # mypy asks the instances whether they can be hashed
+
+
+@functools.lru_cache(maxsize=64)
+def _calls_parent(one: Any) -> bool:
+    return sum("step" in vars(parent) for parent in one.__mro__) > 2  # one is Optimizer's own
+
+
+def steps_within(optimizer: Optimizer) -> bool:
+    """Whether the hooks run of a step inside a step: a subclass that calls its parent's `step` has them run for both.
+
+    Looked for among the calls, because a count would be wrong for ever after a step that raised; but only where a class
+    and a parent of it both have a `step`.
+    """
+    if not steps_nest(optimizer):
+        return False
+    running = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and running < 2:
+        if frame.f_code is _STEP and frame.f_locals.get("self") is optimizer:
+            running += 1
+        frame = frame.f_back
+    return running > 1
+
+
+def skipped_inside(optimizer: Optimizer) -> bool:
+    """Whether a fused optimizer, which a GradScaler does not call off, has found infinities and not moved.
+
+    On a CUDA device this waits for the answer, without which the steps cannot be counted; while a CUDA graph is
+    captured there is none.
+    """
+    found_inf = getattr(optimizer, "found_inf", None)
+    if not isinstance(found_inf, Tensor) or (found_inf.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    return bool(found_inf.item())

@@ -1,0 +1,239 @@
+"""What of PyTorch is changed while an exporter is there: ``torch.jit.script``, GradScaler, ``backward``.
+
+Each stands as it was as soon as no exporter needs it any more.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from tracer.hooks import Hook
+from tracer.losses import LossFunction
+from tracer.tensors import leaves
+
+if TYPE_CHECKING:
+    from tracer.exporter import Exporter
+
+
+_unscripted: weakref.WeakSet[Exporter] = weakref.WeakSet()
+_script: Any = None
+
+
+def watch_scripting(exporter: Exporter) -> None:
+    """Let ``torch.jit.script``, which compiles what it finds, find nothing of this exporter's, nor of others'."""
+    global _script
+    if exporter not in _unscripted:
+        _unscripted.add(exporter)
+        weakref.finalize(exporter, _settle_scripting).atexit = False
+    original = getattr(torch.jit._script, "_script_impl", None)
+    if _script is None and original is not None:
+        _script = _as_unwatched(original)
+        vars(torch.jit._script)["_script_impl"] = _script
+
+
+def unwatch_scripting(exporter: Exporter) -> None:
+    """Undo `watch_scripting`; without any, torch's own function is back."""
+    _unscripted.discard(exporter)
+    _settle_scripting()
+
+
+def _settle_scripting() -> None:
+    global _script
+    if _script is not None and not [*_unscripted]:
+        if vars(torch.jit._script)["_script_impl"] is _script:  # else another has put its own around it, which may stay
+            vars(torch.jit._script)["_script_impl"] = _script.__wrapped__
+        _script = None
+
+
+def _as_unwatched(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def script(obj: Any, *args: Any, _frames_up: int = 0, **kwargs: Any) -> Any:  # as torch calls its own: by name
+        functional = vars(torch.nn.functional)
+        stand_ins = {name: one for name, one in functional.items() if isinstance(one, LossFunction)}
+        hooked: list[tuple[dict[str, Any], str, dict[int, Any]]] = []
+        for one in nn.Module.modules(obj) if isinstance(obj, nn.Module) else ():
+            for name in ("_forward_hooks", "_forward_pre_hooks"):
+                hooks = vars(one).get(name)
+                if hooks and any(isinstance(hook, Hook) for hook in hooks.values()):
+                    hooked.append((vars(one), name, hooks))
+        try:
+            for name, stand_in in stand_ins.items():
+                function: Any = stand_in
+                while isinstance(function, LossFunction):
+                    function = function.__wrapped__
+                functional[name] = function
+            for attributes, name, hooks in hooked:
+                others = ((key, hook) for key, hook in hooks.items() if not isinstance(hook, Hook))
+                attributes[name] = type(hooks)(others)
+            # names are looked up so many frames further up, and this is one more
+            return original(obj, *args, _frames_up=_frames_up + 1, **kwargs)
+        finally:
+            for attributes, name, hooks in hooked:  # the same dictionaries, which the handles of the hooks know
+                attributes[name] = hooks
+            functional.update(stand_ins)
+
+    return script
+
+
+_scaled: weakref.WeakSet[Exporter] = weakref.WeakSet()
+_scaler_methods: dict[tuple[type[GradScaler], str], Callable[..., Any]] = {}
+_in_scaler: set[tuple[int, str]] = set()  # scalers and methods that run, because one may call that of its parent
+
+
+def watch_scalers(exporter: Exporter) -> None:
+    """Let an exporter know of losses that a GradScaler multiplies, and of steps that it skips.
+
+    In these torch calls none of the optimizer's hooks. Subclasses may have methods of their own, as that of FSDP has.
+    """
+    if exporter not in _scaled:
+        _scaled.add(exporter)
+        weakref.finalize(exporter, _settle_scalers).atexit = False  # one that is dropped leaves nothing, either
+    if not _scaler_methods:
+        _observe_scalers(GradScaler)
+        setattr(GradScaler, "__init_subclass__", classmethod(_new_scaler))  # noqa: B010 - a type checker calls it wrong
+
+
+def unwatch_scalers(exporter: Exporter) -> None:
+    """No longer let an exporter know; without any, torch's own methods are back."""
+    _scaled.discard(exporter)
+    _settle_scalers()
+
+
+def _settle_scalers() -> None:
+    if _scaler_methods and not [*_scaled]:
+        for (owner, name), method in _scaler_methods.items():
+            setattr(owner, name, method)
+        _scaler_methods.clear()
+        del GradScaler.__init_subclass__
+
+
+def _observe_scalers(owner: type[GradScaler]) -> None:
+    for name, observed in (("scale", _observed_scale), ("step", _observed_step)):
+        method = vars(owner).get(name)
+        if isinstance(method, FunctionType):
+            _scaler_methods[owner, name] = method
+            setattr(owner, name, observed(method))
+    for one in owner.__subclasses__():
+        _observe_scalers(one)
+
+
+def _new_scaler(owner: type[Any], /, **kwargs: Any) -> None:
+    super(GradScaler, owner).__init_subclass__(**kwargs)
+    _observe_scalers(owner)
+
+
+def _observed_scale(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def scale(scaler: GradScaler, outputs: Any) -> Any:
+        key = id(scaler), "scale"
+        if key in _in_scaler:
+            return original(scaler, outputs)
+        _in_scaler.add(key)
+        try:
+            result = original(scaler, outputs)
+        finally:
+            _in_scaler.discard(key)
+        watching = [one for one in _scaled if one._attached and one._enabled] if scaler.is_enabled() else []
+        factor = scaler._scale if watching else None  # a scaler that is not enabled has none
+        if factor is not None:
+            factor = factor.detach().clone()  # which the scaler changes in place
+            for (_, tensor), (_, loss) in zip(leaves(result), leaves(outputs), strict=False):
+                if tensor.requires_grad:
+                    for one in watching:
+                        one._guard("the loss scale", functools.partial(one._loss_scaled, tensor, loss, factor))
+        return result
+
+    return scale
+
+
+def _observed_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def step(scaler: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        key = id(scaler), "step"
+        if key in _in_scaler:
+            return original(scaler, optimizer, *args, **kwargs)
+        watching = [one for one in _scaled if any(known is optimizer for known in one.optimizers.all)]
+        before = [one.optimizer_calls for one in watching]
+        _in_scaler.add(key)
+        try:
+            result = original(scaler, optimizer, *args, **kwargs)
+        finally:
+            _in_scaler.discard(key)
+        for one, calls in zip(watching, before, strict=True):
+            if one.optimizer_calls == calls and one._attached and one._enabled:
+                one._guard("skipped_step", functools.partial(one._skipped_step, optimizer))
+        return result
+
+    return step
+
+
+_told_of_backward: weakref.WeakSet[Exporter] = weakref.WeakSet()
+_backward: Callable[..., None] | None = None  # what stands in the place of torch's
+
+
+def watch_backward(exporter: Exporter) -> None:
+    """Let an exporter know on what ``backward`` is called, for a loss that a library computes."""
+    global _backward
+    if exporter not in _told_of_backward:
+        _told_of_backward.add(exporter)
+        weakref.finalize(exporter, _settle_backward).atexit = False
+    if _backward is None:
+        _backward = _observed_backward(Tensor.backward)
+        setattr(Tensor, "backward", _backward)  # noqa: B010 - mypy forbids to assign it
+
+
+def unwatch_backward(exporter: Exporter) -> None:
+    """No longer let an exporter know; without any, the method is as it was."""
+    _told_of_backward.discard(exporter)
+    _settle_backward()
+
+
+def _settle_backward() -> None:
+    global _backward
+    if _backward is not None and not [*_told_of_backward]:
+        if Tensor.backward is _backward:  # else another program has put its own around it, which may stay
+            setattr(Tensor, "backward", _backward.__wrapped__)  # type: ignore[attr-defined]  # noqa: B010
+        _backward = None
+
+
+def _observed_backward(original: Callable[..., None]) -> Callable[..., None]:
+    running = Backward()
+
+    @functools.wraps(original)
+    def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        for one in list(_told_of_backward) if _backward is backward and not running.of(tensor) else ():
+            one._guard("loss", functools.partial(one.backward_called, tensor))
+        running.call(original, tensor, *args, **kwargs)
+
+    return backward
+
+
+class Backward(threading.local):
+    """Of which tensor a thread is in the ``backward``.
+
+    Torch calls the method anew, of the same tensor, for subclasses of tensors, and while there is a default device.
+    """
+
+    _tensor: Tensor | None = None
+
+    def of(self, tensor: Tensor) -> bool:
+        """Whether this thread is in the ``backward`` of this tensor."""
+        return self._tensor is tensor
+
+    def call(self, original: Callable[..., None], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Call the method."""
+        before, self._tensor = self._tensor, tensor
+        try:
+            original(tensor, *args, **kwargs)
+        finally:
+            self._tensor = before
