@@ -1123,7 +1123,7 @@ class ZarrReadStore:
                     target = to[begin - first : begin - first + length]
                     right = _read_chunk(file, target, trailer, offset)
                 else:
-                    target = np.empty(chunk_nbytes, np.uint8).data
+                    target = new_memory(chunk_nbytes).data
                     right = _read_chunk(file, target, trailer, offset)
                     low, high = max(begin, first), min(begin + length, end)
                     to[low - first : high - first] = target[low - begin : high - begin]
@@ -1146,7 +1146,7 @@ class ZarrReadStore:
         shard: _ReadShard | None = None
         shard_number = -1
         most = chunk_nbytes + OVERHEAD + 4
-        buffer = np.empty(most, np.uint8)
+        buffer = new_memory(most)
         try:
             for number, begin, length in walk(array.shape, array.chunk, item, start, stop):
                 if shard is None or number // per_shard != shard_number:
