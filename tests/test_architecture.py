@@ -67,10 +67,15 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("tracer.messages", "tracer.capture", "tracer.tensors", "tracer.wrappers", "tracer.placement"),
         "tracer.memory",
     },
+    "tracer.clock": set(),
+    "tracer.publishing": {
+        *("tracer.messages", "tracer.bus", "tracer.capture", "tracer.clock", "tracer.memory", "tracer.parameters"),
+        *("tracer.placement", "tracer.probes", "tracer.tensors"),
+    },
     "tracer.exporter": FOUNDATION
     | {"tracer.hooks", "tracer.tensors", "tracer.losses", "tracer.patches", "tracer.optimizers", "tracer.probes"}
-    | {"tracer.compiled", "tracer.wrappers", "tracer.structure", "tracer.placement", "tracer.memory"}
-    | {"tracer.parameters"},
+    | {"tracer.compiled", "tracer.wrappers", "tracer.structure", "tracer.placement", "tracer.parameters"}
+    | {"tracer.clock", "tracer.publishing"},
     "tracer.recorder": FOUNDATION | STORAGE | {"tracer.transfers", "tracer.budget", "tracer.termination"},
     "tracer.recording": FOUNDATION
     | STORAGE

@@ -324,7 +324,7 @@ def _observe(tensors: list[Tensor], site: str, names: str, grad: bool, without: 
     numbers = _NOBODY
     if hook is not None and exporter is not None:
         found = dict(zip(names.split("\n"), tensors, strict=True)) if tensors else {}
-        module = exporter._root if hook.method in _OF_ROOT else exporter._modules.get(hook.name)
+        module = exporter._root if hook.method in _OF_ROOT else exporter.publisher.modules.get(hook.name)
         inputs = hook.method in _INPUTS
         with torch.set_grad_enabled(grad):  # what tells a training pass; a compiled graph runs without
             hook.tell(module, (), found, *(() if inputs else (found,)))
@@ -332,7 +332,7 @@ def _observe(tensors: list[Tensor], site: str, names: str, grad: bool, without: 
             numbers = exporter._ticket(hook.name)
         if without and exporter._pass.listening:
             kind = "input_gradients" if inputs else "layer_gradients"
-            exporter._guard(kind, lambda: exporter._problem(f"{kind} of {hook.name!r}", without))
+            exporter._guard(kind, lambda: exporter.publisher.problem(f"{kind} of {hook.name!r}", without))
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 

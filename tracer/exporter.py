@@ -8,7 +8,6 @@ is neither hooked nor copied.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import itertools
@@ -30,8 +29,9 @@ from torch.optim import Optimizer
 
 from tracer.bus import MessageBus, Receiver, tell_of_model
 from tracer.capture import Capture
+from tracer.clock import Clock
 from tracer.compiled import TOO_LATE, compiled_anything, tag_number, unseen_regions
-from tracer.errors import CaptureError, MessageError, raised_by_signal, warn_only
+from tracer.errors import CaptureError, MessageError, raised_by_signal
 from tracer.hooks import (
     GradientHook,
     Hook,
@@ -44,10 +44,9 @@ from tracer.hooks import (
     without_modes,
 )
 from tracer.losses import LOSS_FUNCTIONS, LossFunction, is_part_of_a_loss, made_of, node_of, output_and_labels, unpatch
-from tracer.memory import Memory
-from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message, ModuleMessage, NetworkMessage, checked
+from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, NetworkMessage
 from tracer.optimizers import Optimizers, skipped_inside, steps_within
-from tracer.parameters import PARAMETER_KINDS, Parameter, Parameters
+from tracer.parameters import Parameter
 from tracer.patches import (
     unwatch_backward,
     unwatch_scalers,
@@ -56,11 +55,12 @@ from tracer.patches import (
     watch_scalers,
     watch_scripting,
 )
-from tracer.placement import is_distributed, local, placement_of
-from tracer.probes import NO_PROBES, PROBED, Probe, joinable, undisturbed
+from tracer.placement import is_distributed
+from tracer.probes import NO_PROBES, Probe, joinable, undisturbed
+from tracer.publishing import Publisher
 from tracer.structure import class_name, structure_of
 from tracer.subscriber import unmet
-from tracer.tensors import arguments_of, copied, leaves, opaque, ordinary, same_storage, unobservable, unscaled
+from tracer.tensors import arguments_of, copied, leaves, opaque, unobservable
 from tracer.wrappers import compiled_parts, named_parts, unwrap, wrapped_by
 
 
@@ -113,16 +113,12 @@ class Exporter:
         elif depth is not None or module_filter is not None:
             raise CaptureError("give an exporter a capture, or depth and module_filter, not both")
         self.number = next(_NUMBERS)  # in the names by which compiled graphs call this exporter's hooks
-        self.captures: tuple[Capture, ...] = (capture,) if isinstance(capture, Capture) else tuple(capture)
         self.message_bus = message_bus if message_bus is not None else MessageBus("exporter")
+        self.captures: tuple[Capture, ...] = (capture,) if isinstance(capture, Capture) else tuple(capture)
         self.strict = strict
-        self._memory = Memory()
-        self.problems: list[dict[str, Any]] = []
-        self._step = 0
-        self.train_step = 0
-        self.epoch = 0
-        self.rank = 0
-        self.starting: Callable[[], None] | None = None
+        self.clock = Clock()
+        self.publisher = Publisher(self.message_bus, self.captures, self.clock, strict=strict)
+        self._parameters = self.publisher.parameters
         self.losses_seen = 0
         self.holds_parts = False  # whether who calls `backward_called` knows the loss that a sum becomes
         self._part: Tensor | None = None
@@ -131,7 +127,6 @@ class Exporter:
         self.last_scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # what a GradScaler gave, and what it got
         self.forwards_seen = 0  # of the root, in training and aside
         self.optimizer_calls = 0
-        self._first_step = 0
 
         self._root: nn.Module | None = None
         # the top that each module's path leads to, as far as that was asked
@@ -140,8 +135,6 @@ class Exporter:
         # the tag of the last pass that had gradients
         self._tag_with_gradients = DEFAULT_TAG
         self._added: list[tuple[str, nn.Module, bool]] = []
-        self._modules: dict[str, nn.Module] = {}
-        self._parameters = Parameters(self._memory)
         self.optimizers = Optimizers()
         # whether torch had compiled code when the root's hook came; None: told
         self._compiled_before: bool | None = None
@@ -156,30 +149,15 @@ class Exporter:
         self._known: dict[tuple[str, str], tuple[bool, bool]] = {}  # which hooks were called, and which are off
         self._leaf_handles: list[Any] = []
         self._probes: list[Probe] = []
-        self._sampling: dict[tuple[str, str | None, str, str], dict[str, Any] | None] = {}
-        # of distributed tensors, by what torch calls their specification
-        self._placements: dict[Any, dict[str, Any]] = {}
         self._surveyed = False  # whether it is known which parameters other ranks hold, too
         self._around: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # DistributedDataParallel around the model
         self.recorded: Collection[int] | None = None
         self.elsewhere: set[tuple[str, str | None]] = set()
         """Kinds and modules that another rank records, because it has the same."""
-        self._told: dict[tuple[Any, ...], dict[str, Any] | None] = {}
-
-        self._given_up: set[tuple[str, str | None]] = set()
-        # answers to "who wants this stream", asked in every hook
-        self._streams: dict[tuple[str, str | None, str], _Stream] = {}
-        self._asking: tuple[Receiver, ...] = ()
-        self._heard_tags: dict[str, bool] = {}
-        self._published: dict[tuple[str, str | None, str, str], int] = {}
-        self._running: dict[tuple[str, str | None, str, str], Tensor] = {}
         self._logged: dict[tuple[str, str], tuple[tuple[int, int, int], int]] = {}
 
-        self._enabled = True
         self._attached = True
         self._silent: list[str] = []
-        self._open = False  # whether a step has begun and not ended
-        self._began = (0, 0, 0)  # its counters
         self._epoch_open = False
         self._epoch_over = False  # but the next one has not begun
         self._idle = False  # whether nobody wants anything of the open step
@@ -200,8 +178,6 @@ class Exporter:
         self._scales: dict[int, Tensor] = {}  # by backward: what a GradScaler has multiplied its loss with
         self._slowed: list[str] = []  # modules whose fast path torch gives up because of our hooks
         self._lock = threading.RLock()  # hooks may fire in several threads
-        self._last: tuple[int, int, int] | None = None
-        self._collecting: dict[tuple[str, str | None, int, str], list[Tensor]] | None = None
         self.message_bus.watch(self._rewire)
 
     # -- what to listen to ----------------------------------------------------------------------------------
@@ -257,7 +233,7 @@ class Exporter:
         CaptureError
             If a step has begun.
         """
-        if self._open or self._last is not None:
+        if self.clock.open or self.clock.last is not None:
             raise CaptureError("the model cannot be changed once training has begun")
         for handle in self._lasting.pop("root", ()):
             handle.remove()
@@ -278,7 +254,7 @@ class Exporter:
         added = [(name, weakref.ref(one), recursive) for name, one, recursive in self._added]
         take_optimizers_back = self.optimizers.let_go()
         hung = {key: (weakref.ref(on), hook, handle) for key, (on, hook, handle) in self._hung.items()}
-        self._root, self._added, self._modules, self._hung = None, [], {}, {}
+        self._root, self._added, self.publisher.modules, self._hung = None, [], {}, {}
         self._parameters.find(())
         self._parameters.note((), False)
         if collect:
@@ -343,12 +319,12 @@ class Exporter:
     @property
     def modules(self) -> list[nn.Module]:
         """The observed modules."""
-        return list(self._modules.values())
+        return list(self.publisher.modules.values())
 
     @property
     def named_modules(self) -> list[tuple[str, nn.Module]]:
         """The observed modules with their dotted paths."""
-        return list(self._modules.items())
+        return list(self.publisher.modules.items())
 
     @property
     def tops(self) -> list[tuple[str, nn.Module]]:
@@ -374,7 +350,7 @@ class Exporter:
             If there is no such module.
         """
         if isinstance(module, str):
-            everything = dict(named_parts(self._root)) if self._root is not None else dict(self._modules)
+            everything = dict(named_parts(self._root)) if self._root is not None else dict(self.publisher.modules)
             if module not in everything:
                 raise CaptureError(f"there is no module {module!r}; there are {', '.join(everything)}")
             module = everything[module]
@@ -388,7 +364,7 @@ class Exporter:
 
     def train(self, train: bool = True) -> None:
         """Publish again, after `test`; ``train(False)`` is ``test()``."""
-        self._enabled = train
+        self.publisher.enabled = train
 
     def test(self, test: bool = True) -> None:
         """Publish nothing and count nothing until `train` is called."""
@@ -400,11 +376,11 @@ class Exporter:
     def global_step(self) -> int:
         """How many optimizer steps have taken place; after a restart, those before it included."""
         self._settle()
-        return self._step
+        return self.clock.step
 
     def step(self) -> None:
         """End the step: for loops without an optimizer that this exporter knows."""
-        if self._enabled and self._attached:
+        if self.publisher.enabled and self._attached:
             with self._lock:
                 if self._over:
                     self._settle()
@@ -413,30 +389,42 @@ class Exporter:
 
     def start_at(self, global_step: int, train_step: int, epoch: int) -> None:
         """Count from here: the training goes on after a restart. In the middle of an epoch, that is not begun again."""
-        self._first_step = self._step = global_step
+        self.clock.start_at(global_step, train_step, epoch)
         self._quiet_until, self._asked_at = 0, -1
-        self.train_step, self.epoch = train_step, epoch
         self._epoch_open = train_step > 0
+
+    @property
+    def train_step(self) -> int:
+        """How many of them in this epoch."""
+        return self.clock.train_step
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs have ended."""
+        return self.clock.epoch
+
+    @property
+    def problems(self) -> list[dict[str, Any]]:
+        """What is not observed, and why."""
+        return self.publisher.problems
 
     @property
     def steps_seen(self) -> int:
         """How many steps were taken since this exporter began to count."""
-        return self.global_step - self._first_step
+        return self.global_step - self.clock.first_step
 
     def epoch_finished(self) -> None:
         """End the epoch: publish ``epoch_finished``; the next step is the first of the next epoch."""
-        if not (self._enabled and self._attached):
+        if not (self.publisher.enabled and self._attached):
             return
         with self._lock:
             self._settle()
-            if self._open and not self.optimizers and not self._steps_itself:
+            if self.clock.open and not self.optimizers and not self._steps_itself:
                 self._guard("step", self._end_step)
             if not self._epoch_open:
                 self._announce_epoch()
-            at = self._last if self._last is not None and self._last[2] == self.epoch else (self._step, 0, self.epoch)
-            self._event("epoch_finished", at)
-            self.epoch += 1
-            self.train_step = 0
+            self.publisher.event("epoch_finished", self.clock.last_of_epoch())
+            self.clock.end_epoch()
             self._epoch_open = False
             self._epoch_over = False
 
@@ -447,7 +435,7 @@ class Exporter:
     def finish_step(self) -> None:
         """End a step that is open: of a loop without an optimizer, or one in which some optimizer has stepped."""
         self._settle()
-        if self.optimizers.moved or (self._open and not self.optimizers and not self._steps_itself):
+        if self.optimizers.moved or (self.clock.open and not self.optimizers and not self._steps_itself):
             self._guard("step", self._end_step)
 
     def finish(self) -> None:
@@ -458,9 +446,9 @@ class Exporter:
                 "step() of the optimizer that was given was never called, so everything is of one step; give the "
                 "optimizer whose step() is called, or optimizer=() and call step() of the run"
             )
-            self._problem("the end of a step", why)
+            self.publisher.problem("the end of a step", why)
         for probe in self._probes:
-            if probe.last != self._step:
+            if probe.last != self.clock.step:
                 self._guard(f"probe {probe.name}", functools.partial(self._run_probe, probe))
 
     def detach(self) -> None:
@@ -476,7 +464,8 @@ class Exporter:
         self._parameters.forget()
         self._parameters.note((), False)
         self._backwards, self._ungraded, self._recomputed, self._scales = {}, {}, {}, {}
-        self._placements, self._pass.inputs = {}, []
+        self.publisher.forget_places()
+        self._pass.inputs = []
         self.message_bus.unwatch(self._rewire)
         unwatch_scalers(self)
         unwatch_scripting(self)
@@ -494,7 +483,7 @@ class Exporter:
             return self._silent
         fired = {hook.name for _, hook, _ in self._hung.values() if hook.fired}
         names = {hook.name for _, hook, _ in self._hung.values() if hook.method == "_after_forward"}
-        return [name for name in self._modules if name in names and name not in fired]
+        return [name for name in self.publisher.modules if name in names and name not in fired]
 
     @property
     def loss_is_silent(self) -> bool:
@@ -513,7 +502,7 @@ class Exporter:
         MessageError
             If the value cannot be made a tensor, or `kind` is a kind of modules.
         """
-        if not (self._enabled and self._attached):
+        if not (self.publisher.enabled and self._attached):
             return
         if kind not in self.message_bus.topics:
             self.message_bus.register_topic(kind, "network")
@@ -527,13 +516,13 @@ class Exporter:
         with self._lock:
             aside = self._user_tag is not None
             self._loss_told = self._loss_told or (kind == "loss" and not aside)
-            at = self._now() if aside or self._open or self._last is None else self._last
+            at = self.clock.now() if aside or self.clock.open or self.clock.last is None else self.clock.last
             tag = self._user_tag or DEFAULT_TAG
             # counted apart from what is observed: this may come before a step, in it and after it
             last, count = self._logged.get((kind, tag), (at, 0))
-            call = max(count if last == at else 0, self._published.get((kind, None, tag, ""), 0))
+            call = max(count if last == at else 0, self.publisher.counts.get((kind, None, tag, ""), 0))
             self._logged[kind, tag] = (at, call + 1)
-            self._publish(kind, None, data, tag, call=call, at=at)
+            self.publisher.publish(kind, None, data, tag, call=call, at=at)
 
     @contextlib.contextmanager
     def tag(self, name: str) -> Iterator[None]:
@@ -601,33 +590,33 @@ class Exporter:
     def new_input_data(self, *args: Tensor) -> None:
         """Publish the network's input; begins a step if none is open."""
         self._begin_step()
-        self._publish_leaves("input_data", None, args if len(args) != 1 else args[0], DEFAULT_TAG)
+        self.publisher.publish_leaves("input_data", None, args if len(args) != 1 else args[0], DEFAULT_TAG)
 
     def new_output_and_labels(self, network_output: Tensor, labels: Tensor) -> None:
         """Publish the network's output and the labels."""
-        self._publish_leaves("network_output", None, network_output, self._pass.tag)
-        self._publish_leaves("input_labels", None, labels, self._pass.tag)
+        self.publisher.publish_leaves("network_output", None, network_output, self._pass.tag)
+        self.publisher.publish_leaves("input_labels", None, labels, self._pass.tag)
 
     def new_loss(self, loss: Tensor) -> None:
         """Publish the loss."""
-        self._publish_leaves("loss", None, loss, self._pass.tag)
+        self.publisher.publish_leaves("loss", None, loss, self._pass.tag)
 
     def new_activations(self, module: nn.Module, in_: Any, out_: Any) -> None:
         """Publish a module's inputs and output."""
         path = self._path_of(module)
-        self._publish_leaves("layer_inputs", path, in_, self._pass.tag)
-        self._publish_leaves("activations", path, out_, self._pass.tag)
+        self.publisher.publish_leaves("layer_inputs", path, in_, self._pass.tag)
+        self.publisher.publish_leaves("activations", path, out_, self._pass.tag)
 
     def new_layer_gradients(self, module: nn.Module, gradients: Any) -> None:
         """Publish the gradients of the loss with respect to a module's output."""
-        self._publish_leaves("layer_gradients", self._path_of(module), gradients, self._pass.tag)
+        self.publisher.publish_leaves("layer_gradients", self._path_of(module), gradients, self._pass.tag)
 
     def new_parameter_gradients(self, module: nn.Module, gradients: Sequence[Tensor | None]) -> None:
         """Publish the gradients of the loss with respect to a module's weight and bias, in this order."""
         path = self._path_of(module)
         for kind, gradient in zip(("weight_gradients", "bias_gradients"), gradients, strict=False):
             if gradient is not None:
-                self._publish_leaves(kind, path, gradient, self._pass.tag)
+                self.publisher.publish_leaves(kind, path, gradient, self._pass.tag)
 
     # -- assembly -------------------------------------------------------------------------------------------
 
@@ -640,11 +629,13 @@ class Exporter:
             With a sentence that names what is missing and what can be had; or if the capture matches no module at all.
         """
         offered: list[tuple[str, str | None, str | None]] = [
-            (kind, None, None) for kind, entry in KINDS.items() if entry.network and self._capture_of(kind, None, None)
+            (kind, None, None)
+            for kind, entry in KINDS.items()
+            if entry.network and self.publisher.capture_of(kind, None, None)
         ]
         for kind, entry in KINDS.items():
             if not entry.network:
-                offered += [(kind, path, None) for path in self._paths_of(kind)]
+                offered += [(kind, path, None) for path in self.publisher.paths_of(kind)]
         offered += [(kind, None, None) for kind in logged]
         candidates = self._candidates()
         for capture in self.captures:
@@ -661,16 +652,6 @@ class Exporter:
         missing = unmet(self.message_bus.receivers if receivers is None else tuple(receivers), offered, "the capture")
         if missing:
             raise CaptureError("; ".join(missing))
-
-    def sampling(self, message: Message) -> dict[str, Any] | None:
-        """How the latest message of this stream was thinned out, for the trace; None if it is whole."""
-        if not self._sampling:
-            return None
-        return self._sampling.get((message.kind, message.key, message.tag, message.leaf))
-
-    def capture_of(self, kind: str, path: str | None, tag: str) -> Capture | None:
-        """The capture that decides on a stream, which is the first that takes it; None if none does."""
-        return self._capture_of(kind, path, tag)
 
     def structure(self) -> dict[str, Any]:
         """The model as JSON: names and classes of modules, what convolutions are, parameters, tied aliases."""
@@ -697,24 +678,6 @@ class Exporter:
             names[name] = one
         return list(names.items())
 
-    def _paths_of(self, kind: str) -> list[str]:
-        """The modules or parameters of which messages of a kind can be observed."""
-        paths = self._parameters.streams(kind) if kind in PARAMETER_KINDS else self._modules
-        return [path for path in paths if self._capture_of(kind, path, None) is not None]
-
-    def _capture_of(self, kind: str, path: str | None, tag: str | None) -> Capture | None:
-        """The first capture that takes this stream."""
-        for capture in self.captures:
-            if capture.takes(kind, tag):
-                if path is None:
-                    return capture
-                if kind in PARAMETER_KINDS:
-                    if self._parameters.taken(capture, kind, path):
-                        return capture
-                elif path in self._modules and capture.takes_module(path, self._modules[path]):
-                    return capture
-        return None
-
     def _rewire(self) -> None:
         """Put hooks where a receiver wants something, and nowhere else; called when receivers or modules change."""
         if not self._attached:
@@ -723,17 +686,16 @@ class Exporter:
         # of all that were ever there: one that nobody needed for a while has still been called before
         for (_, method, name), (_, hook, _) in self._hung.items():
             self._known[name, method] = hook.fired, hook.off
-        self._former, self._hung, self._streams, self._heard_tags = self._hung, {}, {}, {}
+        self._former, self._hung = self._hung, {}
         self._quiet_until, self._asked_at = 0, -1
         self._several, self._top_of = len(self.tops) > 1, {}
         self.optimizers.forget_what_they_train()
-        receivers = self.message_bus.receivers
-        self._asking = tuple(one for one in receivers if not getattr(one, "passive", False)) or receivers
-        self._modules = {
+        self.publisher.ask_anew()
+        self.publisher.modules = {
             path: one for path, one in self._candidates() if any(c.takes_module(path, one) for c in self.captures)
         }
         self._parameters.find(self.tops)
-        tell_of_model(receivers, self.structure)
+        tell_of_model(self.message_bus.receivers, self.structure)
         self._surveyed = False
         # these stay while others come and go: torch forbids changing an optimizer's hooks while they run
         if self._root is not None and "root" not in self._lasting and self._takes_hooks("", self._root):
@@ -746,16 +708,16 @@ class Exporter:
                     optimizer.register_step_pre_hook(Hook(self, "_before_optimizer", "")),
                     optimizer.register_step_post_hook(Hook(self, "_after_optimizer", "")),
                 ]
-        for path, one in self._modules.items():
+        for path, one in self.publisher.modules.items():
             if not self._takes_hooks(path, one):
                 continue
-            inputs = any(self._asked(kind, path) for kind in ("layer_inputs", "input_gradients"))
+            inputs = any(self.publisher.asked(kind, path) for kind in ("layer_inputs", "input_gradients"))
             if inputs:
                 put = functools.partial(one.register_forward_pre_hook, with_kwargs=True)
-                self._hang(one, "_before_forward", path, put, self._asked("input_gradients", path))
-            if inputs or any(self._asked(kind, path) for kind in ("activations", "layer_gradients")):
+                self._hang(one, "_before_forward", path, put, self.publisher.asked("input_gradients", path))
+            if inputs or any(self.publisher.asked(kind, path) for kind in ("activations", "layer_gradients")):
                 put = functools.partial(one.register_forward_hook, with_kwargs=True)
-                new = self._hang(one, "_after_forward", path, put, self._asked("layer_gradients", path))
+                new = self._hang(one, "_after_forward", path, put, self.publisher.asked("layer_gradients", path))
                 if new and one is self._root and (last := self._former.pop((id(one), "_after_root", ""), None)):
                     last[2].remove()  # and hung on again below
         # after the root's own activations, which belong before the network's output
@@ -764,9 +726,9 @@ class Exporter:
             self._hang(self._root, "_after_root", "", put)
         hooked = not self.optimizers and not self._steps_itself  # each parameter that is trained
         if hooked:
-            for path, tensor in self._parameters.trained(self):
+            for path, tensor in self._parameters.trained(self.publisher):
                 self._hang(tensor, "_after_accumulation", path, tensor.register_post_accumulate_grad_hook)
-        for path, computing in self._parameters.parametrizations(self):
+        for path, computing in self._parameters.parametrizations(self.publisher):
             put = functools.partial(computing.register_forward_hook, with_kwargs=True)
             self._hang(computing, "_after_parametrization", path, put)
         self._wire_losses()
@@ -788,7 +750,9 @@ class Exporter:
 
     def _takes_hooks(self, path: str, module: nn.Module) -> bool:
         if isinstance(module, torch.jit.ScriptModule):
-            self._problem(f"module {path!r}", "a ScriptModule takes no hooks; its activations are not observed")
+            self.publisher.problem(
+                f"module {path!r}", "a ScriptModule takes no hooks; its activations are not observed"
+            )
             return False
         return True
 
@@ -798,7 +762,7 @@ class Exporter:
             self._rewire()
 
     def _wire_losses(self) -> None:
-        wanted = any(self._asked(kind, None) for kind in ("loss", "input_labels", "network_output"))
+        wanted = any(self.publisher.asked(kind, None) for kind in ("loss", "input_labels", "network_output"))
         for loss in self._losses if wanted else ():
             if isinstance(loss, nn.Module):
                 put = functools.partial(loss.register_forward_hook, with_kwargs=True)
@@ -819,187 +783,6 @@ class Exporter:
             self._hung[key] = there
         return there is None
 
-    def _asked(self, kind: str, path: str | None) -> bool:
-        """Whether some receiver asks for this stream in some pass, and a capture allows it."""
-        return self._capture_of(kind, path, None) is not None and any(
-            one.wants(kind, path, None, None) for one in self._asking
-        )
-
-    def _wanted(self, kind: str, path: str | None, tag: str, at: tuple[int, int, int] | None = None) -> Capture | None:
-        """The capture by which to observe this stream now, or None if nobody wants it."""
-        stream = self._streams.get((kind, path, tag))
-        if stream is None:
-            capture = self._capture_of(kind, path, tag) if kind in KINDS else _EVERYTHING
-            if (kind, path) in self._given_up:
-                capture = None
-            asking = [one for one in self._asking if one.wants(kind, path, tag, None)]
-            stream = self._streams[kind, path, tag] = _Stream(capture, asking)
-        if stream.capture is None or not stream.asking:
-            return None
-        step, _, epoch = at if at is not None else self._now()
-        clock = epoch if kind in _BY_EPOCH else step
-        if clock != stream.clock:  # asked several times in each step
-            due = kind not in KINDS or stream.capture.due(kind, tag, clock)
-            stream.clock, stream.wanted = clock, None
-            for one in stream.asking if due else ():
-                if one.wants(kind, path, tag, clock):
-                    stream.wanted = stream.capture
-                    break
-        return stream.wanted
-
-    # -- publishing -----------------------------------------------------------------------------------------
-
-    def _now(self) -> tuple[int, int, int]:
-        """The counters of the open step, which keeps them to its end; else those that the next step would have."""
-        if self.starting is not None:
-            starting, self.starting = self.starting, None
-            starting()
-        return self._began if self._open else (self._step, self.train_step, self.epoch)
-
-    def _event(self, kind: str, at: tuple[int, int, int]) -> None:
-        if self._wanted(kind, None, DEFAULT_TAG, at) is not None:
-            step, train_step, epoch = at
-            self.message_bus.publish(
-                NetworkMessage(kind=kind, global_step=step, train_step=train_step, epoch=epoch, rank=self.rank)
-            )
-
-    def _publish(
-        self,
-        kind: str,
-        path: str | None,
-        data: Tensor,
-        tag: str,
-        leaf: str = "",
-        call: int | None = None,
-        at: tuple[int, int, int] | None = None,
-        module: nn.Module | None = None,
-    ) -> None:
-        """Publish data that this exporter owns, if it is wanted."""
-        at = at if at is not None else self._now()
-        capture = self._wanted(kind, path, tag, at)
-        if capture is not None:
-            self._deliver(capture, kind, path, data, tag, leaf, call, at, module, owned=True)
-
-    def _publish_leaves(self, kind: str, path: str | None, value: Any, tag: str, call: int | None = None) -> None:
-        """Publish copies of the tensors in a structure, if they are wanted."""
-        capture = self._wanted(kind, path, tag)
-        if capture is None:
-            return
-        module = None if path is None else self._modules.get(path)
-        for leaf, tensor in leaves(value):
-            self._deliver(capture, kind, path, tensor, tag, leaf, call, self._now(), module, owned=False)
-
-    def _deliver(
-        self,
-        capture: Capture,
-        kind: str,
-        path: str | None,
-        data: Tensor,
-        tag: str,
-        leaf: str,
-        call: int | None,
-        at: tuple[int, int, int],
-        module: nn.Module | None,
-        *,
-        owned: bool,
-        scale: Tensor | None = None,
-    ) -> None:
-        """Select, condition, copy, reduce, cast and publish one tensor, divided by a loss scale if there is one."""
-        stream = (kind, path, tag, leaf)
-        if capture.everything and scale is None and self._collecting is None and ordinary(data):
-            # what nearly all messages need: an ordinary tensor, as it is
-            if stream in self._sampling:
-                self._sampling[stream] = None
-            if data.requires_grad:
-                data = data.detach()
-            if not owned:
-                data = copied(data, self._memory)
-            elif data.is_conj() or data.is_neg():
-                data = data.clone()
-            step, train_step, epoch = at
-            number = self._number(stream, call)
-            self.message_bus.publish(checked(kind, path, step, train_step, epoch, tag, number, leaf, self.rank, data))
-            return
-        reason = unobservable(data)
-        if reason is not None:
-            self._problem(f"{kind} of {path!r}" if path is not None else kind, reason)
-            return
-        placement = self._place(data)
-        source = local(data)
-        if source.requires_grad or type(source) is not Tensor:
-            source = source.detach()
-        if source.layout is not torch.strided:
-            source, owned = source.to_dense(), True
-        if self._collecting is not None:
-            if kind not in PROBED:  # the inputs of a probe are fixed: once is in the user's hands, often is waste
-                return
-            held = source if owned else source.clone(memory_format=torch.contiguous_format)
-            self._collecting.setdefault((kind, path, call or 0, leaf), []).append(held)
-            return
-        number = self._number(stream, call)
-        chosen = source if capture is _EVERYTHING else capture.select(kind, source, module)
-        if scale is not None:
-            chosen = unscaled(chosen, scale)
-        self._release(capture, stream, chosen, source, number, at, module, owned=owned, placement=placement)
-
-    def _number(self, stream: tuple[str, str | None, str, str], call: int | None) -> int:
-        """The number of a stream's message in its step: that of the call, or else one more than the last.
-
-        Probed data is put together before it is published; everything else counts its own calls.
-        """
-        number = call if call is not None else self._published.get(stream, 0)
-        self._published[stream] = number + 1
-        return number
-
-    def _release(
-        self,
-        capture: Capture,
-        stream: tuple[str, str | None, str, str],
-        chosen: Tensor,
-        source: Tensor,
-        call: int,
-        at: tuple[int, int, int],
-        module: nn.Module | None,
-        *,
-        owned: bool,
-        placement: dict[str, Any] | None = None,
-    ) -> None:
-        """Condition, reduce, cast, copy and publish what was chosen of `source`, if it is not `owned` already."""
-        kind, path, tag, leaf = stream
-        final = chosen
-        if capture.choices or capture.condition is not None:
-            if capture.condition is not None and not capture.condition(
-                self._message(kind, path, chosen, tag, leaf, call, at)
-            ):
-                return
-            final = capture.finish(kind, chosen, self._running.get(stream) if capture.runs else None)
-        if placement is not None or capture.choices or stream in self._sampling:
-            self._sampling[stream] = self._tell(capture, kind, source, module, placement)
-        if final.is_conj() or final.is_neg():
-            final = final.resolve_conj().resolve_neg()
-        if not owned and same_storage(final, source):
-            final = copied(final, self._memory)
-        if capture.runs:
-            self._running[stream] = final.clone()  # the reduction may overwrite it
-        self.message_bus.publish(self._message(kind, path, final, tag, leaf, call, at))
-
-    def _tell(
-        self,
-        capture: Capture,
-        kind: str,
-        data: Tensor,
-        module: nn.Module | None,
-        placement: dict[str, Any] | None,
-    ) -> dict[str, Any] | None:
-        """`Capture.sampling` of a tensor, and where it is a part of what, worked out once for each shape."""
-        key = (id(capture), kind, tuple(data.shape), data.is_floating_point(), type(module), id(placement))
-        if key not in self._told:
-            told = None
-            if capture.choices:
-                told = capture.sampling(kind, tuple(data.shape), module, floating=data.is_floating_point())
-            self._told[key] = told if placement is None else {"placement": placement, **(told or {})}
-        return self._told[key]
-
     # -- ranks ----------------------------------------------------------------------------------------------
 
     def _stands_around(self, wrapper: nn.Module) -> None:
@@ -1008,16 +791,6 @@ class Exporter:
             self._around.add(wrapper)
             self._surveyed = False
 
-    def _place(self, tensor: Tensor) -> dict[str, Any] | None:
-        """`placement_of` a tensor, worked out once for all that are distributed like it."""
-        if not is_distributed(tensor):
-            return None
-        key = tensor._spec  # type: ignore[attr-defined]  # of a DTensor
-        found = self._placements.get(key)
-        if found is None:
-            found = self._placements[key] = placement_of(tensor) or {}
-        return found
-
     def _survey(self) -> None:
         """Find out which parameters other ranks hold as this one does, and which of them others record.
 
@@ -1025,40 +798,19 @@ class Exporter:
         """
         self._surveyed = True
         inside = (one for _, top in self.tops for one in top.modules())
-        elsewhere = self._parameters.survey((*self._around, *inside), self.rank, self.recorded, self)
+        elsewhere = self._parameters.survey(
+            (*self._around, *inside), self.publisher.rank, self.recorded, self.publisher
+        )
         if elsewhere != self.elsewhere:
             self.elsewhere.clear()
             self.elsewhere |= elsewhere
-            self._streams = {}
-
-    def _message(
-        self, kind: str, path: str | None, data: Tensor, tag: str, leaf: str, call: int, at: tuple[int, int, int]
-    ) -> Message:
-        step, train_step, epoch = at
-        if type(data) is Tensor and not data.requires_grad:  # what the constructors would look at
-            return checked(kind, path, step, train_step, epoch, tag, call, leaf, self.rank, data)
-        if path is None:
-            return NetworkMessage(
-                kind=kind,
-                global_step=step,
-                train_step=train_step,
-                epoch=epoch,
-                tag=tag,
-                call=call,
-                leaf=leaf,
-                rank=self.rank,
-                data=data,
-            )
-        return ModuleMessage(
-            kind=kind, module=path, global_step=step, train_step=train_step, epoch=epoch, tag=tag, call=call, leaf=leaf,
-            rank=self.rank, data=data,
-        )  # fmt: skip
+            self.publisher.ask_anew()
 
     # -- steps ----------------------------------------------------------------------------------------------
 
     def _announce_epoch(self) -> None:
         self._epoch_open = True
-        self._event("epoch_started", self._now())
+        self.publisher.event("epoch_started", self.clock.now())
 
     def _settle(self) -> None:
         """End a step whose optimizers stepped in a backward that is over by now."""
@@ -1069,31 +821,32 @@ class Exporter:
     def _begin_step(self) -> None:
         if self._over:
             self._settle()
-        if self._open:
+        if self.clock.open:
             return
         if self._epoch_over:
             self.epoch_finished()
-        self._began = self._now()
-        self._open = True
+        self.clock.begin()
         self._idle = self._nothing_due()
-        if self._calls or self._published:
+        if self._calls or self.publisher.counts:
             self._calls = {key: count for key, count in self._calls.items() if key[1] != DEFAULT_TAG}
-            self._published = {key: count for key, count in self._published.items() if key[2] != DEFAULT_TAG}
+            self.publisher.count_anew(DEFAULT_TAG)
         if not self._epoch_open:
             self._announce_epoch()
         if not self._idle:
             self._look()
-            self._event("batch_started", self._now())
+            self.publisher.event("batch_started", self.clock.now())
             if not self.optimizers:
                 self._snapshot(self._parameters.all)
 
     def _nothing_due(self) -> bool:
         """Whether nobody wants anything of the training passes of this global step."""
-        step = self._step
+        step = self.clock.step
         if self._quiet_until <= step != self._asked_at:  # asked several times in each step
             due = [one.next_step(step) for one in self.captures]
             first = min((one for one in due if one is not None), default=sys.maxsize)
-            self._quiet_until = first if first > step or any(awake(one, step) for one in self._asking) else step + 1
+            self._quiet_until = (
+                first if first > step or any(awake(one, step) for one in self.publisher.asking) else step + 1
+            )
             self._asked_at = step
         return step < self._quiet_until
 
@@ -1103,11 +856,11 @@ class Exporter:
         try:
             if not self._idle:
                 if self._part is not None:  # nobody took it: no `backward` was called
-                    self._publish_leaves("loss", None, self._part, DEFAULT_TAG)
+                    self.publisher.publish_leaves("loss", None, self._part, DEFAULT_TAG)
                 if not self.optimizers:
-                    self._parameters.compare(self._parameters.all, self._steps_itself, self)
-                self._parameters.publish(self._began, self)
-                self._event("batch_finished", self._began)
+                    self._parameters.compare(self._parameters.all, self._steps_itself, self.publisher)
+                self._parameters.publish(self.clock.began, self.publisher)
+                self.publisher.event("batch_finished", self.clock.began)
         finally:  # whatever failed, the optimizer has stepped
             self._advance()
         if self._compiled_before or self._probes:
@@ -1127,39 +880,37 @@ class Exporter:
         if self._calls:
             self._calls = {}
         # of the training, the next step forgets them: a value may still be logged for this one
-        if self._published:
-            self._published = {key: count for key, count in self._published.items() if key[2] == DEFAULT_TAG}
-        self._last = self._began
-        self._open = False
+        if self.publisher.counts:
+            self.publisher.count_only(DEFAULT_TAG)
+        self.clock.end()
         self._pass.listening = False
-        self._step += 1
-        if self._last[2] == self.epoch:  # else the epoch ended in this step, and the next is its successor's first
-            self.train_step += 1
 
     def _look_back(self) -> None:
         """Do what comes between two steps: probes, and after the first step a look at what was never called."""
         if self._compiled_before:
             self._guard("compiled", self._tell_unseen_regions)
         for probe in self._probes:
-            if self._step % probe.every == 0:
+            if self.clock.step % probe.every == 0:
                 self._guard(f"probe {probe.name}", functools.partial(self._run_probe, probe))
 
     def _tell_unseen_regions(self) -> None:
         """After the first step: hooks that came after the compilation of what they hang on are never called."""
         self._compiled_before = False
         # the last layer of an attention is never called: its weight is handed to a function
-        never = {name for name, one in self._modules.items() if isinstance(one, NonDynamicallyQuantizableLinear)}
+        never = {
+            name for name, one in self.publisher.modules.items() if isinstance(one, NonDynamicallyQuantizableLinear)
+        }
         names = {hook.name for _, hook, _ in self._hung.values() if hook.method == "_after_forward"}
-        hooked = [name for name in self._modules if name in names - never]
+        hooked = [name for name in self.publisher.modules if name in names - never]
         compiled = [] if self._root is None else compiled_parts(self._root)
         for region in unseen_regions(compiled, hooked, self.silent) if self._root is not None else ():
-            self._problem(f"the inside of {region!r}" if region else "the inside of the model", TOO_LATE)
+            self.publisher.problem(f"the inside of {region!r}" if region else "the inside of the model", TOO_LATE)
 
     def _snapshot(self, parameters: Iterable[Parameter]) -> None:
         """Copy what is wanted of the weights before they move."""
         if not self._surveyed:
             self._survey()
-        self._parameters.snapshot(parameters, self)
+        self._parameters.snapshot(parameters, self.publisher)
 
     # -- passes ---------------------------------------------------------------------------------------------
 
@@ -1181,9 +932,9 @@ class Exporter:
         else:
             if self._slowed and not module.training and not is_grad_enabled():
                 why = "hooks switch it off, so results of evaluations may differ in rounding from unwatched ones"
-                self._problem(f"torch's fast path in {', '.join(map(repr, self._slowed))}", why, warn=False)
+                self.publisher.problem(f"torch's fast path in {', '.join(map(repr, self._slowed))}", why, warn=False)
                 self._slowed = []
-            running.listening = self._hears(running.tag)
+            running.listening = self.publisher.hears(running.tag)
             if running.listening and running.depth:
                 self._look()
 
@@ -1197,17 +948,6 @@ class Exporter:
         top = self._top_of.get(path)
         return (None if top is None else top()) or module
 
-    def _hears(self, tag: str) -> bool:
-        """Whether anybody wants anything of the passes of this tag."""
-        known = self._heard_tags.get(tag)
-        if known is None:
-            streams = [(kind, path) for kind in KINDS for path in ([None] if KINDS[kind].network else self._modules)]
-            known = any(capture.takes_tag(tag) for capture in self.captures) and any(
-                one.wants(kind, path, tag, None) for one in self._asking for kind, path in streams
-            )
-            self._heard_tags[tag] = known
-        return known
-
     def _idle_before_root(self, args: tuple[Any, ...]) -> bool:
         """Whether this begins a step that nobody records; then it begins here, as `_before_root` would begin it.
 
@@ -1215,16 +955,16 @@ class Exporter:
         network's numbers have taken the place of everything else in the processor's cache.
         """
         running = self._pass
-        if self._step >= self._quiet_until or self._open or self._over or running.depth:
+        if self.clock.step >= self._quiet_until or self.clock.open or self._over or running.depth:
             return False
-        if self._epoch_over or not self._epoch_open or self._user_tag is not None or self.starting is not None:
+        if self._epoch_over or not self._epoch_open or self._user_tag is not None or self.clock.starting is not None:
             return False
         if not (args[0].training and is_grad_enabled()) or recomputing() or traced():
             return False
-        if self._calls or self._published or DistributedDataParallel._active_ddp_module is not None:
+        if self._calls or self.publisher.counts or DistributedDataParallel._active_ddp_module is not None:
             return False
-        self._began = self._step, self.train_step, self.epoch
-        self._open = self._idle = True
+        self.clock.begin()
+        self._idle = True
         self._passes += 1
         self.forwards_seen += 1
         running.depth, running.tag, running.listening, running.inputs = 1, DEFAULT_TAG, False, []
@@ -1246,11 +986,11 @@ class Exporter:
             self._stands_around(outer)
         if self._over:
             self._settle()
-        if self._open and not self.optimizers and not self._steps_itself and self._is_training_pass(module):
+        if self.clock.open and not self.optimizers and not self._steps_itself and self._is_training_pass(module):
             self._end_step()  # without an optimizer, a step lasts until the next one begins
         self._enter_pass(module)
         if running.listening:
-            self._publish_leaves("input_data", None, arguments_of(args, kwargs), running.tag)
+            self.publisher.publish_leaves("input_data", None, arguments_of(args, kwargs), running.tag)
 
     def _is_training_pass(self, module: nn.Module) -> bool:
         return module.training and self._user_tag is None and (is_grad_enabled() or checkpointing())
@@ -1273,10 +1013,10 @@ class Exporter:
         if self._part is not None and self._pass.tag != DEFAULT_TAG:  # what a model calls its loss was made of a sum
             part, self._part = self._part, None
             whole = output.get("loss") if isinstance(output, Mapping) else None
-            self._publish_leaves("loss", None, whole if isinstance(whole, Tensor) else part, self._pass.tag)
+            self.publisher.publish_leaves("loss", None, whole if isinstance(whole, Tensor) else part, self._pass.tag)
         # with a loss, the output is what the loss gets: on the same footing as the labels
-        if not self._losses or self._collecting is not None:
-            self._publish_leaves("network_output", None, output, self._pass.tag)
+        if not self._losses or self.publisher.collecting is not None:
+            self.publisher.publish_leaves("network_output", None, output, self._pass.tag)
 
     def _before_forward(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if recomputing():
@@ -1291,13 +1031,13 @@ class Exporter:
         tag = self._pass.tag
         copies: list[tuple[str, Tensor]] = []
         inputs = leaves(arguments_of(args, kwargs))
-        if self._wanted("layer_inputs", path, tag) is not None:
+        if self.publisher.wanted("layer_inputs", path, tag) is not None:
             for leaf, tensor in inputs:  # copied now, because the module may overwrite its input in place
                 reason = unobservable(tensor)
                 if reason is None:
-                    copies.append((leaf, copied(tensor.detach(), self._memory)))
+                    copies.append((leaf, copied(tensor.detach(), self.publisher.memory)))
                 else:
-                    self._problem(f"layer_inputs of {path!r}", reason)
+                    self.publisher.problem(f"layer_inputs of {path!r}", reason)
         self._enter_call(path, copies, inputs, self._calls.get((path, tag), 0), tag)
 
     def _enter_call(
@@ -1337,24 +1077,26 @@ class Exporter:
             self._enter_pass(self._top(path, module))
         if not running.listening:
             return
-        tag, now = running.tag, self._now()
+        tag, now = running.tag, self.clock.now()
         call = self._calls.get((path, tag), 0)
         self._calls[path, tag] = call + 1
         if running.inputs:
             self._inputs_seen(path, module, tag, call, now)
         observed = leaves(output)
-        capture = self._wanted("activations", path, tag, now)
+        capture = self.publisher.wanted("activations", path, tag, now)
         if capture is not None:
             try:
                 for leaf, tensor in observed:
-                    self._deliver(capture, "activations", path, tensor, tag, leaf, call, now, module, owned=False)
+                    self.publisher.deliver(
+                        capture, "activations", path, tensor, tag, leaf, call, now, module, owned=False
+                    )
                 if not observed and opaque(output):
                     why = f"the output is a {type(output).__name__}, which is not looked into"
-                    self._problem(f"activations of {path!r}", why)
+                    self.publisher.problem(f"activations of {path!r}", why)
             except Exception as error:  # the output's gradients are another stream
                 if self.strict or raised_by_signal(error):
                     raise
-                self._give_up("activations", path, error)
+                self.publisher.give_up("activations", path, error)
         if is_grad_enabled():
             self._watch_leaves("layer_gradients", path, observed, call, tag)
         elif tag == DEFAULT_TAG:  # a training pass, so this may be the first forward of a reentrant checkpoint
@@ -1364,11 +1106,11 @@ class Exporter:
         """Publish the copies of a call's inputs, now that the call has its number."""
         try:
             for leaf, tensor in self._leave_call(path, call):
-                self._publish("layer_inputs", path, tensor, tag, leaf, call, now, module)
+                self.publisher.publish("layer_inputs", path, tensor, tag, leaf, call, now, module)
         except Exception as error:
             if self.strict or raised_by_signal(error):
                 raise
-            self._give_up("layer_inputs", path, error)
+            self.publisher.give_up("layer_inputs", path, error)
 
     def _first_call(self, path: str) -> int | None:
         """In the second forward of a reentrant checkpoint: which call of this step is computed again.
@@ -1377,7 +1119,7 @@ class Exporter:
         the graph was numbered just before its first forward; the calls of that forward follow it.
         """
         first = self._ungraded.get(path)
-        if first is None or self._idle or not self._open:
+        if first is None or self._idle or not self.clock.open:
             return None
         node = backward_node()
         if node is None:
@@ -1391,8 +1133,8 @@ class Exporter:
     ) -> list[GradientHook]:
         """Hang hooks on the tensors in an output or input whose gradients are wanted."""
         hooks: list[GradientHook] = []
-        now = self._now()
-        if self._wanted(kind, path, tag, now) is not None:
+        now = self.clock.now()
+        if self.publisher.wanted(kind, path, tag, now) is not None:
             scale = self._scales.get(_current_graph_task_id()) if self._scales else None
             for leaf, tensor in found:
                 if tensor.requires_grad:
@@ -1415,9 +1157,9 @@ class Exporter:
             if first is None:  # the graph's own checkpoint, which computes the calls again in their order
                 first = self._calls.get((path, "recomputed"), 0)
                 self._calls[path, "recomputed"] = first + 1
-            return (first, *self._now(), tag_number(DEFAULT_TAG))
+            return (first, *self.clock.now(), tag_number(DEFAULT_TAG))
         call = self._calls.get((path, tag), 0) if self._pass.listening else 0
-        return (call - 1, *self._now(), tag_number(tag))
+        return (call - 1, *self.clock.now(), tag_number(tag))
 
     def _forget_leaves(self) -> None:
         for handle in self._leaf_handles:
@@ -1425,12 +1167,12 @@ class Exporter:
         self._leaf_handles = []
 
     def _gradient(self, hook: GradientHook, gradient: Tensor) -> None:
-        capture = self._wanted(hook.kind, hook.path, hook.tag, hook.at)
+        capture = self.publisher.wanted(hook.kind, hook.path, hook.tag, hook.at)
         if capture is None:
             return
-        if hook.at[0] != self._now()[0]:
+        if hook.at[0] != self.clock.now()[0]:
             why = "a backward went through the forward of an earlier step, whose messages are complete"
-            self._problem(f"{hook.kind} of {hook.path!r}", why)
+            self.publisher.problem(f"{hook.kind} of {hook.path!r}", why)
             return
         if hook.scale is not None:
             self._scales.setdefault(_current_graph_task_id(), hook.scale)
@@ -1439,8 +1181,8 @@ class Exporter:
         key = hook.kind, hook.path, hook.tag, hook.leaf, hook.call
         before = self._backwards[key] = self._backwards.get(key, -1) + 1
         leaf = f"{hook.leaf}.backward.{before}".lstrip(".") if before else hook.leaf
-        module = self._modules.get(hook.path)
-        self._deliver(
+        module = self.publisher.modules.get(hook.path)
+        self.publisher.deliver(
             capture,
             hook.kind,
             hook.path,
@@ -1458,14 +1200,14 @@ class Exporter:
         """A GradScaler has multiplied a loss: see to it that the gradients of its backward are told without that."""
         self.last_scaled = weakref.ref(scaled), loss.detach()
         listens = any(method in ("_after_forward", "_after_accumulation") for _, method, _ in self._hung)
-        if self._open and not self._idle and listens:
+        if self.clock.open and not self._idle and listens:
             scaled.register_hook(ScaleHook(self, scale))
 
     # -- loss -----------------------------------------------------------------------------------------------
 
     def _idle_after_loss(self, args: tuple[Any, ...]) -> bool:
         """Whether this loss is of a step that nobody records; then it is counted here, as `_loss_seen` would."""
-        if not (self._open and self._idle and self._user_tag is None and self._collecting is None):
+        if not (self.clock.open and self._idle and self._user_tag is None and self.publisher.collecting is None):
             return False
         output, root = args[-1], self._root
         if not (isinstance(output, Tensor) and output.requires_grad and root is not None and root.training):
@@ -1478,7 +1220,7 @@ class Exporter:
         self._loss_seen(module.forward, args, kwargs, output)
 
     def _loss_seen(self, loss: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
-        if not isinstance(output, Tensor) or self._collecting is not None:
+        if not isinstance(output, Tensor) or self.publisher.collecting is not None:
             return
         self.losses_seen += 1
         self._note_loss(output)
@@ -1497,12 +1239,12 @@ class Exporter:
                 return
         for kind, tensor in zip(("network_output", "input_labels"), output_and_labels(loss, args, kwargs), strict=True):
             if tensor is not None:
-                self._publish_leaves(kind, None, tensor, tag)
+                self.publisher.publish_leaves(kind, None, tensor, tag)
         inside = tag == DEFAULT_TAG or self._pass.depth > 0  # else nobody tells what the sum becomes
         if self.holds_parts and inside and is_part_of_a_loss(loss, args, kwargs):
             self._part = output.detach()
         else:
-            self._publish_leaves("loss", None, output, tag)
+            self.publisher.publish_leaves("loss", None, output, tag)
 
     def _note_loss(self, output: Tensor) -> None:
         """Remember what a loss function gave, without keeping it."""
@@ -1523,7 +1265,7 @@ class Exporter:
         become the loss only here.
         """
         told, self._loss_told = self._loss_told, False
-        if tensor.numel() != 1 or not (self._enabled and self._attached):
+        if tensor.numel() != 1 or not (self.publisher.enabled and self._attached):
             return
         if self._part is None and (told or made_of(tensor, self._loss_nodes)):
             return
@@ -1531,13 +1273,13 @@ class Exporter:
         if self.last_scaled is not None and self.last_scaled[0]() is tensor:
             tensor = self.last_scaled[1]
         self._begin_step()
-        self._publish_leaves("loss", None, tensor, DEFAULT_TAG)
+        self.publisher.publish_leaves("loss", None, tensor, DEFAULT_TAG)
 
     # -- optimizer ------------------------------------------------------------------------------------------
 
     def _idle_before_optimizer(self, args: tuple[Any, ...]) -> bool:
         """Whether it is known that nobody wants anything of this step's training passes."""
-        return self._step < self._quiet_until
+        return self.clock.step < self._quiet_until
 
     def _before_optimizer(self, _: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.optimizers.outdated:
@@ -1550,7 +1292,7 @@ class Exporter:
             parameters = self._parameters.of(optimizer, self.optimizers.in_order)
             self._snapshot(parameters)
             if self._may_overwrite_gradients(optimizer, args, kwargs):
-                self._parameters.keep_gradients(parameters, self)
+                self._parameters.keep_gradients(parameters, self.publisher)
 
     def _may_overwrite_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
         """Whether an optimizer may change the gradients in its step, which are final before: torch's own do not.
@@ -1570,7 +1312,7 @@ class Exporter:
         """Whether this ends a step that nobody records; then it ends here, as `_after_optimizer` would end it."""
         optimizer = args[0]
         known = self.optimizers
-        if not (self._open and self._idle and optimizer is known.ender) or known.nest or self._over:
+        if not (self.clock.open and self._idle and optimizer is known.ender) or known.nest or self._over:
             return False
         if known.found and (not known.is_settled or known.is_beside(args[0], self)):
             return False
@@ -1594,7 +1336,7 @@ class Exporter:
         in_backward = recomputing()
         try:
             if not self._nothing_due():
-                self._parameters.compare(self._parameters.of(optimizer, self.optimizers.in_order), True, self)
+                self._parameters.compare(self._parameters.of(optimizer, self.optimizers.in_order), True, self.publisher)
         finally:  # under strict an exception goes through, but the optimizer has stepped
             if in_backward and (last or self.optimizers.one_each):
                 self._begin_step()
@@ -1611,44 +1353,44 @@ class Exporter:
         if not self._nothing_due():
             # another optimizer may end this step all the same
             self._snapshot(self._parameters.of(optimizer, self.optimizers.in_order))
-        if any(one.wants("skipped_step", None, DEFAULT_TAG, self._step) for one in self._asking):
-            step, train_step, epoch = self._now()
+        if any(one.wants("skipped_step", None, DEFAULT_TAG, self.clock.step) for one in self.publisher.asking):
+            step, train_step, epoch = self.clock.now()
             self.message_bus.publish(
                 NetworkMessage(
-                    kind="skipped_step", global_step=step, train_step=train_step, epoch=epoch, rank=self.rank
+                    kind="skipped_step", global_step=step, train_step=train_step, epoch=epoch, rank=self.publisher.rank
                 )
             )
 
     def _after_accumulation(self, path: str, tensor: Tensor) -> None:
         """Without an optimizer, nothing says when a gradient is final: keep the last running sum."""
-        if self._open and not self._idle and tensor.grad is not None:
+        if self.clock.open and not self._idle and tensor.grad is not None:
             scale = self._scales.get(_current_graph_task_id()) if self._scales else None
-            self._parameters.accumulated(path, tensor.grad, scale, self)
+            self._parameters.accumulated(path, tensor.grad, scale, self.publisher)
 
     def _after_parametrization(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Keep the weight that a parametrization computes, as the forward uses it: to ask for it might change it."""
-        training = self._pass.listening and self._pass.tag == DEFAULT_TAG and self._open
+        training = self._pass.listening and self._pass.tag == DEFAULT_TAG and self.clock.open
         if training and not recomputing() and isinstance(output, Tensor):
-            self._parameters.computed(path, output, self)
+            self._parameters.computed(path, output, self.publisher)
 
     # -- probes ---------------------------------------------------------------------------------------------
 
     def _run_probe(self, probe: Probe) -> None:
         root = self._root
         assert root is not None  # probe() checked it
-        probe.last = self._step
-        if not (self._enabled and self._attached):
+        probe.last = self.clock.step
+        if not (self.publisher.enabled and self._attached):
             return
-        if not self._hears(probe.name):
+        if not self.publisher.hears(probe.name):
             return
         if self._sharded():
-            self._problem(f"probe {probe.name!r}", NO_PROBES)
+            self.publisher.problem(f"probe {probe.name!r}", NO_PROBES)
             return
         before = (self._pass.tag, self._user_tag, self._pass.listening, self._pass.depth, self._pass.inputs)
         self._user_tag, self._pass.depth, self._pass.inputs = probe.name, 0, []
         self._forget_calls(probe.name)
         collected: dict[tuple[str, str | None, int, str], list[Tensor]] = {}
-        self._collecting = collected
+        self.publisher.collecting = collected
         sizes: list[int] = []
         try:
             with undisturbed(root):
@@ -1658,17 +1400,19 @@ class Exporter:
                     probe.call(root, batch)
         finally:
             self._pass.tag, self._user_tag, self._pass.listening, self._pass.depth, self._pass.inputs = before
-            self._collecting = None
+            self.publisher.collecting = None
         for (kind, path, call, leaf), parts in collected.items():
             if not joinable(parts, sizes):
                 what = f"{kind} of {path!r} in probe {probe.name!r}"
-                self._problem(what, "its first axis is not the datapoints, so batches cannot be put together again")
+                self.publisher.problem(
+                    what, "its first axis is not the datapoints, so batches cannot be put together again"
+                )
                 continue
             whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-            module = self._modules.get(path) if path is not None else None
-            self._publish(kind, path, whole, probe.name, leaf, call, module=module)
+            module = self.publisher.modules.get(path) if path is not None else None
+            self.publisher.publish(kind, path, whole, probe.name, leaf, call, module=module)
         if probe.labels is not None:
-            self._publish_leaves("input_labels", None, probe.labels, probe.name, 0)
+            self.publisher.publish_leaves("input_labels", None, probe.labels, probe.name, 0)
         self._forget_calls(probe.name)
 
     def _sharded(self) -> bool:
@@ -1677,7 +1421,7 @@ class Exporter:
 
     def _forget_calls(self, tag: str) -> None:
         self._calls = {key: count for key, count in self._calls.items() if key[1] != tag}
-        self._published = {key: count for key, count in self._published.items() if key[2] != tag}
+        self.publisher.count_anew(tag)
 
     # -- trouble --------------------------------------------------------------------------------------------
 
@@ -1689,41 +1433,13 @@ class Exporter:
         except Exception as error:
             if self.strict or raised_by_signal(error):
                 raise
-            self._problem(what, f"{type(error).__name__}: {error}")
-
-    def _give_up(self, kind: str, path: str | None, error: Exception) -> None:
-        """Disable a stream that failed; the others, and the clock, go on."""
-        self._given_up.add((kind, path))
-        self._streams = {key: stream for key, stream in self._streams.items() if key[:2] != (kind, path)}
-        self._problem(f"{kind} of {path!r}", f"{type(error).__name__}: {error}")
-
-    def _problem(self, what: str, why: str, *, warn: bool = True) -> None:
-        """Note a problem; the first of each sort is also a warning, unless nothing is missing."""
-        if not self._enabled:  # nothing is observed any more, and somebody has been told why
-            return
-        for known in self.problems:
-            if known["what"] == what and known["why"] == why:
-                known["count"] += 1
-                return
-        self.problems.append({"what": what, "why": why, "count": 1, "global_step": self._step})
-        if warn:
-            warn_only(f"{what} is not observed: {why}; the training goes on", stacklevel=3)
+            self.publisher.problem(what, f"{type(error).__name__}: {error}")
 
     def _path_of(self, module: nn.Module) -> str:
-        for path, one in [*self._modules.items(), *self._candidates()]:
+        for path, one in [*self.publisher.modules.items(), *self._candidates()]:
             if one is module:
                 return path
         raise CaptureError(f"this {type(module).__name__} was not added to the exporter; call add_modules first")
-
-
-@dataclasses.dataclass(slots=True)
-class _Stream:
-    """Who asks for a stream, and by which capture it is observed; what does not change from step to step."""
-
-    capture: Capture | None
-    asking: list[Receiver]
-    clock: int = -1  # the last step (or epoch) for which that was asked
-    wanted: Capture | None = None  # and the answer
 
 
 class _Pass(threading.local):
@@ -1737,8 +1453,6 @@ class _Pass(threading.local):
         self.inputs: list[tuple[str, list[tuple[str, Tensor]], list[GradientHook]]] = []  # of the calls that run
 
 
-_EVERYTHING = Capture(kinds=KINDS)
-_BY_EPOCH = frozenset(kind for kind, entry in KINDS.items() if entry.clock == "epoch")
 _NUMBERS = itertools.count()
 _LOSSES = 256
 

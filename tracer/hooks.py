@@ -103,7 +103,7 @@ class Hook:
             self._tell(exporter, args)
 
     def _tell(self, exporter: Exporter, args: tuple[Any, ...]) -> None:
-        if self.off or not (exporter._attached and exporter._enabled):
+        if self.off or not (exporter._attached and exporter.publisher.enabled):
             return
         try:
             if self.fired and self._idle is not None and self._idle(exporter, args):
@@ -120,7 +120,7 @@ class Hook:
                 raise
             self.off = not (self._of_optimizer or self.method in ("_before_root", "_after_root"))
             what = f"module {self.name!r}" if self.name else self.method.strip("_").replace("_", " ")
-            exporter._problem(what, f"{type(error).__name__}: {error}")
+            exporter.publisher.problem(what, f"{type(error).__name__}: {error}")
 
     def gradient_of(self, kind: str, leaf: str, call: int, tag: str, at: tuple[int, int, int]) -> GradientHook | None:
         """The hook for the gradient of what this hook saw."""
@@ -167,7 +167,7 @@ class GradientHook:
         exporter = self._exporter()
         if gradient is None:  # the node has several outputs, and no gradient came back to this one
             return
-        if exporter is None or not (exporter._attached and exporter._enabled):
+        if exporter is None or not (exporter._attached and exporter.publisher.enabled):
             return
         try:
             with exporter._lock, without_modes():
@@ -175,7 +175,7 @@ class GradientHook:
         except Exception as error:
             if exporter.strict or raised_by_signal(error):
                 raise
-            exporter._give_up(self.kind, self.path, error)
+            exporter.publisher.give_up(self.kind, self.path, error)
 
 
 class ScaleHook:

@@ -309,7 +309,7 @@ class _Session:
         self.exporter.set_loss(LOSS_FUNCTIONS)
         self.exporter.holds_parts = self.exporter.optimizers.found = True
         self.run: Run = start(out, self.exporter, lazily=True, **recording)
-        self.exporter.starting = self._begin(self.exporter.starting)
+        self.exporter.clock.starting = self._begin(self.exporter.clock.starting)
         self._optimizers: list[weakref.ref[Optimizer]] = []
         # optimizers that trained nothing that was watched when they were made
         self._beside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -471,7 +471,7 @@ class _Session:
         exporter sees when they step.
         """
         others = [one for one in alive if one not in self._beside]
-        if len(others) in (0, len(alive)) or not (self.exporter.steps_seen or self.exporter._open):
+        if len(others) in (0, len(alive)) or not (self.exporter.steps_seen or self.exporter.clock.open):
             return alive
         if self.exporter.optimizers.ender in self._beside:
             self.exporter.finish_step()
@@ -492,7 +492,7 @@ class _Session:
         """Watch the models of all optimizers; whether there are any."""
         self._looked = len(alive)
         models = models_of(alive)
-        untrained = self.exporter.steps_seen == 0 and not self.exporter._open
+        untrained = self.exporter.steps_seen == 0 and not self.exporter.clock.open
         if untrained or not self.exporter.tops:
             if untrained:
                 self.exporter.forget_model()

@@ -58,7 +58,7 @@ class LossFunction:
             output = self.__wrapped__(*args, **kwargs)
         finally:
             exporter._pass.in_loss = False
-        if exporter._attached and exporter._enabled:
+        if exporter._attached and exporter.publisher.enabled:
             exporter._guard("loss", lambda: exporter._loss_seen(self.__wrapped__, args, kwargs, output))
         return output
 

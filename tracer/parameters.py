@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from tracer.placement import local
 from tracer.tensors import copied, same_storage, space_for, unobservable, unscaled
 from tracer.wrappers import named_parts
 
+if TYPE_CHECKING:
+    from tracer.publishing import Publisher
+
 PARAMETER_KINDS: Mapping[str, tuple[bool, str]] = {
     "weights": (False, ""),
     "weight_gradients": (False, "gradients"),
@@ -35,46 +38,6 @@ PARAMETER_KINDS: Mapping[str, tuple[bool, str]] = {
     "bias_updates": (True, "updates"),
 }
 """The kinds of messages about parameters: whether they are of a bias, and which of the three they are."""
-
-
-class Streams(Protocol):
-    """What is asked of an exporter: who wants what, where it goes, and whom to tell of trouble.
-
-    It is handed over with each call and not kept, so that an exporter is freed as soon as nobody refers to it.
-    """
-
-    strict: bool
-    """Whether an exception reaches the training loop."""
-
-    def _asked(self, kind: str, path: str | None) -> bool:
-        """Whether some receiver asks for this stream in some pass, and a capture allows it."""
-
-    def _wanted(self, kind: str, path: str | None, tag: str) -> Capture | None:
-        """The capture by which to observe this stream now, or None if nobody wants it."""
-
-    def _place(self, tensor: Tensor) -> dict[str, Any] | None:
-        """Where the local part of a distributed tensor is in the whole; None for all others."""
-
-    def _release(
-        self,
-        capture: Capture,
-        stream: tuple[str, str | None, str, str],
-        chosen: Tensor,
-        source: Tensor,
-        call: int,
-        at: tuple[int, int, int],
-        module: nn.Module | None,
-        *,
-        owned: bool,
-        placement: dict[str, Any] | None = None,
-    ) -> None:
-        """Publish what was chosen of `source`."""
-
-    def _give_up(self, kind: str, path: str | None, error: Exception) -> None:
-        """Disable a stream that failed."""
-
-    def _problem(self, what: str, why: str) -> None:
-        """Note what is not observed, and why."""
 
 
 @dataclasses.dataclass
@@ -166,7 +129,7 @@ class Parameters:
             capture.takes_module(parameter.owner_path, parameter.owner) or capture.takes_parameter(parameter.path)
         )
 
-    def trained(self, streams: Streams) -> Iterator[tuple[str, Tensor]]:
+    def trained(self, publisher: Publisher) -> Iterator[tuple[str, Tensor]]:
         """The parameters that are trained and whose gradients somebody asks for, by path."""
         for parameter in self.all:
             tensor = parameter.tensor
@@ -174,14 +137,14 @@ class Parameters:
                 tensor is not None
                 and not is_lazy(tensor)
                 and tensor.requires_grad
-                and streams._asked(parameter.kind("gradients"), parameter.stream)
+                and publisher.asked(parameter.kind("gradients"), parameter.stream)
             ):
                 yield parameter.path, tensor
 
-    def parametrizations(self, streams: Streams) -> Iterator[tuple[str, nn.Module]]:
+    def parametrizations(self, publisher: Publisher) -> Iterator[tuple[str, nn.Module]]:
         """The modules that compute parameters which somebody asks for, by the path of what they compute."""
         for parameter in self.all:
-            if parameter.computed and streams._asked(parameter.kind(""), parameter.stream):
+            if parameter.computed and publisher.asked(parameter.kind(""), parameter.stream):
                 yield parameter.path, parameter.owner.get_submodule(f"parametrizations.{parameter.attribute}")
 
     def of(self, optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> list[Parameter]:
@@ -220,7 +183,7 @@ class Parameters:
         return False
 
     def survey(
-        self, modules: Iterable[nn.Module], rank: int, recorded: Collection[int] | None, streams: Streams
+        self, modules: Iterable[nn.Module], rank: int, recorded: Collection[int] | None, publisher: Publisher
     ) -> set[tuple[str, str | None]]:
         """Find out which parameters other ranks hold as this one does, and which of them others record.
 
@@ -232,8 +195,8 @@ class Parameters:
             This one.
         recorded : collection of int or None
             The ranks that record; None if each does, for itself.
-        streams : Streams
-            The exporter.
+        publisher : Publisher
+            The exporter's.
 
         Returns
         -------
@@ -250,7 +213,7 @@ class Parameters:
         elsewhere: set[tuple[str, str | None]] = set()
         for parameter in self.all:
             tensors = [parameter.tensor] if parameter.tensor is not None else list(parameter.owner.parameters())
-            placement = streams._place(tensors[0]) if tensors and not parameter.computed else None
+            placement = publisher.place(tensors[0]) if tensors and not parameter.computed else None
             ranks = ranks_of.get(id(tensors[0]), []) if tensors else []
             if placement is None and len(ranks) > 1:
                 placement = self._replicas[parameter.path] = {"replicas": ranks}
@@ -271,13 +234,13 @@ class Parameters:
         """Whether there is something of a step to `forget`: whatever is kept has a place, noted before it."""
         return bool(self._places)
 
-    def snapshot(self, parameters: Iterable[Parameter], streams: Streams) -> None:
+    def snapshot(self, parameters: Iterable[Parameter], publisher: Publisher) -> None:
         """Copy what is wanted of the weights before they move, unless that was done in this step."""
         for parameter in parameters:
             if parameter.path in self._before or parameter.tensor is None:
                 continue
-            value_capture = streams._wanted(parameter.kind(""), parameter.stream, DEFAULT_TAG)
-            update_capture = streams._wanted(parameter.kind("updates"), parameter.stream, DEFAULT_TAG)
+            value_capture = publisher.wanted(parameter.kind(""), parameter.stream, DEFAULT_TAG)
+            update_capture = publisher.wanted(parameter.kind("updates"), parameter.stream, DEFAULT_TAG)
             if value_capture is None and update_capture is None:
                 continue
             if unobservable(parameter.tensor) is not None:
@@ -289,50 +252,50 @@ class Parameters:
                 else:
                     base = self._copy(update_capture, parameter.kind("updates"), parameter.tensor)
             except Exception as error:
-                if streams.strict or raised_by_signal(error):
+                if publisher.strict or raised_by_signal(error):
                     raise
-                streams._give_up(parameter.kind(""), parameter.stream, error)
-                streams._give_up(parameter.kind("updates"), parameter.stream, error)
+                publisher.give_up(parameter.kind(""), parameter.stream, error)
+                publisher.give_up(parameter.kind("updates"), parameter.stream, error)
                 continue
-            place = streams._place(parameter.tensor)
+            place = publisher.place(parameter.tensor)
             self._places[parameter.path, ""] = self._places[parameter.path, "updates"] = place
             self._before[parameter.path] = (value, base)
 
-    def computed(self, path: str, value: Tensor, streams: Streams) -> None:
+    def computed(self, path: str, value: Tensor, publisher: Publisher) -> None:
         """Keep what a parametrization computes for the forward, the first time in this step."""
         if path in self._before:
             return
         parameter = self._by_path[path]
-        capture = streams._wanted(parameter.kind(""), parameter.stream, DEFAULT_TAG)
+        capture = publisher.wanted(parameter.kind(""), parameter.stream, DEFAULT_TAG)
         if capture is not None and unobservable(value) is None:
-            self._places[path, ""] = streams._place(value)
+            self._places[path, ""] = publisher.place(value)
             self._before[path] = (self._copy(capture, parameter.kind(""), value), None)
 
-    def accumulated(self, path: str, gradient: Tensor, scale: Tensor | None, streams: Streams) -> None:
+    def accumulated(self, path: str, gradient: Tensor, scale: Tensor | None, publisher: Publisher) -> None:
         """Keep a running sum of gradients, divided by the factor that a GradScaler put into the loss."""
         parameter = self._by_path.get(path)
         if parameter is None:
             return
-        capture = streams._wanted(parameter.kind("gradients"), parameter.stream, DEFAULT_TAG)
+        capture = publisher.wanted(parameter.kind("gradients"), parameter.stream, DEFAULT_TAG)
         if capture is not None:
-            self._keep_gradient(parameter, capture, gradient, streams, scale)
+            self._keep_gradient(parameter, capture, gradient, publisher, scale)
 
-    def keep_gradients(self, parameters: Iterable[Parameter], streams: Streams) -> None:
+    def keep_gradients(self, parameters: Iterable[Parameter], publisher: Publisher) -> None:
         """Copy the wanted gradients before a step that may overwrite them."""
         for parameter in parameters:
             kind = parameter.kind("gradients")
             gradient = None if parameter.tensor is None else parameter.tensor.grad
-            capture = None if gradient is None else streams._wanted(kind, parameter.stream, DEFAULT_TAG)
+            capture = None if gradient is None else publisher.wanted(kind, parameter.stream, DEFAULT_TAG)
             if capture is not None and gradient is not None:
                 try:
-                    self._keep_gradient(parameter, capture, gradient, streams)
+                    self._keep_gradient(parameter, capture, gradient, publisher)
                     self._final.add(parameter.path)
                 except Exception as error:  # one parameter's; the others, and the clock, go on
-                    if streams.strict or raised_by_signal(error):
+                    if publisher.strict or raised_by_signal(error):
                         raise
-                    streams._give_up(kind, parameter.stream, error)
+                    publisher.give_up(kind, parameter.stream, error)
 
-    def compare(self, parameters: Iterable[Parameter], final: bool, streams: Streams) -> None:
+    def compare(self, parameters: Iterable[Parameter], final: bool, publisher: Publisher) -> None:
         """Form the wanted updates, now that the weights have moved; and copy gradients, if they are `final`."""
         for parameter in parameters:
             tensor = parameter.tensor
@@ -340,20 +303,20 @@ class Parameters:
                 continue
             for suffix in ("updates", "gradients"):
                 kind = parameter.kind(suffix)
-                capture = streams._wanted(kind, parameter.stream, DEFAULT_TAG)
+                capture = publisher.wanted(kind, parameter.stream, DEFAULT_TAG)
                 if capture is not None:
                     try:
                         if suffix == "updates":
                             self._keep_update(parameter, capture, tensor)
                         elif final and tensor.grad is not None and parameter.path not in self._final:
-                            self._keep_gradient(parameter, capture, tensor.grad, streams)
+                            self._keep_gradient(parameter, capture, tensor.grad, publisher)
                     except Exception as error:  # one parameter's; the others, and the clock, go on
-                        if streams.strict or raised_by_signal(error):
+                        if publisher.strict or raised_by_signal(error):
                             raise
-                        streams._give_up(kind, parameter.stream, error)
+                        publisher.give_up(kind, parameter.stream, error)
         self._final.clear()
 
-    def publish(self, at: tuple[int, int, int], streams: Streams) -> None:
+    def publish(self, at: tuple[int, int, int], publisher: Publisher) -> None:
         """Publish what was kept and is still wanted: of each parameter its value, its gradient, its update."""
         for parameter in self.all:
             value, _ = self._before.get(parameter.path, (None, None))
@@ -366,17 +329,17 @@ class Parameters:
                 if data is None:
                     continue
                 kind = parameter.kind(suffix)
-                capture = streams._wanted(kind, parameter.stream, DEFAULT_TAG)
+                capture = publisher.wanted(kind, parameter.stream, DEFAULT_TAG)
                 if capture is not None:
                     try:
                         stream = (kind, parameter.stream, DEFAULT_TAG, "")
                         whole = data if parameter.tensor is None else local(parameter.tensor)
                         place = self._places.get((parameter.path, suffix)) or self._replicas.get(parameter.path)
-                        streams._release(capture, stream, data, whole, 0, at, None, owned=True, placement=place)
+                        publisher.release(capture, stream, data, whole, 0, at, None, owned=True, placement=place)
                     except Exception as error:
-                        if streams.strict or raised_by_signal(error):
+                        if publisher.strict or raised_by_signal(error):
                             raise
-                        streams._give_up(kind, parameter.stream, error)
+                        publisher.give_up(kind, parameter.stream, error)
 
     def _copy(self, capture: Capture | None, kind: str, tensor: Tensor) -> Tensor | None:
         if capture is None:
@@ -393,13 +356,18 @@ class Parameters:
                 self._after[parameter.path] = difference(now, base, space_for(now, self._memory))
 
     def _keep_gradient(
-        self, parameter: Parameter, capture: Capture, gradient: Tensor, streams: Streams, scale: Tensor | None = None
+        self,
+        parameter: Parameter,
+        capture: Capture,
+        gradient: Tensor,
+        publisher: Publisher,
+        scale: Tensor | None = None,
     ) -> None:
         reason = unobservable(gradient)
         if reason is not None:
-            streams._problem(f"{parameter.kind('gradients')} of {parameter.stream!r}", reason)
+            publisher.problem(f"{parameter.kind('gradients')} of {parameter.stream!r}", reason)
             return
-        self._places[parameter.path, "gradients"] = streams._place(gradient)
+        self._places[parameter.path, "gradients"] = publisher.place(gradient)
         gradient = local(gradient).detach()
         if scale is not None:
             gradient = unscaled(gradient, scale)

@@ -385,7 +385,7 @@ def start(
     recorded = sorted(set(range(process.size) if ranks is None else ranks))
     if not recorded or not all(type(one) is int and 0 <= one < process.size for one in recorded):
         raise CaptureError(f"ranks are some of 0 to {process.size - 1}, the ranks of this run, not {recorded}")
-    exporter.rank = process.rank
+    exporter.publisher.rank = process.rank
     exporter.recorded = recorded if replicated == "once" else None
     if disabled and resume is not None and resume.first_step is not None:
         exporter.start_at(resume.first_step, 0, resume.first_epoch or 0)
@@ -453,7 +453,7 @@ def start(
         )
 
     if lazily:
-        exporter.starting = begin
+        exporter.clock.starting = begin
     else:
         begin()
 
@@ -470,7 +470,7 @@ def start(
 
     recorder = Recorder(
         make if lazily else make(),
-        sampling=exporter.sampling,
+        sampling=exporter.publisher.sampling,
         queue_bytes=queue_bytes,
         on_full=on_full,
         derived=derived,

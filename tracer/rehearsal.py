@@ -474,7 +474,7 @@ class _Rehearsal:
         with TraceReader(self._request["trace"]) as trace:
             header = len(json.dumps(trace.header))
             for one in trace.streams:
-                taken = exporter.capture_of(one.kind, one.module, one.tag) if one.kind in KINDS else None
+                taken = exporter.publisher.capture_of(one.kind, one.module, one.tag) if one.kind in KINDS else None
                 capture = by_capture[id(taken)] if taken is not None else Capture()
                 clock = KINDS[one.kind].clock if one.kind in KINDS else "global_step"
                 thinned = one.tag == DEFAULT_TAG and one.kind in KINDS and clock == "global_step"
