@@ -160,6 +160,24 @@ def test_a_replay_is_of_one_rank(tmp_path: Path, suffix: str) -> None:
 
 
 @every_format
+def test_what_only_one_rank_recorded_can_be_asked_for(tmp_path: Path, suffix: str) -> None:
+    """A kind or tag that only one rank has is known when the others are replayed, which answer nothing."""
+    path = tmp_path / f"run{suffix}"
+    for rank in (0, 1):
+        with TraceWriter(path, header={"ranks": [0, 1]}, part=part_name(rank, 0)) as writer:
+            where = {"global_step": 0, "train_step": 0, "epoch": 0, "rank": rank}
+            writer.write(ModuleMessage(kind="weights", module="fc", data=torch.ones(3), **where))
+            if rank == 0:
+                writer.write(NetworkMessage(kind="mine", data=torch.tensor(-7.0), tag="aside", **where))
+    for narrowed in ([], ["-k", "mine"], ["--tag", "aside"]):
+        ran = CliRunner().invoke(main, ["replay", str(path), "-s", "norm:kind=mine,tag=aside", "--json", *narrowed])
+        assert ran.exit_code == 0, ran.stderr
+        assert [(row["rank"], row["value"]) for row in map(json.loads, ran.stdout.splitlines())] == [(0, 7.0)]
+    ran = CliRunner().invoke(main, ["replay", str(path), "-s", "norm:kind=mine,tag=aside", "-k", "nobodys"])
+    assert (ran.exit_code, "kind 'nobodys'" in ran.stderr) == (2, True)
+
+
+@every_format
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_missing_or_torn_rank_is_reported_and_the_others_are_read(tmp_path: Path, suffix: str, torn: bool) -> None:
     """What is left of a run of two ranks is read, by every command, and each says what is missing."""

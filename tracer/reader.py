@@ -294,6 +294,12 @@ class TraceReader:
         view._merge()
         return view
 
+    @property
+    def names(self) -> tuple[set[str], set[str]]:
+        """The kinds and the tags of all messages, also of ranks that this reader was not asked for."""
+        streams = [stream for part in (*self._parts, *self._others, *self._later) for stream in part.streams]
+        return {stream.kind for stream in streams}, {stream.tag for stream in streams}
+
     def _merge(self) -> None:
         """Make one journal, and one table of streams, shapes and pools, of those of the parts."""
         self._merged = self._state()

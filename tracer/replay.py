@@ -277,7 +277,7 @@ def _plan(
     """The plan of what stands in the journal from row `since` on, of one rank; `growing`: and of what may yet come."""
     kinds, modules, tags = _tuple(kinds), _tuple(modules), _tuple(tags)
     streams = [stream for stream in reader.streams if stream.rank == rank]
-    _check_names(streams, kinds, tags)
+    _check_names(reader, kinds, tags)
     present = {stream.kind for stream in streams}
     for receiver in receivers:
         for kind in getattr(receiver, "produces", ()):
@@ -334,15 +334,16 @@ def _plan(
     )
 
 
-def _check_names(streams: list[StreamInfo], kinds: tuple[str, ...] | None, tags: tuple[str, ...] | None) -> None:
+def _check_names(reader: TraceReader, kinds: tuple[str, ...] | None, tags: tuple[str, ...] | None) -> None:
     """Refuse kinds and tags that neither the trace has nor any run could; a tag with a wildcard may match nothing."""
+    recorded_kinds, recorded_tags = reader.names
     if kinds:
-        known = {*KINDS, *(stream.kind for stream in streams)}
+        known = {*KINDS, *recorded_kinds}
         for kind in kinds:
             if kind not in known:
                 raise UnknownNameError.of("kind", kind, known)
     if tags:
-        known = {DEFAULT_TAG, EVAL_TAG, *(stream.tag for stream in streams)}
+        known = {DEFAULT_TAG, EVAL_TAG, *recorded_tags}
         for tag in tags:
             if tag not in known and not set("!*?[").intersection(tag):
                 raise UnknownNameError.of("tag", tag, known)
