@@ -110,8 +110,7 @@ class Capture:
         Globs over tags (``"!eval"``: all but that); by default all.
     every, start, stop : int
         Observe training steps ``start <= global_step < stop`` that are multiples of `every`. These thin out training,
-        so
-        they do not touch what is done on purpose at its own time: epoch events, evaluation passes and probes.
+        so they do not touch what is done on purpose at its own time: epoch events, evaluation passes and probes.
     condition : callable, optional
         ``condition(message) -> bool`` is asked about every message (its data not yet copied); False leaves it out.
     rows : int, optional
@@ -120,8 +119,7 @@ class Capture:
         Keep a fixed random choice of so many spatial or sequence positions of activations, inputs and their gradients.
         ``(n, channels, *space)`` becomes ``(n, channels, positions)``, ``(n, sequence, features)`` becomes
         ``(n, positions, features)``. Three-dimensional data is a sequence unless the layer is a 1-d convolution,
-        pooling
-        or normalisation.
+        pooling or normalisation.
     elements : int, optional
         Keep a fixed random choice of so many elements, in flat order, as a vector. Equally sized tensors share their
         choice, so a weight, its gradient and its update stay aligned.
@@ -129,8 +127,7 @@ class Capture:
         ``"float16"``, ``"bfloat16"``, ``"float32"`` or ``"float64"``: cast floating-point data (but not the loss).
     reduce : str or callable, optional
         Keep a statistic of each tensor: a name of `REDUCTIONS`, ``f(tensor) -> tensor``, or ``f(so_far, tensor) ->
-        tensor``
-        for a running reduction.
+        tensor`` for a running reduction.
     seed : int
         Of the fixed random choices; training's own generators are never drawn from.
 

@@ -42,7 +42,7 @@ from tracer.messages import EVAL_TAG
 from tracer.parts import heads, refuse_living, this_process
 from tracer.patches import Backward
 from tracer.recorder import COMMIT_SECONDS, QUEUE_BYTES
-from tracer.recording import Resume, Run, end, start
+from tracer.recording import Options, Resume, Run, end, start
 from tracer.stores import Anywhere, Location, location, store_module
 from tracer.wrappers import unwrap
 from tracer.writer import check_target
@@ -94,8 +94,7 @@ def run(
         Of the trace; it is created at the first training step.
     capture : Capture or iterable of Capture, optional
         What to observe. A single one (and the default) keeps of evaluation passes only outputs, labels and losses, as
-        the
-        activations of a whole test set would drown the training's; give captures with `tags` to have them.
+        the activations of a whole test set would drown the training's; give captures with `tags` to have them.
     module : bool
         Whether `script` is the name of a module.
     overwrite : bool
@@ -125,8 +124,7 @@ def run(
     ------
     CaptureError
         If there is no such script or module; or, out of the script's first ``backward``, if the capture matches no
-        module
-        of its model.
+        module of its model.
     UnknownNameError
         If there is no such compression.
     TraceError
@@ -139,31 +137,27 @@ def run(
         check_target(out, overwrite=overwrite)
     elif resume and this_process().size == 1:  # but not what the script trains while another process records it
         refuse_living(location(out), heads(location(out)))
-    codecs = Compression(compression)
-    code, main = _load_module(script) if module else _load_script(script)
-    _not_hidden(code, os.getcwd() if module else os.path.dirname(os.path.abspath(script)))
-    # before the script runs, which may have what is imported logged
-    store_module(location(out))
-    codecs.load(plainly=location(out).suffix.lower() == ".zarr")
-    if capture is None or isinstance(capture, Capture):
-        capture = lighter_on_evaluation(capture if capture is not None else Capture())
-    session = _Session(
-        script,
-        location(out),
-        tuple(capture),
-        strict=strict,
-        resume=Resume(first_step) if resume else None,
-        compression=codecs.choice,
+    options = Options(
         overwrite=overwrite,
+        resume=Resume(first_step) if resume else None,
         queue_bytes=queue_bytes,
         on_full=on_full,
         commit_steps=commit_steps,
         commit_seconds=commit_seconds,
         durable=durable,
+        replicated=replicated,
+        compression=compression,
         max_bytes=max_bytes,
         certificate=certificate,
-        replicated=replicated,
     )
+    code, main = _load_module(script) if module else _load_script(script)
+    _not_hidden(code, os.getcwd() if module else os.path.dirname(os.path.abspath(script)))
+    # before the script runs, which may have what is imported logged
+    store_module(location(out))
+    Compression(options.compression).load(plainly=location(out).suffix.lower() == ".zarr")
+    if capture is None or isinstance(capture, Capture):
+        capture = lighter_on_evaluation(capture if capture is not None else Capture())
+    session = _Session(script, location(out), tuple(capture), options, strict=strict)
     if began is not None:
         began(session.run)
     argv = [str(main.__file__) if module else script, *arguments]
@@ -300,7 +294,7 @@ class _Session:
     """Notices what a script makes and does, and tells the exporter."""
 
     def __init__(
-        self, name: str, out: Location, captures: tuple[Capture, ...], *, strict: bool, **recording: Any
+        self, name: str, out: Location, captures: tuple[Capture, ...], options: Options, *, strict: bool
     ) -> None:
         self._name = name
         bus = MessageBus(f"recording to {out}", on_error="raise" if strict else "disable")
@@ -308,7 +302,7 @@ class _Session:
         self.exporter.set_optimizer(())
         self.exporter.set_loss(LOSS_FUNCTIONS)
         self.exporter.holds_parts = self.exporter.optimizers.found = True
-        self.run: Run = start(out, self.exporter, lazily=True, **recording)
+        self.run: Run = start(out, self.exporter, options=options, lazily=True)
         self.exporter.clock.starting = self._begin(self.exporter.clock.starting)
         self._optimizers: list[weakref.ref[Optimizer]] = []
         # optimizers that trained nothing that was watched when they were made

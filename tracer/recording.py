@@ -106,8 +106,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         Whether to replace a trace that is at `path`. Anything else there is never replaced.
     strict : bool
         Whether an exception while observing reaches the training loop. By default what fails is disabled, with a
-        warning
-        and a note in the trace.
+        warning and a note in the trace.
     seeds : mapping, optional
         The seeds the run was given, for the header. By default torch's initial seed.
     queue_bytes : int
@@ -198,11 +197,25 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         max_bytes: int | str | None = None,
         certificate: Certificate | None = None,
     ) -> None:
-        self._disabled = environment.disabled()
+        if not resume and (first_step is not None or first_epoch is not None):
+            raise CaptureError("first_step and first_epoch say where to resume; give resume=True with them")
         self._path = location(environment.path_or(path))
-        max_bytes = None if max_bytes is None else environment.size_of(max_bytes)
-        self._max_bytes = environment.bound_or(max_bytes)
-        self._certificate = certificate
+        self._options = Options(
+            overwrite=overwrite,
+            resume=Resume(first_step, first_epoch) if resume else None,
+            seeds=seeds,
+            queue_bytes=queue_bytes,
+            on_full=on_full,
+            commit_steps=commit_steps,
+            commit_seconds=commit_seconds,
+            durable=durable,
+            ranks=ranks,
+            replicated=replicated,
+            compression=compression,
+            max_bytes=environment.bound_or(None if max_bytes is None else environment.size_of(max_bytes)),
+            certificate=certificate,
+            disabled=environment.disabled(),
+        )
         self._model = model
         self._optimizer = optimizer
         self._loss = loss
@@ -213,24 +226,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
             raise CaptureError(f"capture is a tracer.Capture or several of them, not {capture!r}")
         self._receivers = tuple(receivers)
         self._logs = (logs,) if isinstance(logs, str) else tuple(logs)
-        self._overwrite = overwrite
         self._strict = strict
-        self._seeds = seeds
-        self._queue_bytes = queue_bytes
-        self._on_full = on_full
-        self._commits: dict[str, Any] = {
-            "commit_steps": commit_steps,
-            "commit_seconds": commit_seconds,
-            "durable": durable,
-        }
-        self._resume = Resume(first_step, first_epoch) if resume else None
-        if not resume and (first_step is not None or first_epoch is not None):
-            raise CaptureError("first_step and first_epoch say where to resume; give resume=True with them")
-        if resume and overwrite:
-            raise CaptureError("resume goes on with a trace, and overwrite removes it; give one of them")
-        self._ranks = ranks
-        self._replicated = replicated
-        self._compression = Compression(compression).choice
         self._run: Run | None = None
 
     def __enter__(self) -> Run:
@@ -244,23 +240,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
             for kind in self._logs:
                 bus.register_topic(kind, "network")
             exporter.check(self._receivers, self._logs)
-            run = start(
-                self._path,
-                exporter,
-                self._receivers,
-                overwrite=self._overwrite,
-                seeds=self._seeds,
-                queue_bytes=self._queue_bytes,
-                on_full=self._on_full,
-                resume=self._resume,
-                ranks=self._ranks,
-                replicated=self._replicated,
-                compression=self._compression,
-                max_bytes=self._max_bytes,
-                certificate=self._certificate,
-                disabled=self._disabled,
-                **self._commits,
-            )
+            run = start(self._path, exporter, self._receivers, self._options)
         except BaseException:
             exporter.detach()
             raise
@@ -289,6 +269,59 @@ class Resume:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 0):
                 raise CaptureError(f"{name} is a whole number from 0, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a recording does beside observing; each as in `record`.
+
+    Attributes
+    ----------
+    resume : Resume, optional
+        Where to go on with a trace that is there.
+    disabled : bool
+        Whether steps are only counted.
+
+    Raises
+    ------
+    CaptureError
+        If one has no such value, or two of them exclude each other.
+    UnknownNameError
+        If there is no such compression.
+    """
+
+    overwrite: bool = False
+    resume: Resume | None = None
+    seeds: Mapping[str, Any] | None = None
+    queue_bytes: int = QUEUE_BYTES
+    on_full: Literal["wait", "drop"] = "wait"
+    commit_steps: int | None = None
+    commit_seconds: float = COMMIT_SECONDS
+    durable: bool = False
+    ranks: Iterable[int] | None = None
+    replicated: Literal["once", "every"] = "once"
+    compression: str | Mapping[str, str] = "auto"
+    max_bytes: int | None = None
+    certificate: Certificate | None = None
+    disabled: bool = False
+
+    def __post_init__(self) -> None:
+        check_options(
+            queue_bytes=self.queue_bytes,
+            on_full=self.on_full,
+            commit_steps=self.commit_steps,
+            commit_seconds=self.commit_seconds,
+        )
+        if self.resume is not None and self.overwrite:
+            raise CaptureError("resume goes on with a trace, and overwrite removes it; give one of them")
+        if self.replicated not in ("once", "every"):
+            raise CaptureError(f"replicated is 'once' or 'every', not {self.replicated!r}")
+        object.__setattr__(self, "compression", Compression(self.compression).choice)
+
+    def describe(self) -> dict[str, Any]:
+        """Those that a trace's header tells, as JSON."""
+        told = ("queue_bytes", "on_full", "commit_steps", "commit_seconds", "durable", "max_bytes")
+        return {name: getattr(self, name) for name in told}
 
 
 _COUNTING = frozenset(
@@ -355,41 +388,27 @@ def start(
     path: Location,
     exporter: Exporter,
     receivers: Iterable[Receiver] = (),
+    options: Options | None = None,
     *,
-    overwrite: bool = False,
-    seeds: Mapping[str, Any] | None = None,
-    queue_bytes: int = QUEUE_BYTES,
-    on_full: Literal["wait", "drop"] = "wait",
-    commit_steps: int | None = None,
-    commit_seconds: float = COMMIT_SECONDS,
-    durable: bool = False,
-    resume: Resume | None = None,
-    ranks: Iterable[int] | None = None,
-    compression: str | Mapping[str, str] = "auto",
-    max_bytes: int | None = None,
-    certificate: Certificate | None = None,
-    disabled: bool = False,
-    replicated: str = "once",
     lazily: bool = False,
 ) -> Run:
     """Put a recorder and the receivers on an exporter's bus.
 
-    `lazily`: create the trace at the first message, when the script has loaded its checkpoint. `disabled`: only count.
+    `lazily`: create the trace at the first message, when the script has loaded its checkpoint.
     """
-    check_options(queue_bytes=queue_bytes, on_full=on_full, commit_steps=commit_steps, commit_seconds=commit_seconds)
+    options = options if options is not None else Options()
+    resume, overwrite, max_bytes = options.resume, options.overwrite, options.max_bytes
     if isinstance(path, Path):  # the program may go to another folder meanwhile
         path = path.absolute()
-    if replicated not in ("once", "every"):
-        raise CaptureError(f"replicated is 'once' or 'every', not {replicated!r}")
     process = this_process()
-    recorded = sorted(set(range(process.size) if ranks is None else ranks))
+    recorded = sorted(set(range(process.size) if options.ranks is None else options.ranks))
     if not recorded or not all(type(one) is int and 0 <= one < process.size for one in recorded):
         raise CaptureError(f"ranks are some of 0 to {process.size - 1}, the ranks of this run, not {recorded}")
     exporter.publisher.rank = process.rank
-    exporter.recorded = recorded if replicated == "once" else None
-    if disabled and resume is not None and resume.first_step is not None:
+    exporter.recorded = recorded if options.replicated == "once" else None
+    if options.disabled and resume is not None and resume.first_step is not None:
         exporter.start_at(resume.first_step, 0, resume.first_epoch or 0)
-    if disabled or process.rank not in recorded:
+    if options.disabled or process.rank not in recorded:
         return Run(path, exporter, None)
     budget = None if max_bytes is None else Budget(max(1, max_bytes // len(recorded)))
     ordered = in_order(tuple(receivers))
@@ -424,32 +443,21 @@ def start(
         }
         if run_id is not None:
             part["run_id"] = run_id
-        if certificate is not None:
-            part["certificate"] = certificate.describe()
-        about = header(exporter, seeds)
+        if options.certificate is not None:
+            part["certificate"] = options.certificate.describe()
+        about = header(exporter, options.seeds)
         if budget is not None:
             budget.spent += len(declaration("header", about))
             budget.spent += already_spent(path, process.rank) if attempt else 0
         return TraceWriter(
             path,
-            header=about
-            | part
-            | {
-                "recording": {
-                    "queue_bytes": queue_bytes,
-                    "on_full": on_full,
-                    "commit_steps": commit_steps,
-                    "commit_seconds": commit_seconds,
-                    "durable": durable,
-                    "max_bytes": max_bytes,
-                }
-            },
+            header=about | part | {"recording": options.describe()},
             overwrite=overwrite and whole,
             part=None if whole else part_name(process.rank, attempt),
-            commit_steps=commit_steps,
-            commit_seconds=commit_seconds,
-            durable=durable,
-            compression=compression,
+            commit_steps=options.commit_steps,
+            commit_seconds=options.commit_seconds,
+            durable=options.durable,
+            compression=options.compression,
         )
 
     if lazily:
@@ -471,8 +479,8 @@ def start(
     recorder = Recorder(
         make if lazily else make(),
         sampling=exporter.publisher.sampling,
-        queue_bytes=queue_bytes,
-        on_full=on_full,
+        queue_bytes=options.queue_bytes,
+        on_full=options.on_full,
         derived=derived,
         budget=budget,
         stopped=stopped,

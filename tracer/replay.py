@@ -38,8 +38,7 @@ class Plan:
         The streams that some receiver asks for; as they are in the trace, before steps are chosen.
     derived : list of StreamInfo
         Streams that some receiver asks for and the trace lacks, but that follow from what it holds: the update of a
-        weight
-        from its values in two consecutive steps.
+        weight from its values in two consecutive steps.
     messages, bytes : int
         How much of them will be read.
     skipped : int

@@ -209,8 +209,7 @@ class CallbackSubscriber(Subscriber):
     kinds : str or iterable of str
     callback : callable
         Called as ``callback(*data, global_step, train_step, epoch, key)``: a tensor (or None, for events) for each of
-        the
-        `kinds` in their order, the counters, and the module's path (None for network kinds).
+        the `kinds` in their order, the counters, and the module's path (None for network kinds).
     tag, subsample, modules
         As in `Subscription`.
     incomplete : {"drop", "strict"}
