@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import platform
 import subprocess
 import sys
 
@@ -200,3 +202,18 @@ def test_importing_the_stores_imports_no_library() -> None:
     """Neither zarr nor h5py is imported before a store is opened."""
     code = "import sys, tracer.stores; assert not {'zarr', 'h5py'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_another_users_process_that_is_hidden_may_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some clusters tell nobody of processes that are not theirs: then that such a process lives cannot be denied."""
+
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    mine = {"pid": os.getpid(), "hostname": platform.node(), "start": layout.process_start(os.getpid())}
+    monkeypatch.setattr(os, "kill", refuse)
+    assert layout.process_lives(mine) is True
+    assert layout.process_lives(mine | {"start": "another"}) is (mine["start"] == "another")
+    monkeypatch.setattr(layout, "_state_and_start", lambda pid: None)
+    assert layout.process_lives(mine | {"start": "1"}) is None
+    assert layout.process_lives(mine | {"start": None}) is True  # where no process tells when it began

@@ -160,6 +160,54 @@ def test_a_replay_is_of_one_rank(tmp_path: Path, suffix: str) -> None:
 
 
 @every_format
+def test_what_is_being_read_stays_what_was_asked_for(tmp_path: Path, suffix: str) -> None:
+    """A refresh puts the messages of several ranks together anew, but not those that somebody is in the middle of."""
+    path = tmp_path / f"run{suffix}"
+    writers = [TraceWriter(path, header={"ranks": [0, 1]}, part=part_name(rank, 0)) for rank in (0, 1)]
+
+    def put(rank: int, step: int) -> None:
+        where = {"global_step": step, "train_step": step, "epoch": 0, "rank": rank}
+        data = torch.full((600, 600), 10.0 * step + rank)  # each is read by itself
+        writers[rank].write(ModuleMessage(kind="weights", module=f"of{rank}", data=data, **where))
+        writers[rank].commit()
+
+    for rank, steps in ((0, 10), (1, 3)):
+        for step in range(steps):
+            put(rank, step)
+    with TraceReader(path) as reader:
+        expected = [(step, rank, 10.0 * step + rank) for step in range(10) for rank in (0, 1) if rank == 0 or step < 3]
+        messages, arrays = reader.messages(), reader.arrays()
+        found = [next(messages) for _ in range(8)]
+        first = float(next(arrays).data[0, 0, 0])
+        for step in range(3, 10):
+            put(1, step)
+        assert reader.refresh()
+        found += messages
+        assert [(one.global_step, one.rank, float(one.data[0, 0])) for one in found if one.data is not None] == expected
+        assert [first, *(float(one) for batch in arrays for one in batch.data[:, 0, 0])] == [one[2] for one in expected]
+        assert len([*reader.messages()]) == 20
+    for writer in writers:
+        writer.finish()
+
+
+@every_format
+def test_the_root_module_and_the_network_are_told_apart(tmp_path: Path, suffix: str) -> None:
+    """The path of the root module is empty; no path is the network. Where there is only one of them, both find it."""
+    path = tmp_path / f"run{suffix}"
+    where = {"global_step": 0, "train_step": 0, "epoch": 0}
+    with TraceWriter(path) as writer:
+        writer.write(NetworkMessage(kind="mine", data=torch.tensor(1.0), **where))
+        writer.write(ModuleMessage(kind="mine", module="", data=torch.tensor(2.0), **where))
+        writer.write(NetworkMessage(kind="loss", data=torch.tensor(3.0), **where))
+        writer.write(ModuleMessage(kind="weights", module="", data=torch.tensor(4.0), **where))
+    with TraceReader(path) as reader:
+        found = [
+            reader.array(kind, module)[1].tolist() for kind in ("mine", "loss", "weights") for module in (None, "")
+        ]
+    assert found == [[1.0], [2.0], [3.0], [3.0], [4.0], [4.0]]
+
+
+@every_format
 def test_what_only_one_rank_recorded_can_be_asked_for(tmp_path: Path, suffix: str) -> None:
     """A kind or tag that only one rank has is known when the others are replayed, which answer nothing."""
     path = tmp_path / f"run{suffix}"
@@ -699,6 +747,38 @@ def test_an_empty_folder_may_be_overwritten(tmp_path: Path) -> None:
     with tracer.record(path, model, optimizer, overwrite=True) as run:
         train(run, model, optimizer, 1)
     assert tracer.verify(path).intact
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("stop", [4, 5, 7, 8])
+def test_resuming_at_any_step_counts_on(tmp_path: Path, stop: int, every: int) -> None:
+    """Whatever lies between two steps, evaluations, probes or the ends of epochs: the counters go on as in one run."""
+    epochs = (4, 1, 3)
+    expected = [(step, epoch) for epoch, steps in enumerate(epochs) for step in range(steps)] + [(0, len(epochs))]
+    path = tmp_path / "run.zarr"
+    model, optimizer = adam()
+    with tracer.record(path, model, optimizer, capture=tracer.Capture(every=every)) as run:
+        run.probe("fixed", torch.ones(2, 3), every=2)
+        for steps in epochs:
+            for _ in range(min(steps, stop - run.global_step)):
+                train(run, model, optimizer, 1)
+                run.log("rate", 0.1)
+            with torch.no_grad():
+                model(torch.ones(2, 3))
+            if run.global_step == sum(epochs[: run.exporter.epoch + 1]):
+                run.epoch_finished()
+    for first_step in range(1, stop + 1):
+        copy = tmp_path / f"{first_step}.zarr"
+        shutil.copytree(path, copy)
+        with tracer.record(copy, model, optimizer, resume=True, first_step=first_step) as run:
+            train(run, model, optimizer, 1)
+        with tracer.open(copy) as reader:
+            at = reader.journal[reader.select("batch_started")] if every == 1 else reader.journal
+            last = at[at[:, Column.GLOBAL_STEP] == first_step][-1] if every == 1 else None
+        counted = (run.exporter.train_step - 1, run.exporter.epoch)
+        assert (counted, run.global_step) == (expected[first_step], first_step + 1)
+        if last is not None:
+            assert (int(last[Column.TRAIN_STEP]), int(last[Column.EPOCH])) == counted
 
 
 def test_where_to_resume_has_to_be_known(tmp_path: Path) -> None:

@@ -475,14 +475,20 @@ def process_start(pid: int) -> str | None:
 
     With the process id it tells whether the writer of a trace still lives, because ids are used again.
     """
+    state, start = _state_and_start(pid) or ("X", "")
+    # one that has ended stays in the list until its parent has asked how
+    return None if state in "ZX" else start
+
+
+def _state_and_start(pid: int) -> tuple[str, str] | None:
+    """What Linux tells of a process; None where there is no such process, or it is hidden from this user."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
     # the name of the program stands in parentheses and may hold anything; the start is the 20th field after it
     fields = stat.rpartition(")")[2].split()
-    # one that has ended stays in the list until its parent has asked how
-    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else None
+    return (fields[0], fields[19]) if len(fields) > 19 else None
 
 
 def process_lives(process: object) -> bool | None:
@@ -498,6 +504,9 @@ def process_lives(process: object) -> bool | None:
         # the process of another user lives too
         if error.errno != errno.EPERM:
             return False
+        # which some systems tell nobody else more of
+        if process.get("start") is not None and _state_and_start(pid) is None:
+            return None
     return process_start(pid) == process.get("start")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import json
@@ -602,7 +603,7 @@ class TraceReader:
         TraceCorruptError
             If what is read is damaged. What came before is right.
         """
-        return self._iterate(self.select(kinds, modules, steps, tags, streams, where, ranks))
+        return self._as_it_is()._iterate(self.select(kinds, modules, steps, tags, streams, where, ranks))
 
     def arrays(
         self,
@@ -633,7 +634,11 @@ class TraceReader:
         ...     print(trace.journal[batch.rows, Column.GLOBAL_STEP], batch.data.sum(axis=1))
         [0 1 2] [0 2 4]
         """
-        return self._arrays(self.select(kinds, modules, steps, tags, streams, where, ranks))
+        return self._as_it_is()._arrays(self.select(kinds, modules, steps, tags, streams, where, ranks))
+
+    def _as_it_is(self) -> TraceReader:
+        """This reader as it is now, for what is read little by little: `refresh` gives rows other numbers."""
+        return copy.copy(self)
 
     def _arrays(self, selected: NDArray[np.int64]) -> Iterator[Batch]:
         for rows, groups in self._blocks(selected):
@@ -1055,7 +1060,7 @@ class TraceReader:
         TraceCorruptError
             If what is read is damaged.
         """
-        keys = (module,) if module else (None, "")
+        keys = (module,) if module else (None, "") if module is None else ("", None)
         for key in keys:
             found = [
                 number

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
@@ -24,7 +25,7 @@ from tracer.compression import Compression
 from tracer.errors import CaptureError, TraceError, summary, warn_only
 from tracer.exporter import Exporter
 from tracer.layout import Column, declaration, part_name
-from tracer.messages import KINDS
+from tracer.messages import DEFAULT_TAG, KINDS
 from tracer.parts import claim, there, this_process
 from tracer.reader import TraceReader
 from tracer.recorder import COMMIT_SECONDS, QUEUE_BYTES, Recorder, check_options
@@ -360,28 +361,45 @@ def _go_on(path: Location, rank: int, where: Resume, exporter: Exporter) -> None
             f"{path} cannot be resumed, because the optimizer does not count its steps; say with first_step= "
             "(--first-step) which global step the checkpoint goes on with"
         )
-    train_step, epoch = 0, 0
     with TraceReader(path) as trace:
+        # an evaluation after an epoch's last step has the number of the next one, but counts with the old epoch
+        training = [one.id for one in trace.streams if one.tag == DEFAULT_TAG]
+        ended = [one.id for one in trace.streams if one.kind == "epoch_finished"]
+        counts = np.isin(trace.journal[:, Column.STREAM], training)
         # what this rank did not record, another may have
-        mine = trace.journal[trace.rank == rank]
-        journal = mine if len(mine) else trace.journal
-        at, steps = np.flatnonzero(journal[:, Column.GLOBAL_STEP] == step), journal[:, Column.GLOBAL_STEP]
-        before = np.flatnonzero(steps < step)
-        if len(at):
-            _, train_step, epoch = _counters(journal[at[0]])
-        elif len(before):
-            last = journal[before[np.argmax(steps[before])]]
-            number, train_step, epoch = _counters(last)
-            ended = [one.id for one in trace.streams if one.kind == "epoch_finished"]
-            over = (journal[:, Column.EPOCH] == epoch) & np.isin(journal[:, Column.STREAM], ended)
-            train_step, epoch = (step - number - 1, epoch + 1) if over.any() else (train_step + step - number, epoch)
+        mine = counts & (trace.rank == rank)
+        train_step, epoch = _counted(trace.journal[mine if mine.any() else counts], step, ended)
     if where.first_epoch is not None and where.first_epoch != epoch:
         train_step, epoch = 0, where.first_epoch
     exporter.start_at(step, train_step, epoch)
 
 
-def _counters(row: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[int, int, int]:
-    return int(row[Column.GLOBAL_STEP]), int(row[Column.TRAIN_STEP]), int(row[Column.EPOCH])
+def _counted(journal: NDArray[np.int64], step: int, ended: Sequence[int]) -> tuple[int, int]:
+    """The train step and the epoch that a global step has, or would have as the next one.
+
+    Parameters
+    ----------
+    journal : (messages, columns) array
+        Of the training passes, and of what was said of steps and epochs.
+    step : int
+        The global step.
+    ended : sequence of int
+        The streams of messages that say that an epoch has ended.
+    """
+    journal = journal[journal[:, Column.GLOBAL_STEP] <= step]
+    if not len(journal):
+        return 0, 0
+    numbers = journal[:, Column.GLOBAL_STEP]
+    over = np.isin(journal[:, Column.STREAM], ended)
+    # of the step itself, unless all that is there is the end of its epoch
+    for found in (journal[(numbers == step) & ~over], journal[(numbers == step) & over]):
+        if len(found):
+            return int(found[-1, Column.TRAIN_STEP]), int(found[-1, Column.EPOCH])
+    last = journal[numbers == numbers.max()][-1]
+    number, train_step, epoch = (int(last[one]) for one in (Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH))
+    if (journal[over, Column.EPOCH] == epoch).any():
+        return step - number - 1, epoch + 1
+    return train_step + step - number, epoch
 
 
 def start(
