@@ -154,7 +154,7 @@ def _plain_warnings() -> Iterator[None]:
 
 def _check_new(path: str, suffixes: Sequence[str], overwrite: bool) -> Location:
     """The path of a file to be made, before any work is done for it."""
-    from tracer.stores import Url, check_writable, exists, location
+    from tracer.stores import Url, check_writable, exists, location, refuse_part
 
     target = location(path)
     if target.suffix not in suffixes:
@@ -165,6 +165,7 @@ def _check_new(path: str, suffixes: Sequence[str], overwrite: bool) -> Location:
         )
     if isinstance(target, Url):
         check_writable(target)
+    refuse_part(target)
     if exists(target) and not overwrite:
         raise TraceExistsError(f"{path} is already there; --overwrite replaces it")
     if isinstance(target, Url):
@@ -175,6 +176,17 @@ def _check_new(path: str, suffixes: Sequence[str], overwrite: bool) -> Location:
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise TraceError(f"{path} cannot be made, because {parent} is not a directory that can be written to")
     return target
+
+
+def _check_apart(out: str, trace: str) -> None:
+    """Refuse to write answers over a trace that is to be read, or a part of it, or into it."""
+    from tracer.stores import Url, store_files
+
+    target = os.path.realpath(out)
+    for part in store_files(trace):
+        file = "" if isinstance(part, Url) else os.path.realpath(part)
+        if file and (target == file or target.startswith(file + os.sep)):
+            raise TraceExistsError(f"{out} is of the trace that is to be read; write somewhere else")
 
 
 # -- options that several commands share -------------------------------------------------------------------------
@@ -1293,11 +1305,11 @@ def replay(
             raise Failure(f"{out}: answers are written to a path, and not to a URL", WRONG_USAGE)
         target = Path(out)
         _check_new(out, RESULT_SUFFIXES, overwrite)
-        if target.exists() and target.resolve() == Path(trace).resolve():
-            raise TraceExistsError(f"{out} is the trace that is to be read; write somewhere else")
+        _check_apart(out, trace)
         if target.suffix == ".parquet":
             _check_installed("pyarrow", "tables", "writing Parquet")
     if tensorboard is not None:
+        _check_apart(tensorboard, trace)
         _check_installed("tensorboard", "tensorboard", "writing for TensorBoard")
         if Path(tensorboard).exists() and not Path(tensorboard).is_dir():
             raise TraceExistsError(f"{tensorboard} is already there and is not a directory")

@@ -12,7 +12,7 @@ from typing import Final
 
 from tracer import layout
 from tracer.errors import CaptureError, TraceNotFoundError, TracerError
-from tracer.stores import PART, SCHEMES, STORES, Anywhere, Url, location
+from tracer.stores import SCHEMES, STORES, Anywhere, Url, location, whole_of
 
 GLOB: Final = frozenset("*?[")
 SUFFIXES: Final = tuple(STORES)
@@ -75,7 +75,7 @@ def _meant(source: Anywhere, lists: tuple[str, ...]) -> Iterator[str]:
         yield from below
     elif GLOB.intersection(text):
         matches = sorted(glob.glob(text, recursive=True))
-        traces = [match for match in matches if Path(match).suffix.lower() in SUFFIXES and not _is_sibling(Path(match))]
+        traces = [match for match in matches if Path(match).suffix.lower() in SUFFIXES and not _is_part(Path(match))]
         if not traces:
             raise CaptureError(f"no trace matches {text}" + (f", but {len(matches)} other files do" if matches else ""))
         yield from traces
@@ -110,16 +110,16 @@ def _below(folder: Path) -> Iterator[str]:
         if entry.name.startswith("."):
             continue
         if suffix in SUFFIXES:
-            if not _is_sibling(path) and not _is_other(path):
+            if not _is_part(path) and not _is_other(path):
                 yield str(path)
         elif entry.is_dir():
             yield from _below(path)
 
 
-def _is_sibling(path: Path) -> bool:
+def _is_part(path: Path) -> bool:
     """Whether a file holds a part of the trace that is in a file beside it: ``run.rank1.h5`` beside ``run.h5``."""
-    stem, _, part = path.stem.rpartition(".")
-    return bool(stem) and PART.fullmatch(part) is not None and path.with_name(stem + path.suffix).exists()
+    whole = whole_of(path.name)
+    return whole is not None and path.with_name(whole).exists()
 
 
 def _is_other(path: Path) -> bool:
@@ -166,7 +166,8 @@ def _below_url(url: Url, *, deep: bool = True) -> Iterator[str]:
         objects.close()
     for name in names:
         if Path(name).suffix.lower() in SUFFIXES:
-            yield str(url / name)
+            if whole_of(name) not in names:
+                yield str(url / name)
         elif deep and "." not in name:
             yield from _below_url(url / name)
 

@@ -317,6 +317,12 @@ WRONG = {
     "an unknown suffix": (("replay", "TRACE", "-s", "norm", "--out", "x.xls"), 2, ".parquet, .csv"),
     "an output that is there": (("replay", "TRACE", "-s", "norm", "--out", "text.csv"), 1, "--overwrite"),
     "an output over its source": (("replay", "TRACE", "-s", "norm", "--out", "TRACE", "--overwrite"), 1, "to be read"),
+    "an output over its source, the long way": (
+        ("replay", "TRACE", "-s", "norm", "--out", "new/../TRACE", "--overwrite"),
+        1,
+        "to be read",
+    ),
+    "a folder that is its source": (("replay", "TRACE", "-s", "norm", "--tensorboard", "TRACE"), 1, "to be read"),
     "an output in a file": (("replay", "TRACE", "-s", "norm", "--out", "text.csv/x.csv"), 1, "text.csv"),
     "no script": (("record", "nowhere.py"), 1, "nowhere.py"),
     "nothing to record": (("record",), 2, "Usage"),
@@ -351,7 +357,7 @@ def test_what_goes_wrong_is_a_sentence(case: str, trace: Path, tmp_path: Path, m
     (shutil.copytree if trace.is_dir() else shutil.copyfile)(trace, copy)
     before = snapshot(tmp_path)
     arguments, code, part = WRONG[case]
-    result = run(*(copy.name if argument == "TRACE" else argument for argument in arguments))
+    result = run(*(argument.replace("TRACE", copy.name) for argument in arguments))
     assert result.exit_code == code, result.output
     assert part in result.stderr
     assert "Traceback" not in result.output

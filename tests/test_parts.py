@@ -190,6 +190,27 @@ def test_what_is_being_read_stays_what_was_asked_for(tmp_path: Path, suffix: str
         writer.finish()
 
 
+def test_nothing_is_written_where_it_would_be_a_part_of_a_trace(tmp_path: Path) -> None:
+    """Beside ``run.h5``, ``run.rank1.h5`` is a part of it: no other trace, and no answers, may be put there."""
+    path = tmp_path / "run.h5"
+    write_part(path, range(2), rank=0)
+    write_part(path, range(2), rank=1)
+    before = (tmp_path / "run.rank1.h5").read_bytes()
+    for name in ("run.rank1.h5", "run.rank2.h5", "run.rank0.attempt1.h5"):
+        ran = CliRunner().invoke(
+            main, ["replay", str(path), "-s", "norm:kind=weights", "--overwrite", "--out", str(tmp_path / name)]
+        )
+        assert ran.exit_code == 1
+        assert "part of" in ran.stderr
+        with pytest.raises(TraceExistsError, match="part of"):
+            TraceWriter(tmp_path / name, overwrite=True)
+    model, optimizer = adam()
+    with pytest.raises(TraceExistsError, match="part of"), tracer.record(tmp_path / "run.rank7.h5", model, optimizer):
+        pass
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["run.h5", "run.rank1.h5"]
+    assert (tmp_path / "run.rank1.h5").read_bytes() == before
+
+
 @every_format
 def test_the_root_module_and_the_network_are_told_apart(tmp_path: Path, suffix: str) -> None:
     """The path of the root module is empty; no path is the network. Where there is only one of them, both find it."""

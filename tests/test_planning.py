@@ -308,7 +308,8 @@ def test_which_traces_are_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for name in ("a.zarr", "b/c.h5", "b/d/e.zarr", "out/arrays/x.zarr"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         write(Path(name), steps=1)
-    Path("b/c.rank1.h5").write_bytes(b"")
+    for name in ("b/c.rank1.h5", "b/c.rank0.attempt1.h5", "b/c.rank12.attempt3.h5"):
+        Path(name).write_bytes(b"")
     other = Path("b/other.zarr")
     other.mkdir()
     (other / "zarr.json").write_text(json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}))

@@ -37,6 +37,7 @@ from tracer.stores import (
     create_store,
     exists,
     location,
+    refuse_part,
     remove_part,
     store_files,
 )
@@ -207,6 +208,7 @@ class TraceWriter:
         self.path = location(path)
         """Where the trace is."""
         self._compression = Compression(compression)
+        refuse_part(self.path)
         full_header = _complete(header or {})
         first_line = layout.declaration("header", full_header)
         if overwrite:
@@ -805,6 +807,7 @@ def check_target(path: Anywhere, *, overwrite: bool = False) -> None:
     """
     path = location(path)
     check_writable(path)
+    refuse_part(path)
     if not overwrite and any(exists(file) for file in store_files(path)):
         raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
     _check_ours(path)

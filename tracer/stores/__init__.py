@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from tracer.errors import TraceError, TraceFormatError
+from tracer.errors import TraceError, TraceExistsError, TraceFormatError
 from tracer.memory import new_memory
 
 CHUNK_LIMIT = 1 << 20
@@ -87,6 +87,7 @@ PART = re.compile(r"rank(?P<rank>0|[1-9][0-9]{0,8})(\.attempt(?P<attempt>[1-9][0
 """Names of the groups that one process each writes. A directory holds all of a trace, a file one: see `open_parts`."""
 WRITER = "writer"
 """The only attribute of a root on an object store that was put so that no other process does, and holds nothing yet."""
+_OF_A_PART = re.compile(rf"(?P<stem>.+)\.{PART.pattern}(?P<suffix>\.h5|\.hdf5)", re.IGNORECASE | re.DOTALL)
 
 Piece = tuple[int, int, int]
 
@@ -460,6 +461,25 @@ def store_files(path: Anywhere) -> list[Location]:
     """The directory, or the files, that the parts of the store at `path` are in; `path` itself if there are none."""
     path = location(path)
     return cast("list[Location]", store_module(path).files(path))
+
+
+def whole_of(name: str) -> str | None:
+    """The name of the trace of which a file is a part by its name, if that is there, too; None for all other names.
+
+    Examples
+    --------
+    >>> whole_of("run.rank1.h5"), whole_of("run.rank0.attempt2.h5"), whole_of("run.h5"), whole_of("run.rank1.zarr")
+    ('run.h5', 'run.h5', None, None)
+    """
+    found = _OF_A_PART.fullmatch(name)
+    return None if found is None else found["stem"] + found["suffix"]
+
+
+def refuse_part(path: Location) -> None:
+    """Raise `TraceExistsError` if, by its name, what is to be written at `path` would be a part of a trace there."""
+    whole = whole_of(path.name)
+    if whole is not None and not isinstance(path, Url) and exists(path.with_name(whole)):
+        raise TraceExistsError(f"{path} would be a part of {path.with_name(whole)}, by its name; give another one")
 
 
 def remove_part(path: Anywhere, part: str) -> None:
