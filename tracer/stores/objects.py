@@ -18,6 +18,7 @@ import math
 import os
 import re
 import threading
+import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -323,12 +324,16 @@ class Objects:
     def listed(self, prefix: str = "") -> list[Found]:
         """All objects below a prefix, which is a whole number of parts."""
         path = self._path(prefix)
-        try:
+
+        def found() -> list[Found]:
             return [
                 Found(one["path"][len(self._base) + 1 :], one["size"], one["last_modified"].timestamp())
                 for page in obstore.list(self._store, path, chunk_size=1000)
                 for one in page
             ]
+
+        try:
+            return _whole(found)
         except (BaseError, OSError, ValueError) as error:
             self._check_bucket(error)
             raise self._failed("listed", error) from error
@@ -336,7 +341,7 @@ class Objects:
     def names(self) -> list[str]:
         """What is directly below the URL: objects, and what others are below of."""
         try:
-            found = obstore.list_with_delimiter(self._store, self._base or None)
+            found = _whole(lambda: obstore.list_with_delimiter(self._store, self._base or None))
         except (BaseError, OSError, ValueError) as error:
             self._check_bucket(error)
             raise self._failed("listed", error) from error
@@ -349,9 +354,8 @@ class Objects:
             # no lists there
             return self.head("zarr.json") is not None or self.head() is not None
         try:
-            for page in obstore.list(self._store, self._base, chunk_size=1):
-                if page:
-                    return True
+            if _whole(lambda: any(obstore.list(self._store, self._base, chunk_size=1))):
+                return True
         except (BaseError, OSError, ValueError) as error:
             self._check_bucket(error)
             raise self._failed("listed", error) from error
@@ -434,8 +438,8 @@ def _reason(error: Exception) -> str:
     return " ".join(re.sub(r", max_retries: \d+, retry_timeout: \S+", "", text).split())
 
 
-def _connect(url: Url, prefix: str) -> Any:
-    """Obstore's store of a folder."""
+def _retry_seconds() -> float:
+    """How long a request is tried again."""
     said = os.environ.get(RETRY_VARIABLE, str(RETRY_SECONDS))
     try:
         seconds = float(said)
@@ -443,6 +447,26 @@ def _connect(url: Url, prefix: str) -> Any:
             raise ValueError
     except ValueError:
         raise TraceError(f"{RETRY_VARIABLE} is a number of seconds, at most a day, and not {said!r}") from None
+    return seconds
+
+
+def _whole(ask: Callable[[], Result]) -> Result:
+    """What a store answers; asked again where an answer breaks off, which obstore does not do for lists."""
+    until = time.monotonic() + _retry_seconds()
+    pause = 0.1
+    while True:
+        try:
+            return ask()
+        except BaseError as error:
+            if "response body" not in str(error) or time.monotonic() + pause > until:
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, 2.0)
+
+
+def _connect(url: Url, prefix: str) -> Any:
+    """Obstore's store of a folder."""
+    seconds = _retry_seconds()
     second = dt.timedelta(seconds=1)
     retry: Any = {
         "max_retries": 100_000,
