@@ -91,10 +91,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.integrations.*": FOUNDATION
     | STORAGE
     | {"tracer.losses", "tracer.recording", "tracer.termination", "tracer.integrations.*"},
+    "tracer.epochs": {"tracer.exporter"},
     "tracer.launch": FOUNDATION
     | STORAGE
     | RUNNING
-    | {"tracer", "tracer.losses", "tracer.patches", "tracer.wrappers", "tracer.termination"},
+    | {"tracer", "tracer.epochs", "tracer.losses", "tracer.patches", "tracer.wrappers", "tracer.termination"},
     "tracer.rehearsal": FOUNDATION
     | STORAGE
     | RUNNING

@@ -22,7 +22,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import thread as executors
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import CodeType, FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -35,6 +35,7 @@ from tracer import termination
 from tracer.bus import MessageBus
 from tracer.capture import Capture
 from tracer.compression import Compression
+from tracer.epochs import Epochs
 from tracer.errors import CaptureError, TraceError, TracerError
 from tracer.exporter import Exporter
 from tracer.losses import LOSS_FUNCTIONS
@@ -281,15 +282,6 @@ def lighter_on_evaluation(capture: Capture) -> tuple[Capture, ...]:
     return (replace(capture, kinds=outcomes, tags=(EVAL_TAG,)), training) if outcomes else (training,)
 
 
-@dataclass(slots=True)
-class _Leader:
-    """The iterator of a DataLoader that was the first to be drawn from in an epoch, at which step, and how often."""
-
-    iterator: weakref.ref[Any]
-    began: int
-    draws: int = 1
-
-
 class _Session:
     """Notices what a script makes and does, and tells the exporter."""
 
@@ -307,16 +299,9 @@ class _Session:
         self._optimizers: list[weakref.ref[Optimizer]] = []
         # optimizers that trained nothing that was watched when they were made
         self._beside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._leader: _Leader | None = None
         self._looked = 0  # how many optimizers there were when models were looked for
         self._many = 1  # the first one may lie in the garbage that torch leaves when it imports what it needs
-        self._began: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._loaders: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-        self._feeding: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._drawn: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
-        self._unused: tuple[int, int] | None = None  # where an iterator began that ended early, and when all is used
-        self._epoch_began = 0
+        self.epochs = Epochs(self.exporter)
         self._closed = False
         self.pid = os.getpid()
         self.refusal: CaptureError | TraceError | None = None
@@ -386,25 +371,22 @@ class _Session:
 
         def loader_iter(original: Callable[..., Any]) -> Callable[..., Any]:
             def __iter__(loader: DataLoader[Any]) -> Any:
-                session.guarded("the end of an epoch", lambda: session.iterated(loader))
+                session.guarded("the end of an epoch", lambda: session.epochs.begins(loader))
                 iterator = original(loader)
-                session._began[iterator] = session._seen[iterator] = session.exporter.global_step
-                session._drawn[iterator] = (0, session.exporter.forwards_seen)
-                session._loaders[iterator] = weakref.ref(loader)
+                session.guarded("the end of an epoch", lambda: session.epochs.begun(loader, iterator))
                 return iterator
 
             return __iter__
 
         def loader_next(original: Callable[..., Any]) -> Callable[..., Any]:
             def __next__(iterator: Any) -> Any:
-                session.guarded("the end of an epoch", lambda: session.drawn(iterator))
+                session.guarded("the end of an epoch", lambda: session.epochs.drawn(iterator))
                 try:
                     batch = original(iterator)
                 except StopIteration:
-                    session.guarded("the end of an epoch", lambda: session.exhausted(iterator))
+                    session.guarded("the end of an epoch", lambda: session.epochs.exhausted(iterator))
                     raise
-                number, before = session._drawn.get(iterator, (0, session.exporter.forwards_seen))
-                session._drawn[iterator] = (number + 1, before)
+                session.epochs.given(iterator)
                 return batch
 
             return __next__
@@ -501,66 +483,6 @@ class _Session:
             for name, one in names_of(more, {name for name, _ in self.exporter.tops}).items():
                 self.exporter.add_modules((name, one))
         return bool(models)
-
-    def drawn(self, iterator: Any) -> None:
-        """A batch is drawn: if a step took place since the one before, this DataLoader feeds the training."""
-        self._used()
-        now = self.exporter.global_step
-        leader = None if self._leader is None else self._leader.iterator()
-        if leader is None:
-            self._leader = _Leader(weakref.ref(iterator), now)
-        elif leader is iterator and self._leader is not None:
-            self._leader.draws += 1
-        loader = self._loaders[iterator]() if iterator in self._loaders else None
-        if loader is not None and now > self._seen.get(iterator, now):
-            self._feeding.add(loader)
-        self._seen[iterator] = now
-
-    def iterated(self, loader: Any) -> None:
-        """A DataLoader begins anew: if it fed the training and was left before its end, that ended the epoch too."""
-        self._used()
-        now = self.exporter.global_step
-        if loader in self._feeding and now > self._epoch_began and not self._is_led(loader):
-            self._end_epoch(now)
-
-    def _is_led(self, loader: Any) -> bool:
-        """Whether another DataLoader feeds this epoch, at every step since it was the first to: its end is the epoch's.
-
-        One that ends sooner is begun again, as in semi-supervised learning.
-        """
-        iterator = None if self._leader is None else self._leader.iterator()
-        if self._leader is None or iterator is None or iterator not in self._loaders:
-            return False
-        steps = self.exporter.global_step - self._leader.began
-        return self._loaders[iterator]() is not loader and self._leader.draws >= steps > 0
-
-    def exhausted(self, iterator: Any) -> None:
-        """A DataLoader is at its end: if training steps took place meanwhile, so is the epoch.
-
-        But some libraries draw batches before they need them. Then the epoch ends when as many forwards have begun.
-        """
-        exporter = self.exporter
-        if self._is_led(self._loaders[iterator]() if iterator in self._loaders else None):
-            return
-        self._leader = None
-        began = self._began.get(iterator, exporter.global_step)
-        number, before = self._drawn.get(iterator, (0, 0))
-        told = exporter.model is not None and (exporter.forwards_seen > 0 or exporter.steps_seen == 0)
-        self._unused = (began, before + number if told else 0)
-        self._used()
-
-    def _used(self) -> None:
-        """End the epoch if all is used that an exhausted DataLoader gave."""
-        if self._unused is not None and self.exporter.forwards_seen >= self._unused[1]:
-            began, self._unused = self._unused[0], None
-            now = self.exporter.global_step
-            if now > max(began, self._epoch_began):
-                self._end_epoch(now)
-
-    def _end_epoch(self, now: int) -> None:
-        self._leader = None
-        self.exporter.epoch_is_over()
-        self._epoch_began = now
 
     def close(self, error: BaseException | None) -> None:
         """End the last epoch, and the trace."""
