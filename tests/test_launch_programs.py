@@ -485,3 +485,202 @@ def test_an_engine_of_ignite(tmp_path: Path) -> None:
     for place, (module, kind) in enumerate(names):
         found = [one.data for one in of(messages, kind) if one.key == module]
         assert all(torch.equal(one, step[place]) for one, step in zip(found, kept["steps"], strict=True))
+
+
+STEP = "opt.zero_grad(); F.cross_entropy(net(a), b).backward(); opt.step()"
+LOADERS = {
+    "a batch that is left out": """
+        loader = DataLoader(TensorDataset(x[:13], y[:13]), batch_size=4)
+        for epoch in range(3):
+            for a, b in loader:
+                if len(a) < 2: continue
+                STEP
+    """,
+    "a batch that is left out, and another loader each epoch": """
+        for epoch in range(3):
+            for a, b in DataLoader(TensorDataset(x[:13], y[:13]), batch_size=4):
+                if len(a) < 2: continue
+                STEP
+            with torch.no_grad():
+                for a, b in DataLoader(TensorDataset(x, y), batch_size=10): F.cross_entropy(net(a), b)
+    """,
+    "parts of the model that are called by themselves": """
+        loader = DataLoader(TensorDataset(x[:12], y[:12]), batch_size=4)
+        for epoch in range(3):
+            for number, (a, b) in enumerate(loader):
+                opt.zero_grad(); F.cross_entropy(net[1](net[0](a)), b).backward(); opt.step()
+                if (3 * epoch + number) % 4 == 3:
+                    with torch.no_grad():
+                        for _ in range(2): net(a)
+    """,
+    "an iterator in another": """
+        class Wrapped:
+            def __init__(self, inner): self.inner = inner
+            def __iter__(self): return self
+            def __next__(self): return next(self.inner)
+        class Loader(DataLoader):
+            def _get_iterator(self): return Wrapped(super()._get_iterator())
+        loader = Loader(TensorDataset(x[:12], y[:12]), batch_size=4)
+        for epoch in range(3):
+            for a, b in loader: STEP
+    """,
+    "another model that is kept": """
+        def fit(net, epochs):
+            opt = torch.optim.SGD(net.parameters(), lr=0.1)
+            for epoch in range(epochs):
+                for a, b in DataLoader(TensorDataset(x[:12], y[:12]), batch_size=4): STEP
+        fit(net, 1)
+        other = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+        fit(other, 2)
+    """,
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_epochs_of_three_steps(tmp_path: Path, loader: str) -> None:
+    """Epochs end where the DataLoader does, whatever else is done with what it gives."""
+    net = "net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)); opt = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+    script(tmp_path, net + textwrap.dedent(LOADERS[loader]).replace("STEP", STEP))
+    _, messages = record(tmp_path, "train.py")
+    ended = [(one.epoch, one.global_step) for one in messages if one.kind == "epoch_finished"]
+    assert ended == [(0, 2), (1, 5), (2, 8)]
+
+
+def test_a_loader_with_an_iterator_of_any_kind(tmp_path: Path) -> None:
+    """A DataLoader may iterate over something that nobody can look into; the training is as ever."""
+    body = """
+    class Loader(DataLoader):
+        def _get_iterator(self): return iter([(x, y)] * 3)
+    net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    for epoch in range(2):
+        for a, b in Loader(TensorDataset(x, y)): opt.zero_grad(); F.cross_entropy(net(a), b).backward(); opt.step()
+    print(float(net.weight.detach().sum()))
+    """
+    alone = run(tmp_path, sys.executable, script(tmp_path, body))
+    text, messages = record(tmp_path, "train.py")
+    assert text == alone
+    assert len(of(messages, "loss")) == 6
+
+
+def test_a_model_that_is_called_like_a_part_of_another(tmp_path: Path) -> None:
+    """The second one gets another name: each has its own values."""
+    body = """
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+        def forward(self, x): return self.head(self.encoder(x))
+    def train(net, opt, target):
+        for _ in range(2):
+            opt.zero_grad(); F.mse_loss(net(x), target).backward(); opt.step()
+    net = Net()
+    train(net, torch.optim.SGD(net.parameters(), lr=0.1), torch.zeros(20, 3))
+    print("loss", float(net.encoder.weight.detach().sum()))
+    encoder = nn.Linear(4, 5)
+    opt = torch.optim.SGD(encoder.parameters(), lr=0.1)
+    print("loss", float(encoder.weight.detach().sum()))
+    train(encoder, opt, torch.zeros(20, 5))
+    """
+    script(tmp_path, body)
+    text, messages = record(tmp_path, "train.py")
+    weights = [one for one in of(messages, "weights") if one.global_step == 2]
+    found = {one.key: float(one.data.sum()) for one in weights if one.data is not None}
+    assert len(weights) == len(found)
+    assert [found["encoder"], found["encoder_"]] == printed(text, "loss")
+
+
+def test_losses_of_threads(tmp_path: Path) -> None:
+    """Each thread numbers the nodes of its graphs by itself: a loss that a thread writes by hand is always told."""
+    body = """
+    import threading
+    F.mse_loss(torch.ones(3, requires_grad=True), torch.zeros(3))  # a node of a low number, in this thread
+    net = nn.Linear(4, 1); opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    def train():
+        for _ in range(3):
+            loss = (net(x) - 1).square().mean()
+            print("loss", repr(float(loss)))
+            opt.zero_grad(); loss.backward(); opt.step()
+            F.mse_loss(net(x), torch.zeros(20, 1))
+    for _ in range(4):
+        thread = threading.Thread(target=train); thread.start(); thread.join()
+    """
+    script(tmp_path, body)
+    text, messages = record(tmp_path, "train.py")
+    told = values(of(messages, "loss"))
+    assert [one for one in told if one in printed(text, "loss")] == printed(text, "loss")
+
+
+@pytest.mark.parametrize("looked_at", ["", "F.cross_entropy(out, y, reduction='none').detach().topk(3).indices"])
+@pytest.mark.parametrize("layers", [1, 40])
+def test_a_loss_is_told_once(tmp_path: Path, layers: int, looked_at: str) -> None:
+    """However many terms are added to it, and although the losses of the datapoints were looked at before."""
+    body = f"""
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range({layers}))); opt = torch.optim.SGD(net.parameters(), lr=0.01)
+    for _ in range(3):
+        out = net(x); {looked_at or "pass"}
+        loss = F.cross_entropy(out, y)
+        print("loss", repr(float(loss)))
+        for one in net.parameters(): loss = loss + 1e-4 * one.pow(2).sum()
+        opt.zero_grad(); loss.backward(); opt.step()
+    """
+    script(tmp_path, body)
+    text, messages = record(tmp_path, "train.py")
+    assert values(of(messages, "loss")) == printed(text, "loss")
+
+
+def test_a_head_that_is_added_to_the_optimizer(tmp_path: Path) -> None:
+    """What `add_param_group` brings is observed from then on."""
+    body = """
+    net, head = nn.Linear(4, 3), nn.Linear(3, 2); opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(4):
+        if step == 2: opt.add_param_group({"params": head.parameters()})
+        loss = F.cross_entropy(net(x), y) if step < 2 else F.mse_loss(head(net(x)), x[:, :2])
+        if step >= 2: print("loss", float(head.weight.detach().sum()))
+        opt.zero_grad(); loss.backward(); opt.step()
+    """
+    script(tmp_path, body)
+    text, messages = record(tmp_path, "train.py")
+    kept = [one for one in of(messages, "weights") if one.key == "head"]
+    assert [(one.global_step, float(one.data.sum())) for one in kept if one.data is not None] == [
+        (step + 2, value) for step, value in enumerate(printed(text, "loss"))
+    ]
+    assert [one.global_step for one in of(messages, "activations") if one.key == "head"] == [2, 3]
+
+
+def test_an_optimizer_that_is_loaded_whole(tmp_path: Path) -> None:
+    """A model and its optimizer from one file are found when the optimizer steps for the first time."""
+    body = """
+    net = nn.Sequential(nn.Linear(4, 3)); opt = torch.optim.Adam(net.parameters(), lr=0.1)
+    torch.save((net, opt), "both.pt"); del net, opt
+    net, opt = torch.load("both.pt", weights_only=False)
+    for step in range(3):
+        print("loss", float(net[0].weight.detach().sum()))
+        opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+    """
+    script(tmp_path, body)
+    text, messages = record(tmp_path, "train.py")
+    kept = of(messages, "weights")
+    assert [(one.key, one.global_step) for one in kept] == [("0", step) for step in range(3)]
+    assert [float(one.data.sum()) for one in kept if one.data is not None] == printed(text, "loss")
+    assert [one.global_step for one in of(messages, "activations")] == [1, 2]
+
+
+def test_a_subclass_of_tensor_sees_what_the_program_does(tmp_path: Path) -> None:
+    """Its ``__torch_function__`` is called as often as without a recorder."""
+    body = """
+    import collections
+    seen = collections.Counter()
+    class Counted(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            seen[getattr(function, "__name__", "")] += 1
+            return super().__torch_function__(function, types, args, kwargs or {})
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)); opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        opt.zero_grad(); F.cross_entropy(net(x.as_subclass(Counted)), y).backward(); opt.step()
+    print(sorted(seen.items()), float(net[0].weight.detach().sum()))
+    """
+    alone = run(tmp_path, sys.executable, script(tmp_path, body))
+    text, messages = record(tmp_path, "train.py")
+    assert text == alone
+    assert len(of(messages, "loss")) == 3

@@ -60,6 +60,8 @@ class Epochs:
         self._begun: weakref.WeakSet[Any] = weakref.WeakSet()
         self._leader: _Leader | None = None
         self._unused: _Unused | None = None
+        # the DataLoader that was begun last, if its iterator is not known: one that wraps another
+        self._wrapped: weakref.ref[Any] | None = None
         self._began = 0
 
     def begins(self, loader: Any) -> None:
@@ -73,15 +75,20 @@ class Epochs:
         if loader in self._feeding and now > self._began and not self._is_led(loader):
             self._end(now)
         self._begun.add(loader)
+        self._wrapped = weakref.ref(loader)
 
     def begun(self, loader: Any, iterator: Any) -> None:
         """And this is its iterator."""
+        self._wrapped = None
         now = self._exporter.global_step
         self._passes[iterator] = _Pass(weakref.ref(loader), now, now, self._exporter.forwards_seen)
 
     def drawn(self, iterator: Any) -> None:
         """A batch is drawn: if a step took place since the one before, this DataLoader feeds the training."""
         self._used()
+        wrapped = None if self._wrapped is None or iterator in self._passes else self._wrapped()
+        if wrapped is not None:
+            self.begun(wrapped, iterator)
         now = self._exporter.global_step
         leader = None if self._leader is None else self._leader.iterator()
         if leader is None:
@@ -111,7 +118,9 @@ class Epochs:
         if known is None or self._is_led(known.loader()):
             return
         self._leader = None
-        told = exporter.model is not None and (exporter.forwards_seen > 0 or exporter.steps_seen == 0)
+        # of several models nobody knows which one the batches are for
+        counted = exporter.model is not None and len(exporter.tops) == 1
+        told = counted and (exporter.forwards_seen > 0 or exporter.steps_seen == 0)
         self._unused = _Unused(known.loader, known.began, known.forwards + known.given if told else 0)
         self._used()
 

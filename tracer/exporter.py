@@ -43,7 +43,16 @@ from tracer.hooks import (
     traced,
     without_modes,
 )
-from tracer.losses import LOSS_FUNCTIONS, LossFunction, is_part_of_a_loss, made_of, node_of, output_and_labels, unpatch
+from tracer.losses import (
+    LOSS_FUNCTIONS,
+    LossFunction,
+    Node,
+    is_part_of_a_loss,
+    made_of,
+    node_of,
+    output_and_labels,
+    unpatch,
+)
 from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, NetworkMessage
 from tracer.optimizers import Optimizers, skipped_inside, steps_within
 from tracer.parameters import Parameter
@@ -123,7 +132,7 @@ class Exporter:
         self.holds_parts = False  # whether who calls `backward_called` knows the loss that a sum becomes
         self._part: Tensor | None = None
         self._loss_told = False  # by `run.log`, since the last `backward`
-        self._loss_nodes: dict[int, None] = {}  # of what loss functions gave last
+        self._loss_nodes: dict[Node, bool] = {}  # of what loss functions gave last, and whether that is no loss yet
         self.last_scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # what a GradScaler gave, and what it got
         self.forwards_seen = 0  # of the root, in training and aside
         self.optimizer_calls = 0
@@ -833,6 +842,7 @@ class Exporter:
         if not self._epoch_open:
             self._announce_epoch()
         if not self._idle:
+            self._come_last()
             self._look()
             self.publisher.event("batch_started", self.clock.now())
             if not self.optimizers:
@@ -1210,7 +1220,7 @@ class Exporter:
         if not (self.clock.open and self._idle and self._user_tag is None and self.publisher.collecting is None):
             return False
         output, root = args[-1], self._root
-        if not (isinstance(output, Tensor) and output.requires_grad and root is not None and root.training):
+        if not (type(output) is Tensor and output.requires_grad and root is not None and root.training):
             return False
         self.losses_seen += 1
         self._note_loss(output)
@@ -1223,7 +1233,8 @@ class Exporter:
         if not isinstance(output, Tensor) or self.publisher.collecting is not None:
             return
         self.losses_seen += 1
-        self._note_loss(output)
+        part = self.holds_parts and is_part_of_a_loss(loss, args, kwargs)
+        self._note_loss(output, part=part)
         if self._user_tag is not None:
             tag = self._user_tag
         elif not output.requires_grad:  # without gradients, or a second look at detached outputs
@@ -1241,16 +1252,16 @@ class Exporter:
             if tensor is not None:
                 self.publisher.publish_leaves(kind, None, tensor, tag)
         inside = tag == DEFAULT_TAG or self._pass.depth > 0  # else nobody tells what the sum becomes
-        if self.holds_parts and inside and is_part_of_a_loss(loss, args, kwargs):
+        if part and inside:
             self._part = output.detach()
         else:
             self.publisher.publish_leaves("loss", None, output, tag)
 
-    def _note_loss(self, output: Tensor) -> None:
+    def _note_loss(self, output: Tensor, *, part: bool = False) -> None:
         """Remember what a loss function gave, without keeping it."""
         node = node_of(output)
         if node is not None:
-            self._loss_nodes[node] = None
+            self._loss_nodes[node] = part
             if len(self._loss_nodes) > _LOSSES:
                 del self._loss_nodes[next(iter(self._loss_nodes))]
 
@@ -1267,9 +1278,14 @@ class Exporter:
         told, self._loss_told = self._loss_told, False
         if tensor.numel() != 1 or not (self.publisher.enabled and self._attached):
             return
-        if self._part is None and (told or made_of(tensor, self._loss_nodes)):
-            return
-        self._part = None
+        part, self._part = self._part, None
+        if part is None:
+            if told or any(True for _ in made_of(tensor, self._loss_nodes)):
+                return
+        else:
+            whole = [self._loss_nodes[node] for node in made_of(tensor, self._loss_nodes)]
+            if whole and not any(whole):  # the part was only looked at
+                return
         if self.last_scaled is not None and self.last_scaled[0]() is tensor:
             tensor = self.last_scaled[1]
         self._begin_step()
@@ -1300,13 +1316,17 @@ class Exporter:
         Not where they are made in the step, by a closure, or are to be unscaled in it; and where another hook comes
         after this one, it may clip them yet.
         """
-        if type(optimizer).__module__.partition(".")[0] == "torch":
+        if _is_torchs(optimizer) or any(one is not None for one in (*args[1:], *kwargs.values())):
             return False
-        if any(one is not None for one in (*args[1:], *kwargs.values())):
-            return False
-        last = next(reversed(optimizer._optimizer_step_pre_hooks.values()), None)
-        ours = isinstance(last, Hook) and last.method == "_before_optimizer"
-        return ours and getattr(optimizer, "grad_scale", None) is None
+        return _is_heard_last(optimizer) and getattr(optimizer, "grad_scale", None) is None
+
+    def _come_last(self) -> None:
+        """Be called after hooks that were put on since, which may change gradients that this step overwrites."""
+        for optimizer in self.optimizers.all:
+            if not _is_torchs(optimizer) and not _is_heard_last(optimizer):
+                hooks = self._lasting[id(optimizer)]
+                hooks[0].remove()
+                hooks[0] = optimizer.register_step_pre_hook(Hook(self, "_before_optimizer", ""))
 
     def _idle_after_optimizer(self, args: tuple[Any, ...]) -> bool:
         """Whether this ends a step that nobody records; then it ends here, as `_after_optimizer` would end it."""
@@ -1455,6 +1475,17 @@ class _Pass(threading.local):
 
 _NUMBERS = itertools.count()
 _LOSSES = 256
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is one of torch's own, which leave gradients as they are."""
+    return type(optimizer).__module__.partition(".")[0] == "torch"
+
+
+def _is_heard_last(optimizer: Optimizer) -> bool:
+    """Whether the last of the hooks before its step is an exporter's."""
+    last = next(reversed(optimizer._optimizer_step_pre_hooks.values()), None)
+    return isinstance(last, Hook) and last.method == "_before_optimizer"
 
 
 def awake(receiver: Receiver, step: int) -> bool:

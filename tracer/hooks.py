@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from tracer.exporter import Exporter
 
 
-_NO_MODES = contextlib.nullcontext()
-
-
 def without_modes() -> AbstractContextManager[Any]:
-    """Let modes of the program's see only what the program does: those of dispatch and of ``__torch_function__``."""
-    if not (_len_torch_dispatch_stack() or _len_torch_function_stack()):
-        return _NO_MODES
-    return _without_modes()
+    """Let what the program has in torch's way see only what the program does.
+
+    Those are modes of dispatch and of ``__torch_function__``, and that method of subclasses of tensors.
+    """
+    if _len_torch_dispatch_stack() or _len_torch_function_stack():
+        return _without_modes()
+    return cast("AbstractContextManager[Any]", torch._C.DisableTorchFunctionSubclass())
 
 
 @contextlib.contextmanager

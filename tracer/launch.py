@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -297,6 +298,7 @@ class _Session:
         self.run: Run = start(out, self.exporter, options=options, lazily=True)
         self.exporter.clock.starting = self._begin(self.exporter.clock.starting)
         self._optimizers: list[weakref.ref[Optimizer]] = []
+        self.known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         # optimizers that trained nothing that was watched when they were made
         self._beside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._looked = 0  # how many optimizers there were when models were looked for
@@ -359,6 +361,18 @@ class _Session:
 
             return __init__
 
+        def add_param_group(original: Callable[..., None]) -> Callable[..., None]:
+            def add_param_group(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+                original(optimizer, *args, **kwargs)
+                if optimizer in session.known:  # else it is being made
+                    session.guarded("a new group of parameters", lambda: session.optimizer_made(optimizer))
+
+            return add_param_group
+
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if optimizer not in session.known:
+                session.guarded("an optimizer", lambda: session.optimizer_found(optimizer))
+
         def backward(original: Callable[..., None]) -> Callable[..., None]:
             def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
                 if session.refusal is not None:  # before anything is trained that was meant to be recorded
@@ -373,7 +387,8 @@ class _Session:
             def __iter__(loader: DataLoader[Any]) -> Any:
                 session.guarded("the end of an epoch", lambda: session.epochs.begins(loader))
                 iterator = original(loader)
-                session.guarded("the end of an epoch", lambda: session.epochs.begun(loader, iterator))
+                if isinstance(iterator, _BaseDataLoaderIter):
+                    session.guarded("the end of an epoch", lambda: session.epochs.begun(loader, iterator))
                 return iterator
 
             return __iter__
@@ -393,6 +408,7 @@ class _Session:
 
         patches: list[tuple[Any, str, Callable[..., Any]]] = [
             (Optimizer, "__init__", optimizer_init),
+            (Optimizer, "add_param_group", add_param_group),
             (Tensor, "backward", backward),
             (DataLoader, "__iter__", loader_iter),
             (_BaseDataLoaderIter, "__next__", loader_next),
@@ -403,10 +419,12 @@ class _Session:
             wrapper.__doc__ = original.__doc__
             wrapper.__wrapped__ = original  # inspect.signature follows it
             setattr(owner, name, wrapper)
+        steps = register_optimizer_step_pre_hook(before_step)
         try:
             with termination.raises():
                 yield
         finally:
+            steps.remove()
             for owner, name, original in originals:
                 setattr(owner, name, original)
 
@@ -415,18 +433,29 @@ class _Session:
         if os.getpid() == self.pid:
             self.exporter._guard(what, work)
 
+    def optimizer_found(self, optimizer: Optimizer) -> None:
+        """An optimizer steps that was not made here, but loaded or copied as it was."""
+        self.exporter.let_go()  # what it may be a copy of
+        self.optimizer_made(optimizer)
+        if self.exporter.optimizers:
+            why = "its optimizer was loaded or copied whole, and is known since its first step"
+            self.exporter.publisher.problem("what came before this step", why, warn=False)
+
     def optimizer_made(self, optimizer: Optimizer) -> None:
-        """Find the model, or the models, now that there is one more optimizer."""
+        """Find the model, or the models, now that there is one more optimizer, or that one trains more."""
+        self.known.add(optimizer)
         if self.exporter.steps_seen:  # what the script is done with is not kept, nor recorded at each further step
             many = len(self.exporter.tops) >= self._many and gc.isenabled()
             self.exporter.let_go(collect=many)
             if many:
                 self._many = max(_MANY, 2 * len(self.exporter.tops))
-        self._optimizers = [ref for ref in self._optimizers if ref() is not None]
+        self._optimizers = [ref for ref in self._optimizers if ref() not in (None, optimizer)]
         self._optimizers.append(weakref.ref(optimizer))
         alive = [one for one in (ref() for ref in self._optimizers) if one is not None]
         found = self._is_watched(optimizer, len(alive)) or self._look_for_models(alive)
-        if not self.exporter.optimizers.trains(optimizer, self.exporter):
+        if self.exporter.optimizers.trains(optimizer, self.exporter):
+            self._beside.discard(optimizer)
+        else:
             self._beside.add(optimizer)
         self.exporter.set_optimizer(self._that_end_steps(alive))
         self.refusal = None
@@ -480,7 +509,10 @@ class _Session:
         else:  # a second training in one script: its model joins the first
             watched = {id(one) for _, top in self.exporter.tops for one in top.modules()}
             more = [one for one in models if id(one) not in watched]
-            for name, one in names_of(more, {name for name, _ in self.exporter.tops}).items():
+            taken = {name for name, _ in self.exporter.tops}
+            if self.exporter.model is not None:  # whose parts have no name before theirs
+                taken |= {*self.exporter.model._modules, *self.exporter.model._parameters}
+            for name, one in names_of(more, taken).items():
                 self.exporter.add_modules((name, one))
         return bool(models)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import heapq
 import inspect
 import pkgutil
+import threading
 import types
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +29,10 @@ LOSS_FUNCTIONS: tuple[str, ...] = (
     "smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss", "triplet_margin_with_distance_loss",
 )  # fmt: skip
 """The loss functions of ``torch.nn.functional``; the modules of ``torch.nn`` call these."""
-_NEAREST = 256
+_LATEST = 512
 """How many nodes of a graph are looked at."""
+
+Node = tuple[int, int]
 
 
 class LossFunction:
@@ -131,21 +134,30 @@ def is_part_of_a_loss(loss: Callable[..., Any], args: tuple[Any, ...], kwargs: M
     return given.get("reduction", "mean") in ("sum", "none") or not means
 
 
-def node_of(tensor: Tensor) -> int | None:
-    """The number of a tensor's node in its graph, which no other node of its thread has; None without one."""
-    return None if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
+def node_of(tensor: Tensor) -> Node | None:
+    """A tensor's node in its graph, as the thread and the number that no other node of it has; None without one."""
+    return None if tensor.grad_fn is None else (threading.get_ident(), tensor.grad_fn._sequence_nr())
 
 
-def made_of(tensor: Tensor, nodes: Collection[int]) -> bool:
-    """Whether one of these nodes is a tensor's own, or one of the nearest that it is made of."""
-    if not nodes or tensor.grad_fn is None:
-        return False
-    waiting: deque[Any] = deque([tensor.grad_fn])
-    for _ in range(_NEAREST):
+def made_of(tensor: Tensor, nodes: Collection[Node]) -> Iterator[Node]:
+    """Those of some nodes that a tensor was made of, the latest first; among the latest that it was made of."""
+    thread = threading.get_ident()
+    first = min((number for one, number in nodes if one == thread), default=None)
+    if first is None or tensor.grad_fn is None:
+        return
+    # a node has a higher number than those that it was made of
+    waiting = [(-tensor.grad_fn._sequence_nr(), 0, tensor.grad_fn)]
+    seen = {id(tensor.grad_fn)}
+    kept: list[Any] = []  # so that no other gets the id of one
+    for _ in range(_LATEST):
         if not waiting:
             break
-        node = waiting.popleft()
-        if node._sequence_nr() in nodes:
-            return True
-        waiting.extend(one for one, _ in node.next_functions if one is not None)
-    return False
+        number, _, node = heapq.heappop(waiting)
+        kept.append(node)
+        if (thread, -number) in nodes:
+            yield thread, -number
+        for one, _ in node.next_functions:
+            # leaves have the highest number of all
+            if one is not None and one.next_functions and id(one) not in seen and one._sequence_nr() >= first:
+                seen.add(id(one))
+                heapq.heappush(waiting, (-one._sequence_nr(), len(seen), one))
