@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -349,6 +350,39 @@ def test_what_may_not_be_looked_at(tmp_path: Path, suffix: str, monkeypatch: pyt
     for reading in (tracer.open, tracer.verify, create_store, open_store):
         with pytest.raises(TraceError, match=rf"cannot read .*run\{suffix}: Permission denied"):
             reading(path)
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
+@pytest.mark.parametrize("opened", range(0, 12, 2))
+def test_too_many_open_files_are_no_damage(tmp_path: Path, suffix: str, opened: int) -> None:
+    """Whenever the process may open no more files: what could not be looked at is neither damaged nor lost."""
+    path, copy = tmp_path / f"run{suffix}", tmp_path / "copy.zarr"
+    with TraceWriter(path, own_pool_bytes=1) as writer:
+        for step in range(9):
+            where = {"global_step": step, "train_step": step, "epoch": 0}
+            for name in ("a", "b", "c"):
+                writer.write(ModuleMessage(kind="weights", module=name, data=torch.full((900,), step), **where))
+    program = f"""
+import os, resource, sys, tracer
+tracer.verify({str(path)!r}), tracer.recover({str(path)!r}, {str(tmp_path / "warm.zarr")!r})
+lowest = os.open(os.devnull, os.O_RDONLY); os.close(lowest)
+resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + {opened},) * 2)
+path, copy = {str(path)!r}, {str(copy)!r}
+for whole in (lambda: tracer.verify(path).intact, lambda: tracer.recover(path, copy).lost == 0):
+    try:
+        print(whole())
+    except tracer.TraceError as error:
+        assert "Too many open files" in str(error), error
+        assert not isinstance(error, tracer.TraceCorruptError), error
+        print("told")
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "False" not in done.stdout
+    assert "told" in done.stdout or opened > 3
 
 
 def test_a_description_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import h5py
 import pytest
@@ -15,6 +17,7 @@ import torch
 
 from tracer.errors import TraceFormatError, TraceNotFoundError
 from tracer.messages import ModuleMessage, NetworkMessage
+from tracer.stores.hdf5 import Hdf5ReadStore
 from tracer.verify import CHECKS, Survey, verify
 from tracer.writer import TraceWriter
 
@@ -211,3 +214,44 @@ def test_what_is_no_trace(tmp_path: Path, suffix: str) -> None:
             file.attrs["format_version"] = 99
         with pytest.raises(TraceFormatError, match="99"):
             verify(path)
+
+
+class Counted:
+    """What is asked of an array's chunks."""
+
+    def __init__(self, dataset: Any, asked: list[Any]) -> None:
+        self.id = self
+        self._dataset = dataset
+        self._asked = asked
+
+    def chunk_iter(self, note: Any) -> None:
+        """As of h5py."""
+        self._asked.append(self._dataset)
+        self._dataset.id.chunk_iter(note)
+
+
+def test_a_damaged_index_takes_no_time_for_each_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HDF5 tries long to read a damaged index, so it is asked once, and again only when the file was written since."""
+    path = tmp_path / "run.h5"
+    with TraceWriter(path, chunk_bytes=8192) as writer:
+        for step in range(600):
+            where = {"global_step": step, "train_step": step, "epoch": 0}
+            writer.write(ModuleMessage(kind="activations", module="fc", data=torch.ones(1024), **where))
+    whole = path.read_bytes()
+    asked: list[Any] = []
+    look = Hdf5ReadStore._look_for_chunks
+    monkeypatch.setattr(
+        Hdf5ReadStore,
+        "_look_for_chunks",
+        lambda store, name, dataset, note: look(store, name, Counted(dataset, asked), note),
+    )
+    assert verify(path).intact
+    often, damaged = len(asked), 0
+    for place in (found.start() for found in re.finditer(b"EADB", whole)):
+        path.write_bytes(whole[: place + 40] + bytes([whole[place + 40] ^ 1]) + whole[place + 41 :])
+        os.utime(path, (1e9, 1e9))
+        asked.clear()
+        report = verify(path)
+        damaged = max(damaged, report.damaged)
+        assert len(asked) <= often + 4
+    assert damaged >= 500

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         TraceNotFoundError,
         TracerError,
         TraceUnreachableError,
+        TraceUnreadableError,
         UnknownNameError,
     )
     from tracer.exporter import Exporter
@@ -60,6 +61,7 @@ _HOMES = {
         "TraceFormatError",
         "TraceNotFoundError",
         "TraceUnreachableError",
+        "TraceUnreadableError",
         "TracerError",
         "UnknownNameError",
     ),
@@ -106,6 +108,7 @@ __all__ = [
     "TraceNotFoundError",
     "TraceReader",
     "TraceUnreachableError",
+    "TraceUnreadableError",
     "TraceWriter",
     "TracerError",
     "UnknownNameError",

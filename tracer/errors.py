@@ -10,7 +10,8 @@
     │  ├─ TraceExistsError (FileExistsError)     a trace is never overwritten unasked
     │  ├─ TraceFormatError (ValueError)          not a trace; unknown version
     │  ├─ TraceCorruptError (ValueError)         committed data fails its checksum
-    │  └─ TraceUnreachableError (ConnectionError)  an object store does not answer, or refuses
+    │  └─ TraceUnreadableError (OSError)         it is there, but may not or cannot be read
+    │     └─ TraceUnreachableError (ConnectionError)  an object store does not answer, or refuses
     └─ UnknownNameError (LookupError)        subscriber, store, sink: lists what is known and suggests
 
 Each also derives from the builtin exception that a caller would expect, so ``except FileNotFoundError`` works.
@@ -60,7 +61,11 @@ class TraceCorruptError(TraceError, ValueError):
     """Committed data is damaged: it fails its checksum or contradicts the journal."""
 
 
-class TraceUnreachableError(TraceError, ConnectionError):
+class TraceUnreadableError(TraceError, OSError):
+    """A file may not be read, or no more files can be opened: what is there is not known."""
+
+
+class TraceUnreachableError(TraceUnreadableError, ConnectionError):
     """An object store does not answer, or refuses: what is there is not known."""
 
 

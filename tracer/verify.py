@@ -26,7 +26,7 @@ from tracer.errors import (
     TraceError,
     TraceFormatError,
     TracerError,
-    TraceUnreachableError,
+    TraceUnreadableError,
 )
 from tracer.layout import Column
 from tracer.messages import Message, ModuleMessage, NetworkMessage
@@ -151,7 +151,7 @@ def verify(path: Anywhere) -> Report:
         If nothing is at `path`.
     TraceFormatError
         If it is not a trace, of a version that this release does not read, or has parts that are not safe to read.
-    TraceUnreachableError
+    TraceUnreadableError
         If an object store does not answer.
     TraceError
         If it is so damaged that nothing in it can be told from anything else.
@@ -221,6 +221,8 @@ def _report(path: Location, surveys: list[Survey], elsewhere: list[Problem]) -> 
     if not problems:
         try:
             TraceReader(path).close()
+        except TraceUnreadableError:
+            raise
         except TraceError as error:
             problems.append(Problem(check="reading", what=str(error).removeprefix(f"{path}: ")))
     last = max(one.attempt for one in surveys)
@@ -538,7 +540,7 @@ class Survey:
         store = self._store
         try:
             length, stored = store.length(name), store.stored_rows(name)
-        except TraceUnreachableError:
+        except TraceUnreadableError:
             raise
         except TracerError as error:
             self._add("array", self._plain(error), name)
@@ -611,7 +613,7 @@ class Survey:
                 # the last chunk of a trace that is being written may just have been written anew
                 self._store.length(array.name)
                 rows = self._store.read(array.name, start, stop)
-        except TraceUnreachableError:
+        except TraceUnreadableError:
             raise
         except TracerError as error:
             array.state[number] = DAMAGED
@@ -632,7 +634,7 @@ class Survey:
         before, self._store.verifies = self._store.verifies, False
         try:
             return self._store.read(array.name, start, min(start + array.height, array.length))
-        except TraceUnreachableError:
+        except TraceUnreadableError:
             raise
         except TracerError:
             return None
@@ -764,7 +766,7 @@ class Survey:
         found = set(self._arrays)
         try:
             found.update(self._store.names(f"{self.part}/"))
-        except TraceUnreachableError:
+        except TraceUnreadableError:
             raise
         except TracerError as error:
             self._add("store", self._plain(error))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tracer import layout
 from tracer.compression import Compression
-from tracer.errors import TraceError, TraceExistsError
+from tracer.errors import TraceError, TraceExistsError, TraceUnreadableError
 from tracer.layout import Column, Encoding
 from tracer.messages import Message
 from tracer.parts import Head, heads, refuse_living
@@ -787,6 +787,8 @@ def _check_ours(path: Location) -> list[Head]:
     """
     try:
         found = heads(path)
+    except TraceUnreadableError:
+        raise
     except TraceError as error:
         raise TraceExistsError(
             f"{path} already exists, and is not overwritten because it is not a trace of this format: {error}"

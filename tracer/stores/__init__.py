@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from tracer.errors import TraceError, TraceExistsError, TraceFormatError
+from tracer.errors import TraceError, TraceExistsError, TraceFormatError, TraceUnreadableError
 from tracer.memory import new_memory
 
 CHUNK_LIMIT = 1 << 20
@@ -87,6 +87,8 @@ PART = re.compile(r"rank(?P<rank>0|[1-9][0-9]{0,8})(\.attempt(?P<attempt>[1-9][0
 """Names of the groups that one process each writes. A directory holds all of a trace, a file one: see `open_parts`."""
 WRITER = "writer"
 """The only attribute of a root on an object store that was put so that no other process does, and holds nothing yet."""
+UNREADABLE = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE})
+"""Errors that say nothing about what is there, only that it cannot be read now, or by this user."""
 _OF_A_PART = re.compile(rf"(?P<stem>.+)\.{PART.pattern}(?P<suffix>\.h5|\.hdf5)", re.IGNORECASE | re.DOTALL)
 
 Piece = tuple[int, int, int]
@@ -374,7 +376,7 @@ def is_there(path: Path) -> bool:
 
     Raises
     ------
-    TraceError
+    TraceUnreadableError
         If that cannot be told: a folder on the way may not be entered, or the name is too long.
     """
     try:
@@ -384,7 +386,7 @@ def is_there(path: Path) -> bool:
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             return False
-        raise TraceError(f"cannot read {path}: {error.strerror or error}") from error
+        raise TraceUnreadableError(f"cannot read {path}: {error.strerror or error}") from error
     return True
 
 

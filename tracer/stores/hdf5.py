@@ -22,6 +22,7 @@ import os
 import re
 import shutil
 import struct
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,11 +33,19 @@ import numpy as np
 from h5py._objects import phil
 from numpy.typing import NDArray
 
-from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
+from tracer.errors import (
+    TraceCorruptError,
+    TraceError,
+    TraceExistsError,
+    TraceFormatError,
+    TraceNotFoundError,
+    TraceUnreadableError,
+)
 from tracer.memory import PAGE
 from tracer.stores import (
     ALIGNED_BYTES,
     PART,
+    UNREADABLE,
     Place,
     RowChunks,
     check_name,
@@ -64,6 +73,8 @@ _NOT_FILTERED = 1
 """Filter mask of a chunk that its only filter was not applied to."""
 FIRST_PART = "rank0"
 """The part that the file at a trace's path holds."""
+SETTLED_NANOSECONDS = 2_000_000_000
+"""How long ago a file was written whose damage is taken for lasting: a writer may be in the midst of it."""
 FETCHED_BYTES = 16 << 20
 """Bytes of the chunks of a file on an object store that are fetched at once."""
 _JSON = "json:"
@@ -142,7 +153,7 @@ def open(path: Path, *, damaged: bool = False) -> Hdf5ReadStore:
         with path.open("rb") as file:
             signed = file.read(len(_SIGNATURE)) == _SIGNATURE
     except OSError as error:
-        raise TraceError(f"cannot read {path}: {_reason(error)}") from error
+        raise TraceUnreadableError(f"cannot read {path}: {_reason(error)}") from error
     if not signed and not (damaged and _looks_like_ours(path)):
         raise TraceFormatError(f"{path} is not an HDF5 file")
     return Hdf5ReadStore(path, damaged=damaged)
@@ -176,7 +187,8 @@ def _read(path: File, what: str) -> Iterator[None]:
     except TraceError:
         raise
     except Exception as error:  # h5py lets out nearly everything on damaged metadata
-        raise TraceCorruptError(f"{path}: {what} cannot be read: {_reason(error)}") from error
+        why = f"{path}: {what} cannot be read: {_reason(error)}"
+        raise (TraceUnreadableError if _number(error) in UNREADABLE else TraceCorruptError)(why) from error
 
 
 def _reason(error: BaseException) -> str:
@@ -187,11 +199,16 @@ def _reason(error: BaseException) -> str:
     >>> _reason(RuntimeError("Can't write data (file write failed: time = Mon\n, errno = 28, buf = 0x7f00)"))
     'No space left on device'
     """
-    number = error.errno if isinstance(error, OSError) else None
-    found = re.search(r"\berrno = (\d+)", str(error))
-    if number is None and found is not None:
-        number = int(found[1])
+    number = _number(error)
     return os.strerror(number) if number else " ".join(str(error).split()) or type(error).__name__
+
+
+def _number(error: BaseException) -> int | None:
+    """The system's number of an error, where HDF5 or Python tells it."""
+    found = re.search(r"\berrno = (\d+)", str(error))
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    return None if found is None else int(found[1])
 
 
 def _open(path: File) -> Any:
@@ -616,6 +633,8 @@ class Hdf5ReadStore:
         self.problems: list[str] = []
         self._datasets: dict[str, _Opened] = {}
         self._places: dict[str, tuple[int, dict[int, int]]] = {}
+        # of arrays whose chunks cannot be told: when the file was written last, and why
+        self._broken: dict[str, tuple[int, str]] = {}
         self._stored: dict[str, tuple[int, dict[int, tuple[int, int, int]]]] = {}
         self._plain: int | ObjectFile = -1
         self._looked_up: set[str] = set()
@@ -918,7 +937,7 @@ class Hdf5ReadStore:
                 if stored.filter_mask == 0:
                     found[number] = stored.byte_offset
 
-            dataset.id.chunk_iter(note)
+            self._look_for_chunks(name, dataset, note)
             places = found
             self._places[name] = (shape[0], places)
         return places
@@ -954,6 +973,23 @@ class Hdf5ReadStore:
             if target is not part:
                 part[:] = target[low - begin : high - begin]
 
+    def _look_for_chunks(self, name: str, dataset: _Opened, note: Callable[[Any], None]) -> None:
+        """Have HDF5 tell of each chunk that is stored; where it could not, it is asked again when somebody has written.
+
+        It tries for some 20 ms to read what is damaged, and is asked for each chunk.
+        """
+        state = self.path.stat() if isinstance(self.path, Path) else None
+        written = 0 if state is None else state.st_mtime_ns
+        broken = self._broken.get(name)
+        if broken is not None and broken[0] == written:
+            raise OSError(broken[1])
+        try:
+            dataset.id.chunk_iter(note)
+        except Exception as error:
+            if time.time_ns() - written > SETTLED_NANOSECONDS:
+                self._broken[name] = (written, str(error))
+            raise
+
     def _stored_of(self, name: str, dataset: _Opened, stop: int) -> dict[int, tuple[int, int, int]]:
         """Where each chunk of an array with a filter begins, its bytes and its filter mask; as `_places_of`."""
         known, places = self._stored.get(name, (0, {}))
@@ -968,7 +1004,7 @@ class Hdf5ReadStore:
                 number = sum(offset // part * step for offset, part, step in offsets)
                 found[number] = (stored.byte_offset, stored.size, stored.filter_mask)
 
-            dataset.id.chunk_iter(note)
+            self._look_for_chunks(name, dataset, note)
             places = found
             self._stored[name] = (shape[0], places)
         return places
@@ -1000,6 +1036,7 @@ class Hdf5ReadStore:
         self._datasets.clear()
         self._places.clear()
         self._stored.clear()
+        self._broken.clear()
         file, self._file = self._file, None
         if file is not None:
             file.close()

@@ -29,11 +29,19 @@ import numpy as np
 from awscrt.checksums import crc32c
 from numpy.typing import NDArray
 
-from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
+from tracer.errors import (
+    TraceCorruptError,
+    TraceError,
+    TraceExistsError,
+    TraceFormatError,
+    TraceNotFoundError,
+    TraceUnreadableError,
+)
 from tracer.memory import PAGE, new_memory
 from tracer.stores import (
     ALIGNED_BYTES,
     PART,
+    UNREADABLE,
     Place,
     RowChunks,
     check_name,
@@ -69,8 +77,6 @@ READS = 3
 MOVES = 100
 """How often a chunk is read again because a writer moved it meanwhile: each time it has committed twice."""
 MISSING = 2**64 - 1
-UNREADABLE = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE})
-"""Errors that say nothing about what is there, only that it cannot be read now, or by this user."""
 
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 _CRC32C = {"name": "crc32c"}
@@ -174,7 +180,7 @@ def _document(folder: Path) -> dict[str, Any]:
         document = {} if len(data) > DOCUMENT_LIMIT else json.loads(data)
     except OSError as error:
         if error.errno in UNREADABLE:  # what may not be read is neither damaged nor missing
-            raise TraceError(f"cannot read {folder / 'zarr.json'}: {error.strerror or error}") from error
+            raise TraceUnreadableError(f"cannot read {folder / 'zarr.json'}: {error.strerror or error}") from error
         return {}
     except (ValueError, RecursionError):
         return {}
@@ -1195,9 +1201,8 @@ class ZarrReadStore:
         try:
             return _open_file(path)
         except OSError as error:
-            raise TraceCorruptError(
-                f"{self.path}: shard {number} of array {name!r} cannot be opened: {error.strerror}"
-            ) from error
+            why = f"{self.path}: shard {number} of array {name!r} cannot be opened: {error.strerror}"
+            raise (TraceUnreadableError if error.errno in UNREADABLE else TraceCorruptError)(why) from error
 
     def _read_index(self, name: str, array: _Opened, file: int) -> NDArray[np.uint64]:
         size = array.per_shard * 16
