@@ -1073,7 +1073,7 @@ def list_streams(trace: str, as_json: bool, **filters: Any) -> None:
 @main.command(cls=Command)
 @_trace_argument
 @_filters
-@click.option("--limit", type=click.IntRange(min=0), metavar="N", help="Stop after N messages.")
+@click.option("--limit", type=click.IntRange(0, sys.maxsize), metavar="N", help="Stop after N messages.")
 @click.option("--values", type=click.IntRange(min=0), metavar="N", default=0, help="Show the first N elements too.")
 @_as_json
 def cat(trace: str, limit: int | None, values: int, as_json: bool, **filters: Any) -> None:

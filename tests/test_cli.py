@@ -311,6 +311,7 @@ WRONG = {
     "steps that are none": (("cat", "TRACE", "--steps", "5:5"), 2, "holds no step"),
     "steps backwards": (("cat", "TRACE", "--steps", "9:2"), 2, "holds no step"),
     "steps of letters": (("replay", "TRACE", "-s", "norm", "--steps", "a:b"), 2, "100:200"),
+    "more messages than can be counted": (("cat", "TRACE", "--limit", "9" * 30), 2, "--limit"),
     "a stride of nothing": (("cat", "TRACE", "--steps", "0:9:0"), 2, "positive"),
     "negative steps": (("cat", "TRACE", "--steps", "-3:9"), 2, "100:200"),
     "no subscriber": (("replay", "TRACE"), 2, "--subscriber"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -400,3 +401,24 @@ def test_a_description_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.
     for reading in (tracer.open, tracer.verify):
         with pytest.raises(TraceError, match=r"cannot read .*zarr\.json: Permission denied"):
             reading(path)
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
+def test_a_trace_that_is_removed_while_it_is_recorded(tmp_path: Path, suffix: str) -> None:
+    """Whoever records hears of it, and the training goes on."""
+    path = tmp_path / f"run{suffix}"
+    model = torch.nn.Linear(20, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.warns(RuntimeWarning, match="removed|No such file"),
+        tracer.record(path, model, optimizer, commit_steps=1) as run,
+    ):
+        for step in range(30):
+            optimizer.zero_grad()
+            model(torch.randn(16, 20)).sum().backward()
+            optimizer.step()
+            if step == 12:
+                assert run.recorder is not None
+                run.recorder.wait_until_written()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert run.global_step == 30
