@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar
 
 import click
 
@@ -288,7 +288,7 @@ def _table(
     # ruled on a terminal, bare in a pipe
     made = Table(
         title=title,
-        box=box.SIMPLE_HEAD if sys.stdout.isatty() else None,
+        box=box.SIMPLE_HEAD if _is_terminal(sys.stdout) else None,
         title_justify="left",
         pad_edge=False,
         padding=(0, 1, 0, 0),
@@ -301,6 +301,11 @@ def _table(
         # Text, because a module named "[bold]" is not markup
         made.add_row(*(Text(_cell(value)) for value in row))
     return made
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    """Whether somebody looks at a stream; Python has none where it is closed."""
+    return stream is not None and stream.isatty()
 
 
 _LONG = 300
@@ -323,7 +328,7 @@ def _show(*parts: Any) -> None:
             continue
         from rich.console import Console
 
-        if sys.stdout.isatty():
+        if _is_terminal(sys.stdout):
             Console(file=sys.stdout, highlight=False).print(part)
         else:
             console = Console(file=sys.stdout, width=100_000, highlight=False, color_system=None)
@@ -376,7 +381,7 @@ def _print_json(value: Any, *, indent: int | None = 2) -> None:
 @contextmanager
 def _progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """A bar on stderr where that is a terminal, and nothing where it is not; called with how much is done."""
-    if not sys.stderr.isatty():
+    if not _is_terminal(sys.stderr):
         yield lambda done: None
         return
     from rich.console import Console
@@ -1394,7 +1399,7 @@ def _asked(
         listeners: list[Receiver] = [
             *asked,
             results.sink(asked, str(reader.path)),
-            *([counter] if sys.stderr.isatty() else []),
+            *([counter] if _is_terminal(sys.stderr) else []),
         ]
         try:
             tracer.replay(reader, *listeners, rank=rank, **_reading(filters))

@@ -811,3 +811,18 @@ def test_convert(trace: Path, tmp_path: Path) -> None:
         }
     assert filters == {"weights": 1, "loss": 0}
     assert not (tmp_path / "c.h5").exists()
+
+
+@pytest.mark.parametrize(
+    "command", [("ls", "TRACE"), ("info", "TRACE"), ("subscribers",), ("replay", "TRACE", "-s", "norm")]
+)
+def test_streams_that_are_closed(trace: Path, command: tuple[str, ...]) -> None:
+    """Where nobody can hear anything, nothing is said, and all else is as ever."""
+    words = " ".join(str(trace) if word == "TRACE" else word for word in command)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for closed in (">&-", ">&- 2>&-"):
+        shell = f"{sys.executable} -m cli {words} {closed}"
+        done = subprocess.run(
+            shell, shell=True, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert (done.returncode, done.stderr.count("Error")) == (0, 0), done.stderr
