@@ -27,6 +27,7 @@ from types import CodeType, FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
@@ -370,7 +371,7 @@ class _Session:
             return add_param_group
 
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if optimizer not in session.known:
+            if not is_dynamo_compiling() and optimizer not in session.known:
                 session.guarded("an optimizer", lambda: session.optimizer_found(optimizer))
 
         def backward(original: Callable[..., None]) -> Callable[..., None]:
