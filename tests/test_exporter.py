@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -1626,6 +1627,38 @@ def test_a_batched_probe_leaves_out_what_it_cannot_put_together() -> None:
     (one,) = find(heard, "activations", "", tag="parts")
     assert one.leaf == "0"
     torch.testing.assert_close(one.data, find(heard, "activations", "", tag="whole", leaf="0")[0].data)
+
+
+def test_a_probe_of_a_model_with_subclasses_of_tensors() -> None:
+    """A mask that does its work in ``__torch_function__`` does it in a probe, too, at every step."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.out = nn.Linear(4, 4), nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            query = self.query(x).unsqueeze(1)
+            mask = causal_lower_right(x.shape[1], x.shape[1])
+            return self.out(nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=mask))
+
+    model, x = Masked(), torch.randn(2, 3, 4)
+    with torch.no_grad():
+        expected = model(x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    exporter, heard = Exporter(), Collect("activations")
+    exporter.set_model(model)
+    exporter.set_optimizer(optimizer)
+    exporter.message_bus.register(heard)
+    exporter.probe("fixed", x)
+    for _ in range(2):
+        model(x).sum().backward()
+        optimizer.step()
+    exporter.detach()
+    found = [one.data for one in heard if (one.key, one.tag) == ("out", "fixed")]
+    assert len(found) == 3
+    assert exporter.problems == []
+    assert all(one is not None and torch.allclose(one, expected) for one in found)
 
 
 def test_probes_of_several_arguments_and_wrong_ones() -> None:

@@ -524,6 +524,32 @@ LOADERS = {
         for epoch in range(3):
             for a, b in loader: STEP
     """,
+    "others made anew at each step, and batches that are drawn ahead": """
+        def ahead(loader):
+            drawn = iter(loader)
+            batch = next(drawn)
+            for following in drawn:
+                yield batch
+                batch = following
+            yield batch
+        loader = DataLoader(TensorDataset(x[:12], y[:12]), batch_size=4)
+        for epoch in range(3):
+            for a, b in ahead(loader):
+                replayed, _ = next(iter(DataLoader(TensorDataset(x, y), batch_size=4)))
+                a, b = torch.cat([a, replayed]), torch.cat([b, b])
+                STEP
+    """,
+    "a batch that is left out, and a copy that is evaluated": """
+        import copy
+        average = copy.deepcopy(net)
+        loader, test = (DataLoader(TensorDataset(x[:16], y[:16]), batch_size=4) for _ in range(2))
+        for epoch in range(3):
+            for number, (a, b) in enumerate(loader):
+                if number == 1: continue
+                STEP
+            with torch.no_grad():
+                for a, b in test: average(a)
+    """,
     "another model that is kept": """
         def fit(net, epochs):
             opt = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -601,8 +627,10 @@ def test_losses_of_threads(tmp_path: Path) -> None:
             print("loss", repr(float(loss)))
             opt.zero_grad(); loss.backward(); opt.step()
             F.mse_loss(net(x), torch.zeros(20, 1))
-    for _ in range(4):
-        thread = threading.Thread(target=train); thread.start(); thread.join()
+    def known():
+        for _ in range(20): opt.zero_grad(); F.mse_loss(net(x), torch.zeros(20, 1)).backward(); opt.step()
+    for one in (known, train, known, train, train):  # one after the other, which get the same identifier
+        thread = threading.Thread(target=one); thread.start(); thread.join()
     """
     script(tmp_path, body)
     text, messages = record(tmp_path, "train.py")
@@ -684,3 +712,54 @@ def test_a_subclass_of_tensor_sees_what_the_program_does(tmp_path: Path) -> None
     text, messages = record(tmp_path, "train.py")
     assert text == alone
     assert len(of(messages, "loss")) == 3
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_a_loss_before_a_deep_forward(tmp_path: Path, part: bool) -> None:
+    """What is added to a loss may have come through many layers; the losses of datapoints become one only then."""
+    reduction = ", reduction='none'" if part else ""
+    body = f"""
+    deep = nn.Sequential(*(one for _ in range(300) for one in (nn.Linear(4, 4), nn.Tanh())))
+    opt = torch.optim.SGD(deep.parameters(), lr=0.01)
+    for _ in range(2):
+        loss = F.cross_entropy(deep(x), y{reduction})
+        total = (loss * torch.rand(20)).mean() + (deep(x + 0.1) - deep(x - 0.1)).square().mean()
+        print("loss", repr(float(total if {part} else loss)))
+        opt.zero_grad(); total.backward(); opt.step()
+    """
+    script(tmp_path, body)
+    text, messages = record(tmp_path, "train.py")
+    assert values(of(messages, "loss")) == printed(text, "loss")
+
+
+def test_a_group_that_is_added_changes_no_order(tmp_path: Path) -> None:
+    """Of two optimizers the last one made ends a step, also when the first one gets more to train."""
+    body = """
+    one, two, more = nn.Linear(4, 3), nn.Linear(3, 1), nn.Linear(3, 3)
+    first, last = torch.optim.SGD(one.parameters(), lr=0.1), torch.optim.SGD(two.parameters(), lr=0.1)
+    for step in range(6):
+        if step == 3: first.add_param_group({"params": more.parameters()})
+        first.zero_grad(); two(more(one(x))).mean().backward(); first.step()
+        last.zero_grad(); two(x[:, :3]).square().mean().backward(); last.step()
+        print("loss", float(two.weight.detach().sum()))
+    """
+    script(tmp_path, body)
+    text, messages = record(tmp_path, "train.py")
+    weights = [one for one in of(messages, "weights") if one.key == "two"]
+    updates = [one for one in of(messages, "weight_updates") if one.key == "two"]
+    after = [float((one.data + moved.data).sum()) for one, moved in zip(weights, updates, strict=True)]
+    assert after == pytest.approx(printed(text, "loss"), rel=1e-5)
+    assert len([one for one in messages if one.kind == "batch_finished"]) == 6
+
+
+def test_an_optimizer_that_cannot_be_hashed(tmp_path: Path) -> None:
+    """Optimizers are told apart by what they are, whatever a class of the program says of being equal."""
+    body = """
+    class Equal(torch.optim.SGD):
+        def __eq__(self, other): return True
+    net = nn.Linear(4, 3); opt = Equal(net.parameters(), lr=0.1)
+    for _ in range(3): opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+    """
+    script(tmp_path, body)
+    _, messages = record(tmp_path, "train.py")
+    assert len(of(messages, "loss")) == len(of(messages, "weights")) == 3

@@ -929,3 +929,17 @@ def test_reading_by_hand(tmp_path: Path, suffix: str) -> None:
         else:
             assert np.array_equal(names["data"], layout.encode(message.data))
             assert names["data"].shape == message.data.shape
+
+
+@pytest.mark.parametrize("compression", ["none", "auto"])
+def test_an_hdf5_trace_that_is_moved_while_it_is_read(tmp_path: Path, compression: str) -> None:
+    """What is open can be read to its end, wherever it is by then."""
+    path = tmp_path / "run.h5"
+    with TraceWriter(path, own_pool_bytes=1, compression=compression) as writer:
+        for step in range(20):
+            where = {"global_step": step, "train_step": step, "epoch": 0}
+            writer.write(ModuleMessage(kind="weights", module="fc", data=torch.full((500,), float(step)), **where))
+    with TraceReader(path) as reader:
+        path.rename(tmp_path / "moved.h5")
+        found = [float(one.data[0]) for one in reader.messages() if one.data is not None]
+    assert found == [float(step) for step in range(20)]

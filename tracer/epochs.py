@@ -58,6 +58,7 @@ class Epochs:
         self._feeding: weakref.WeakSet[Any] = weakref.WeakSet()
         # the DataLoaders that were begun since this epoch began
         self._begun: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._new_amid = False  # whether one of them was not among them before, and a step had taken place
         self._leader: _Leader | None = None
         self._unused: _Unused | None = None
         # the DataLoader that was begun last, if its iterator is not known: one that wraps another
@@ -67,13 +68,16 @@ class Epochs:
     def begins(self, loader: Any) -> None:
         """A DataLoader begins anew: if it fed the training and was left before its end, that ended the epoch too.
 
-        Of one that is at its end, some batches may have been left out: then they are not waited for any more. But
-        another that is begun in the midst of every epoch may be begun before the last batch is used.
+        Of one that is at its end, some batches may have been left out: they are not waited for any more. But others
+        that are begun in the midst of an epoch, or made anew at each step, may come before the last batch is used.
         """
-        self._used(anyhow=self._unused is not None and (self._unused.loader() is loader or loader not in self._begun))
+        new = loader not in self._begun
+        same = self._unused is not None and self._unused.loader() is loader
+        self._used(anyhow=same or (new and not self._new_amid))
         now = self._exporter.global_step
         if loader in self._feeding and now > self._began and not self._is_led(loader):
             self._end(now)
+        self._new_amid |= new and now > self._began
         self._begun.add(loader)
         self._wrapped = weakref.ref(loader)
 
@@ -145,7 +149,8 @@ class Epochs:
                 self._end(now)
 
     def _end(self, now: int) -> None:
-        self._leader = None
+        self._leader = self._unused = None
+        self._new_amid = False
         self._begun.clear()
         self._exporter.epoch_is_over()
         self._began = now

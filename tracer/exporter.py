@@ -41,6 +41,7 @@ from tracer.hooks import (
     next_node,
     recomputing,
     traced,
+    with_subclasses,
     without_modes,
 )
 from tracer.losses import (
@@ -1280,12 +1281,12 @@ class Exporter:
             return
         part, self._part = self._part, None
         if part is None:
-            if told or any(True for _ in made_of(tensor, self._loss_nodes)):
+            if told or made_of(tensor, self._loss_nodes)[0]:
                 return
         else:
-            whole = [self._loss_nodes[node] for node in made_of(tensor, self._loss_nodes)]
-            if whole and not any(whole):  # the part was only looked at
-                return
+            found, complete = made_of(tensor, self._loss_nodes, everything=True)
+            if found and complete and not any(self._loss_nodes[node] for node in found):
+                return  # the part was only looked at
         if self.last_scaled is not None and self.last_scaled[0]() is tensor:
             tensor = self.last_scaled[1]
         self._begin_step()
@@ -1413,7 +1414,7 @@ class Exporter:
         self.publisher.collecting = collected
         sizes: list[int] = []
         try:
-            with undisturbed(root):
+            with undisturbed(root), with_subclasses():
                 for batch in probe.batches():
                     sizes += [next((tensor.shape[0] for _, tensor in leaves(batch) if tensor.ndim), 1)]
                     self._forget_calls(probe.name)

@@ -40,6 +40,13 @@ def without_modes() -> AbstractContextManager[Any]:
     return cast("AbstractContextManager[Any]", torch._C.DisableTorchFunctionSubclass())
 
 
+def with_subclasses() -> AbstractContextManager[Any]:
+    """Let subclasses of tensors do what they do, for a forward of the program's within `without_modes`."""
+    if _len_torch_function_stack():  # whose modes would see it, too
+        return contextlib.nullcontext()
+    return cast("AbstractContextManager[Any]", torch._C._EnableTorchFunction())
+
+
 @contextlib.contextmanager
 def _without_modes() -> Iterator[None]:
     with torch._C.DisableTorchFunction(), _disable_current_modes():

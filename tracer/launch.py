@@ -284,6 +284,26 @@ def lighter_on_evaluation(capture: Capture) -> tuple[Capture, ...]:
     return (replace(capture, kinds=outcomes, tags=(EVAL_TAG,)), training) if outcomes else (training,)
 
 
+class _Known:
+    """Objects by their identity, which are not kept alive: those of a program may compare as they like."""
+
+    def __init__(self) -> None:
+        self._refs: dict[int, weakref.ref[Any]] = {}
+
+    def __contains__(self, one: object) -> bool:
+        known = self._refs.get(id(one))
+        return known is not None and known() is one
+
+    def add(self, one: object) -> None:
+        """Know one."""
+        self._refs = {key: known for key, known in self._refs.items() if known() is not None}
+        self._refs[id(one)] = weakref.ref(one)
+
+    def discard(self, one: object) -> None:
+        """Know it no more."""
+        self._refs.pop(id(one), None)
+
+
 class _Session:
     """Notices what a script makes and does, and tells the exporter."""
 
@@ -299,9 +319,9 @@ class _Session:
         self.run: Run = start(out, self.exporter, options=options, lazily=True)
         self.exporter.clock.starting = self._begin(self.exporter.clock.starting)
         self._optimizers: list[weakref.ref[Optimizer]] = []
-        self.known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.known = _Known()
         # optimizers that trained nothing that was watched when they were made
-        self._beside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._beside = _Known()
         self._looked = 0  # how many optimizers there were when models were looked for
         self._many = 1  # the first one may lie in the garbage that torch leaves when it imports what it needs
         self.epochs = Epochs(self.exporter)
@@ -366,7 +386,7 @@ class _Session:
             def add_param_group(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
                 original(optimizer, *args, **kwargs)
                 if optimizer in session.known:  # else it is being made
-                    session.guarded("a new group of parameters", lambda: session.optimizer_made(optimizer))
+                    session.guarded("a new group of parameters", lambda: session.group_added(optimizer))
 
             return add_param_group
 
@@ -434,6 +454,12 @@ class _Session:
         if os.getpid() == self.pid:
             self.exporter._guard(what, work)
 
+    def group_added(self, optimizer: Optimizer) -> None:
+        """An optimizer trains more: maybe a module that is not watched yet."""
+        watched = {id(p) for _, top in self.exporter.tops for p in nn.Module.parameters(top)}
+        if not all(id(p) in watched for p in optimizer.param_groups[-1]["params"]):
+            self.optimizer_made(optimizer)
+
     def optimizer_found(self, optimizer: Optimizer) -> None:
         """An optimizer steps that was not made here, but loaded or copied as it was."""
         self.exporter.let_go()  # what it may be a copy of
@@ -450,15 +476,18 @@ class _Session:
             self.exporter.let_go(collect=many)
             if many:
                 self._many = max(_MANY, 2 * len(self.exporter.tops))
-        self._optimizers = [ref for ref in self._optimizers if ref() not in (None, optimizer)]
-        self._optimizers.append(weakref.ref(optimizer))
+        self._optimizers = [ref for ref in self._optimizers if ref() is not None]
+        if not any(ref() is optimizer for ref in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
         alive = [one for one in (ref() for ref in self._optimizers) if one is not None]
         found = self._is_watched(optimizer, len(alive)) or self._look_for_models(alive)
         if self.exporter.optimizers.trains(optimizer, self.exporter):
             self._beside.discard(optimizer)
         else:
             self._beside.add(optimizer)
-        self.exporter.set_optimizer(self._that_end_steps(alive))
+        enders = tuple(self._that_end_steps(alive))
+        if enders != self.exporter.optimizers.all:  # else what is known of their order still holds
+            self.exporter.set_optimizer(enders)
         self.refusal = None
         if not found:  # it trains tensors that are no module's; another optimizer may have a model
             self.exporter.train(False)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-import heapq
 import inspect
+import itertools
 import pkgutil
 import threading
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,7 @@ LOSS_FUNCTIONS: tuple[str, ...] = (
     "smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss", "triplet_margin_with_distance_loss",
 )  # fmt: skip
 """The loss functions of ``torch.nn.functional``; the modules of ``torch.nn`` call these."""
-_LATEST = 512
+_NEAREST = 1024
 """How many nodes of a graph are looked at."""
 
 Node = tuple[int, int]
@@ -134,30 +135,51 @@ def is_part_of_a_loss(loss: Callable[..., Any], args: tuple[Any, ...], kwargs: M
     return given.get("reduction", "mean") in ("sum", "none") or not means
 
 
+class _Thread(threading.local):
+    """A number that no other thread has, or had: torch numbers the nodes of each thread anew."""
+
+    def __init__(self) -> None:
+        self.number = next(_THREADS)
+
+
+_THREADS = itertools.count()
+_thread = _Thread()
+
+
 def node_of(tensor: Tensor) -> Node | None:
     """A tensor's node in its graph, as the thread and the number that no other node of it has; None without one."""
-    return None if tensor.grad_fn is None else (threading.get_ident(), tensor.grad_fn._sequence_nr())
+    return None if tensor.grad_fn is None else (_thread.number, tensor.grad_fn._sequence_nr())
 
 
-def made_of(tensor: Tensor, nodes: Collection[Node]) -> Iterator[Node]:
-    """Those of some nodes that a tensor was made of, the latest first; among the latest that it was made of."""
-    thread = threading.get_ident()
+def made_of(tensor: Tensor, nodes: Collection[Node], *, everything: bool = False) -> tuple[list[Node], bool]:
+    """Those of some nodes that a tensor was made of, the nearest first, as far as they are among the nearest.
+
+    Returns
+    -------
+    found : list of Node
+        The nearest only, unless `everything` is asked for.
+    complete : bool
+        Whether there are no others.
+    """
+    found: list[Node] = []
+    thread = _thread.number
     first = min((number for one, number in nodes if one == thread), default=None)
     if first is None or tensor.grad_fn is None:
-        return
-    # a node has a higher number than those that it was made of
-    waiting = [(-tensor.grad_fn._sequence_nr(), 0, tensor.grad_fn)]
-    seen = {id(tensor.grad_fn)}
-    kept: list[Any] = []  # so that no other gets the id of one
-    for _ in range(_LATEST):
+        return found, True
+    waiting: deque[Any] = deque([tensor.grad_fn])
+    # nodes are kept, so that no other gets the id of one
+    seen = {id(tensor.grad_fn): tensor.grad_fn}
+    for _ in range(_NEAREST):
         if not waiting:
-            break
-        number, _, node = heapq.heappop(waiting)
-        kept.append(node)
-        if (thread, -number) in nodes:
-            yield thread, -number
+            return found, True
+        node = waiting.popleft()
+        if (thread, node._sequence_nr()) in nodes:
+            found.append((thread, node._sequence_nr()))
+            if not everything:
+                return found, False
         for one, _ in node.next_functions:
-            # leaves have the highest number of all
-            if one is not None and one.next_functions and id(one) not in seen and one._sequence_nr() >= first:
-                seen.add(id(one))
-                heapq.heappush(waiting, (-one._sequence_nr(), len(seen), one))
+            # leaves are made of nothing, and a node has a higher number than those that it was made of
+            if one is not None and id(one) not in seen and one.next_functions and one._sequence_nr() >= first:
+                seen[id(one)] = one
+                waiting.append(one)
+    return found, not waiting

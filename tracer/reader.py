@@ -180,8 +180,8 @@ class TraceReader:
         If it is damaged where every message needs it.
     CaptureError
         If it has nothing of these ranks.
-    TraceUnreachableError
-        If an object store does not answer.
+    TraceUnreadableError
+        If a file may not be opened, or an object store does not answer.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ WRITER = "writer"
 """The only attribute of a root on an object store that was put so that no other process does, and holds nothing yet."""
 UNREADABLE = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE})
 """Errors that say nothing about what is there, only that it cannot be read now, or by this user."""
-_OF_A_PART = re.compile(rf"(?P<stem>.+)\.{PART.pattern}(?P<suffix>\.h5|\.hdf5)", re.IGNORECASE | re.DOTALL)
+_OF_A_PART = re.compile(rf"(?P<stem>.+)\.(?!rank0\.[^.]+$){PART.pattern}(?P<suffix>\.(?i:h5|hdf5))", re.DOTALL)
 
 Piece = tuple[int, int, int]
 
@@ -470,8 +470,8 @@ def whole_of(name: str) -> str | None:
 
     Examples
     --------
-    >>> whole_of("run.rank1.h5"), whole_of("run.rank0.attempt2.h5"), whole_of("run.h5"), whole_of("run.rank1.zarr")
-    ('run.h5', 'run.h5', None, None)
+    >>> [whole_of(f"run.{part}") for part in ("rank1.h5", "rank0.attempt2.h5", "rank0.h5", "RANK1.h5", "rank1.zarr")]
+    ['run.h5', 'run.h5', None, None, None]
     """
     found = _OF_A_PART.fullmatch(name)
     return None if found is None else found["stem"] + found["suffix"]

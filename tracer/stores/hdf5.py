@@ -980,15 +980,18 @@ class Hdf5ReadStore:
 
         It tries for some 20 ms to read what is damaged, and is asked for each chunk.
         """
-        state = self.path.stat() if isinstance(self.path, Path) else None
-        written = 0 if state is None else state.st_mtime_ns
+        if not isinstance(self._plain, int):  # what a store far away said may be otherwise the next time
+            dataset.id.chunk_iter(note)
+            return
+        # of what is open: another may be at the path by now, or none
+        written = os.fstat(self._plain).st_mtime_ns
         broken = self._broken.get(name)
         if broken is not None and broken[0] == written:
             raise OSError(broken[1])
         try:
             dataset.id.chunk_iter(note)
         except Exception as error:
-            if time.time_ns() - written > SETTLED_NANOSECONDS:
+            if time.time_ns() - written > SETTLED_NANOSECONDS and _number(error) not in UNREADABLE:
                 self._broken[name] = (written, str(error))
             raise
 
