@@ -151,7 +151,7 @@ import torch
 import tracer
 from tracer.exporter import Exporter
 from tracer.integrations.recording import Recording
-from tracer.recording import start
+from tracer.recording import Options, start
 from tracer.recorders import ForwardOutput
 from tracer.stores import location
 
@@ -172,7 +172,7 @@ else:
     exporter = Exporter()
     exporter.set_model(model)
     exporter.set_optimizer(optimizer)
-    kept = start(location(path), exporter, commit_seconds=3600, lazily=True)
+    kept = start(location(path), exporter, options=Options(commit_seconds=3600), lazily=True)
 for step in range(30):
     if who == "recorder":
         where = {"global_step": step, "train_step": step, "epoch": 0}
