@@ -1234,8 +1234,7 @@ class Exporter:
         if not isinstance(output, Tensor) or self.publisher.collecting is not None:
             return
         self.losses_seen += 1
-        part = self.holds_parts and is_part_of_a_loss(loss, args, kwargs)
-        self._note_loss(output, part=part)
+        self._note_loss(output)
         if self._user_tag is not None:
             tag = self._user_tag
         elif not output.requires_grad:  # without gradients, or a second look at detached outputs
@@ -1253,7 +1252,8 @@ class Exporter:
             if tensor is not None:
                 self.publisher.publish_leaves(kind, None, tensor, tag)
         inside = tag == DEFAULT_TAG or self._pass.depth > 0  # else nobody tells what the sum becomes
-        if part and inside:
+        if self.holds_parts and inside and is_part_of_a_loss(loss, args, kwargs):
+            self._note_loss(output, part=True)
             self._part = output.detach()
         else:
             self.publisher.publish_leaves("loss", None, output, tag)
@@ -1280,13 +1280,15 @@ class Exporter:
         if tensor.numel() != 1 or not (self.publisher.enabled and self._attached):
             return
         part, self._part = self._part, None
+        if self.clock.open and self._idle:  # to look at the graph takes time
+            return
         if part is None:
-            if told or made_of(tensor, self._loss_nodes)[0]:
+            if told or made_of(tensor, self._loss_nodes, lambda _: True)[0]:
                 return
         else:
-            found, complete = made_of(tensor, self._loss_nodes, everything=True)
-            if found and complete and not any(self._loss_nodes[node] for node in found):
-                return  # the part was only looked at
+            found, complete = made_of(tensor, self._loss_nodes, self._loss_nodes.__getitem__)
+            if found and complete:  # the part was only looked at
+                return
         if self.last_scaled is not None and self.last_scaled[0]() is tensor:
             tensor = self.last_scaled[1]
         self._begin_step()

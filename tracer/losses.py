@@ -151,13 +151,13 @@ def node_of(tensor: Tensor) -> Node | None:
     return None if tensor.grad_fn is None else (_thread.number, tensor.grad_fn._sequence_nr())
 
 
-def made_of(tensor: Tensor, nodes: Collection[Node], *, everything: bool = False) -> tuple[list[Node], bool]:
-    """Those of some nodes that a tensor was made of, the nearest first, as far as they are among the nearest.
+def made_of(tensor: Tensor, nodes: Collection[Node], enough: Callable[[Node], bool]) -> tuple[list[Node], bool]:
+    """Those of some nodes that a tensor was made of, the nearest first, up to one that is `enough`.
 
     Returns
     -------
     found : list of Node
-        The nearest only, unless `everything` is asked for.
+        As far as they are among the nearest nodes of the graph.
     complete : bool
         Whether there are no others.
     """
@@ -175,7 +175,7 @@ def made_of(tensor: Tensor, nodes: Collection[Node], *, everything: bool = False
         node = waiting.popleft()
         if (thread, node._sequence_nr()) in nodes:
             found.append((thread, node._sequence_nr()))
-            if not everything:
+            if enough(found[-1]):
                 return found, False
         for one, _ in node.next_functions:
             # leaves are made of nothing, and a node has a higher number than those that it was made of

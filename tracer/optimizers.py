@@ -15,7 +15,6 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

@@ -335,6 +335,8 @@ def _plan(
 
 def _check_names(reader: TraceReader, kinds: tuple[str, ...] | None, tags: tuple[str, ...] | None) -> None:
     """Refuse kinds and tags that neither the trace has nor any run could; a tag with a wildcard may match nothing."""
+    if not kinds and not tags:
+        return
     recorded_kinds, recorded_tags = reader.names
     if kinds:
         known = {*KINDS, *recorded_kinds}
