@@ -295,9 +295,14 @@ class _Known:
         return known is not None and known() is one
 
     def add(self, one: object) -> None:
-        """Know one."""
-        self._refs = {key: known for key, known in self._refs.items() if known() is not None}
-        self._refs[id(one)] = weakref.ref(one)
+        """Know one, after all that are known."""
+        if one not in self:
+            self._refs = {key: known for key, known in self._refs.items() if known() is not None}
+            self._refs[id(one)] = weakref.ref(one)
+
+    def alive(self) -> list[Any]:
+        """Those that are still there, in the order in which they came to be known."""
+        return [one for one in (known() for known in self._refs.values()) if one is not None]
 
     def discard(self, one: object) -> None:
         """Know it no more."""
@@ -318,8 +323,8 @@ class _Session:
         self.exporter.holds_parts = self.exporter.optimizers.found = True
         self.run: Run = start(out, self.exporter, options=options, lazily=True)
         self.exporter.clock.starting = self._begin(self.exporter.clock.starting)
-        self._optimizers: list[weakref.ref[Optimizer]] = []
-        self.known = _Known()
+        self.known = _Known()  # the optimizers
+        self._made_any = False
         # optimizers that trained nothing that was watched when they were made
         self._beside = _Known()
         self._looked = 0  # how many optimizers there were when models were looked for
@@ -361,7 +366,7 @@ class _Session:
         for receiver, error in self.exporter.message_bus.failures:
             if receiver is self.run.recorder:
                 return str(error)
-        if not self._optimizers:
+        if not self._made_any:
             return "it made no optimizer of torch.optim"
         if not self.exporter.tops:
             return "what its optimizers train belongs to no module"
@@ -471,15 +476,13 @@ class _Session:
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Find the model, or the models, now that there is one more optimizer, or that one trains more."""
         self.known.add(optimizer)
+        self._made_any = True
         if self.exporter.steps_seen:  # what the script is done with is not kept, nor recorded at each further step
             many = len(self.exporter.tops) >= self._many and gc.isenabled()
             self.exporter.let_go(collect=many)
             if many:
                 self._many = max(_MANY, 2 * len(self.exporter.tops))
-        self._optimizers = [ref for ref in self._optimizers if ref() is not None]
-        if not any(ref() is optimizer for ref in self._optimizers):
-            self._optimizers.append(weakref.ref(optimizer))
-        alive = [one for one in (ref() for ref in self._optimizers) if one is not None]
+        alive = self.known.alive()
         found = self._is_watched(optimizer, len(alive)) or self._look_for_models(alive)
         if self.exporter.optimizers.trains(optimizer, self.exporter):
             self._beside.discard(optimizer)
