@@ -1431,6 +1431,7 @@ class _Printer:
     """A receiver that prints answers when they come: what a sink keeps of them, too."""
 
     passive = True
+    scope = "message"
 
     def __init__(self, sink: Sink, as_json: bool) -> None:
         self.sink, self.as_json = sink, as_json
@@ -1465,6 +1466,7 @@ class _Counter:
     """A receiver that overhears what others ask for, and moves the progress bar."""
 
     passive = True
+    scope = "message"
 
     def __init__(self, kinds: set[str], advance: Callable[[int], None]) -> None:
         self.kinds, self.advance = kinds, advance

@@ -572,6 +572,7 @@ class Sink:
     """
 
     passive = True
+    scope = "message"
     name = "results"
 
     def __init__(self, results: Results, subscribers: Iterable[object], trace: str = "") -> None:

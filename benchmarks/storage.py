@@ -10,7 +10,7 @@ Beside them stand, for the same bytes: ``os.write`` of pieces of 64 KB into one 
 sequential read of it (also so), and bare ``write_direct_chunk`` calls of h5py. The variants take turns, several rounds
 in one process; what is printed is the median of the rounds, and ratios are formed within a round. Times are CPU time of
 the process, system time included, because the wall clock of a shared machine measures its neighbours; reads come from
-the page cache, and what is written has been written and removed once before.
+the page cache, into which the disk gave what was written, and what is written has been written and removed once before.
 
     python benchmarks/storage.py [--rounds 3] [--scale 1.0] [--only 1MB,4KB,scalars,open] [--folder /tmp] [--json]
 """
@@ -50,6 +50,7 @@ class Nothing:
     """A subscriber that hears everything and does nothing."""
 
     name = "nothing"
+    scope = "message"
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
         return True
@@ -201,10 +202,18 @@ def written(write: Callable[[], float], path: Path) -> float:
 
 
 def cache(path: Path) -> None:
-    """Read all files once, so that the page cache has those that were written past it."""
-    for file in path.rglob("*") if path.is_dir() else (path,):
-        if file.is_file():
-            read_raw(file)
+    """Bring all files from the disk into the page cache, as they are there when a run is read that was before.
+
+    What the writer left there is given up first: one wrote past it, and of the others it depends on the pieces in which
+    they wrote how fast it is read, and mapped.
+    """
+    for name in path.rglob("*") if path.is_dir() else (path,):
+        if name.is_file():
+            with name.open("rb") as file:
+                os.fsync(file.fileno())
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            read_raw(name)
 
 
 def remove(path: Path) -> None:
@@ -216,6 +225,7 @@ def one_round(load: Workload, folder: Path) -> dict[str, float]:
     seconds: dict[str, float] = {}
     raw = folder / "raw"
     seconds["write raw"] = written(lambda: write_raw(load, raw), raw)
+    cache(raw)
     seconds["read raw"] = read_raw(raw)
     seconds["read raw crc32c"] = read_raw(raw, checksum=True)
     remove(raw)

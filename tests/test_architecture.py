@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.writer": {"tracer.messages", "tracer.parts", "tracer.layout", "tracer.stores", "tracer.compression"},
     "tracer.reader": {
         *("tracer.messages", "tracer.parts", "tracer.layout", "tracer.stores", "tracer.assembly", "tracer.memory"),
-        "tracer.subscription",
+        *("tracer.subscription", "tracer.stores.mapped"),
     },
     "tracer.assembly": {"tracer.parts", "tracer.layout", "tracer.placement"},
     "tracer.verify": {"tracer.messages"} | STORAGE,

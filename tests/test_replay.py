@@ -230,9 +230,9 @@ def test_ten_subscribers_read_each_message_once(trace: Path, monkeypatch: pytest
     read: list[int] = []
     plainly = TraceReader._read_groups
 
-    def counting(self: TraceReader, selected: Any, memory: Any, large: bool) -> Any:
+    def counting(self: TraceReader, selected: Any, *others: Any) -> Any:
         read.extend(selected.tolist())
-        return plainly(self, selected, memory, large)
+        return plainly(self, selected, *others)
 
     monkeypatch.setattr(TraceReader, "_read_groups", counting)
     planned = tracer.plan(trace, *asked)

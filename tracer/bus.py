@@ -27,6 +27,7 @@ class Receiver(Protocol):
     - ``needs``: kinds without which it cannot work; asking for one that nobody can provide is an error;
     - ``produces``: kinds of its own answers;
     - ``passive``: True if it only overhears what others ask for;
+    - ``scope``: what it remembers across, see `tracer.Subscriber`; one that says nothing may keep all that it hears;
     - ``awake(step) -> bool``: False if it wants nothing of the training passes of that global step;
     - ``know_model(model)``: it is told, before the first message, live and on replay alike, what a trace's header has
       under ``model`` (docs/trace-format.md, rule 6); anything may be missing there.

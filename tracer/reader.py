@@ -31,6 +31,7 @@ from tracer.memory import SMALLEST, Memory
 from tracer.messages import DEFAULT_TAG, Message, checked
 from tracer.parts import Part, Stream, counting, is_empty, merged, missing, restarted, worst, worst_certificate
 from tracer.stores import STORES, Anywhere, Place, ReadStore, location, open_parts
+from tracer.stores.mapped import MappedFiles
 from tracer.subscription import passes
 
 BLOCK_BYTES: Final = 8 << 20
@@ -572,6 +573,7 @@ class TraceReader:
         streams: Iterable[int] | None = None,
         where: NDArray[np.bool_] | None = None,
         ranks: int | Iterable[int] | None = None,
+        mapped: bool = False,
     ) -> Iterator[Message]:
         """The messages that pass all filters, in the order in which they were recorded.
 
@@ -595,6 +597,10 @@ class TraceReader:
             A mask over the rows of `journal`.
         ranks : int or iterable of int, optional
             With what others of their replicas recorded for them; each message says who did.
+        mapped : bool
+            Whether data may lie where the system has it in memory already, instead of in a copy, which for large
+            messages takes a third of the time, and with ``verify=False`` nearly all of it. While such a message is in
+            use, its file must not be cut or written over: the system ends a process that looks at what is gone.
 
         Raises
         ------
@@ -603,7 +609,7 @@ class TraceReader:
         TraceCorruptError
             If what is read is damaged. What came before is right.
         """
-        return self._as_it_is()._iterate(self.select(kinds, modules, steps, tags, streams, where, ranks))
+        return self._as_it_is()._iterate(self.select(kinds, modules, steps, tags, streams, where, ranks), mapped)
 
     def arrays(
         self,
@@ -650,9 +656,9 @@ class TraceReader:
                     data = tensor.to(layout.ENCODINGS[encoding.readable].dtype).numpy()
                 yield Batch(rows[group.places], data)
 
-    def _iterate(self, selected: NDArray[np.int64]) -> Iterator[Message]:
+    def _iterate(self, selected: NDArray[np.int64], mapped: bool) -> Iterator[Message]:
         streams = self._streams
-        for rows, groups in self._blocks(selected):
+        for rows, groups in self._blocks(selected, mapped):
             if groups and groups[0].row is not None:
                 groups.reverse()
                 while groups:  # the memory of each can be used again as soon as its message is gone
@@ -696,7 +702,9 @@ class TraceReader:
             _tensor(group),
         )
 
-    def _blocks(self, selected: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], list[_Group]]]:
+    def _blocks(
+        self, selected: NDArray[np.int64], mapped: bool = False
+    ) -> Iterator[tuple[NDArray[np.int64], list[_Group]]]:
         """Rows of the journal, cut into blocks, with their data; a thread reads ahead where the store is slow.
 
         The list of groups is emptied when the next block is asked for.
@@ -705,6 +713,7 @@ class TraceReader:
         readers = max((store.readers for store in self._stores), default=1)
         # what several threads fetch at once comes into memory of its own
         memory = Memory() if readers == 1 else None
+        files = MappedFiles() if mapped else None
         ends = np.cumsum(nbytes)
         blocks = []
         first = 0
@@ -726,7 +735,7 @@ class TraceReader:
             # how long it worked, which takes a system call, is of interest only after a block that took long
             worked = time.thread_time() if slow else None
             began = time.perf_counter()
-            groups = self._read_groups(rows, memory, large)
+            groups = self._read_groups(rows, memory, large, files)
             waited = time.perf_counter() - began
             if worked is not None:
                 waited -= time.thread_time() - worked
@@ -739,7 +748,7 @@ class TraceReader:
             waiting: deque[tuple[NDArray[np.int64], Future[list[_Group]]]] = deque()
             try:
                 for rows, large in left:
-                    waiting.append((rows, thread.submit(self._read_groups, rows, memory, large)))
+                    waiting.append((rows, thread.submit(self._read_groups, rows, memory, large, files)))
                     if len(waiting) > AHEAD:
                         ready, future = waiting.popleft()
                         yield ready, future.result()
@@ -752,11 +761,13 @@ class TraceReader:
                 for _, future in waiting:
                     future.cancel()
 
-    def _read_groups(self, selected: NDArray[np.int64], memory: Memory | None, large: bool) -> list[_Group]:
+    def _read_groups(
+        self, selected: NDArray[np.int64], memory: Memory | None, large: bool, files: MappedFiles | None
+    ) -> list[_Group]:
         """The data of rows of the journal, verified, in groups of one pool, dtype and shape; each alone if `large`."""
         rows = self.journal[selected]
         if memory is not None and (large or len(rows) == 1) and rows[:, Column.POOL].min() >= 0:
-            return self._read_apart(rows.tolist(), memory)
+            return self._read_apart(rows.tolist(), memory, files)
         whole = rows[:, Column.POOL] == WHOLE
         if whole.any():
             places = np.flatnonzero(~whole)
@@ -832,33 +843,46 @@ class TraceReader:
             groups += self._group(rows, places, offsets - low * row_size, counts, whole)
         return groups
 
-    def _read_apart(self, rows: list[list[int]], memory: Memory) -> list[_Group]:
-        """The data of a few messages, each in memory of its own, with as few steps as possible between two readings.
+    def _read_apart(self, rows: list[list[int]], memory: Memory, files: MappedFiles | None) -> list[_Group]:
+        """The data of a few messages, each mapped or in memory of its own, with as few steps as possible between two.
 
         Where all of them lie is found out first. What cannot be read as it lies there, or is not what it should be, is
         read by `_read_one`, which knows what is wrong.
         """
         groups: list[_Group | None] = []
-        reads = []
+        reads: list[tuple[int, Place | None, NDArray[np.uint8], int]] = []
         for row in rows:
             number, pool, offset, count, shape, checksum = _place_of(row)
             dtype, storage, itemsize = self._kept_as[number]
             name, stored = self._pools[pool]
             size, length = self._sizes_of.get(pool) or self._size_of(pool)
-            place = block = None
+            nbytes = count * itemsize
+            place = None
             if count == size and offset % size == 0 and offset < length * size and storage == stored:
-                block = memory.take(count * itemsize)  # None for what is small
-                place = None if block is None else self._store_of[pool].place(name, offset // size)
-            if place is None or block is None:
+                place = self._store_of[pool].place(name, offset // size) if nbytes >= SMALLEST else None
+            if place is None:
                 groups.append(None)
                 continue
-            target = block[: count * itemsize]
-            reads.append((len(groups), place, target.data, checksum))
+            there = None if files is None else files.take(place, nbytes)
+            if there is not None:
+                target, found = there
+                reads.append((len(groups), None, target, found if place.checksummed else checksum))
+            else:
+                block = memory.take(nbytes)
+                if block is None:
+                    groups.append(None)
+                    continue
+                target = block[:nbytes]
+                reads.append((len(groups), place, target, checksum))
             data = target.view(storage).reshape(1, *self._shapes[shape])
-            groups.append(_Group(_PLACES[len(groups)], data, dtype, target.nbytes, row))
+            groups.append(_Group(_PLACES[len(groups)], data, dtype, nbytes, row))
         trailer = bytearray(4)
-        for one, place, to, checksum in reads:
-            if not _read_at(place, to, trailer, checksum, self._verify):
+        for one, at, to, checksum in reads:
+            if at is None:
+                right = not self._verify or checksum == layout.NONE or crc32c(to) == checksum
+            else:
+                right = _read_at(at, to.data, trailer, checksum, self._verify)
+            if not right:
                 groups[one] = None
         return [group or self._read_one(row, memory, at) for group, row, at in zip(groups, rows, _PLACES, strict=False)]
 

@@ -195,12 +195,14 @@ def replay(
                 bus.register_topic(kind)  # one of the user's that may be recorded later
         for receiver in ordered:
             bus.register(receiver)
+        # what somebody keeps should not hang on the file; of what nobody keeps, no copy is needed
+        mapped = all(getattr(one, "scope", "everything") != "everything" for one in ordered)
         tell_of_model(ordered, lambda: reader.header.get("model"))
         try:
             done = 0
             while following:
                 limit = _settled(reader, todo)
-                _publish(bus, reader, todo, limit)
+                _publish(bus, reader, todo, limit, mapped)
                 done = limit
                 following = _wait(reader)
                 _register_topics(bus, reader)
@@ -208,7 +210,7 @@ def replay(
                 todo = planned(done)
             if todo.missing:
                 raise CaptureError("; ".join(todo.missing))
-            _publish(bus, reader, todo, len(reader))
+            _publish(bus, reader, todo, len(reader), mapped)
             bus.finish()
         except BaseException:
             with contextlib.suppress(Exception):  # what went wrong first is what is told
@@ -223,14 +225,14 @@ def _register_topics(bus: MessageBus, reader: TraceReader) -> None:
             bus.register_topic(stream.kind)  # one of the user's, or an answer that a results trace holds
 
 
-def _publish(bus: MessageBus, reader: TraceReader, todo: Plan, limit: int) -> None:
+def _publish(bus: MessageBus, reader: TraceReader, todo: Plan, limit: int, mapped: bool) -> None:
     """Publish what is planned of the rows before `limit`."""
     where, pairs = todo.where, todo.pairs
     if limit < len(where):
         where = where.copy()
         where[limit:] = False
         pairs = pairs[pairs[:, 0] < limit]
-    for message in _messages(reader, where, pairs):
+    for message in _messages(reader, where, pairs, mapped):
         bus.publish(message)
         del message  # before the next is read, so that it can have the memory, which is still in the cache
 
@@ -494,10 +496,12 @@ def _pairs(journal: NDArray[np.int64], rows: NDArray[np.int64], everything: NDAr
     return np.stack([rows[follows], follower[follows]], axis=1)
 
 
-def _messages(reader: TraceReader, where: NDArray[np.bool_], pairs: NDArray[np.int64]) -> Iterator[Message]:
+def _messages(
+    reader: TraceReader, where: NDArray[np.bool_], pairs: NDArray[np.int64], mapped: bool
+) -> Iterator[Message]:
     """The planned messages in their recorded order, each derived update where an observed one would stand."""
     if not len(pairs):
-        yield from reader.messages(where=where)
+        yield from reader.messages(where=where, mapped=mapped)
         return
     wanted = where.copy()
     wanted[pairs[:, 0]] = True
@@ -505,8 +509,8 @@ def _messages(reader: TraceReader, where: NDArray[np.bool_], pairs: NDArray[np.i
     followers[pairs[:, 1]] = True
     follower_of = dict(pairs.tolist())
     # weights are read a step ahead, once: this holds those of one step, until it is their turn
-    ahead = zip(np.flatnonzero(followers).tolist(), reader.messages(where=followers), strict=True)
-    others = reader.messages(where=wanted & ~followers)
+    ahead = zip(np.flatnonzero(followers).tolist(), reader.messages(where=followers, mapped=mapped), strict=True)
+    others = reader.messages(where=wanted & ~followers, mapped=mapped)
     met: dict[int, Message] = {}
 
     def follower(row: int) -> Message:

@@ -213,7 +213,7 @@ class Place(NamedTuple):
     checksummed: bool
     """Whether their CRC-32C follows, in four bytes, the lowest first."""
     owner: object
-    """What closes the file when nobody refers to it any more; or None, where the store does."""
+    """What the file is open for: an object for each file, which is not closed before this, or its store, is."""
 
 
 class ReadStore(Protocol):

@@ -863,7 +863,7 @@ class Hdf5ReadStore:
         if not isinstance(self._plain, int) or not dataset.in_rows or not 0 <= row < dataset.shape[0]:
             return None
         offset = self._places_of(name, dataset, row + 1).get(row)
-        return None if offset is None else Place(self._plain, offset, False, None)
+        return None if offset is None else Place(self._plain, offset, False, self)
 
     def _asked(self, what: str, question: Callable[[], _T]) -> _T:
         """What HDF5 says of the file; it is asked again if a kill tore what it says that of."""
