@@ -1782,6 +1782,49 @@ def test_names_are_dotted_paths_and_unique() -> None:
     exporter.detach()
 
 
+@pytest.mark.parametrize("order", ["model first", "model last"])
+def test_modules_beside_the_model_have_streams_of_their_own(order: str) -> None:
+    """Whatever they are called: like a part of the model, like a parameter of it, like each other, or not at all."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Linear(3, 3)
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.encoder(x) * self.scale
+
+    model = Net()
+    beside = [("encoder", nn.Linear(3, 3)), ("encoder", nn.Linear(3, 3)), ("scale", nn.Linear(3, 3))]
+    beside += [("", nn.Linear(3, 3)), ("", nn.Linear(3, 3)), ("encoder.head", nn.Linear(3, 3))]
+    everything = nn.ModuleList([model, *(one for _, one in beside)])
+    exporter, heard = Exporter(), Collect("weights", "activations")
+    exporter.message_bus.register(heard)
+    if order == "model first":
+        exporter.set_model(model)
+    for name, one in beside:
+        exporter.add_modules((name, one) if name else one)
+    exporter.set_model(model)
+    optimizer = torch.optim.SGD(everything.parameters(), lr=0.1)
+    exporter.set_optimizer(optimizer)
+    x = torch.randn(2, 3)
+    outputs = [one(x) for one in everything]
+    torch.stack(outputs).square().mean().backward()
+    weights = [one.weight.detach().clone() for one in (model.encoder, *everything[1:])]
+    optimizer.step()
+    exporter.detach()
+    keys = ["encoder", "encoder_", "encoder__", "scale_", "linear", "linear_", "encoder.head"]
+    found = [(one.key, one.data) for one in heard.of("weights") if one.key != "scale"]
+    assert sorted(key for key, _ in found) == sorted(keys)
+    for key, value in zip(keys, weights, strict=True):
+        assert torch.equal(dict(found)[key], value)
+    called = [(one.key, one.data) for one in heard.of("activations") if one.key]
+    assert [key for key, _ in called] == keys
+    for (_, data), value in zip(called[1:], outputs[1:], strict=True):
+        assert torch.equal(data, value)
+
+
 def test_receivers_may_come_and_go() -> None:
     """Who joins in the middle of a run hears the rest; who leaves takes the hooks along."""
     model = mlp()

@@ -68,10 +68,10 @@ from tracer.patches import (
 from tracer.placement import is_distributed
 from tracer.probes import NO_PROBES, Probe, joinable, undisturbed
 from tracer.publishing import Publisher
-from tracer.structure import class_name, structure_of
+from tracer.structure import structure_of
 from tracer.subscriber import unmet
 from tracer.tensors import arguments_of, copied, leaves, opaque, unobservable
-from tracer.wrappers import compiled_parts, named_parts, unwrap, wrapped_by
+from tracer.wrappers import compiled_parts, named_parts, paths_of, unwrap, wrapped_by
 
 
 class Exporter:
@@ -195,6 +195,9 @@ class Exporter:
     def add_modules(self, module: nn.Module | tuple[str, nn.Module], recursive: bool = True) -> None:
         """Observe a module, or a pair (name, module), and unless told otherwise all below it.
 
+        Parts of the model have their names there. Another module whose paths something else has got already is named
+        after its class, if it has no name, or gets an underscore at the end of it.
+
         Raises
         ------
         CaptureError
@@ -203,8 +206,18 @@ class Exporter:
         name, one = module if isinstance(module, tuple) and len(module) == 2 else ("", module)
         if not isinstance(one, nn.Module) or not isinstance(name, str):
             raise CaptureError(f"add_modules takes a module or a pair (name, module), not {type(module).__name__}")
-        self._added.append((name, unwrap(one), recursive))
+        self._added.append((self._free_name(name, unwrap(one)), unwrap(one), recursive))
         self._rewire()
+
+    def _free_name(self, name: str, added: nn.Module) -> str:
+        """The name of a module that is beside the model: one under which no path is another's."""
+        tops = self.tops
+        if any(one is added for _, top in tops for _, one in named_parts(top)):
+            return name  # it is observed as what it is a part of
+        taken = {path for prefix, top in tops for path in paths_of(top, prefix)}
+        while not taken.isdisjoint(paths_of(added, name)):
+            name = f"{name}_" if name else type(added).__name__.lower()
+        return name
 
     def __call__(self, module: nn.Module, recursive: bool = True) -> nn.Module:
         """`add_modules`, returning the module: for use inside a constructor."""
@@ -232,6 +245,9 @@ class Exporter:
             raise CaptureError("this exporter already has a model; use another exporter for another model")
         if self._root is None:
             self._root = root
+            added, self._added = self._added, []
+            for name, one, recursive in added:
+                self._added.append((self._free_name(name, one), one, recursive))
             self._rewire()
         return model
 
@@ -683,8 +699,8 @@ class Exporter:
         for name, one in found.values():
             if ".parametrizations." in f".{name}." or isinstance(one, ParametrizationList):
                 continue
-            while name in names:  # modules added one by one, without names, would all be called ""
-                name = f"{name or class_name(one).rpartition('.')[2].lower()}_"
+            while name in names:  # of a module that came later
+                name = f"{name or type(one).__name__.lower()}_"
             names[name] = one
         return list(names.items())
 

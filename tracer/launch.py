@@ -20,7 +20,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import thread as executors
 from dataclasses import replace
 from types import CodeType, FrameType, ModuleType
@@ -542,10 +542,7 @@ class _Session:
         else:  # a second training in one script: its model joins the first
             watched = {id(one) for _, top in self.exporter.tops for one in top.modules()}
             more = [one for one in models if id(one) not in watched]
-            taken = {name for name, _ in self.exporter.tops}
-            if self.exporter.model is not None:  # whose parts have no name before theirs
-                taken |= {*self.exporter.model._modules, *self.exporter.model._parameters}
-            for name, one in names_of(more, taken).items():
+            for name, one in names_of(more).items():
                 self.exporter.add_modules((name, one))
         return bool(models)
 
@@ -606,13 +603,13 @@ def _subclasses_of(cls: type) -> set[type]:
     return found
 
 
-def names_of(models: Sequence[nn.Module], taken: Collection[str] = ()) -> dict[str, nn.Module]:
+def names_of(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
     """What the script calls its models: the names of its global variables, else of their classes; each another."""
     names: dict[str, nn.Module] = {}
     for one in models:
         called = [name for name, value in vars(sys.modules["__main__"]).items() if value is one]
         name = called[0] if called else type(one).__name__.lower()
-        while name in names or name in taken:
+        while name in names:
             name += "_"
         names[name] = one
     return names

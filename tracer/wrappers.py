@@ -66,6 +66,14 @@ def named_parts(top: nn.Module, prefix: str = "", *, repeat: bool = False) -> It
         yield path, one
 
 
+def paths_of(top: nn.Module, prefix: str = "") -> Iterator[str]:
+    """The dotted paths of a module, of all below it, and of their parameters."""
+    for path, one in named_parts(top, prefix):
+        yield path
+        for name in one._parameters:
+            yield f"{path}.{name}" if path else name
+
+
 def compiled_parts(root: nn.Module) -> list[str]:
     """The paths, below the root, of the modules that are compiled by themselves."""
     found = []
