@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from tracer.subscriber import Subscriber
 
 FAILED, WRONG_USAGE, DAMAGED, SOME_FAILED, INTERRUPTED = 1, 2, 3, 4, 130
+VERDICT = "tracer.verdict"
+"""What a command ends with if nobody reads its answer to the end."""
 
 TRACE_SUFFIXES = (".zarr", ".h5", ".hdf5")
 RESULT_SUFFIXES = (".parquet", ".csv", ".jsonl", ".zarr", ".h5")
@@ -95,7 +97,7 @@ class Command(click.Command):
             raise
         except Exception as error:
             if isinstance(error, BrokenPipeError) and _nobody_reads():
-                ctx.exit(0)
+                ctx.exit(ctx.meta.get(VERDICT, 0))
             if ctx.meta.get("debug"):
                 raise
             raise Failure.of(error) from error
@@ -1025,12 +1027,12 @@ def _min_mean_max(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _message_line(told: Mapping[str, Any]) -> str:
     module = told["module"]
-    words = [f"step {told['global_step']}", told["kind"]]
+    words = [f"step {told['global_step']}", _printable(told["kind"])]
     if module is not None:
         words.append(_printable(module) or "(root)")
-    words += [f"{name} {told[name]}" for name in ("leaf", "call", "rank") if told[name]]
+    words += [f"{name} {_printable(str(told[name]))}" for name in ("leaf", "call", "rank") if told[name]]
     if told["tag"] != "default":
-        words.append(f"tag {told['tag']}")
+        words.append(f"tag {_printable(told['tag'])}")
     if "shape" in told:
         words += [told["dtype"], _shape(told["shape"])]
     if "mean" in told:
@@ -1111,6 +1113,8 @@ def verify(trace: str, as_json: bool) -> None:
     from tracer.verify import verify as check
 
     report = check(trace)
+    if not report.complete:
+        click.get_current_context().meta[VERDICT] = DAMAGED
     if as_json:
         _print_json(report.describe())
     else:
@@ -1155,6 +1159,8 @@ def recover(src: str, dst: str, as_json: bool) -> None:
             loss = save(src, dst, progress=lambda done, total: advance(done))
         except TraceCorruptError as error:
             raise Failure(f"nothing could be saved: {error}") from error
+    if not loss.lossless:
+        click.get_current_context().meta[VERDICT] = DAMAGED
     if as_json:
         _print_json(loss.describe())
     else:
@@ -1210,7 +1216,7 @@ def convert(src: str, dst: str, chunk_bytes: int, compression: tuple[str, ...], 
         )
     for problem in told["problems"]:
         click.echo(problem, err=True)
-    code = DAMAGED if told["problems"] else 0
+    code = click.get_current_context().meta[VERDICT] = DAMAGED if told["problems"] else 0
     if as_json:
         _print_json(told)
         click.get_current_context().exit(code)

@@ -68,6 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tracer.memory",
     },
     "tracer.clock": set(),
+    "tracer.identity": set(),
     "tracer.publishing": {
         *("tracer.messages", "tracer.bus", "tracer.capture", "tracer.clock", "tracer.memory", "tracer.parameters"),
         *("tracer.placement", "tracer.probes", "tracer.tensors"),
@@ -91,11 +92,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.integrations.*": FOUNDATION
     | STORAGE
     | {"tracer.losses", "tracer.recording", "tracer.termination", "tracer.integrations.*"},
-    "tracer.epochs": {"tracer.exporter"},
+    "tracer.epochs": {"tracer.exporter", "tracer.identity"},
     "tracer.launch": FOUNDATION
     | STORAGE
     | RUNNING
-    | {"tracer", "tracer.epochs", "tracer.losses", "tracer.patches", "tracer.wrappers", "tracer.termination"},
+    | {
+        "tracer",
+        "tracer.epochs",
+        "tracer.identity",
+        "tracer.losses",
+        "tracer.patches",
+        "tracer.wrappers",
+        "tracer.termination",
+    },
     "tracer.rehearsal": FOUNDATION
     | STORAGE
     | RUNNING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -494,3 +495,13 @@ def test_the_trace_says_how_it_was_thinned_out(tmp_path: Path) -> None:
         _, recorded = trace.array("activations", "0")
     by_hand = expected.numpy().reshape(4, 2, 36)[:2, :, notes[36, 5, 1]].astype(np.float64)
     assert np.array_equal(recorded[0], by_hand)
+
+
+def test_a_builtin_that_runs() -> None:
+    """What has no signature is asked: `torch.maximum` takes the result so far, too; `torch.sum` does not."""
+    assert Capture(reduce=torch.maximum).runs
+    assert not Capture(reduce=torch.sum).runs
+    heard = observe(mlp(), Capture(kinds=["weights"], reduce=torch.maximum), steps=3)
+    for key in ("0", "2"):
+        values = [one.data for one in heard.of("weights") if one.key == key]
+        assert all(bool((after >= before).all()) for before, after in itertools.pairwise(values))

@@ -457,6 +457,20 @@ def test_a_closed_pipe_is_silent(trace: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_names_have_no_effect_on_a_terminal(tmp_path: Path) -> None:
+    """A trace may come from anybody: escapes and line feeds in kinds, tags and leaves are shown, not obeyed."""
+    path = tmp_path / "odd.zarr"
+    odd = "\x1b[31m\n"
+    with TraceWriter(path) as writer:
+        where = {"global_step": 0, "train_step": 0, "epoch": 0, "tag": f"t{odd}", "leaf": f"l{odd}"}
+        writer.write(ModuleMessage(kind=f"k{odd}", module=f"m{odd}", data=torch.ones(2), **where))
+    for command in ("cat", "ls", "info"):
+        result = run(command, path)
+        assert result.exit_code == 0
+        assert "\x1b" not in result.stdout
+    assert len(run("cat", path).stdout.splitlines()) == 1
+
+
 def test_a_pipe_that_a_subscriber_breaks_is_an_error(trace: Path, tmp_path: Path) -> None:
     """Only where nobody reads stdout is it no error."""
     file = tmp_path / "pipe.py"
@@ -748,6 +762,9 @@ def test_verify(tmp_path: Path, suffix: str) -> None:
     result = run("verify", path)
     assert result.exit_code == 3
     assert "weights of conv1 in step" in result.stdout
+    command = shlex.join(spawn("verify", path))
+    told = subprocess.run(["bash", "-c", f"set -o pipefail; {command} | true"], capture_output=True, check=False)
+    assert (told.returncode, told.stderr) == (3, b"")
     told = json.loads(run("verify", path, "--json").stdout)
     assert told["damaged"] >= 1
     assert (told["intact"], told["complete"]) == (False, False)

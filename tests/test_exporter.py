@@ -2038,3 +2038,35 @@ def test_an_exporter_that_nobody_keeps_is_freed_at_once(ending: str) -> None:
         assert known() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("kind", ["", None, 3])
+def test_a_kind_that_is_no_name_is_refused(kind: Any) -> None:
+    """Where it is logged; the trace of the run could not be opened."""
+    exporter = Exporter()
+    exporter.set_model(mlp())
+    with pytest.raises(MessageError, match="non-empty string"):
+        exporter.log(kind, 1.0)
+    exporter.detach()
+
+
+def test_a_loss_that_another_exporter_watches() -> None:
+    """Torch's own function, and what stands in for it meanwhile, are the loss of each."""
+    original = F.cross_entropy
+    first = Exporter()
+    first.message_bus.register(Collect("loss"))
+    first.set_model(mlp())
+    first.set_loss(original)
+    stand_in = F.cross_entropy
+    assert stand_in is not original
+    for loss in (original, stand_in):
+        model, heard = mlp(), Collect("loss")
+        other = Exporter()
+        other.message_bus.register(heard)
+        other.set_model(model)
+        other.set_loss(loss)
+        F.cross_entropy(model(torch.randn(2, 3)), torch.tensor([0, 1]))
+        other.detach()
+        assert len(heard.of("loss")) == 1
+    first.detach()
+    assert F.cross_entropy is original

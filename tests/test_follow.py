@@ -307,6 +307,12 @@ def test_a_trace_from_another_machine_lives_while_it_is_touched(
     for file in path.rglob("*"):
         os.utime(file, (long_ago, long_ago))
     assert TraceReader(path).status == "interrupted"
+    for ahead, status in ((3600, "recording"), (1e6, "interrupted")):
+        for file in path.rglob("*"):
+            os.utime(file, (time.time() + ahead,) * 2)
+        assert TraceReader(path).status == status
+    for file in path.rglob("*"):
+        os.utime(file, (long_ago, long_ago))
     now = time.monotonic()
     monkeypatch.setattr("tracer.writer.time.monotonic", lambda: now + 3600)
     writer.commit_if_due()

@@ -763,3 +763,209 @@ def test_an_optimizer_that_cannot_be_hashed(tmp_path: Path) -> None:
     script(tmp_path, body)
     _, messages = record(tmp_path, "train.py")
     assert len(of(messages, "loss")) == len(of(messages, "weights")) == 3
+
+
+LOOKS = {
+    "F.cross_entropy(out, y)": 1,
+    "F.cross_entropy(out.view(-1, 3) * 1.0, y)": 1,
+    "F.cross_entropy(out, y, reduction='sum')": 1,
+    "nn.CrossEntropyLoss()(out.detach(), y)": 1,
+    "F.cross_entropy(net(batch), y)": 0,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_metric_after_the_step(tmp_path: Path, look: str) -> None:
+    """A loss function that is asked about a step which has ended begins no other; one of a new forward does."""
+    body = f"""
+    net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=0.1); total = 0.0
+    y = y[:10]
+    for epoch in range(3):
+        for (batch,) in DataLoader(TensorDataset(x), batch_size=10):
+            opt.zero_grad(); out = net(batch); loss = F.cross_entropy(out, y); loss.backward(); opt.step()
+            print("loss", repr(float(loss)))
+            total += {look}.item()
+    """
+    script(tmp_path, body)
+    text, messages = record(tmp_path, "train.py")
+    losses = of(messages, "loss")
+    if LOOKS[look]:
+        assert values(losses) == printed(text, "loss")
+        assert [(one.global_step, one.train_step, one.epoch) for one in losses] == [
+            (step, step % 2, step // 2) for step in range(6)
+        ]
+        assert len(of(messages, "loss", "eval")) == 6
+        assert [one.epoch for one in messages if one.kind == "epoch_finished"] == [0, 1, 2]
+    else:
+        assert len(losses) == 12
+    ended = [one.global_step for one in messages if one.kind == "batch_finished"]
+    assert ended == list(range(6))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_loss_in_a_checkpoint(tmp_path: Path, reentrant: bool, chunks: int) -> None:
+    """It is told once, when it is computed first, with the tag of the training."""
+    body = f"""
+    from torch.utils.checkpoint import checkpoint
+    net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    scale = torch.ones((), requires_grad=True)
+    for _ in range(3):
+        opt.zero_grad(); hidden = net(x)
+        parts = [
+            checkpoint(lambda h, y: F.cross_entropy(h, y) * scale, h, one, use_reentrant={reentrant})
+            for h, one in zip(hidden.chunk({chunks}), y.chunk({chunks}))
+        ]
+        for part in parts: print("loss", repr(float(part)))
+        sum(parts).backward(); opt.step()
+    """
+    script(tmp_path, body)
+    text, messages = record(tmp_path, "train.py")
+    assert values([one for one in messages if one.kind == "loss"]) == printed(text, "loss")
+    assert len(of(messages, "loss")) == 3 * chunks
+
+
+def test_a_sum_that_is_looked_at_before_the_step(tmp_path: Path) -> None:
+    """After `backward` it is a metric; the loss is what `backward` was called on, of each micro-batch."""
+    body = """
+    net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=0.1); total = 0.0
+    for _ in range(3):
+        opt.zero_grad()
+        for part, labels in zip(x.chunk(2), y.chunk(2)):
+            out = net(part); loss = F.cross_entropy(out, labels); loss.backward()
+            print("loss", repr(float(loss)))
+            total += F.cross_entropy(out, labels, reduction="sum").item()
+        opt.step()
+    """
+    script(tmp_path, body)
+    text, messages = record(tmp_path, "train.py")
+    assert values(of(messages, "loss")) == printed(text, "loss")
+
+
+@pytest.mark.parametrize("first", ["outer", "inner"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_an_optimizer_around_another(tmp_path: Path, first: str, every: int) -> None:
+    """The step ends when the outer one has stepped, whichever was made first: the update is the whole way."""
+    body = f"""
+    class Around(torch.optim.Optimizer):
+        def __init__(self, params):
+            params = list(params)
+            if {first == "outer"}: super().__init__(params, dict(lr=0.1))
+            self.inner = torch.optim.SGD(params, lr=0.1)
+            if {first == "inner"}: super().__init__(params, dict(lr=0.1))
+            self.slow, self.calls = [one.detach().clone() for one in params], 0
+        def step(self, closure=None):
+            self.inner.step(); self.calls += 1
+            if self.calls % 2:
+                with torch.no_grad():
+                    for group in self.param_groups:
+                        for one, slow in zip(group["params"], self.slow): one.lerp_(slow, 0.5)
+    net = nn.Linear(4, 3); opt = Around(net.parameters())
+    for _ in range(6):
+        opt.zero_grad(); F.cross_entropy(net(x), y).backward(); before = net.weight.detach().clone(); opt.step()
+        print("update", repr(float((net.weight.detach() - before).abs().sum())))
+    """
+    script(tmp_path, body)
+    text, messages = record(tmp_path, "--every", str(every), "train.py")
+    updates = [float(one.data.abs().sum()) for one in of(messages, "weight_updates") if one.data is not None]
+    assert updates == pytest.approx(printed(text, "update")[::every], rel=1e-6)
+    recorded = [one.global_step for one in messages if one.kind == "batch_finished"]
+    assert recorded == list(range(0, 6, every))
+    assert [one.epoch for one in messages if one.kind == "epoch_finished"] == [0]
+
+
+def test_parameters_that_take_another_name(tmp_path: Path) -> None:
+    """Pruning and renamed parts are followed, though there are as many parameters as before."""
+    body = """
+    from torch.nn.utils import prune
+    net = nn.Sequential(); net.one, net.two = nn.Linear(4, 4), nn.Linear(4, 3)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(4):
+        if step == 1: prune.l1_unstructured(net.one, "weight", amount=0.5)
+        if step == 2: net.head = net.two; del net._modules["two"]
+        if step == 3: prune.remove(net.one, "weight")
+        opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+    """
+    script(tmp_path, body)
+    _, messages = record(tmp_path, "train.py")
+    found = [sorted({one.key for one in of(messages, "weights") if one.global_step == step}) for step in range(4)]
+    assert found[0] == ["one", "two"]
+    assert "one.weight_orig" in found[1]
+    assert "two" in found[1]
+    assert ("head" in found[2], "two" in found[2]) == (True, False)
+    assert found[3] == ["head", "one"]
+
+
+def test_training_in_eval_mode_is_told(tmp_path: Path) -> None:
+    """As of a model that a library has loaded: its passes count as evaluations, which nobody should have to guess."""
+    body = """
+    net = nn.Linear(4, 3).eval(); opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3): opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+    """
+    script(tmp_path, body)
+    record(tmp_path, "train.py")
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert "the model is in eval mode" in str(trace.problems) + str(trace.header) + str(trace.notes)
+
+
+def test_an_optimizer_for_each_input_looks_for_no_model(tmp_path: Path) -> None:
+    """To look for models takes long where there are many objects; what is no module's parameter has none."""
+    body = """
+    import tracer.launch
+    looked = []
+    plainly = tracer.launch.models_of
+    tracer.launch.models_of = lambda optimizers: looked.append(len(optimizers)) or plainly(optimizers)
+    net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(5):
+        bad = x.clone().requires_grad_(); attack = torch.optim.SGD([bad], lr=0.1)
+        F.cross_entropy(net(bad), y).backward(); attack.step()
+        opt.zero_grad(); F.cross_entropy(net(bad.detach()), y).backward(); opt.step()
+    assert len(looked) == 1, looked
+    """
+    script(tmp_path, body)
+    _, messages = record(tmp_path, "train.py")
+    assert len([one for one in messages if one.kind == "batch_finished"]) == 5
+
+
+@pytest.mark.parametrize("collected", [True, False])
+def test_models_without_a_name_are_called_in_the_order_of_their_parameters(tmp_path: Path, collected: bool) -> None:
+    """Not in one that hangs on when garbage was collected: another run would have them the other way round."""
+    body = f"""
+    import gc
+    if not {collected}: gc.disable()
+    class Holder: pass
+    holder = Holder(); holder.parts = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
+    opt = torch.optim.SGD([p for one in holder.parts for p in one.parameters()], lr=0.1)
+    for _ in range(2):
+        opt.zero_grad(); out = x
+        for one in holder.parts: out = one(out)
+        F.cross_entropy(out, y).backward()
+        for one in holder.parts: print("sum", repr(float(one.weight.detach().sum())))
+        opt.step()
+    """
+    script(tmp_path, body)
+    text, messages = record(tmp_path, "train.py")
+    weights = {
+        (one.global_step, one.key): float(one.data.sum()) for one in of(messages, "weights") if one.data is not None
+    }
+    names = ["linear", "linear_", "linear__"]
+    assert [weights[step, name] for step in range(2) for name in names] == printed(text, "sum")
+
+
+def test_a_loader_that_cannot_be_hashed(tmp_path: Path) -> None:
+    """Loaders are told apart by what they are."""
+    body = """
+    class Loader(DataLoader):
+        def __eq__(self, other): return True
+    net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    train, test = Loader(TensorDataset(x), batch_size=10), Loader(TensorDataset(x), batch_size=10)
+    for epoch in range(3):
+        for (batch,) in train: opt.zero_grad(); net(batch).square().mean().backward(); opt.step()
+        with torch.no_grad():
+            for (batch,) in test: net(batch)
+    """
+    script(tmp_path, body)
+    _, messages = record(tmp_path, "train.py")
+    assert [one.epoch for one in messages if one.kind == "epoch_finished"] == [0, 1, 2]
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert not trace.notes or "problem" not in str(trace.notes)

@@ -7,6 +7,7 @@ import dataclasses
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -166,3 +167,26 @@ def test_answers_carry_the_place_of_their_source(
         assert not answer.data.requires_grad
         for name in ("global_step", "train_step", "epoch", "tag", "call", "leaf", "key"):
             assert getattr(answer, name) == getattr(source, name)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tag": None}, {"tag": 3}, {"leaf": 3}, {"leaf": None}, {"global_step": 1.5}, {"global_step": 2**63},
+        {"rank": 2**63}, {"epoch": "1"}, {"call": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_trace_cannot_hold_is_no_message(wrong: dict[str, Any]) -> None:
+    """A trace with such a message could not be written, or not be opened: it is refused where it is made."""
+    with pytest.raises(MessageError, match=r"strings|integers from 0 to 9223372036854775807"):
+        of_network(**wrong)
+    with pytest.raises(MessageError, match=r"strings|integers"):
+        of_module(**wrong)
+
+
+def test_counters_of_other_libraries_and_paths() -> None:
+    """Integers of numpy count; a module is a path."""
+    assert of_network(global_step=np.int64(2**63 - 1)).global_step == 2**63 - 1
+    with pytest.raises(MessageError, match="dotted path"):
+        of_module(module=3)

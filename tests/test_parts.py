@@ -1084,3 +1084,46 @@ def test_hdf5_whose_declarations_come_after_the_journal(
     assert len(asked) == 3
     reader.close()
     growing.writer.finish()
+
+
+def test_files_of_another_run_beside_a_trace(tmp_path: Path) -> None:
+    """Where a file was moved to the place of a resumed run's first one, its later attempts are not this run's."""
+    path = tmp_path / "run.h5"
+    began = [f"2026-01-0{day}T00:00:00+00:00" for day in range(1, 6)]
+    write_part(path, range(4), ranks=(0,), run_id="old", created=began[0])
+    write_part(path, range(2, 6), attempt=1, ranks=(0,), run_id="old", created=began[1])
+    expected = told(path)
+    assert {value for _, step, _, value in expected if step >= 2} == {100_000.0 + step for step in range(2, 6)}
+    write_part(tmp_path / "new.h5", range(3), ranks=(0,), run_id="new", created=began[2])
+    new = told(tmp_path / "new.h5")
+    (tmp_path / "new.h5").rename(path)
+    assert told(path) == new
+    with TraceReader(path) as reader:
+        assert [one for one in reader.problems if "rank0.attempt1 is a part of another run, old" in one]
+    # ranks that were not recorded, of another run; and one that was, whose launch nobody knew
+    write_part(path, range(3), rank=1, ranks=(0,), run_id="stray", created=began[3])
+    assert told(path) == new
+    other = tmp_path / "two.h5"
+    write_part(other, range(3), run_id="one", created=began[4])
+    write_part(other, range(3), rank=1, run_id="another", created=began[0])
+    assert {rank for _, _, rank, _ in told(other)} == {0, 1}
+
+
+@every_format
+def test_a_link_is_not_overwritten(tmp_path: Path, suffix: str) -> None:
+    """It is refused before a training begins, by the command and by the API; what it leads to stays."""
+    real, link = tmp_path / f"real{suffix}", tmp_path / f"link{suffix}"
+    write_part(real, range(2), ranks=(0,), run_id="one")
+    write_part(real, range(1, 3), attempt=1, ranks=(0,), run_id="one")
+    before = told(real)
+    link.symlink_to(real.name)
+    script = tmp_path / "train.py"
+    script.write_text("print('began')")
+    done = CliRunner().invoke(main, ["record", "--overwrite", "--out", str(link), str(script)])
+    assert done.exit_code == 1
+    assert "is a link to" in done.output
+    assert "began" not in done.output
+    model = nn.Linear(2, 2)
+    with pytest.raises(TraceExistsError, match="is a link to"):
+        tracer.record(link, model, torch.optim.SGD(model.parameters(), lr=0.1), overwrite=True).__enter__()
+    assert told(real) == before

@@ -22,9 +22,16 @@ import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
+from tracer.errors import (
+    TraceCorruptError,
+    TraceError,
+    TraceExistsError,
+    TraceFormatError,
+    TraceNotFoundError,
+    TraceUnreadableError,
+)
 from tracer.memory import PAGE, new_memory
-from tracer.stores import ALIGNED_BYTES, RowChunks, chunk_shape, create_store, open_store
+from tracer.stores import ALIGNED_BYTES, RowChunks, chunk_shape, create_store, open_store, store_files
 from tracer.stores.direct import DIRECT, DirectIO
 
 if sys.platform != "win32":
@@ -927,3 +934,25 @@ def test_zarr_chunks_are_read_in_pieces(tmp_path: Path, piece: int, monkeypatch:
             np.testing.assert_array_equal(reading.read("a", 0, 1), data[:1])
             with pytest.raises(TraceCorruptError, match="chunk 1 of array 'a' fails its checksum"):
                 reading.read("a", 0, 2)
+
+
+def test_parts_in_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that may be entered only: an attempt that is not seen would have its steps twice, a rank would be missing."""
+    parts = ["rank0.attempt1", "rank0.attempt2", "rank1", "rank3", "rank3.attempt1", "rank12"]
+    for name in ("run.h5", *(f"run.{part}.h5" for part in parts), "run2.rank1.h5", "run.other.h5"):
+        (tmp_path / name).touch()
+    expected = [tmp_path / "run.h5", *(tmp_path / f"run.{part}.h5" for part in parts)]
+    assert store_files(tmp_path / "run.h5") == expected
+
+    def refused(number: int) -> None:
+        def listdir(path: Path) -> list[str]:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "listdir", listdir)
+
+    refused(errno.EACCES)
+    assert store_files(tmp_path / "run.h5") == expected
+    assert store_files(tmp_path / "other.h5") == [tmp_path / "other.h5"]
+    refused(errno.EMFILE)
+    with pytest.raises(TraceUnreadableError, match="cannot be listed: Too many open files"):
+        store_files(tmp_path / "run.h5")

@@ -431,7 +431,13 @@ def _is_target(kind: str) -> bool:
 def _takes_two(function: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # builtins without a signature take one tensor
+    except (TypeError, ValueError):  # such as torch.maximum, which does not say
+        try:
+            function(torch.zeros(1))
+        except TypeError:
+            return True
+        except Exception:  # noqa: BLE001 - whatever it is, the number of its arguments is right
+            pass
         return False
     required = [
         p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tracer.exporter import Exporter
+from tracer.identity import WeakIdentitySet
 
 
 @dataclass(slots=True)
@@ -55,9 +56,9 @@ class Epochs:
     def __init__(self, exporter: Exporter) -> None:
         self._exporter = exporter
         self._passes: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
-        self._feeding: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._feeding = WeakIdentitySet()
         # the DataLoaders that were begun since this epoch began
-        self._begun: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._begun = WeakIdentitySet()
         self._new_amid = False  # whether one of them was not among them before, and a step had taken place
         self._leader: _Leader | None = None
         self._unused: _Unused | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import itertools
 import sys
 import threading
@@ -49,7 +50,9 @@ from tracer.losses import (
     LossFunction,
     Node,
     is_part_of_a_loss,
+    looks_back,
     made_of,
+    next_of_thread,
     node_of,
     output_and_labels,
     unpatch,
@@ -132,7 +135,10 @@ class Exporter:
         self.losses_seen = 0
         self.holds_parts = False  # whether who calls `backward_called` knows the loss that a sum becomes
         self._part: Tensor | None = None
-        self._loss_told = False  # by `run.log`, since the last `backward`
+        self._loss_told = False  # by `run.log`, or in a checkpoint, since the last `backward`
+        self._backward_seen = False  # of a scalar, in the open step
+        self.learns_in_eval_mode = False  # whether the model was in eval mode all through the first step
+        self._ended_at: Node | None = None
         self._loss_nodes: dict[Node, bool] = {}  # of what loss functions gave last, and whether that is no loss yet
         self.last_scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # what a GradScaler gave, and what it got
         self.forwards_seen = 0  # of the root, in training and aside
@@ -332,9 +338,10 @@ class Exporter:
             names = (
                 [getattr(loss, "__name__", "")] if callable(loss) else [loss] if isinstance(loss, str) else list(loss)
             )
+            loss = inspect.unwrap(loss) if callable(loss) else loss  # another recording may stand in for it
             for name in names:
                 there = getattr(torch.nn.functional, name, None) if name in LOSS_FUNCTIONS else None
-                if there is None or (callable(loss) and there is not loss):
+                if there is None or (callable(loss) and inspect.unwrap(there) is not loss):
                     raise CaptureError(
                         f"the loss is a module or a loss function of torch.nn.functional, not {loss!r}; "
                         "for others, call log('loss', value)"
@@ -530,6 +537,8 @@ class Exporter:
         """
         if not (self.publisher.enabled and self._attached):
             return
+        if not isinstance(kind, str) or not kind:
+            raise MessageError(f"log takes a kind, which is a non-empty string, not {kind!r}")
         if kind not in self.message_bus.topics:
             self.message_bus.register_topic(kind, "network")
         if isinstance(value, Tensor):
@@ -823,6 +832,8 @@ class Exporter:
         When the first step ends, because a model may be wrapped or sharded after this exporter got it.
         """
         self._surveyed = True
+        listens = any(method in ("_before_forward", "_after_forward") for _, method, _ in self._hung)
+        self.learns_in_eval_mode = listens and self._root is not None and not self._root.training and not self._passes
         inside = (one for _, top in self.tops for one in top.modules())
         elsewhere = self._parameters.survey(
             (*self._around, *inside), self.publisher.rank, self.recorded, self.publisher
@@ -882,7 +893,7 @@ class Exporter:
         self._begin_step()  # nothing of the forward was seen (compiled, bypassed), but the step took place
         try:
             if not self._idle:
-                if self._part is not None:  # nobody took it: no `backward` was called
+                if self._part is not None and not self._backward_seen:  # else it was only looked at
                     self.publisher.publish_leaves("loss", None, self._part, DEFAULT_TAG)
                 if not self.optimizers:
                     self._parameters.compare(self._parameters.all, self._steps_itself, self.publisher)
@@ -896,7 +907,8 @@ class Exporter:
     def _advance(self) -> None:
         """Let go of what was kept of the open step, and move the clock."""
         self._part = None
-        self._over = False
+        self._over = self._backward_seen = False
+        self._ended_at = next_of_thread()
         self.optimizers.step_ended()
         if self._leaf_handles:
             self._forget_leaves()
@@ -1247,13 +1259,15 @@ class Exporter:
         self._loss_seen(module.forward, args, kwargs, output)
 
     def _loss_seen(self, loss: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
-        if not isinstance(output, Tensor) or self.publisher.collecting is not None:
+        if not isinstance(output, Tensor) or self.publisher.collecting is not None or recomputing():
             return
+        if self._over:
+            self._settle()
         self.losses_seen += 1
         self._note_loss(output)
         if self._user_tag is not None:
             tag = self._user_tag
-        elif not output.requires_grad:  # without gradients, or a second look at detached outputs
+        elif self._is_second_look(output):
             tag = EVAL_TAG
         # not the last pass's: an evaluation may lie between a forward and its loss
         elif self._root is not None and not self._several:
@@ -1272,7 +1286,14 @@ class Exporter:
             self._note_loss(output, part=True)
             self._part = output.detach()
         else:
+            self._loss_told = self._loss_told or (tag == DEFAULT_TAG and not output.requires_grad)
             self.publisher.publish_leaves("loss", None, output, tag)
+
+    def _is_second_look(self, output: Tensor) -> bool:
+        """Whether a loss is without gradients, or of outputs that are detached, or of the step that has ended."""
+        if not output.requires_grad:
+            return not checkpointing()
+        return not self.clock.open and looks_back(output, self._ended_at)
 
     def _note_loss(self, output: Tensor, *, part: bool = False) -> None:
         """Remember what a loss function gave, without keeping it."""
@@ -1295,6 +1316,7 @@ class Exporter:
         told, self._loss_told = self._loss_told, False
         if tensor.numel() != 1 or not (self.publisher.enabled and self._attached):
             return
+        self._backward_seen = True
         part, self._part = self._part, None
         if self.clock.open and self._idle:  # to look at the graph takes time
             return
@@ -1320,6 +1342,7 @@ class Exporter:
         if self.optimizers.outdated:
             for key in self.optimizers.let_go_of_replaced():
                 self._lasting.pop(key, None)
+        self.optimizers.steps_inside(optimizer)
         # the forward may come later, in a closure: whether anything is wanted is a question of the clock alone
         if not self._nothing_due():
             if not recomputing():

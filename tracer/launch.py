@@ -19,7 +19,6 @@ import os
 import sys
 import threading
 import traceback
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import thread as executors
 from dataclasses import replace
@@ -40,6 +39,7 @@ from tracer.compression import Compression
 from tracer.epochs import Epochs
 from tracer.errors import CaptureError, TraceError, TracerError
 from tracer.exporter import Exporter
+from tracer.identity import WeakIdentitySet
 from tracer.losses import LOSS_FUNCTIONS
 from tracer.messages import EVAL_TAG
 from tracer.parts import heads, refuse_living, this_process
@@ -284,31 +284,6 @@ def lighter_on_evaluation(capture: Capture) -> tuple[Capture, ...]:
     return (replace(capture, kinds=outcomes, tags=(EVAL_TAG,)), training) if outcomes else (training,)
 
 
-class _Known:
-    """Objects by their identity, which are not kept alive: those of a program may compare as they like."""
-
-    def __init__(self) -> None:
-        self._refs: dict[int, weakref.ref[Any]] = {}
-
-    def __contains__(self, one: object) -> bool:
-        known = self._refs.get(id(one))
-        return known is not None and known() is one
-
-    def add(self, one: object) -> None:
-        """Know one, after all that are known."""
-        if one not in self:
-            self._refs = {key: known for key, known in self._refs.items() if known() is not None}
-            self._refs[id(one)] = weakref.ref(one)
-
-    def alive(self) -> list[Any]:
-        """Those that are still there, in the order in which they came to be known."""
-        return [one for one in (known() for known in self._refs.values()) if one is not None]
-
-    def discard(self, one: object) -> None:
-        """Know it no more."""
-        self._refs.pop(id(one), None)
-
-
 class _Session:
     """Notices what a script makes and does, and tells the exporter."""
 
@@ -323,10 +298,10 @@ class _Session:
         self.exporter.holds_parts = self.exporter.optimizers.found = True
         self.run: Run = start(out, self.exporter, options=options, lazily=True)
         self.exporter.clock.starting = self._begin(self.exporter.clock.starting)
-        self.known = _Known()  # the optimizers
+        self.known = WeakIdentitySet()  # the optimizers
         self._made_any = False
         # optimizers that trained nothing that was watched when they were made
-        self._beside = _Known()
+        self._beside = WeakIdentitySet()
         self._looked = 0  # how many optimizers there were when models were looked for
         self._many = 1  # the first one may lie in the garbage that torch leaves when it imports what it needs
         self.epochs = Epochs(self.exporter)
@@ -357,9 +332,11 @@ class _Session:
     def check(self) -> None:
         """Raise `TraceError`, with the reason as far as it can be told, if nothing was recorded."""
         if not self.recorded or self.exporter.steps_seen == 0:
-            raise TraceError(
-                f"{self._name} ended, but no training step was seen, so nothing is recorded: {self.why_not()}"
-            )
+            recorder = self.run.recorder
+            writer = None if recorder is None else recorder.writer
+            besides = "" if writer is None else f" (what it did besides is in {writer.path})"
+            unseen = "no training step was seen, so " if self.exporter.steps_seen == 0 else ""
+            raise TraceError(f"{self._name} ended, but {unseen}nothing is recorded: {self.why_not()}{besides}")
 
     def why_not(self) -> str:
         """Why nothing was recorded, as far as can be told."""
@@ -483,7 +460,8 @@ class _Session:
             if many:
                 self._many = max(_MANY, 2 * len(self.exporter.tops))
         alive = self.known.alive()
-        found = self._is_watched(optimizer, len(alive)) or self._look_for_models(alive)
+        known = bool(self.exporter.tops) and _trains_no_module(optimizer)
+        found = known or self._is_watched(optimizer, len(alive)) or self._look_for_models(alive)
         if self.exporter.optimizers.trains(optimizer, self.exporter):
             self._beside.discard(optimizer)
         else:
@@ -553,13 +531,22 @@ class _Session:
         if clean and not closed and self.exporter.train_step > 0:
             self.exporter.finish_step()
             self.guarded("the end of the last epoch", self.exporter.epoch_finished)
+            if self.exporter.learns_in_eval_mode and self.exporter.forwards_seen == 0:
+                why = "the model is in eval mode, so its passes count as evaluations; model.train() ends that mode"
+                self.exporter.publisher.problem("the training's forward pass", why)
         if os.getpid() == self.pid:
             end(self.run, None if clean else error)
 
 
+def _trains_no_module(optimizer: Optimizer) -> bool:
+    """Whether an optimizer trains nothing that a module could have as a parameter, but an input, say."""
+    return not any(isinstance(one, nn.Parameter) for group in optimizer.param_groups for one in group["params"])
+
+
 def models_of(optimizers: Sequence[Optimizer]) -> list[nn.Module]:
-    """The outermost modules that own the optimizers' parameters, in the order in which they were made."""
-    trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    """The outermost modules that own the optimizers' parameters: the largest first, else in the parameters' order."""
+    tensors = [id(p) for one in optimizers for group in one.param_groups for p in group["params"]]
+    trained = {number: place for place, number in reversed(list(enumerate(tensors)))}
     # type(), because isinstance() would ask lazy objects of the script for their class; and in a set of all classes,
     # because there are ten objects for each microsecond that anything else would take
     classes = _subclasses_of(nn.Module)
@@ -570,7 +557,8 @@ def models_of(optimizers: Sequence[Optimizer]) -> list[nn.Module]:
     inner = {id(child) for one in owners for child in nn.Module.modules(one) if child is not one}
     roots = {id(unwrap(one)): unwrap(one) for one in owners if id(one) not in inner}
     # a copy (an average of the weights, say) shares no parameter; a view of some layers does, and owns fewer
-    roots_by_size = sorted(roots.values(), key=lambda one: -sum(id(p) in trained for p in nn.Module.parameters(one)))
+    owned = [(one, [trained[id(p)] for p in nn.Module.parameters(one) if id(p) in trained]) for one in roots.values()]
+    roots_by_size = [one for one, places in sorted(owned, key=lambda found: (-len(found[1]), found[1]))]
     chosen: list[nn.Module] = []
     covered: set[int] = set()
     for one in roots_by_size:

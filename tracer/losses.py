@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional
 from torch import Tensor
 
-from tracer.hooks import traced
+from tracer.hooks import next_node, recomputing, traced
 
 if TYPE_CHECKING:
     from tracer.exporter import Exporter
@@ -55,7 +55,7 @@ class LossFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         exporter = self._exporter()
-        if exporter is None or exporter._pass.in_loss or traced():
+        if exporter is None or exporter._pass.in_loss or traced() or recomputing():
             return self.__wrapped__(*args, **kwargs)
         exporter._pass.in_loss = True  # some losses are made of others
         try:
@@ -149,6 +149,42 @@ _thread = _Thread()
 def node_of(tensor: Tensor) -> Node | None:
     """A tensor's node in its graph, as the thread and the number that no other node of it has; None without one."""
     return None if tensor.grad_fn is None else (_thread.number, tensor.grad_fn._sequence_nr())
+
+
+def next_of_thread() -> Node:
+    """The node that this thread's graph gets next."""
+    return _thread.number, next_node()
+
+
+def looks_back(tensor: Tensor, since: Node | None) -> bool:
+    """Whether a tensor was made of others that there were before some node of this thread, and of nothing else.
+
+    As a metric that is asked for after a step, of what the network gave in it. A new forward begins with parameters.
+
+    Examples
+    --------
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> output = weight * 2
+    >>> since = next_of_thread()
+    >>> looks_back(output.view(1, 2).sum(), since), looks_back((weight * 2).sum(), since), looks_back(output, None)
+    (True, False, False)
+    """
+    if since is None or since[0] != _thread.number or tensor.grad_fn is None:
+        return False
+    waiting, seen = [tensor.grad_fn], {tensor.grad_fn}
+    found = False
+    while waiting and len(seen) <= _NEAREST:
+        node = waiting.pop()
+        if not node.next_functions:
+            return False
+        if node._sequence_nr() < since[1]:
+            found = True
+            continue
+        for one, _ in node.next_functions:
+            if one is not None and one not in seen:
+                seen.add(one)
+                waiting.append(one)
+    return found and not waiting
 
 
 def made_of(tensor: Tensor, nodes: Collection[Node], enough: Callable[[Node], bool]) -> tuple[list[Node], bool]:

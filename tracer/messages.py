@@ -6,10 +6,11 @@ so it can be queued, written, read back in another process, and mean the same th
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -20,6 +21,16 @@ DEFAULT_TAG = "default"
 """The tag of training passes."""
 EVAL_TAG = "eval"
 """The tag of passes in eval mode or without gradients, unless the user names another."""
+LARGEST: Final = 2**63 - 1
+"""The largest number of a step."""
+
+
+def _counts(number: Any) -> bool:
+    """Whether something is a whole number that a trace can hold."""
+    try:
+        return 0 <= operator.index(number) <= LARGEST
+    except TypeError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +122,7 @@ class Message(ABC):
     Raises
     ------
     MessageError
-        If a field has a wrong type or is negative, or if the data still has a graph.
+        If a field has a wrong type or is negative or too large, or if the data still has a graph.
     """
 
     kind: str
@@ -127,11 +138,15 @@ class Message(ABC):
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or not self.kind:
             raise MessageError(f"a message's kind is a non-empty string, not {self.kind!r}")
-        if self.global_step < 0 or self.train_step < 0 or self.epoch < 0 or self.call < 0 or self.rank < 0:
-            raise MessageError(
-                f"a {self.kind} message's counters start at 0, but it has global_step={self.global_step}, "
-                f"train_step={self.train_step}, epoch={self.epoch}, call={self.call}, rank={self.rank}"
-            )
+        if not (isinstance(self.tag, str) and isinstance(self.leaf, str)):
+            raise MessageError(f"a {self.kind} message's tag and leaf are strings, not {self.tag!r} and {self.leaf!r}")
+        for counter in (self.global_step, self.train_step, self.epoch, self.call, self.rank):
+            if not _counts(counter):
+                raise MessageError(
+                    f"a {self.kind} message's counters are integers from 0 to {LARGEST}, but it has "
+                    f"global_step={self.global_step}, train_step={self.train_step}, epoch={self.epoch}, "
+                    f"call={self.call}, rank={self.rank}"
+                )
         if self.data is not None:
             if not isinstance(self.data, Tensor):
                 raise MessageError(f"a {self.kind} message's data is a tensor or None, not {type(self.data).__name__}")
@@ -175,6 +190,8 @@ class ModuleMessage(Message):
     def __post_init__(self) -> None:
         # zero-argument super() does not work in a dataclass with slots, which is a new class object
         Message.__post_init__(self)
+        if not isinstance(self.module, str):
+            raise MessageError(f"a {self.kind} message's module is its dotted path, not {self.module!r}")
         if self.data is None:
             raise MessageError(f"a {self.kind} message of module {self.module!r} must carry data")
 

@@ -109,6 +109,25 @@ class Optimizers:
         """Whether this is one of several, and trains nothing that is observed, while others may."""
         return self.found and len(self.all) > 1 and not self.trains(optimizer, observed)
 
+    def steps_inside(self, optimizer: Optimizer) -> bool:
+        """Whether a found one steps in the step of another, which then ends a step in its place.
+
+        The other may have been made before: a wrapper that calls ``Optimizer.__init__`` before it makes what it wraps.
+        """
+        if not self.found or len(self.all) < 2:
+            return False
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code is _STEP and (running := frame.f_locals.get("self")) is not optimizer:
+                outer = next((place for place, one in enumerate(self.all) if one is running), None)
+                if outer is not None:
+                    if optimizer is self.ender:
+                        self._put_last(outer)
+                    self._stepped.add(outer)
+                    return True
+            frame = frame.f_back
+        return False
+
     def ends_step(self, optimizer: Optimizer, observed: Observed) -> bool:
         """Note that one has stepped; whether that ends the step: the last one's does.
 
@@ -117,6 +136,8 @@ class Optimizers:
         without it. One that stands beside the others ends a step if another has stepped in it.
         """
         if self.is_beside(optimizer, observed) and not self.moved:
+            return False
+        if self.steps_inside(optimizer):
             return False
         if optimizer is self.ender:
             self._stepped.add(self._place)

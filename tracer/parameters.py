@@ -87,7 +87,7 @@ class Parameters:
         self._by_stream: dict[tuple[str, bool], Parameter] = {}
         self._by_path: dict[str, Parameter] = {}
         # what the model was made of when the hooks were put on
-        self._built: list[tuple[Mapping[str, Any], list[Any], Mapping[str, Any], int]] = []
+        self._built: list[tuple[Mapping[str, Any], list[Any], Mapping[str, Any], list[str]]] = []
         self._placed: list[tuple[Mapping[str, Any], str, Tensor | None, bool]] = []
         self._replicas: dict[str, dict[str, Any]] = {}  # by path
         self._before: dict[str, tuple[Tensor | None, Tensor | None]] = {}
@@ -165,7 +165,7 @@ class Parameters:
         modules = [one for _, top in tops for one in top.modules() if not isinstance(one, torch.jit.ScriptModule)]
         places = collections.Counter(id(tensor) for one in modules for tensor in one._parameters.values())
         for one in modules:
-            self._built.append((one._modules, list(one._modules.values()), one._parameters, len(one._parameters)))
+            self._built.append((one._modules, list(one._modules.items()), one._parameters, list(one._parameters)))
             for name, tensor in one._parameters.items():
                 # elsewhere it does not matter which parameter is in a place: it is looked up when it is needed
                 if tensor is None or hooked or places[id(tensor)] > 1:
@@ -173,8 +173,8 @@ class Parameters:
 
     def changed(self, hooked: bool) -> bool:
         """Whether modules or parameters have come, gone or been replaced since `note`, or hooks have to be."""
-        for modules, children, parameters, number in self._built:
-            if len(parameters) != number or ((modules or children) and list(modules.values()) != children):
+        for modules, children, parameters, names in self._built:
+            if list(parameters) != names or ((modules or children) and list(modules.items()) != children):
                 return True
         for parameters, name, tensor, trained in self._placed:
             now = parameters.get(name)

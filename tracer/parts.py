@@ -27,7 +27,7 @@ from tracer.errors import TraceCorruptError, TraceError, TraceExistsError
 from tracer.layout import Column
 from tracer.messages import DEFAULT_TAG
 from tracer.placement import Placement
-from tracer.stores import WRITER, Location, ReadStore, blank, exists, open_parts, remove_part, store_files
+from tracer.stores import WRITER, Location, ReadStore, Url, blank, exists, open_parts, remove_part, store_files
 
 BEGINNING_SECONDS = 10.0
 """How long a rank waits for others to begin their parts of a new trace."""
@@ -38,6 +38,8 @@ LATE, LATE_SECONDS = 20, 0.01
 """How often, and after how long, declarations are read again that the journal refers to."""
 SILENT_SECONDS = 60.0
 """A trace from another machine that was not written for so long counts as interrupted."""
+SKEWED_SECONDS = 86_400.0
+"""So does one that was written so far in the future: clocks differ, but by less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +342,12 @@ class Begun(Numbered, Protocol):
     def header(self) -> dict[str, Any]: ...
 
 
+class Named(Begun, Protocol):
+    """The same, with its name."""
+
+    name: str
+
+
 def is_empty(store: ReadStore, part: str) -> bool:
     """Whether nothing was ever committed to a part, not even its header: its process was killed as it began."""
     try:
@@ -356,6 +364,31 @@ def restarted(parts: Iterable[Begun]) -> dict[int, int]:
     for one in parts:
         if one.header and one.first_step == 0:
             found[one.rank] = max(one.attempt, found.get(one.rank, 0))
+    return found
+
+
+def of_another_run(parts: Iterable[Named]) -> dict[str, str]:
+    """The parts that another run left beside the first one, by name, and whose: HDF5 files that were moved, say.
+
+    An attempt goes on with the run of one before it, has its id, and began later. Ranks of the first may have ids of
+    their own, if nothing told them of their launch; then the first one says which of them there are.
+    """
+    known = [one for one in parts if isinstance(one.header.get("run_id"), str)]
+    known.sort(key=lambda one: (one.attempt, one.rank))
+    found: dict[str, str] = {}
+    for one in known:
+        run = one.header["run_id"]
+        before = [other for other in known if other.attempt < one.attempt and other.name not in found]
+        if before:
+            apart = run not in {other.header["run_id"] for other in before}
+            began = _seconds(one.header.get("created"))
+            earlier = all(0 < began < _seconds(other.header.get("created")) for other in before)
+            foreign = apart and earlier
+        else:
+            expected = expected_ranks(known[0].header)
+            foreign = bool(expected) and one.rank not in expected and run != known[0].header["run_id"]
+        if foreign:
+            found[one.name] = run
     return found
 
 
@@ -422,7 +455,7 @@ def worst_certificate(told: Iterable[object]) -> dict[str, Any] | None:
 def lives(process: object, store: ReadStore) -> bool:
     """Whether the process that writes a part still runs; of another machine's, whether it wrote in the last minute."""
     found = layout.process_lives(process)
-    return time.time() - store.modified < SILENT_SECONDS if found is None else found
+    return -SKEWED_SECONDS < time.time() - store.modified < SILENT_SECONDS if found is None else found
 
 
 def _without_torn_rows(rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -609,8 +642,9 @@ def claim(
         began = _began()
         former = [one for one in of_this_launch if not one.lives and one.created < began]
         before = [one.attempt for one in parts if one in mine or one in former or one not in of_this_launch]
-        return 1 + max(before, default=-1), next((one.run_id for one in parts), run_id_of(path, process))
+        return 1 + max(before, default=-1), next((one.run_id for one in parts if one.run_id), run_id_of(path, process))
     if overwrite:
+        refuse_link(path)
         for one in parts:
             if one.rank == process.rank or (process.rank == min(ranks) and one.rank not in ranks):
                 remove_part(path, one.name)
@@ -724,6 +758,12 @@ def _seconds(created: object) -> float:
         return dt.datetime.fromisoformat(str(created)).timestamp()
     except (ValueError, OverflowError):
         return 0.0
+
+
+def refuse_link(path: Location) -> None:
+    """Raise `TraceExistsError` if what is to be overwritten is a link: what it leads to may be anybody's."""
+    if not isinstance(path, Url) and os.path.islink(path):
+        raise TraceExistsError(f"{path} is a link to {os.path.realpath(path)}, and is not overwritten; give that path")
 
 
 def refuse_living(path: Location, parts: Sequence[Head]) -> None:

@@ -29,7 +29,18 @@ from tracer.errors import CaptureError, TraceCorruptError, TraceError
 from tracer.layout import Column
 from tracer.memory import SMALLEST, Memory
 from tracer.messages import DEFAULT_TAG, Message, checked
-from tracer.parts import Part, Stream, counting, is_empty, merged, missing, restarted, worst, worst_certificate
+from tracer.parts import (
+    Part,
+    Stream,
+    counting,
+    is_empty,
+    merged,
+    missing,
+    of_another_run,
+    restarted,
+    worst,
+    worst_certificate,
+)
 from tracer.stores import STORES, Anywhere, Place, ReadStore, location, open_parts
 from tracer.stores.mapped import MappedFiles
 from tracer.subscription import passes
@@ -228,6 +239,11 @@ class TraceReader:
             raise failures[0]
         if not self._parts:
             raise failures[0] if failures else CaptureError(f"{self.path} has no messages of rank {_list(self._only)}")
+        foreign = of_another_run((*self._parts, *self._others, *self._later))
+        for name, run in foreign.items():
+            self._told.append(f"{self.path}: {name} is a part of another run, {run}, and is left out")
+        for parts in (self._parts, self._others, self._later) if foreign else ():
+            parts[:] = [part for part in parts if part.name not in foreign]
         again = restarted((*self._parts, *self._others, *self._later))
         # an attempt that was killed as it began, where the next one began with the first step, is as good as none
         empty = [part.name for part in self._parts if not part.header and _in_vain(part.name, part.store, again)]

@@ -27,7 +27,7 @@ from tracer.compression import Compression
 from tracer.errors import TraceError, TraceExistsError, TraceUnreadableError
 from tracer.layout import Column, Encoding
 from tracer.messages import Message
-from tracer.parts import Head, heads, refuse_living
+from tracer.parts import Head, heads, refuse_link, refuse_living
 from tracer.stores import (
     Anywhere,
     Location,
@@ -212,6 +212,7 @@ class TraceWriter:
         full_header = _complete(header or {})
         first_line = layout.declaration("header", full_header)
         if overwrite:
+            refuse_link(self.path)  # before anything is removed
             parts = _check_ours(self.path)
             refuse_here(self.path, None)
             for one in parts:
@@ -812,4 +813,6 @@ def check_target(path: Anywhere, *, overwrite: bool = False) -> None:
     refuse_part(path)
     if not overwrite and any(exists(file) for file in store_files(path)):
         raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
+    if overwrite:
+        refuse_link(path)
     _check_ours(path)

@@ -16,6 +16,7 @@ import ctypes
 import fcntl
 import functools
 import io
+import itertools
 import json
 import math
 import os
@@ -71,6 +72,8 @@ CHUNK_LIMIT = 1 << 30
 """Bytes of the largest chunk that is read."""
 _NOT_FILTERED = 1
 """Filter mask of a chunk that its only filter was not applied to."""
+ABSENT_RANKS = 64
+"""So many ranks in a row may have left nothing in a folder that cannot be listed."""
 FIRST_PART = "rank0"
 """The part that the file at a trace's path holds."""
 SETTLED_NANOSECONDS = 2_000_000_000
@@ -115,12 +118,16 @@ def _itself(path: Path) -> Path:
 def files(path: Path) -> list[Path]:
     """The files of a trace: one at `path`, if there is one, and those of other parts beside it."""
     there = _itself(path)
+    front, suffix = f"{there.stem}.", there.suffix
     try:
         names = os.listdir(there.parent)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         names = []
+    except PermissionError:  # a folder that one may enter all the same
+        names = list(_met(there.parent, front, suffix))
+    except OSError as error:
+        raise TraceUnreadableError(f"{there.parent} cannot be listed: {error.strerror}") from error
     beside = []
-    front, suffix = f"{there.stem}.", there.suffix
     for name in names:
         if name.startswith(front) and name.endswith(suffix):
             part = PART.fullmatch(name[len(front) : len(name) - len(suffix)])
@@ -128,6 +135,19 @@ def files(path: Path) -> list[Path]:
                 beside.append((int(part["rank"]), int(part["attempt"] or 0), there.with_name(name)))
     found = [file for _, _, file in sorted(beside)]
     return [path, *found] if is_there(path) or not found else found
+
+
+def _met(folder: Path, front: str, suffix: str) -> Iterator[str]:
+    """The names of parts that are in a folder which cannot be listed: those of ranks and attempts that follow on."""
+    absent = 0
+    for rank in itertools.count():
+        attempts = itertools.count(1 if rank == 0 else 0)  # the first rank's first is the trace's own file
+        parts = (f"rank{rank}.attempt{attempt}" if attempt else f"rank{rank}" for attempt in attempts)
+        there = list(itertools.takewhile(os.path.lexists, (f"{folder}/{front}{part}{suffix}" for part in parts)))
+        yield from map(os.path.basename, there)
+        absent = 0 if there else absent + 1
+        if absent > ABSENT_RANKS:
+            return
 
 
 def blank(path: Path) -> bool:
