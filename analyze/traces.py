@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from tracer import layout
-from tracer.errors import CaptureError, TraceNotFoundError, TracerError
+from tracer.errors import CaptureError, TraceNotFoundError, TracerError, TraceUnreadableError
 from tracer.stores import SCHEMES, STORES, Anywhere, Url, location, whole_of
 
 GLOB: Final = frozenset("*?[")
@@ -104,7 +104,11 @@ def _listed(name: str, lists: tuple[str, ...]) -> Iterator[str]:
 
 def _below(folder: Path) -> Iterator[str]:
     """The traces in a folder and the folders in it; other arrays and groups of Zarr are not meant."""
-    for entry in sorted(os.scandir(folder), key=lambda one: one.name):
+    try:
+        entries = sorted(os.scandir(folder), key=lambda one: one.name)
+    except PermissionError as error:
+        raise TraceUnreadableError(f"the folder {folder} cannot be listed: {error.strerror}") from error
+    for entry in entries:
         path = Path(entry.path)
         suffix = path.suffix.lower()
         if entry.name.startswith("."):

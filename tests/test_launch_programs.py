@@ -969,3 +969,20 @@ def test_a_loader_that_cannot_be_hashed(tmp_path: Path) -> None:
     assert [one.epoch for one in messages if one.kind == "epoch_finished"] == [0, 1, 2]
     with tracer.open(tmp_path / "run.zarr") as trace:
         assert not trace.notes or "problem" not in str(trace.notes)
+
+
+def test_a_loss_for_an_optimizer_that_steps_after_the_last(tmp_path: Path) -> None:
+    """Of two optimizers that step in another order than they were made, each loss is one of the training."""
+    body = """
+    policy, value = nn.Linear(4, 3), nn.Linear(4, 1)
+    one, two = torch.optim.SGD(policy.parameters(), lr=0.1), torch.optim.SGD(value.parameters(), lr=0.1)
+    for _ in range(4):
+        logits, guess = policy(x), value(x)
+        first = F.mse_loss(guess, torch.zeros(20, 1)); two.zero_grad(); first.backward(); two.step()
+        last = F.cross_entropy(logits, y); one.zero_grad(); last.backward(); one.step()
+        print("loss", repr(float(first))); print("loss", repr(float(last)))
+    """
+    script(tmp_path, body)
+    text, messages = record(tmp_path, "train.py")
+    assert values([one for one in messages if one.kind == "loss"]) == printed(text, "loss")
+    assert {one.tag for one in messages if one.kind == "loss"} == {"default"}

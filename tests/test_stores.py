@@ -31,7 +31,7 @@ from tracer.errors import (
     TraceUnreadableError,
 )
 from tracer.memory import PAGE, new_memory
-from tracer.stores import ALIGNED_BYTES, RowChunks, chunk_shape, create_store, open_store, store_files
+from tracer.stores import ALIGNED_BYTES, RowChunks, chunk_shape, create_store, open_parts, open_store, store_files
 from tracer.stores.direct import DIRECT, DirectIO
 
 if sys.platform != "win32":
@@ -956,3 +956,21 @@ def test_parts_in_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: py
     refused(errno.EMFILE)
     with pytest.raises(TraceUnreadableError, match="cannot be listed: Too many open files"):
         store_files(tmp_path / "run.h5")
+
+
+@every_format
+def test_a_folder_that_cannot_be_listed_now_is_not_empty(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too many open files say nothing of what is there."""
+    path = tmp_path / f"run{suffix}"
+    with closing(create_store(path, part="rank0")) as store:
+        store.create("rank0/values", dtype="float32", shape=(4,), chunk_bytes=1 << 16)
+        store.append("rank0/values", np.ones((3, 4), np.float32))
+
+    def listdir(folder: object) -> list[str]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    with pytest.raises(TraceUnreadableError, match="cannot be listed: Too many open files"):
+        open_parts(path)

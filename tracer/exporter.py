@@ -1293,7 +1293,9 @@ class Exporter:
         """Whether a loss is without gradients, or of outputs that are detached, or of the step that has ended."""
         if not output.requires_grad:
             return not checkpointing()
-        return not self.clock.open and looks_back(output, self._ended_at)
+        # of several whose order nobody knows, one may step yet that the loss is for
+        last = not self.optimizers.found or len(self.optimizers.all) == 1
+        return last and not self.clock.open and looks_back(output, self._ended_at)
 
     def _note_loss(self, output: Tensor, *, part: bool = False) -> None:
         """Remember what a loss function gave, without keeping it."""

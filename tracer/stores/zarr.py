@@ -795,7 +795,9 @@ def _innermost(codecs: Any, shard: tuple[int, ...]) -> Any:
 def _listed(folder: Path) -> list[str]:
     try:
         return os.listdir(folder)
-    except OSError:
+    except OSError as error:
+        if error.errno in UNREADABLE:
+            raise TraceUnreadableError(f"{folder} cannot be listed: {error.strerror}") from error
         return []
 
 
