@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,7 +62,7 @@ def _nothing_stays_mapped() -> Iterator[None]:
     before = len(os.listdir("/proc/self/fd"))
     yield
     gc.collect()
-    assert list(mapped._mapped) == []
+    assert [ref for ref in mapped._mapped if ref() is not None] == []
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
@@ -186,7 +188,7 @@ def test_kept_messages_stay_and_keep_no_more_mapped_than_is_allowed(
     with TraceReader(trace) as reader:
         kept = list(reader.messages(mapped=True))
     assert all(map(is_right, kept))
-    assert 0 < sum(map(len, mapped._mapped)) <= 4 * HUGE
+    assert 0 < sum(len(one) for ref in mapped._mapped if (one := ref()) is not None) <= 4 * HUGE
     assert 0 < sum(map(is_mapped, kept)) < len(kept)
     trace.rename(trace.with_name("elsewhere"))
     assert all(map(is_right, kept))
@@ -242,7 +244,7 @@ class TestWindows:
         """Of any place that begins at a page, also across windows."""
         files = MappedFiles()
         for page in range(0, 3 * WINDOW // PAGE - 100, 97):
-            found = files.take(Place(file, page * PAGE, checksummed, self), 90 * PAGE)
+            found = files.take(Place(file, page * PAGE, checksummed, None, (0, 1)), 90 * PAGE)
             assert found is not None
             data, checksum = found
             assert data.tobytes() == b"".join(one.to_bytes(4, "little") * (PAGE // 4) for one in range(page, page + 90))
@@ -251,27 +253,29 @@ class TestWindows:
     def test_refused(self, file: int) -> None:
         """What lies across a page, was given out, or reaches beyond the end of the file."""
         files = MappedFiles()
-        assert files.take(Place(file, 8, False, self), 90 * PAGE) is None
-        assert files.take(Place(file, PAGE, False, self), 90 * PAGE) is not None
-        assert files.take(Place(file, PAGE, False, self), 90 * PAGE) is None
-        assert files.take(Place(file, 90 * PAGE, False, self), PAGE) is None
-        assert files.take(Place(file, 91 * PAGE, False, self), PAGE) is not None
-        assert files.take(Place(file, 3 * WINDOW - 90 * PAGE, False, self), 91 * PAGE) is None
-        assert files.take(Place(file, 3 * WINDOW - 90 * PAGE, True, self), 90 * PAGE) is None
-        assert files.take(Place(file, 3 * WINDOW - 90 * PAGE, False, self), 90 * PAGE) is not None
-        assert files.take(Place(file, 1 << 62, False, self), 90 * PAGE) is None
+        assert files.take(Place(file, 8, False, None, (0, 1)), 90 * PAGE) is None
+        assert files.take(Place(file, PAGE, False, None, (0, 1)), 90 * PAGE) is not None
+        assert files.take(Place(file, PAGE, False, None, (0, 1)), 90 * PAGE) is None
+        assert files.take(Place(file, 90 * PAGE, False, None, (0, 1)), PAGE) is None
+        assert files.take(Place(file, 91 * PAGE, False, None, (0, 1)), PAGE) is not None
+        assert files.take(Place(file, 3 * WINDOW - 90 * PAGE, False, None, (0, 1)), 91 * PAGE) is None
+        assert files.take(Place(file, 3 * WINDOW - 90 * PAGE, True, None, (0, 1)), 90 * PAGE) is None
+        assert files.take(Place(file, 3 * WINDOW - 90 * PAGE, False, None, (0, 1)), 90 * PAGE) is not None
+        assert files.take(Place(file, 1 << 62, False, None, (0, 1)), 90 * PAGE) is None
 
     def test_many_files_take_turns_only_where_one_is_done(self, file: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """A window that others still use is not taken from them; one that nobody uses any more is."""
         monkeypatch.setattr(mapped, "MOST", 2 * WINDOW)
-        monkeypatch.setattr(mapped, "_OTHERS", 10)
-        files, owners = MappedFiles(), [object(), object(), object()]
+        monkeypatch.setattr(mapped, "_OTHERS", 20)
+        monkeypatch.setattr(mapped, "_PAUSE", 2)
+        files, owners = MappedFiles(), [(0, 1), (0, 2), (0, 3)]
         for owner in owners[:2]:
-            assert files.take(Place(file, 0, False, owner), PAGE) is not None
+            assert files.take(Place(file, 0, False, None, owner), PAGE) is not None
         for page in range(1, 11):
-            assert files.take(Place(file, 0, False, owners[2]), PAGE) is None
-            assert files.take(Place(file, page * PAGE, False, owners[1]), PAGE) is not None
-        assert files.take(Place(file, 0, False, owners[2]), PAGE) is not None
+            assert files.take(Place(file, 0, False, None, owners[2]), PAGE) is None
+            assert files.take(Place(file, page * PAGE, False, None, owners[1]), PAGE) is not None
+        assert files.take(Place(file, 11 * PAGE, False, None, owners[1]), PAGE) is not None
+        assert files.take(Place(file, 0, False, None, owners[2]), PAGE) is not None
 
     def test_a_file_that_cannot_be_mapped(self, file: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """No memory for it, or no right to: what comes later is read."""
@@ -282,5 +286,52 @@ class TestWindows:
         files = MappedFiles()
         with monkeypatch.context() as patch:
             patch.setattr("mmap.mmap", refused)
-            assert files.take(Place(file, 0, False, self), PAGE) is None
-        assert files.take(Place(file, 0, False, self), PAGE) is None
+            assert files.take(Place(file, 0, False, None, (0, 1)), PAGE) is None
+        assert files.take(Place(file, 0, False, None, (0, 1)), PAGE) is None
+
+    def test_readings_in_threads(self, file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What is mapped is counted together, and never more than allowed."""
+        monkeypatch.setattr(mapped, "WINDOWS", 3)
+        failed: list[BaseException] = []
+
+        def read(number: int) -> None:
+            try:
+                for _ in range(30):
+                    files = MappedFiles()
+                    for page in range(0, 3 * WINDOW // PAGE - 64, 64):
+                        found = files.take(Place(file, page * PAGE, False, None, (0, number)), 64 * PAGE)
+                        assert found is None or int.from_bytes(found[0][:4].tobytes(), "little") == page
+                        assert sum(ref() is not None for ref in list(mapped._mapped)) <= 3
+            except BaseException as error:  # noqa: BLE001 - what a thread raises nobody hears
+                failed.append(error)
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            threads = [threading.Thread(target=read, args=(number,)) for number in range(6)]
+            for one in threads:
+                one.start()
+            for one in threads:
+                one.join()
+        finally:
+            sys.setswitchinterval(interval)
+        assert failed == []
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
+def test_many_streams_take_few_files(tmp_path: Path, suffix: str) -> None:
+    """A window for each of hundreds of files would take them all; what is beyond the bound is read."""
+    path, streams = tmp_path / f"run{suffix}", 150
+    with TraceWriter(path) as writer:
+        for step in range(2):
+            for number in range(streams):
+                where = {"global_step": step, "train_step": step, "epoch": 0}
+                data = torch.full((1 << 16,), float(number + 1000 * step))
+                writer.write(ModuleMessage(kind="activations", module=f"m{number}", data=data, **where))
+    before = len(os.listdir("/proc/self/fd"))
+    with TraceReader(path) as reader:
+        for place, message in enumerate(reader.messages(mapped=True)):
+            assert message.data is not None
+            assert set(message.data.tolist()) == {float(place % streams + 1000 * (place // streams))}
+            assert len(os.listdir("/proc/self/fd")) - before <= 64 + mapped.WINDOWS + 10
+            del message

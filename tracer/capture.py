@@ -433,7 +433,8 @@ def _takes_two(function: Callable[..., Any]) -> bool:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # such as torch.maximum, which does not say
         try:
-            function(torch.zeros(1))
+            with torch.random.fork_rng(devices=[]):  # it may draw random numbers
+                function(torch.zeros(1))
         except TypeError:
             return True
         except Exception:  # noqa: BLE001 - whatever it is, the number of its arguments is right

@@ -38,9 +38,11 @@ from tracer.hooks import (
     Hook,
     ScaleHook,
     backward_node,
+    checkpointed_inputs,
     checkpointing,
     next_node,
     recomputing,
+    recomputing_reentrant,
     traced,
     with_subclasses,
     without_modes,
@@ -135,10 +137,11 @@ class Exporter:
         self.losses_seen = 0
         self.holds_parts = False  # whether who calls `backward_called` knows the loss that a sum becomes
         self._part: Tensor | None = None
-        self._loss_told = False  # by `run.log`, or in a checkpoint, since the last `backward`
+        self._loss_told = False  # by `run.log`, since the last `backward`
         self._backward_seen = False  # of a scalar, in the open step
-        self.learns_in_eval_mode = False  # whether the model was in eval mode all through the first step
+        self._began_in_eval_mode = False  # whether the model was in eval mode all through the first step
         self._ended_at: Node | None = None
+        self._look_nodes: dict[Node, bool] = {}  # of losses that were told as second looks since the last step
         self._loss_nodes: dict[Node, bool] = {}  # of what loss functions gave last, and whether that is no loss yet
         self.last_scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # what a GradScaler gave, and what it got
         self.forwards_seen = 0  # of the root, in training and aside
@@ -523,6 +526,11 @@ class Exporter:
         """Whether a loss was given, and steps were taken, but it was never seen: another name of it was called."""
         return len(self._losses) == 1 and self.losses_seen == 0 and self.steps_seen > 0
 
+    @property
+    def learns_in_eval_mode(self) -> bool:
+        """Whether the model was in eval mode in the first step, and had no training pass since."""
+        return self._began_in_eval_mode and not self._passes
+
     # -- what the user says ---------------------------------------------------------------------------------
 
     def log(self, kind: str, value: Any) -> None:
@@ -833,7 +841,7 @@ class Exporter:
         """
         self._surveyed = True
         listens = any(method in ("_before_forward", "_after_forward") for _, method, _ in self._hung)
-        self.learns_in_eval_mode = listens and self._root is not None and not self._root.training and not self._passes
+        self._began_in_eval_mode = listens and self._root is not None and not self._root.training and not self._passes
         inside = (one for _, top in self.tops for one in top.modules())
         elsewhere = self._parameters.survey(
             (*self._around, *inside), self.publisher.rank, self.recorded, self.publisher
@@ -863,6 +871,8 @@ class Exporter:
         if self._epoch_over:
             self.epoch_finished()
         self.clock.begin()
+        if self._look_nodes:
+            self._look_nodes = {}
         self._idle = self._nothing_due()
         if self._calls or self.publisher.counts:
             self._calls = {key: count for key, count in self._calls.items() if key[1] != DEFAULT_TAG}
@@ -907,8 +917,9 @@ class Exporter:
     def _advance(self) -> None:
         """Let go of what was kept of the open step, and move the clock."""
         self._part = None
+        if not self._over:  # else it was noted when it ended, in a backward
+            self._ended_at = next_of_thread()
         self._over = self._backward_seen = False
-        self._ended_at = next_of_thread()
         self.optimizers.step_ended()
         if self._leaf_handles:
             self._forget_leaves()
@@ -1259,15 +1270,21 @@ class Exporter:
         self._loss_seen(module.forward, args, kwargs, output)
 
     def _loss_seen(self, loss: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
-        if not isinstance(output, Tensor) or self.publisher.collecting is not None or recomputing():
+        if not isinstance(output, Tensor) or self.publisher.collecting is not None:
             return
+        if recomputing() and (self.holds_parts or not output.requires_grad or not recomputing_reentrant()):
+            return  # it was told before, or what `backward` was called on
         if self._over:
             self._settle()
         self.losses_seen += 1
-        self._note_loss(output)
+        if self._user_tag is None and not output.requires_grad and self._waits_for_backward():
+            return
+        again = self._user_tag is None and self._is_second_look(output)
+        if not again:
+            self._note_loss(output)
         if self._user_tag is not None:
             tag = self._user_tag
-        elif self._is_second_look(output):
+        elif not output.requires_grad or again:
             tag = EVAL_TAG
         # not the last pass's: an evaluation may lie between a forward and its loss
         elif self._root is not None and not self._several:
@@ -1286,16 +1303,29 @@ class Exporter:
             self._note_loss(output, part=True)
             self._part = output.detach()
         else:
-            self._loss_told = self._loss_told or (tag == DEFAULT_TAG and not output.requires_grad)
             self.publisher.publish_leaves("loss", None, output, tag)
 
     def _is_second_look(self, output: Tensor) -> bool:
-        """Whether a loss is without gradients, or of outputs that are detached, or of the step that has ended."""
-        if not output.requires_grad:
-            return not checkpointing()
-        # of several whose order nobody knows, one may step yet that the loss is for
-        last = not self.optimizers.found or len(self.optimizers.all) == 1
-        return last and not self.clock.open and looks_back(output, self._ended_at)
+        """Whether a loss is of what the network gave in the step that has ended, such as a metric."""
+        # of several optimizers, one may step yet that the loss is for
+        if self.clock.open or len(self.optimizers.all) > 1 or not looks_back(output, self._ended_at):
+            return False
+        node = node_of(output)
+        if node is not None:
+            self._look_nodes[node] = True
+        return True
+
+    def _waits_for_backward(self) -> bool:
+        """Whether a reentrant checkpoint of a training runs for the first time: its losses have no graph yet.
+
+        Whether they are differentiated only their second computation tells, or `backward`.
+        """
+        inputs = checkpointed_inputs()
+        if inputs is None:
+            return False
+        return (
+            self._pass.tag == DEFAULT_TAG if self._pass.depth else any(one.requires_grad for _, one in leaves(inputs))
+        )
 
     def _note_loss(self, output: Tensor, *, part: bool = False) -> None:
         """Remember what a loss function gave, without keeping it."""
@@ -1319,6 +1349,10 @@ class Exporter:
         if tensor.numel() != 1 or not (self.publisher.enabled and self._attached):
             return
         self._backward_seen = True
+        if self._look_nodes and not self.clock.open and made_of(tensor, self._look_nodes, lambda _: True)[0]:
+            self._begin_step()  # what was taken for a metric is trained on
+            self.publisher.publish_leaves("loss", None, tensor, DEFAULT_TAG)
+            return
         part, self._part = self._part, None
         if self.clock.open and self._idle:  # to look at the graph takes time
             return
@@ -1404,6 +1438,7 @@ class Exporter:
         finally:  # under strict an exception goes through, but the optimizer has stepped
             if in_backward and (last or self.optimizers.one_each):
                 self._begin_step()
+                self._ended_at = next_of_thread()
                 self._over = True  # of the optimizers in a backward, the last one given may be the first to step
             elif last:
                 self._end_step()

@@ -211,6 +211,26 @@ def checkpointing() -> bool:
     return False
 
 
+def checkpointed_inputs() -> tuple[Any, ...] | None:
+    """What a reentrant checkpoint gets whose first forward runs; None if none does."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            return tuple(frame.f_locals.get("args", ()))
+        frame = frame.f_back
+    return None
+
+
+def recomputing_reentrant() -> bool:
+    """Whether this is the second forward of a reentrant checkpoint."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.backward.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def recomputing() -> bool:
     """Whether this forward runs inside a backward pass: a checkpoint's second forward."""
     return _current_graph_task_id() != -1

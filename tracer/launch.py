@@ -531,7 +531,7 @@ class _Session:
         if clean and not closed and self.exporter.train_step > 0:
             self.exporter.finish_step()
             self.guarded("the end of the last epoch", self.exporter.epoch_finished)
-            if self.exporter.learns_in_eval_mode and self.exporter.forwards_seen == 0:
+            if self.exporter.learns_in_eval_mode:
                 why = "the model is in eval mode, so its passes count as evaluations; model.train() ends that mode"
                 self.exporter.publisher.problem("the training's forward pass", why)
         if os.getpid() == self.pid:

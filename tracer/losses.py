@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional
 from torch import Tensor
 
-from tracer.hooks import next_node, recomputing, traced
+from tracer.hooks import next_node, traced
 
 if TYPE_CHECKING:
     from tracer.exporter import Exporter
@@ -55,7 +55,7 @@ class LossFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         exporter = self._exporter()
-        if exporter is None or exporter._pass.in_loss or traced() or recomputing():
+        if exporter is None or exporter._pass.in_loss or traced():
             return self.__wrapped__(*args, **kwargs)
         exporter._pass.in_loss = True  # some losses are made of others
         try:

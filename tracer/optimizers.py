@@ -71,6 +71,7 @@ class Optimizers:
         self._put_last(len(optimizers) - 1)
         self._stepped: set[int] = set()  # places of those that have stepped
         self._waiting: dict[int, int] = {}  # by place, how often each has stepped since a step ended
+        self._shared: dict[tuple[int, int], bool] = {}  # by ids, whether two train the same
         self._trains: dict[int, bool] = {}  # by id, whether each trains what is observed
 
     def _put_last(self, place: int) -> None:
@@ -120,13 +121,23 @@ class Optimizers:
         while frame is not None:
             if frame.f_code is _STEP and (running := frame.f_locals.get("self")) is not optimizer:
                 outer = next((place for place, one in enumerate(self.all) if one is running), None)
-                if outer is not None:
+                if outer is not None and self._share(self.all[outer], optimizer):
                     if optimizer is self.ender:
                         self._put_last(outer)
                     self._stepped.add(outer)
                     return True
             frame = frame.f_back
         return False
+
+    def _share(self, one: Optimizer, other: Optimizer) -> bool:
+        """Whether two train the same, as one does that is around the other; a learning rate's trains something else."""
+        pair = (id(one), id(other))
+        known = self._shared.get(pair)
+        if known is None:
+            mine = {id(tensor) for group in one.param_groups for tensor in group["params"]}
+            known = any(id(tensor) in mine for group in other.param_groups for tensor in group["params"])
+            self._shared[pair] = known
+        return known
 
     def ends_step(self, optimizer: Optimizer, observed: Observed) -> bool:
         """Note that one has stepped; whether that ends the step: the last one's does.

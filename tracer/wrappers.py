@@ -70,7 +70,7 @@ def paths_of(top: nn.Module, prefix: str = "") -> Iterator[str]:
     """The dotted paths of a module, of all below it, and of their parameters."""
     for path, one in named_parts(top, prefix):
         yield path
-        for name in one._parameters:
+        for name in one._parameters.keys():  # noqa: SIM118 - those of a ScriptModule are no dict
             yield f"{path}.{name}" if path else name
 
 

@@ -213,7 +213,15 @@ class Place(NamedTuple):
     checksummed: bool
     """Whether their CRC-32C follows, in four bytes, the lowest first."""
     owner: object
-    """What the file is open for: an object for each file, which is not closed before this, or its store, is."""
+    """What closes the file when nobody refers to it any more; or None, where the store does."""
+    key: tuple[int, int]
+    """Of the file: the numbers of its device and its inode."""
+
+
+def key_of(file: int) -> tuple[int, int]:
+    """What no other file has as long as this one is open or mapped."""
+    found = os.fstat(file)
+    return found.st_dev, found.st_ino
 
 
 class ReadStore(Protocol):

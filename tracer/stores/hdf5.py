@@ -52,6 +52,7 @@ from tracer.stores import (
     check_name,
     contiguous,
     is_there,
+    key_of,
     largest_chunk,
     rows_in,
     sync_folder,
@@ -659,6 +660,7 @@ class Hdf5ReadStore:
         self._broken: dict[str, tuple[int, str]] = {}
         self._stored: dict[str, tuple[int, dict[int, tuple[int, int, int]]]] = {}
         self._plain: int | ObjectFile = -1
+        self._key: tuple[int, int] | None = None
         self._looked_up: set[str] = set()
         self._size = path.stat().st_size
         self._damaged = damaged
@@ -883,7 +885,11 @@ class Hdf5ReadStore:
         if not isinstance(self._plain, int) or not dataset.in_rows or not 0 <= row < dataset.shape[0]:
             return None
         offset = self._places_of(name, dataset, row + 1).get(row)
-        return None if offset is None else Place(self._plain, offset, False, self)
+        if offset is None:
+            return None
+        if self._key is None:
+            self._key = key_of(self._plain)
+        return Place(self._plain, offset, False, None, self._key)
 
     def _asked(self, what: str, question: Callable[[], _T]) -> _T:
         """What HDF5 says of the file; it is asked again if a kill tore what it says that of."""

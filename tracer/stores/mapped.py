@@ -14,6 +14,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+import threading
 import weakref
 from typing import Any, Final
 
@@ -29,24 +30,28 @@ all of it is in the window.
 """
 WINDOW: Final = 4 * HUGE
 """Bytes of a file that are mapped at once: what is mapped counts as the process's memory, though it is the system's."""
-MOST: Final = 64 * WINDOW
-"""Bytes that are mapped in all, with what consumers keep. Beyond them, bytes are read, so that what is kept is held."""
-_OTHERS: Final = 256
-"""A window is not moved on any more if so many others were used since."""
+WINDOWS: Final = 64
+"""How many parts of files are mapped in all, with what consumers keep: before Python 3.13 each takes an open file."""
+MOST: Final = WINDOWS * WINDOW
+"""Bytes of them. Beyond either, bytes are read, so that what is kept is held."""
+_OTHERS: Final = 1024
+"""A window is not moved on any more if so many others were asked for since."""
+_PAUSE: Final = 64
+"""For so many questions no window is opened after there was no room for one."""
 _NOWAIT: Final[int | None] = getattr(os, "RWF_NOWAIT", None)
-_UNTRACKED: Final[dict[str, Any]] = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # or each takes a file
+_UNTRACKED: Final[dict[str, Any]] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
-_mapped: Final[weakref.WeakSet[mmap.mmap]] = weakref.WeakSet()
-"""All that is mapped now."""
+_lock: Final = threading.Lock()
+_mapped: list[weakref.ref[mmap.mmap]] = []
+"""All that is mapped now, and what was until it is looked at again."""
 
 
 class _Window:
     """A mapped part of a file."""
 
-    __slots__ = ("begin", "data", "left", "owner", "used")
+    __slots__ = ("begin", "data", "left", "used")
 
-    def __init__(self, owner: object, begin: int, data: NDArray[np.uint8]) -> None:
-        self.owner = owner  # whose number is no other's as long as this refers to it
+    def __init__(self, begin: int, data: NDArray[np.uint8]) -> None:
         self.begin = begin
         self.data = data
         self.left = begin
@@ -57,12 +62,12 @@ class _Window:
 class MappedFiles:
     """Windows on the files that are read, each of which moves forward as the reading does. For one reading."""
 
-    __slots__ = ("_possible", "_taken", "_trailer", "_windows")
+    __slots__ = ("_asked", "_full_until", "_possible", "_trailer", "_windows")
 
     def __init__(self) -> None:
         self._possible = _NOWAIT is not None
-        self._windows: dict[int, _Window] = {}
-        self._taken = 0
+        self._windows: dict[tuple[int, int], _Window] = {}
+        self._asked = self._full_until = 0
         self._trailer = bytearray(4)
 
     def take(self, place: Place, nbytes: int) -> tuple[NDArray[np.uint8], int] | None:
@@ -71,12 +76,13 @@ class MappedFiles:
         None if they should be read: if the page cache does not hold them, they were given out before, or cannot be
         mapped.
         """
-        file, offset, checksummed, owner = place
+        file, offset, checksummed, _, key = place
         if not self._possible or offset % PAGE:
             return None
+        self._asked += 1
         end = offset + nbytes
-        window = self._windows.get(id(owner))
-        if window is not None and offset < window.left:
+        window = self._windows.get(key)
+        if offset < window.left if window is not None else self._asked < self._full_until:
             return None
         trailer = self._trailer
         try:
@@ -84,7 +90,7 @@ class MappedFiles:
             if os.preadv(file, (trailer,), end if checksummed else end - 4, _NOWAIT or 0) != 4:
                 return None
             if window is None or end > window.begin + window.data.nbytes:
-                window = self._open(file, owner, offset, nbytes)
+                window = self._open(file, key, offset, nbytes)
         except BlockingIOError:
             return None
         except (OSError, OverflowError, ValueError):
@@ -93,25 +99,26 @@ class MappedFiles:
         if window is None:
             return None
         window.left = end
-        self._taken += 1
-        window.used = self._taken
+        window.used = self._asked
         begin = offset - window.begin
         return window.data[begin : begin + nbytes], int.from_bytes(trailer, "little") if checksummed else 0
 
-    def _open(self, file: int, owner: object, offset: int, nbytes: int) -> _Window | None:
+    def _open(self, file: int, key: tuple[int, int], offset: int, nbytes: int) -> _Window | None:
         """A window that begins near `offset`, in place of the one on that file; None if too much is mapped."""
-        self._windows.pop(id(owner), None)
+        self._windows.pop(key, None)
         begin = offset - offset % HUGE
         length = min(max(WINDOW, offset - begin + nbytes), os.fstat(file).st_size - begin)
         if length < offset - begin + nbytes:
             return None
-        while sum(map(len, _mapped)) + length > MOST:
-            # what was read from long ago is read to its end; the others take turns, and would push each other out
-            last = next((number for number, one in self._windows.items() if self._taken - one.used > _OTHERS), None)
-            if last is None:
+        # what was read from long ago is read to its end; the others take turns, and would push each other out
+        for old in [one for one, window in self._windows.items() if self._asked - window.used > _OTHERS]:
+            del self._windows[old]
+        with _lock:
+            there = [one for ref in _mapped if (one := ref()) is not None]
+            if len(there) >= WINDOWS or sum(map(len, there)) + length > MOST:
+                self._full_until = self._asked + _PAUSE
                 return None
-            del self._windows[last]
-        mapped = mmap.mmap(file, length, access=mmap.ACCESS_COPY, offset=begin, **_UNTRACKED)
-        _mapped.add(mapped)
-        window = self._windows[id(owner)] = _Window(owner, begin, np.frombuffer(mapped, np.uint8))
+            mapped = mmap.mmap(file, length, access=mmap.ACCESS_COPY, offset=begin, **_UNTRACKED)
+            _mapped[:] = [weakref.ref(one) for one in (*there, mapped)]
+        window = self._windows[key] = _Window(begin, np.frombuffer(mapped, np.uint8))
         return window

@@ -47,6 +47,7 @@ from tracer.stores import (
     check_name,
     contiguous,
     is_there,
+    key_of,
     largest_chunk,
     rows_in,
     sync_folder,
@@ -754,10 +755,11 @@ class _MovedError(TraceCorruptError):
 class _ReadShard:
     """A shard that is open for reading, and its index; closed when the last who uses it lets go of it."""
 
-    __slots__ = ("file", "index", "last")
+    __slots__ = ("file", "index", "key", "last")
 
     def __init__(self, file: int) -> None:
         self.file = file
+        self.key = key_of(file)
         self.index: NDArray[np.uint64] = np.empty((0, 2), "<u8")
         """Offset and bytes of each chunk."""
         self.last = -1
@@ -1042,7 +1044,7 @@ class ZarrReadStore:
         offset, nbytes = shard.index[chunk].tolist()
         if nbytes != array.chunk_nbytes + 4 or chunk == shard.last:  # the last may move
             return None
-        return Place(shard.file, offset, True, shard)
+        return Place(shard.file, offset, True, shard, shard.key)
 
     def _open(self, name: str, anew: bool = False) -> _Opened:
         array = self._arrays.get(name)
