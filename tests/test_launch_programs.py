@@ -1047,7 +1047,7 @@ def test_optimizers_in_the_backward_of_a_forward_that_nobody_sees(tmp_path: Path
 
 
 def test_a_training_in_the_closure_of_an_optimizer_of_something_else(tmp_path: Path) -> None:
-    """A learning rate's optimizer is not around that of the weights: the inner steps are steps (the first holds two)."""
+    """A learning rate's optimizer is not around that of the weights: those steps count (the first holds two)."""
     body = """
     net = nn.Linear(4, 3); inner = torch.optim.SGD(net.parameters(), lr=0.1)
     rate = torch.tensor(0.1, requires_grad=True); outer = torch.optim.SGD([rate], lr=0.01)
