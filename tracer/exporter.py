@@ -141,7 +141,7 @@ class Exporter:
         self._backward_seen = False  # of a scalar, in the open step
         self._began_in_eval_mode = False  # whether the model was in eval mode all through the first step
         self._ended_at: Node | None = None
-        self._look_nodes: dict[Node, bool] = {}  # of losses that were told as second looks since the last step
+        self._look_nodes: set[Node] = set()  # of losses that were told as second looks since the last step
         self._loss_nodes: dict[Node, bool] = {}  # of what loss functions gave last, and whether that is no loss yet
         self.last_scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # what a GradScaler gave, and what it got
         self.forwards_seen = 0  # of the root, in training and aside
@@ -872,7 +872,7 @@ class Exporter:
             self.epoch_finished()
         self.clock.begin()
         if self._look_nodes:
-            self._look_nodes = {}
+            self._look_nodes = set()
         self._idle = self._nothing_due()
         if self._calls or self.publisher.counts:
             self._calls = {key: count for key, count in self._calls.items() if key[1] != DEFAULT_TAG}
@@ -1312,7 +1312,7 @@ class Exporter:
             return False
         node = node_of(output)
         if node is not None:
-            self._look_nodes[node] = True
+            self._look_nodes.add(node)
         return True
 
     def _waits_for_backward(self) -> bool:

@@ -201,34 +201,28 @@ class ScaleHook:
                 exporter._scales[_current_graph_task_id()] = self.scale
 
 
+def _running(function: Any) -> FrameType | None:
+    """The innermost call of a function that has not returned."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame
+
+
 def checkpointing() -> bool:
     """Whether a forward without gradients is the first one of a reentrant checkpoint, so part of a training."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is CheckpointFunction.forward.__code__:
-            return True
-        frame = frame.f_back
-    return False
+    return _running(CheckpointFunction.forward) is not None
 
 
 def checkpointed_inputs() -> tuple[Any, ...] | None:
     """What a reentrant checkpoint gets whose first forward runs; None if none does."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is CheckpointFunction.forward.__code__:
-            return tuple(frame.f_locals.get("args", ()))
-        frame = frame.f_back
-    return None
+    frame = _running(CheckpointFunction.forward)
+    return None if frame is None else tuple(frame.f_locals.get("args", ()))
 
 
 def recomputing_reentrant() -> bool:
     """Whether this is the second forward of a reentrant checkpoint."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is CheckpointFunction.backward.__code__:
-            return True
-        frame = frame.f_back
-    return False
+    return _running(CheckpointFunction.backward) is not None
 
 
 def recomputing() -> bool:

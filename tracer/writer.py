@@ -212,7 +212,6 @@ class TraceWriter:
         full_header = _complete(header or {})
         first_line = layout.declaration("header", full_header)
         if overwrite:
-            refuse_link(self.path)  # before anything is removed
             parts = _check_ours(self.path)
             refuse_here(self.path, None)
             for one in parts:
@@ -784,8 +783,9 @@ def _check_ours(path: Location) -> list[Head]:
     Raises
     ------
     TraceExistsError
-        If something else is there, or if another process is recording it.
+        If something else is there, a link to one, or if another process is recording it.
     """
+    refuse_link(path)
     try:
         found = heads(path)
     except TraceUnreadableError:
@@ -813,6 +813,4 @@ def check_target(path: Anywhere, *, overwrite: bool = False) -> None:
     refuse_part(path)
     if not overwrite and any(exists(file) for file in store_files(path)):
         raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
-    if overwrite:
-        refuse_link(path)
     _check_ours(path)
