@@ -626,6 +626,22 @@ def test_recording_compresses(tmp_path: Path) -> None:
     assert compressed == {"activations/0", "activations/1", "pools/input_labels/int64"}
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_kind_that_is_misspelt_is_told_of(tmp_path: Path) -> None:
+    """A choice for a kind that is like a known one, and is none, is a warning; others may be pushed later."""
+    model = torch.nn.Linear(2, 2)
+    with (
+        pytest.warns(RuntimeWarning, match="messages of kind 'activation'; did you mean 'activations'\\?"),
+        tracer.record(tmp_path / "run.zarr", model, (), compression={"activation": "zstd"}),
+    ):
+        pass
+    choice = {"my_own": "zstd", "weights": "lz4"}
+    with tracer.record(tmp_path / "other.zarr", model, (), compression=choice) as run:
+        run.log("my_own", torch.zeros(9))
+    with TraceReader(tmp_path / "other.zarr") as trace:
+        assert "my_own" in {stream.kind for stream in trace.streams}
+
+
 def test_blosc_uses_one_thread() -> None:
     """Where it is used from the main thread, too: a training has better uses for the processors."""
     encode(CODECS["lz4"], memoryview(np.zeros(100, np.uint8)), 1)

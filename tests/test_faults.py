@@ -118,6 +118,50 @@ def test_a_small_disk(small_disk: Path, suffix: str) -> None:
 
 
 @every_format
+@pytest.mark.parametrize("pages", range(16))
+def test_a_disk_that_is_too_small_to_begin(small_disk: Path, suffix: str, pages: int) -> None:
+    """A trace that cannot be begun leaves nothing there that would be in the way of another try."""
+    path, filling = small_disk / f"run{suffix}", small_disk / "filling"
+    filling.write_bytes(bytes(3 << 20))
+    with filling.open("r+b") as file:
+        file.truncate((3 << 20) - 4096 * pages)
+    error = None
+    try:
+        TraceWriter(path)
+    except TraceError as found:
+        error = str(found)
+    if error is None:
+        assert pages > 4
+        return
+    assert error == f"cannot write {path}: No space left on device"
+    assert os.listdir(small_disk) == ["filling"]
+    filling.unlink()
+    TraceWriter(path).finish()
+    assert check(path) == 0
+
+
+@every_format
+def test_what_was_there_outlives_a_trace_that_cannot_be_begun(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is removed that another trace, or another part of this one, has put there."""
+    path = tmp_path / f"run{suffix}"
+    with TraceWriter(path, part="rank0") as writer:
+        writer.write(message(0))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(TraceWriter, "_publish", full)
+    with pytest.raises(OSError, match="No space left"):
+        TraceWriter(path, part="rank1")
+    with pytest.raises(TraceExistsError):
+        TraceWriter(path, part="rank0")
+    assert check(path) == 1
+    assert len(os.listdir(path if path.is_dir() else tmp_path)) == (2 if path.is_dir() else 1)
+
+
+@every_format
 def test_a_training_on_a_small_disk(small_disk: Path, suffix: str) -> None:
     """The training goes on with a warning when the disk is full, and what was recorded until then is there."""
     path = small_disk / f"run{suffix}"

@@ -312,3 +312,29 @@ def test_captures_that_thin_out_make_a_bound_last(tmp_path: Path) -> None:
         bounded(path, 4_000_000, 3000 if every == 10 else 600, capture=Capture(every=every))
         reach.append(tracer.open(path).info["steps"][1])
     assert 8 <= reach[1] / reach[0] <= 12
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_bound_that_a_later_attempt_did_not_have_is_not_told(tmp_path: Path, suffix: str) -> None:
+    """Where an attempt with more room recorded what the first left out, nothing is said of the first's bound."""
+    path = tmp_path / f"run.{suffix}"
+    bounded(path, 3_000_000, 300)
+    with tracer.TraceReader(path) as trace:
+        (stopped,) = [note["stopped"] for note in trace.notes if "stopped" in note]
+    first = stopped["global_step"]
+    model, optimizer, steps = training()
+    with tracer.record(path, model, optimizer, resume=True, first_step=first):
+        steps(5)
+    with tracer.TraceReader(path) as trace:
+        assert not [note for note in trace.notes if "stopped" in note]
+        assert {message.global_step for message in trace.messages(kinds=["weights"])} == set(range(first + 5))
+    shown = CliRunner().invoke(cli.main, ["info", str(path)])
+    assert first > 2
+    assert "nothing from step" not in shown.output
+    # what is missing between the attempts is still told
+    again = tmp_path / f"other.{suffix}"
+    bounded(again, 3_000_000, 300)
+    with tracer.record(again, model, optimizer, resume=True, first_step=first + 3):
+        steps(1)
+    with tracer.TraceReader(again) as trace:
+        assert [note for note in trace.notes if "stopped" in note]

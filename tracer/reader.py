@@ -384,8 +384,14 @@ class TraceReader:
 
     @property
     def notes(self) -> list[dict[str, Any]]:
-        """Remarks that were made during the run."""
-        return [note for part in self._parts for note in part.notes]
+        """Remarks that were made during the run; not that an attempt ended before a step that a later one recorded."""
+        return [note for part in self._parts for note in part.notes if not self._overtaken(part, note)]
+
+    def _overtaken(self, part: Part, note: Mapping[str, Any]) -> bool:
+        stopped = note.get("stopped")
+        step = stopped.get("global_step") if isinstance(stopped, Mapping) else None
+        later = [one.first_step for one in self._parts if one.attempt > part.attempt and len(one.journal)]
+        return type(step) is int and any(first <= step for first in later)
 
     @property
     def ranks(self) -> list[int]:

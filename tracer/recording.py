@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -431,6 +432,7 @@ def start(
     budget = None if max_bytes is None else Budget(max(1, max_bytes // len(recorded)))
     ordered = in_order(tuple(receivers))
     derived = {kind for one in ordered for kind in getattr(one, "produces", ())}
+    _doubt_kinds(Compression(options.compression), {*KINDS, *exporter.message_bus.topics, *derived})
     trial = MessageBus(exporter.message_bus.name)  # what cannot be registered is an error before a file is there
     for kind, topic in exporter.message_bus.topics.items():
         trial.register_topic(kind, topic)
@@ -511,6 +513,15 @@ def start(
         recorder.close(f"failed: {type(error).__name__}: {error}")
         raise
     return Run(path, exporter, recorder)
+
+
+def _doubt_kinds(compression: Compression, known: set[str]) -> None:
+    """Warn of a kind that is probably misspelt; any other may be pushed by `Run.log` at any time."""
+    for kind in compression.kinds:
+        close = [] if kind in known else difflib.get_close_matches(kind, sorted(known), n=1)
+        if close:
+            said = f"a compression is chosen for messages of kind {kind!r}; did you mean {close[0]!r}?"
+            warn_only(said, stacklevel=3)
 
 
 def end(run: Run, error: BaseException | None = None, *, wait: bool = True) -> None:

@@ -259,20 +259,24 @@ class TraceWriter:
         self._declarations = layout.declarations_name(self._part)
         _living.add(self)
         self._checksum = not self._store.checksums_chunks
-        with self._guard():
-            self._store.create(self._declarations, dtype="uint8", shape=(), chunk_bytes=chunk_bytes, gapless=True)
-            row = (layout.COLUMNS,)
-            self._store.create(self._journal_name, dtype="int64", shape=row, chunk_bytes=chunk_bytes, gapless=True)
-            self._store.set_attrs(
-                "",
-                {
-                    "format": layout.FORMAT,
-                    "format_version": layout.VERSION,
-                    "run_id": full_header["run_id"],
-                    "created": full_header["created"],
-                },
-            )
-            self._publish()
+        try:
+            with self._guard():
+                self._store.create(self._declarations, dtype="uint8", shape=(), chunk_bytes=chunk_bytes, gapless=True)
+                row = (layout.COLUMNS,)
+                self._store.create(self._journal_name, dtype="int64", shape=row, chunk_bytes=chunk_bytes, gapless=True)
+                self._store.set_attrs(
+                    "",
+                    {
+                        "format": layout.FORMAT,
+                        "format_version": layout.VERSION,
+                        "run_id": full_header["run_id"],
+                        "created": full_header["created"],
+                    },
+                )
+                self._publish()
+        except BaseException:
+            self._store.discard()
+            raise
 
     def write(self, message: Message, sampling: Mapping[str, Any] | None = None) -> None:
         """Append one message.

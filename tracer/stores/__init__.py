@@ -195,6 +195,13 @@ class WriteStore(Protocol):
     def abandon(self) -> None:
         """Close the files and write nothing more; for use after an error. Does nothing on a closed store."""
 
+    def discard(self) -> None:
+        """Abandon the store and remove its files, because it could not be begun and nothing is in it.
+
+        As far as that goes, and without an error: the one that led here is the one to report. In an object store, which
+        is hardly there any more, nothing is removed.
+        """
+
 
 def rows_in(out: NDArray[Any] | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     """An array of rows in the memory of `out`, where that is large enough, or in new memory."""

@@ -365,6 +365,8 @@ class Hdf5WriteStore:
         self._unsealed = path.with_name(f".{path.name}.part")
         self._copy = path.with_name(f".{path.name}.copy")
         self._sealed = False
+        # whether what is at the path is of this store, and not yet what it overwrites
+        self._placed = False
         # held until the file is at its path, where others see that it is being written
         self._lock = _locked(self._unsealed, path)
         try:
@@ -447,6 +449,7 @@ class Hdf5WriteStore:
             if self._durable:
                 os.fsync(file.id.get_vfd_handle())
             os.replace(self._unsealed, self.path)
+            self._placed = True
             if self._durable:
                 sync_folder(self.path.parent)
         self._sealed = True
@@ -482,6 +485,7 @@ class Hdf5WriteStore:
                 file.close()
                 shutil.copyfile(self._unsealed, self._copy)
                 os.replace(self._copy, self.path)
+                self._placed = True
                 self._file = h5py.File(self._unsealed, "r+", **_WRITING)
                 self._descriptor = int(self._file.id.get_vfd_handle())
                 for name, array in self._arrays.items():
@@ -539,6 +543,12 @@ class Hdf5WriteStore:
                 self._unsealed.unlink(missing_ok=True)
                 self._copy.unlink(missing_ok=True)
         self._unlock()
+
+    def discard(self) -> None:
+        self.abandon()
+        if self._placed:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
 
     def _shorten(self) -> None:
         """Let arrays be as long as the last commit left them: closing the file writes how long they are."""

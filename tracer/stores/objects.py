@@ -745,6 +745,9 @@ class ObjectWriteStore:
         self._arrays.clear()
         self._objects.close()
 
+    def discard(self) -> None:
+        self.abandon()
+
     def _open(self) -> None:
         if self._closed:
             raise TraceError(f"{self.path} is closed")

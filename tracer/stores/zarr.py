@@ -108,7 +108,11 @@ def create(path: Path, *, part: str | None = None, overwrite: bool = False, dura
             raise TraceExistsError(
                 f"{mine} already exists; give another path, or say that it may be overwritten"
             ) from None
-    return ZarrWriteStore(path, part=part, durable=durable)
+    try:
+        return ZarrWriteStore(path, part=part, durable=durable)
+    except BaseException:
+        shutil.rmtree(mine, ignore_errors=True)
+        raise
 
 
 def files(path: Path) -> list[Path]:
@@ -285,7 +289,8 @@ class ZarrWriteStore:
         self.path = path
         self.checksums_chunks = True
         self.seals = False
-        self._touched = path / "zarr.json" if part is None else path / part / "zarr.json"
+        # what this store made; of a part, the root is everybody's
+        self._own = path if part is None else path / part
         self.plainly_compressed = True
         self.unhurried = False
         self._direct = DirectIO()
@@ -421,7 +426,7 @@ class ZarrWriteStore:
 
     def touch(self) -> None:
         with _written(self.path):
-            os.utime(self._touched)
+            os.utime(self._own / "zarr.json")
 
     def close(self) -> None:
         if not self._closed:
@@ -443,6 +448,10 @@ class ZarrWriteStore:
         for files in (self._files, self._direct_files):
             while files:
                 os.close(files.popitem()[1])
+
+    def discard(self) -> None:
+        self.abandon()
+        shutil.rmtree(self._own, ignore_errors=True)
 
     def _array(self, name: str) -> _Array:
         if self._closed:
