@@ -547,6 +547,7 @@ def _wrong_settings() -> Iterator[None]:
     help="And after S seconds at the latest.",
 )
 @click.option("--durable", is_flag=True, help="Safe against a power failure too (fsync).  [default: no]")
+@click.option("--strict", is_flag=True, help="End the training if it can no longer be recorded.  [default: go on]")
 @click.option("--module", "module", metavar="NAME", help="Run a module, as python -m does; its arguments follow.")
 @_compression
 @_overwrite
@@ -600,6 +601,7 @@ def record(
     commit_steps: int | None,
     commit_seconds: float,
     durable: bool,
+    strict: bool,
     max_bytes: int | None,
     certify_steps: int | None,
     require_identical: bool,
@@ -721,6 +723,7 @@ def record(
         first_step=first_step,
         max_bytes=max_bytes,
         certificate=certificate,
+        strict=strict,
         **recording,
         # the script may go to another folder
         ended=functools.partial(
@@ -1123,13 +1126,16 @@ def verify(trace: str, as_json: bool) -> None:
         if len(report.problems) > _PROBLEMS:
             click.echo(f"and {len(report.problems) - _PROBLEMS:,} more problems (--json tells all)")
         checked = f"{report.messages:,} messages, {report.chunks:,} chunks, {_size(report.bytes)}"
-        if not report.intact and not report.damaged:
+        if not report.intact and not report.messages:
+            click.echo(f"damaged, see above; no message is there that could be read ({checked} checked)")
+        elif not report.intact and not report.damaged:
             click.echo(f"not whole, see above; all {report.messages:,} messages that are there can be read ({checked})")
         elif not report.intact:
             click.echo(
                 f"damaged: {report.damaged:,} of {report.messages:,} messages cannot be read ({checked} checked)"
             )
-            click.echo(f"trace recover {trace} OUT saves the others")
+            if report.damaged < report.messages:
+                click.echo(f"trace recover {trace} OUT saves the others")
         elif report.status == "interrupted":
             click.echo(f"interrupted: the writer is gone without a word; all it committed is intact ({checked})")
         else:

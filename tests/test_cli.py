@@ -843,3 +843,23 @@ def test_streams_that_are_closed(trace: Path, command: tuple[str, ...]) -> None:
             shell, shell=True, env=environment, capture_output=True, text=True, timeout=120, check=False
         )
         assert (done.returncode, done.stderr.count("Error")) == (0, 0), done.stderr
+
+
+def test_verify_promises_nothing_where_nothing_is_left(tmp_path: Path) -> None:
+    """Of a trace of which every message is lost, it is not said that others can be saved or that all can be read."""
+    path = write(tmp_path / "run.zarr")
+    shard = path / "rank0" / "journal" / "c" / "0" / "0"
+    damaged = bytearray(shard.read_bytes())
+    damaged[9] ^= 4
+    shard.write_bytes(damaged)
+    told = run("verify", path)
+    assert told.exit_code == 3
+    assert "saves the others" not in told.output
+    assert "can be read" not in told.output
+    file = write(tmp_path / "run.h5")
+    damaged = bytearray(file.read_bytes())
+    damaged[600] ^= 4
+    file.write_bytes(damaged)
+    told = run("verify", file)
+    assert told.exit_code == 3
+    assert "can be read" not in told.output

@@ -162,6 +162,38 @@ def test_what_was_there_outlives_a_trace_that_cannot_be_begun(
 
 
 @every_format
+@pytest.mark.parametrize("strict", [False, True])
+def test_trace_record_ends_the_training_or_goes_on(tmp_path: Path, suffix: str, strict: bool) -> None:
+    """Without room for the trace a script goes on, and with ``--strict`` it ends with the error."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(200, 200)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(60):\n"
+        "    optimizer.zero_grad()\n"
+        "    model(torch.ones(4, 200)).square().mean().backward()\n"
+        "    optimizer.step()\n"
+        "print('trained to the end')\n"
+    )
+    command = [sys.executable, "-m", "cli", "record", "--out", f"run{suffix}", "--commit-steps", "2"]
+    done = subprocess.run(
+        [*command, *(["--strict"] if strict else []), str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)),
+        timeout=300,
+    )
+    assert done.returncode == (1 if strict else 0), done.stderr
+    assert ("trained to the end" in done.stdout) is not strict
+    assert "File too large" in done.stderr
+    assert ("the training goes on" in done.stderr) is not strict
+
+
+@every_format
 def test_a_training_on_a_small_disk(small_disk: Path, suffix: str) -> None:
     """The training goes on with a warning when the disk is full, and what was recorded until then is there."""
     path = small_disk / f"run{suffix}"
