@@ -36,6 +36,7 @@ from tracer.errors import (
     TraceUnreachableError,
 )
 from tracer.layout import Column
+from tracer.memory import PAGE
 from tracer.messages import Message, ModuleMessage, NetworkMessage
 from tracer.reader import TraceReader
 from tracer.recorder import Recorder
@@ -48,6 +49,7 @@ boto3 = pytest.importorskip("boto3", reason="boto3 prepares the buckets, and kno
 moto_server = pytest.importorskip("moto.server", reason="moto is the S3 server: pip install 'moto[server]'")
 
 from tracer.stores import objects  # noqa: E402 - it cannot be imported without obstore
+from tracer.stores.zarr import chunks_begin  # noqa: E402
 
 # each starts with a URL of its own, so nothing of one test is seen by another
 BUCKET = "bucket"
@@ -792,18 +794,30 @@ def test_wrong_retry_time(url: str, value: str, monkeypatch: pytest.MonkeyPatch)
     ("name", "place"),
     [
         ("rank0/weights/split/c/0/0/0/0", 9000),
-        ("rank0/weights/split/c/0/0/0/0", 3),
         ("rank0/pools/loss/float32/c/1", None),
-        ("rank0/journal/c/0/0", 500),
-        ("rank0/declarations/c/0", 2100),
+        ("rank0/journal/c/0/0", chunks_begin(16) + 240),
+        ("rank0/declarations/c/0", chunks_begin(16) + 840),
     ],
 )
 def test_damage(url: str, bucket: Any, name: str, place: int | None) -> None:
-    """A flipped bit in the data, an index or a table, and a missing object, are errors and never other numbers."""
+    """A flipped bit in the data or a table, and a missing object, are errors and never other numbers."""
     write(url)
     change(bucket, url, name, place)
     with pytest.raises(TraceCorruptError, match=r"fails its checksum|is not there"):
         read(url)
+
+
+@pytest.mark.parametrize("name", ["weights/split/c/0/0/0/0", "journal/c/0/0", "declarations/c/0"])
+@pytest.mark.parametrize("place", [3, PAGE + 3])
+def test_damaged_index(url: str, bucket: Any, name: str, place: int) -> None:
+    """The second index of an object serves for the first, and what is wrong is told."""
+    write(url)
+    expected = read(url)
+    change(bucket, url, f"rank0/{name}", place)
+    assert read(url) == expected
+    report = verify(url)
+    assert (report.damaged, report.messages, report.intact) == (0, len(expected), False)
+    assert [problem.check for problem in report.problems] == ["store"]
 
 
 def test_hostile_documents(url: str, bucket: Any) -> None:
@@ -874,7 +888,7 @@ def test_compressed(url: str, bucket: Any, tmp_path: Path, compression: str) -> 
     name = "rank0/pools/input_labels/int64"
     plain = zarr.open_group(copy, mode="r")[name][:5000]
     assert (plain == np.arange(5000) % 10).all()
-    change(bucket, url, f"{name}/c/0", place=2100)
+    change(bucket, url, f"{name}/c/0", place=chunks_begin(128) + 50)
     assert verify(url).damaged > 0
     change(bucket, url, f"{name}/zarr.json", data=b"{")
     assert tracer.recover(url, tmp_path / "saved.zarr").saved > 40

@@ -33,6 +33,7 @@ from tracer.errors import (
 from tracer.memory import PAGE, new_memory
 from tracer.stores import ALIGNED_BYTES, RowChunks, chunk_shape, create_store, open_parts, open_store, store_files
 from tracer.stores.direct import DIRECT, DirectIO
+from tracer.stores.zarr import chunks_begin
 
 if sys.platform != "win32":
     import fcntl
@@ -532,7 +533,7 @@ def test_zarr_links_out_of_the_store(tmp_path: Path) -> None:
             reader.read(name, 0, 2)
 
 
-@pytest.mark.parametrize("place", ["index", "chunk", "checksum", "missing", "empty", "short"])
+@pytest.mark.parametrize("place", ["indexes", "chunk", "checksum", "missing", "empty", "short"])
 def test_zarr_damage_is_found(tmp_path: Path, place: str) -> None:
     """A flipped byte anywhere in a shard, and a shard that is missing or cut, are errors and never zeros."""
     path = tmp_path / "store.zarr"
@@ -542,9 +543,10 @@ def test_zarr_damage_is_found(tmp_path: Path, place: str) -> None:
     store.close()
     shard = path / "a" / "c" / "0"
     data = bytearray(shard.read_bytes())
-    header = 128 * 16 + 4
-    if place in ("index", "chunk", "checksum"):
-        data[{"index": 3, "chunk": header + 84 + 5, "checksum": header + 84 + 81}[place]] ^= 1
+    header = chunks_begin(128)
+    if place in ("indexes", "chunk", "checksum"):
+        for at in {"indexes": [3, PAGE + 9], "chunk": [header + 84 + 5], "checksum": [header + 84 + 81]}[place]:
+            data[at] ^= 1
         shard.write_bytes(data)
     elif place == "missing":
         shard.unlink()
@@ -555,6 +557,54 @@ def test_zarr_damage_is_found(tmp_path: Path, place: str) -> None:
         reader.read("a", 12, 13)
     if place in ("chunk", "checksum"):
         assert np.array_equal(reader.read("a", 0, 10), np.arange(10))
+
+
+@pytest.mark.parametrize("compression", [None, "lz4"])
+@pytest.mark.parametrize("damage", [(3, 4), (0, PAGE), (128 * 16, 128 * 16 + 4), (PAGE + 9, PAGE + 10)])
+def test_zarr_indexes_are_there_twice(tmp_path: Path, damage: tuple[int, int], compression: str | None) -> None:
+    """Whatever becomes of one index of a shard, the other leads to its chunks, and the damage is told where asked."""
+    path = tmp_path / "store.zarr"
+    store = create_store(path)
+    store.create("a", dtype="int64", shape=(), chunk_bytes=80, compression=compression)
+    for number in range(0, 60, 4):
+        store.append("a", np.arange(number, number + 4))
+        store.commit()
+    store.close()
+    shard = path / "a" / "c" / "0"
+    data = bytearray(shard.read_bytes())
+    data[damage[0] : damage[1]] = bytes(byte ^ 5 for byte in data[damage[0] : damage[1]])
+    shard.write_bytes(data)
+    reader = open_store(path)
+    assert np.array_equal(reader.read("a", 0, 60), np.arange(60))
+    # the last chunk, which a writer might move
+    assert np.array_equal(reader.read("a", 58, 60), np.arange(58, 60))
+    store = open_store(path, damaged=True)
+    assert store.problems == []
+    assert np.array_equal(store.read("a", 0, 60), np.arange(60))
+    [problem] = store.problems
+    assert ("the copy of the index of shard 0" in problem) is (damage[0] > PAGE)
+
+
+@pytest.mark.parametrize("page", [False, True])
+def test_zarr_killed_between_its_indexes(tmp_path: Path, page: bool) -> None:
+    """A second index that is one commit older than the first, as a kill leaves it, is no damage."""
+    path = tmp_path / "store.zarr"
+    store = create_store(path)
+    store.create("a", dtype="int64", shape=(), chunk_bytes=80)
+    store.append("a", np.arange(4))
+    store.commit()
+    shard = path / "a" / "c" / "0"
+    before = shard.read_bytes()[PAGE : chunks_begin(128)]
+    store.append("a", np.arange(4, 8))
+    store.commit()
+    if page:
+        data = bytearray(shard.read_bytes())
+        assert data[PAGE : chunks_begin(128)] != before
+        data[PAGE : chunks_begin(128)] = before
+        shard.write_bytes(data)
+    reader = open_store(path, damaged=True)
+    assert np.array_equal(reader.read("a", 0, 8), np.arange(8))
+    assert reader.problems == []
 
 
 def test_zarr_with_other_codecs_is_read(tmp_path: Path) -> None:
@@ -591,7 +641,7 @@ def test_zarr_keeps_few_files_open_and_little_garbage(tmp_path: Path) -> None:
         store.commit()
     store.close()
     size = (tmp_path / "store.zarr" / "a0" / "c" / "0").stat().st_size
-    assert size <= 128 * 16 + 4 + 104 * 5
+    assert size <= chunks_begin(128) + 104 * 5
     reader = open_store(tmp_path / "store.zarr")
     assert all((reader.read(f"a{number}", 0, 90) == number).all() for number in range(200))
 

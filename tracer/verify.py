@@ -39,7 +39,7 @@ TRIES: Final = 3
 """How often a trace is verified in which something is wrong, while it is being written."""
 
 CHECKS: Final[Mapping[str, str]] = {
-    "store": "the file, or the directory and its zarr.json files, can be opened",
+    "store": "the file, or the directory and its zarr.json files, can be opened, and each of its indexes is whole",
     "root": "the root says which format and version it is",
     "array": "every array that a pool is declared for is there, with the declared dtype",
     "chunk": "every chunk of every array is there and passes its checksum",
@@ -318,9 +318,7 @@ class Survey:
         self.chunks = 0
         self._zeros: tuple[int, int] | None = None
         self._store = store
-        if tell_store:
-            for problem in store.problems:
-                self._add("store", problem)
+        self._told = set() if tell_store else set(store.problems)
         self._load()
 
     def written_since(self, when: float) -> bool:
@@ -350,7 +348,15 @@ class Survey:
         """How many arrays could be opened."""
         return sum(array is not None for array in self._arrays.values())
 
+    def _tell_store(self) -> None:
+        """Add what is wrong with the store as a whole, as far as that was met by now."""
+        for problem in self._store.problems:
+            if problem not in self._told:
+                self._told.add(problem)
+                self._add("store", problem)
+
     def _load(self) -> None:
+        self._tell_store()
         try:
             self.attributes = self._store.attrs()
         except TraceCorruptError as error:
@@ -746,6 +752,7 @@ class Survey:
                     self._chunk(array, number)
             self.chunks += int(np.count_nonzero(array.state))
             self._add_chunks(array)
+        self._tell_store()
         return int(len(good) - good.sum())
 
     @property
@@ -761,6 +768,7 @@ class Survey:
         for array in self._arrays.values():
             if array is not None:
                 self._add_chunks(array)
+        self._tell_store()
 
     def _names(self) -> list[str]:
         found = set(self._arrays)

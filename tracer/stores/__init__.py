@@ -241,7 +241,7 @@ class ReadStore(Protocol):
     readers: int
     """How many threads should read at once."""
     problems: list[str]
-    """What could not be opened of a store that was opened as a damaged one."""
+    """What is wrong with a store that was opened as a damaged one: more may be met when it is read."""
 
     @property
     def modified(self) -> float:

@@ -48,6 +48,8 @@ from tracer.stores.zarr import (
     _array_document,
     _crc32c,
     _Opened,
+    both_indexes,
+    chunks_begin,
 )
 
 try:
@@ -138,6 +140,7 @@ def open(url: Url, *, damaged: bool = False) -> Any:
                 raise TraceFormatError(f"{url} is not a Zarr group of format 3: it has no zarr.json that says so")
         store = ObjectReadStore(objects, document)
         if damaged:
+            store.thorough = True
             store.problems += store.damaged_groups()
         return store
     except BaseException:
@@ -533,7 +536,7 @@ class _Shard:
     def __init__(self, number: int, chunks: int) -> None:
         self.number = number
         self.index = np.full((chunks, 2), MISSING, "<u8")
-        self.buffer = bytearray(chunks * 16 + 4)
+        self.buffer = bytearray(chunks_begin(chunks))
         self.changed = False
 
     def add(self, place: int, data: memoryview | bytes) -> None:
@@ -547,8 +550,8 @@ class _Shard:
 
     def sealed(self) -> bytearray:
         """The object."""
-        index = self.index.tobytes()
-        self.buffer[: len(index) + 4] = index + _crc32c(index)
+        data = both_indexes(self.index)
+        self.buffer[: len(data)] = data
         self.changed = False
         return self.buffer
 
@@ -989,14 +992,13 @@ class ObjectReadStore(ZarrReadStore):
         known = self._indexes.setdefault(name, {})
         index = known.get(shard)
         if index is None:
-            size = array.per_shard * 16
-            part = self._objects.get(self._key(name, array, shard), 0, max(size + 4, HEAD_BYTES))
+            nbytes = max(chunks_begin(array.per_shard), HEAD_BYTES)
+            part = self._objects.get(self._key(name, array, shard), 0, nbytes)
             if part is None:
                 raise TraceCorruptError(f"{self.path}: shard {shard} of array {name!r} is not there")
-            data = part.data[: size + 4]
-            if len(data) != size + 4 or _crc32c(data[:size]) != data[size:]:
-                raise TraceCorruptError(f"{self.path}: the index of a shard of array {name!r} fails its checksum")
-            index = _Index(np.frombuffer(data[:size], "<u8").reshape(-1, 2), part.nbytes, part.data)
+            head = part.data
+            entries, _ = self._index_in(name, array, shard, lambda begin, size: bytes(head[begin : begin + size]))
+            index = _Index(entries, part.nbytes, head)
             self._kept += index.entries.nbytes + len(index.head)
             if self._kept > INDEX_BYTES:
                 self._indexes.clear()
@@ -1099,7 +1101,7 @@ class ObjectReadStore(ZarrReadStore):
                 self._ends[name] = (shard, start + nbytes)
                 return data
         last_shard, last = self._ends.get(name, (-1, -1))
-        begins = start == array.per_shard * 16 + 4 and shard == last_shard + 1
+        begins = start == chunks_begin(array.per_shard) and shard == last_shard + 1
         # not where other arrays are read in between
         alone = alone and not getattr(self._coming, "hinted", False)
         follows = alone and ((shard, start) == (last_shard, last) or (begins and last >= 0))

@@ -8,6 +8,8 @@ zarr-python.
 What a commit published is never written over: the last chunk of an array, which is not full yet, alternates between
 slots, and the index, which fits into one page, is replaced as a whole. Compressed chunks follow each other as they
 come, each as long as it is; only the last one has slots, which are large enough for whatever it becomes.
+
+A damaged index would cost all chunks of its shard, so a second one follows it, in the next page.
 """
 
 from __future__ import annotations
@@ -148,6 +150,7 @@ def open(path: Path, *, damaged: bool = False) -> ZarrReadStore:
         raise TraceFormatError(f"{path} is not a Zarr group of format 3: it has no zarr.json that says so")
     store = ZarrReadStore(path)
     if damaged:
+        store.thorough = True
         store.problems += _damaged_groups(path)
     return store
 
@@ -213,6 +216,37 @@ def _crc32c(data: bytes | memoryview) -> bytes:
     return int(crc32c(data)).to_bytes(4, "little")
 
 
+def second_index(chunks: int) -> int:
+    """Where the second index of a shard of so many chunks begins: at the first page behind the first one.
+
+    Examples
+    --------
+    >>> second_index(128), second_index(256)
+    (4096, 8192)
+    """
+    return -(-(chunks * 16 + 4) // PAGE) * PAGE
+
+
+def chunks_begin(chunks: int) -> int:
+    """Where the chunks of a shard of so many begin: behind its two indexes."""
+    return second_index(chunks) + chunks * 16 + 4
+
+
+def both_indexes(index: NDArray[Any]) -> bytes:
+    """What a shard begins with: its index with the checksum, and once more at the next page."""
+    data = index.tobytes()
+    data += _crc32c(data)
+    return data.ljust(second_index(len(index)), b"\0") + data
+
+
+def _as_index(data: bytes, chunks: int) -> NDArray[np.uint64] | None:
+    """The index of a shard of so many chunks that is in `data` with its checksum; None if it fails that."""
+    size = chunks * 16
+    if len(data) != size + 4 or _crc32c(data[:size]) != data[size:]:
+        return None
+    return np.frombuffer(data[:size], "<u8").reshape(-1, 2)
+
+
 class _Shard:
     """The shard file of an array that is being written: its index, and which slots of the file are in use."""
 
@@ -247,7 +281,7 @@ class _Array:
         self.per_shard = heights * rows.per_row
         # places of the chunks in a shard: behind its index, and large ones at the pages of the file, which is faster
         page = PAGE if rows.chunk_nbytes >= ALIGNED_BYTES else 1
-        self.first = -(-(self.per_shard * 16 + 4) // page) * page
+        self.first = -(-chunks_begin(self.per_shard) // page) * page
         self.stride = -(-(rows.chunk_nbytes + 4) // page) * page
         self.shard: _Shard | None = None
         self.published = -1
@@ -550,9 +584,9 @@ class ZarrWriteStore:
         places = np.fromiter(shard.places, np.int64, len(shard.places))
         index[places, 0] = np.fromiter(shard.places.values(), np.uint64, len(shard.places))
         index[places, 1] = [shard.sizes[place] for place in shard.places] if shard.sizes else shard.nbytes
-        data = index.tobytes()
-        # one write within one page: a killed process leaves the old index or the new one
-        _pwrite(self._file(shard.path), [data + _crc32c(data)], len(data) + 4, 0)
+        # a process that is killed between two pages leaves both indexes as they were, or the second one, or neither
+        data = both_indexes(index)
+        _pwrite(self._file(shard.path), [data], len(data), 0)
         shard.changed = False
         shard.free += shard.retired
         shard.retired.clear()
@@ -588,7 +622,7 @@ def _cut(file: int, shard: _Shard) -> None:
     if len(data) == shard.chunks * 16:
         index = np.frombuffer(data, "<u8").reshape(-1, 2)
         index = index[index[:, 0] != MISSING]
-        end = int(index.sum(axis=1).max(initial=len(data) + 4))
+        end = int(index.sum(axis=1).max(initial=chunks_begin(shard.chunks)))
     if end < os.fstat(file).st_size:
         os.ftruncate(file, end)
 
@@ -764,13 +798,15 @@ class _MovedError(TraceCorruptError):
 class _ReadShard:
     """A shard that is open for reading, and its index; closed when the last who uses it lets go of it."""
 
-    __slots__ = ("file", "index", "key", "last")
+    __slots__ = ("file", "index", "index_at", "key", "last")
 
     def __init__(self, file: int) -> None:
         self.file = file
         self.key = key_of(file)
         self.index: NDArray[np.uint64] = np.empty((0, 2), "<u8")
         """Offset and bytes of each chunk."""
+        self.index_at = 0
+        """Where in the file the index begins."""
         self.last = -1
         """The last chunk that is there."""
 
@@ -780,7 +816,9 @@ class _ReadShard:
         To be asked after the chunk was read. Only the last chunk moves, when it grows, and its old place is written to
         again only after the index that refers to the new one.
         """
-        return chunk == self.last and os.pread(self.file, 16, 16 * chunk) != self.index[chunk].tobytes()
+        if chunk != self.last:
+            return False
+        return bool(os.pread(self.file, 16, self.index_at + 16 * chunk) != self.index[chunk].tobytes())
 
     def __del__(self) -> None:
         os.close(self.file)
@@ -871,6 +909,8 @@ class ZarrReadStore:
         self.verifies = True
         self.readers = 1
         self.problems: list[str] = []
+        self.thorough = False
+        """Whether what a reading does not need is looked at, too."""
         self.reads = READS
         self._root = os.path.realpath(str(path))
         self._arrays: dict[str, _Opened] = {}
@@ -970,7 +1010,7 @@ class ZarrReadStore:
             with suppress(TraceCorruptError):
                 file = self._open_shard(name, array, shard)
                 try:
-                    return self._read_index(name, array, file)
+                    return self._read_index(name, array, shard, file)[0]
                 finally:
                     os.close(file)
         return np.empty((0, 2), "<u8")
@@ -1100,7 +1140,7 @@ class ZarrReadStore:
         for shard in range(first // array.per_shard, -(-end // array.per_shard)):
             file = self._open_shard(name, array, shard)
             try:
-                index = self._read_index(name, array, file)
+                index, _ = self._read_index(name, array, shard, file)
                 size = os.fstat(file).st_size
             finally:
                 os.close(file)
@@ -1197,7 +1237,7 @@ class ZarrReadStore:
         shard = self._shards.pop((name, number), None)
         if shard is None:
             shard = _ReadShard(self._open_shard(name, array, number))
-            shard.index = self._read_index(name, array, shard.file)
+            shard.index, shard.index_at = self._read_index(name, array, number, shard.file)
             shard.last = int(np.flatnonzero(shard.index[:, 0] != MISSING).max(initial=-1))
             while len(self._shards) >= OPEN_FILES:
                 # another thread may do the same at the same time
@@ -1217,10 +1257,33 @@ class ZarrReadStore:
             why = f"{self.path}: shard {number} of array {name!r} cannot be opened: {error.strerror}"
             raise (TraceUnreadableError if error.errno in UNREADABLE else TraceCorruptError)(why) from error
 
-    def _read_index(self, name: str, array: _Opened, file: int) -> NDArray[np.uint64]:
-        size = array.per_shard * 16
+    def _read_index(self, name: str, array: _Opened, shard: int, file: int) -> tuple[NDArray[np.uint64], int]:
+        """The index of a shard, and where it begins."""
         # the size comes from a file that may be damaged, and would be allocated
-        data = os.pread(file, size + 4, 0) if size < os.fstat(file).st_size else b""
-        if len(data) != size + 4 or _crc32c(data[:size]) != data[size:]:
-            raise TraceCorruptError(f"{self.path}: the index of a shard of array {name!r} fails its checksum")
-        return np.frombuffer(data[:size], "<u8").reshape(-1, 2)
+        size = os.fstat(file).st_size
+        return self._index_in(
+            name, array, shard, lambda begin, nbytes: os.pread(file, nbytes, begin) if begin + nbytes < size else b""
+        )
+
+    def _index_in(
+        self, name: str, array: _Opened, shard: int, read: Callable[[int, int], bytes]
+    ) -> tuple[NDArray[np.uint64], int]:
+        """The index of a shard of which `read` gives bytes, from where and how many: the second if the first fails."""
+        chunks = array.per_shard
+        size, at = chunks * 16 + 4, second_index(chunks)
+        first = _as_index(read(0, size), chunks)
+        second = _as_index(read(at, size), chunks) if first is None or self.thorough else None
+        why = f"of shard {shard} of array {name!r} fails its checksum"
+        if first is None:
+            if second is None:
+                raise TraceCorruptError(f"{self.path}: the index {why}")
+            self._tell(f"the index {why}; its copy is whole, and what it leads to can be read")
+            return second, at
+        # a trace that another program wrote has none
+        if self.thorough and second is None and int(first[:, 0].min()) >= chunks_begin(chunks):
+            self._tell(f"the copy of the index {why}; the index itself is whole")
+        return first, 0
+
+    def _tell(self, problem: str) -> None:
+        if problem not in self.problems:
+            self.problems.append(problem)
