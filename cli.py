@@ -27,6 +27,7 @@ from tracer.errors import (
     TraceCorruptError,
     TraceError,
     TraceExistsError,
+    TraceLostError,
     TracerError,
     UnknownNameError,
 )
@@ -954,6 +955,8 @@ def _chosen_streams(reader: TraceReader, filters: Mapping[str, Any]) -> list[Str
             if not any(fnmatchcase(module, pattern) for module in modules):
                 raise UnknownNameError.of("recorded module", pattern, (module or "''" for module in modules))
         for rank in filters["ranks"]:
+            if rank not in reader.ranks and rank in reader.unreadable:
+                raise reader.unreadable[rank]
             if rank not in reader.ranks:
                 raise UnknownNameError.of("recorded rank", str(rank), map(str, reader.ranks))
     steps = filters["steps"]
@@ -1163,8 +1166,14 @@ def recover(src: str, dst: str, as_json: bool) -> None:
     with _progress("saving", None) as advance:
         try:
             loss = save(src, dst, progress=lambda done, total: advance(done))
-        except TraceCorruptError as error:
-            raise Failure(f"nothing could be saved: {error}") from error
+        except TraceLostError as error:
+            context = click.get_current_context()
+            context.meta[VERDICT] = FAILED
+            if as_json and error.loss is not None:
+                _print_json(error.loss.describe())
+            if context.meta.get("debug"):
+                raise
+            raise Failure(str(error)) from error
     if not loss.lossless:
         click.get_current_context().meta[VERDICT] = DAMAGED
     if as_json:

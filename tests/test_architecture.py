@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.stores": {"tracer.memory"},
     "tracer.stores.*": {
         *("tracer.stores", "tracer.stores.codecs", "tracer.stores.direct", "tracer.stores.torn", "tracer.memory"),
+        "tracer.stores.flipped",
     },
     "tracer.stores.objects": {"tracer.stores", "tracer.stores.codecs", "tracer.stores.zarr", "tracer.stores.hdf5"},
     "tracer.compression": {"tracer.stores.codecs"},

@@ -423,6 +423,44 @@ def test_a_damaged_trace_gives_what_it_has(tmp_path: Path) -> None:
     assert unverified.stdout != right.stdout
 
 
+@pytest.mark.parametrize("text", [None, b"", b"{", b"flipped", b"[]", b"another format", b"no version"])
+def test_a_trace_whose_root_is_damaged_is_damaged(tmp_path: Path, text: bytes | None) -> None:
+    """Each command that reads says so and exits with 3, `recover` saves all; a folder without arrays is no trace."""
+    path = write(tmp_path / "run.zarr")
+    root = path / "zarr.json"
+    if text is None:
+        root.unlink()
+    elif text == b"flipped":
+        data = bytearray(root.read_bytes())
+        data[0] ^= 4
+        root.write_bytes(data)
+    elif text == b"another format":
+        root.write_bytes(root.read_bytes().replace(b"tracereel", b"tracerael"))
+    elif text == b"no version":
+        root.write_bytes(root.read_bytes().replace(b"_version", b"_Version"))
+    else:
+        root.write_bytes(text)
+    before = snapshot(path)
+    asked = ("-s", "norm:kind=weights")
+    for command in (
+        *(("info", path), ("ls", path), ("cat", path), ("convert", path, tmp_path / "copy.h5")),
+        *(("replay", path, *asked, *more) for more in ((), ("--plan",), ("--follow",), ("--no-verify",))),
+    ):
+        result = run(*command)
+        assert (result.exit_code, result.stdout) == (3, ""), command
+        assert len(result.stderr.splitlines()) == 1
+        assert str(path) in result.stderr
+    assert run("verify", path).exit_code == 3
+    result = run("recover", path, tmp_path / "saved.zarr", "--json")
+    assert (result.exit_code, json.loads(result.stdout)["saved"]) == (0, 66)
+    assert snapshot(path) == before
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["run.zarr", "saved.zarr"]
+    shutil.rmtree(path)
+    (path / "rank0").mkdir(parents=True)
+    (path / "rank0" / "notes.txt").write_text("of somebody else")
+    assert run("info", path).exit_code == 1
+
+
 def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
     """A run that was killed reads as interrupted; ``info`` and ``replay`` say it, and it is no error."""
     path = tmp_path / "killed.zarr"
@@ -790,6 +828,60 @@ def test_recover(tmp_path: Path, suffix: str) -> None:
     assert run("recover", tmp_path / "no.h5", tmp_path / "d.h5").exit_code == 1
 
 
+@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
+def test_recover_counts_what_was_lost_where_nothing_is_saved(tmp_path: Path, suffix: str) -> None:
+    """The numbers are on stdout as ever, the path is null, one sentence says so, and nothing is at the target."""
+    path = write(tmp_path / f"run{suffix}")
+    whole = json.loads(run("recover", path, tmp_path / "whole.zarr", "--json").stdout)
+    if suffix == ".zarr":
+        shard = path / "rank0/journal/c/0/0"
+        shard.write_bytes(bytes(shard.stat().st_size))
+    else:
+        os.truncate(path, 3000)
+    before = {path.name, "whole.zarr"}
+    for target in ("a.zarr", "a.h5"):
+        result = run("recover", "--json", path, tmp_path / target)
+        assert result.exit_code == 1
+        assert len(result.stderr.splitlines()) == 1
+        assert result.stderr.startswith(f"Error: nothing could be saved of {path}: ")
+        told = json.loads(result.stdout)
+        assert told.keys() == whole.keys()
+        assert (told["source"], told["path"], told["saved"], told["lossless"]) == (str(path), None, 0, False)
+        assert told["lost"] == told["messages"] == sum(one["lost"] for one in told["streams"])
+        assert suffix == ".h5" or (told["lost"], told["status"], told["header"]) == (66, "finished", True)
+        assert told["problems"]
+        result = run("recover", path, tmp_path / target)
+        assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (1, "", 1)
+        assert {one.name for one in tmp_path.iterdir()} == before
+    with pytest.raises(tracer.TraceLostError, match="nothing could be saved") as raised:
+        tracer.recover(path, tmp_path / "a.zarr")
+    assert raised.value.loss.describe() == told
+    command = shlex.join(spawn("recover", "--json", path, tmp_path / "a.zarr"))
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command} | true"], capture_output=True, check=False)
+    assert done.returncode == 1
+
+
+def test_recover_counts_nothing_of_a_trace_that_cannot_be_looked_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where not even the journal is found, the numbers are zeros, and the reason is among the problems."""
+    path = write(tmp_path / "run.h5")
+    whole = json.loads(run("recover", path, tmp_path / "whole.zarr", "--json").stdout)
+
+    def survey(where: Path) -> None:
+        raise tracer.TraceCorruptError(f"{where}: nothing in it can be told from anything else")
+
+    monkeypatch.setattr(sys.modules["tracer.recover"], "survey", survey)
+    result = run("recover", "--json", path, tmp_path / "a.zarr")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
+    assert f"nothing could be saved: {path}: nothing in it" in result.stderr
+    told = json.loads(result.stdout)
+    assert told.keys() == whole.keys()
+    assert [told[name] for name in ("path", "status", "messages", "saved", "lost")] == [None, "unknown", 0, 0, 0]
+    assert told["problems"] == [f"{path}: nothing in it can be told from anything else"]
+    assert not (tmp_path / "a.zarr").exists()
+
+
 @pytest.mark.parametrize(
     ("program", "hint"),
     [
@@ -849,17 +941,13 @@ def test_verify_promises_nothing_where_nothing_is_left(tmp_path: Path) -> None:
     """Of a trace of which every message is lost, it is not said that others can be saved or that all can be read."""
     path = write(tmp_path / "run.zarr")
     shard = path / "rank0" / "journal" / "c" / "0" / "0"
-    damaged = bytearray(shard.read_bytes())
-    damaged[9] ^= 4
-    shard.write_bytes(damaged)
+    shard.write_bytes(bytes(shard.stat().st_size))
     told = run("verify", path)
     assert told.exit_code == 3
     assert "saves the others" not in told.output
     assert "can be read" not in told.output
     file = write(tmp_path / "run.h5")
-    damaged = bytearray(file.read_bytes())
-    damaged[600] ^= 4
-    file.write_bytes(damaged)
+    os.truncate(file, 3000)
     told = run("verify", file)
     assert told.exit_code == 3
     assert "can be read" not in told.output

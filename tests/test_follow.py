@@ -294,6 +294,83 @@ def test_readers_never_see_a_torn_or_wrong_message(tmp_path: Path, suffix: str) 
         assert (reader.status, len(reader)) == ("finished", seen)
 
 
+@every_format
+def test_a_reader_never_blocks_the_writer(tmp_path: Path, suffix: str) -> None:
+    """A reader may hold a trace open and do nothing, or be stopped at whatever it did: the run goes on and ends.
+
+    The trace is complete, and the readers, when they go on, get all of it.
+    """
+    path = tmp_path / f"run{suffix}"
+    command = [sys.executable, "-m", "cli", "replay", str(path), "-s", "norm:kind=weights", "--follow", "--json"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with writing(path) as other:
+        blocked = threading.Timer(300, other.process.kill)
+        blocked.start()
+        try:
+            with TraceReader(path) as reader:  # before anything was committed
+                other.write(3)
+                assert reader.refresh()
+                reading = reader.messages("weights", mapped=True)
+                begun = [next(reading) for _ in range(2)]
+                with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as follower:
+                    try:
+                        assert follower.stdout is not None
+                        heard = [json.loads(follower.stdout.readline()) for _ in range(6)]
+                        follower.send_signal(signal.SIGSTOP)
+                        assert os.WIFSTOPPED(os.waitpid(follower.pid, os.WUNTRACED)[1])
+                        said, _ = other.process.communicate("3\n" * 19 + "end\n")
+                        assert (other.process.returncode, follower.poll()) == (0, None)
+                        assert said.split() == [str(steps) for steps in range(6, 61, 3)]
+                        follower.send_signal(signal.SIGCONT)
+                        heard += map(json.loads, follower.communicate(timeout=300)[0].splitlines())
+                    finally:
+                        follower.kill()
+                assert follower.returncode == 0
+                begun += reading
+                assert reader.refresh()
+                assert reader.status == "finished"
+                held = places(reader)
+        finally:
+            blocked.cancel()
+    assert tracer.verify(path).complete
+    with TraceReader(path) as reader:
+        whole = places(reader)
+    assert len(whole) == 60 * 4 + 54
+    assert held == whole
+    weights = [one for one in whole if one[0] == "weights"]
+    assert places(begun) == weights[:6]
+    assert [(one["module"], one["global_step"]) for one in heard] == [one[1:3] for one in weights]
+
+
+@every_format
+def test_a_reader_beside_one_that_is_behind(tmp_path: Path, suffix: str) -> None:
+    """What opens a trace of which the same process holds an earlier state open sees the trace as it is."""
+    path = tmp_path / f"run{suffix}"
+    with writing(path) as other:
+        other.write(3)
+        with TraceReader(path) as held:
+            count = len(held)
+            other.write(30)
+            with TraceReader(path) as reader:
+                seen = len(reader)
+                assert seen > count
+                other.write(30)
+                assert reader.refresh()
+                assert len(reader) > seen
+                assert len(places(reader)) == len(reader)
+            other.end()
+            with TraceReader(path) as reader:
+                assert reader.status == "finished"
+                assert len(places(reader)) == len(reader)
+            report = tracer.verify(path)
+            assert (report.complete, report.messages) == (True, len(reader))
+            assert tracer.recover(path, tmp_path / "saved.zarr").saved == len(reader)
+            assert len(held) == count
+            assert held.refresh()
+            assert len(places(held)) == len(reader)
+            assert tracer.verify(path).complete
+
+
 def test_a_trace_from_another_machine_lives_while_it_is_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

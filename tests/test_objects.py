@@ -820,6 +820,19 @@ def test_damaged_index(url: str, bucket: Any, name: str, place: int) -> None:
     assert [problem.check for problem in report.problems] == ["store"]
 
 
+@pytest.mark.parametrize("data", [None, b"{", b"[]"])
+def test_a_damaged_root(url: str, bucket: Any, data: bytes | None) -> None:
+    """What is there without the root is a damaged trace, of which all is saved."""
+    write(url)
+    expected = read(url)
+    change(bucket, url, "zarr.json", data=data)
+    with pytest.raises(TraceCorruptError, match="root"):
+        TraceReader(url)
+    assert not verify(url).intact
+    assert tracer.recover(url, f"{url.removesuffix('.zarr')}-saved.zarr").lossless
+    assert read(f"{url.removesuffix('.zarr')}-saved.zarr") == expected
+
+
 def test_hostile_documents(url: str, bucket: Any) -> None:
     """Sizes and codecs are checked as those of a trace on a disk are."""
     store = create_store(url)

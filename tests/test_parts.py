@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,7 +26,7 @@ import analyze
 import tracer
 from cli import main
 from tracer import Collect, ModuleMessage, NetworkMessage, TraceReader, TraceWriter
-from tracer.errors import CaptureError, TraceError, TraceExistsError
+from tracer.errors import CaptureError, TraceCorruptError, TraceError, TraceExistsError
 from tracer.layout import Column, part_name
 from tracer.parts import Part, Process, claim, this_process
 from tracer.stores import create_store, hdf5, open_store
@@ -261,8 +262,8 @@ def test_a_missing_or_torn_rank_is_reported_and_the_others_are_read(tmp_path: Pa
     else:
         part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
     with TraceReader(path) as reader:
-        assert len(reader.problems) >= 1
-        assert "rank 1" in reader.problems[-1]
+        (problem,) = reader.problems
+        assert ("rank 1 cannot be read: " if torn else "has nothing of rank 1") in problem
     assert [one[1] for one in told(path, kinds="loss")] == [0, 1, 2]
     ran = CliRunner().invoke(main, ["info", str(path)])
     assert ran.exit_code == 0
@@ -279,6 +280,95 @@ def test_a_missing_or_torn_rank_is_reported_and_the_others_are_read(tmp_path: Pa
     ran = CliRunner().invoke(main, ["recover", str(path), str(tmp_path / f"again{suffix}")])
     assert ran.exit_code == 3
     assert torn or ("rank 1" in ran.stderr and "cannot be counted" in ran.stdout)
+
+
+COMMANDS = {
+    "info": ("info", "TRACE"),
+    "ls": ("ls", "TRACE"),
+    "cat": ("cat", "TRACE"),
+    "replay": ("replay", "TRACE", "-s", "norm:kind=weights"),
+    "plan": ("replay", "TRACE", "-s", "norm:kind=weights", "--plan"),
+    "follow": ("replay", "TRACE", "-s", "norm:kind=weights", "--follow"),
+    "convert": ("convert", "TRACE", "COPY"),
+}
+
+
+def tear(path: Path, rank: int) -> None:
+    """Damage what a rank recorded, so that nothing of it can be read."""
+    if path.suffix == ".zarr":
+        (path / f"rank{rank}" / "journal" / "zarr.json").write_text("garbage")
+    else:
+        os.truncate(path.with_name(f"run.rank{rank}.h5" if rank else "run.h5"), 3000)
+
+
+@every_format
+def test_a_torn_rank_is_not_called_absent(tmp_path: Path, suffix: str) -> None:
+    """Every command says of a rank that is there and cannot be read that, and of one that is absent this; each once."""
+    path = tmp_path / f"run{suffix}"
+    for rank in (0, 2, 3):
+        write_part(path, range(3), rank=rank, ranks=(0, 1, 2, 3))
+    tear(path, 2)
+    tear(path, 3)
+    with TraceReader(path) as reader:
+        two, three, absent = reader.problems
+        with pytest.raises(TraceCorruptError, match="rank 2 cannot be read"):
+            reader.of_rank(2)
+    assert f"{path}: rank 2 cannot be read: " in two
+    assert two.replace("rank 2", "rank 3").replace("rank2", "rank3") == three
+    assert absent == f"{path} has nothing of rank 1, of the 4 ranks that were recorded"
+    for name, command in COMMANDS.items():
+        words = [{"TRACE": str(path), "COPY": str(tmp_path / "copy.zarr")}.get(word, word) for word in command]
+        ran = CliRunner().invoke(main, words)
+        assert ran.exit_code == (3 if name == "convert" else 0), ran.output
+        for problem in (two, three, absent):
+            assert ran.output.count(problem) == 1, name
+        for rank in (2, 3):
+            assert len(re.findall(rf"\brank \d?,? ?{rank}\b", ran.output)) == 1, name
+        if name == "info":
+            continue
+        if name == "convert":
+            words[2] = str(tmp_path / "one.zarr")
+        for rank, code, sentence in ((2, 3, two), (3, 3, three), (1, 2, None)):
+            ran = CliRunner().invoke(main, [*words, "--rank", str(rank)])
+            assert ran.exit_code == code, ran.output
+            assert sentence is None or ran.output == f"Error: {sentence}\n"
+    assert not (tmp_path / "one.zarr").exists()
+    with pytest.raises(TraceCorruptError, match="rank 3 cannot be read"):
+        tracer.convert(path, tmp_path / "one.zarr", ranks=3)
+    with pytest.raises(TraceCorruptError, match="rank 3 cannot be read"):
+        tracer.replay(TraceReader(path), Collect("loss"), rank=3)
+
+
+@every_format
+def test_a_torn_part_of_an_attempt_is_told_with_it(tmp_path: Path, suffix: str) -> None:
+    """Neither is the attempt called absent, nor the rank in it."""
+    path = tmp_path / f"run{suffix}"
+    for attempt, steps in enumerate((range(6), range(3, 8), range(7, 10))):
+        for rank in (0, 1):
+            write_part(path, steps, rank=rank, attempt=attempt)
+    if suffix == ".zarr":
+        (path / "rank1.attempt1" / "declarations" / "zarr.json").write_text("garbage")
+    else:
+        os.truncate(tmp_path / "run.rank1.attempt1.h5", 3000)
+    with TraceReader(path) as reader:
+        (problem,) = reader.problems
+        assert reader.ranks == [0, 1]
+    assert f"{path}: rank 1 of attempt 1 cannot be read: " in problem
+
+
+def test_of_a_trace_whose_ranks_are_all_torn_none_is_called_absent(tmp_path: Path) -> None:
+    """It is damaged, and of the ranks that are asked for the first is told of."""
+    path = tmp_path / "run.zarr"
+    for rank in (0, 1):
+        write_part(path, range(3), rank=rank)
+        tear(path, rank)
+    with pytest.raises(TraceCorruptError, match="rank 0 cannot be read"):
+        TraceReader(path)
+    for rank in (0, 1):
+        with pytest.raises(TraceCorruptError, match=f"rank {rank} cannot be read"):
+            TraceReader(path, ranks=[rank])
+    with pytest.raises(CaptureError, match="no messages of rank 2"):
+        TraceReader(path, ranks=[2])
 
 
 def test_without_the_first_rank(tmp_path: Path) -> None:

@@ -27,10 +27,10 @@ def weight(step: int) -> torch.Tensor:
     return torch.full((30, 20), 3.25 + step)
 
 
-def write(path: Path, compression: str = "auto") -> Path:
+def write(path: Path, compression: str = "auto", chunk_bytes: int = 176) -> Path:
     """A run with a large stream, which has a pool of its own, a small one and events."""
     with TraceWriter(
-        path, own_pool_bytes=2000, chunk_bytes=176, header={"argv": ["x"]}, compression=compression
+        path, own_pool_bytes=2000, chunk_bytes=chunk_bytes, header={"argv": ["x"]}, compression=compression
     ) as writer:
         writer.note({"silent": ["c"]})
         for step in range(STEPS):
@@ -41,13 +41,13 @@ def write(path: Path, compression: str = "auto") -> Path:
     return path
 
 
-def flip(path: Path, needle: bytes) -> None:
-    """Flip a bit in the midst of the first place where these bytes are."""
+def flip(path: Path, needle: bytes, mask: int = 4) -> None:
+    """Flip a bit, or several, in the midst of the first place where these bytes are."""
     for file in [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file()):
         data = bytearray(file.read_bytes())
         place = data.find(needle)
         if place >= 0:
-            data[place + len(needle) // 2] ^= 4
+            data[place + len(needle) // 2] ^= mask
             file.write_bytes(data)
             return
     raise AssertionError("these bytes are nowhere")
@@ -109,7 +109,7 @@ def test_damaged_data(tmp_path: Path, suffix: str) -> None:
 def test_damaged_declarations(tmp_path: Path, suffix: str) -> None:
     """Messages of a stream whose declaration is damaged are lost, or found again; none is given to another stream."""
     path = write(tmp_path / f"run{suffix}")
-    flip(path, b'{"stream":{"id":2,')
+    flip(path, b'{"stream":{"id":2,', 7)
     loss = recover(path, tmp_path / "saved.h5")
     found = names(tmp_path / "saved.h5")
     assert len(found) == loss.saved
@@ -216,8 +216,9 @@ def test_what_is_refused(tmp_path: Path, suffix: str) -> None:
 
 @every_format
 @pytest.mark.parametrize("table", ["journal", "declarations"])
-def test_a_flipped_bit_of_a_table_costs_one_row_or_line(tmp_path: Path, suffix: str, table: str) -> None:
-    """Though all of it lies in one chunk, which has one checksum in Zarr."""
+@pytest.mark.parametrize("mask", [4, 13])
+def test_a_wrong_byte_of_a_table_costs_one_row_or_line(tmp_path: Path, suffix: str, table: str, mask: int) -> None:
+    """Though all of it lies in one chunk, which has one checksum in Zarr; and a single flipped bit costs nothing."""
     path = tmp_path / f"run{suffix}"
     with TraceWriter(path) as writer:
         for step in range(300):
@@ -227,14 +228,79 @@ def test_a_flipped_bit_of_a_table_costs_one_row_or_line(tmp_path: Path, suffix: 
                 writer.write(ModuleMessage(kind="weights", module=f"layer{step}", data=torch.ones(3), **where))
     with TraceReader(path) as reader:
         row = reader.journal[200].tobytes()
-    flip(path, row if table == "journal" else b'"module":"layer7"')
+    flip(path, row if table == "journal" else b'"module":"layer7"', mask)
     found = recover(path, tmp_path / "saved.zarr")
-    assert (found.saved, found.lost) == (329, 1)
+    lost = 0 if mask == 4 else 1
+    assert (found.saved, found.lost, found.lossless) == (330 - lost, lost, not lost)
+    assert any("is put right" in problem for problem in found.problems) is not lost
     with TraceReader(tmp_path / "saved.zarr") as reader:
-        assert len(reader) == 329
+        assert len(reader) == 330 - lost
+        assert {stream.module for stream in reader.streams} >= {f"layer{number}" for number in range(30) if number != 7}
         for message in reader.messages("loss"):
             assert message.data is not None
             assert message.data.item() == message.global_step
+
+
+def test_another_version_of_the_root(tmp_path: Path) -> None:
+    """Where only the root says that it is of another version, all is saved; where the part says so too, nothing is."""
+    path = write(tmp_path / "run.zarr")
+    for folder in (path, path / "rank0"):
+        document = (folder / "zarr.json").read_text()
+        assert '"format_version": 1' in document
+        (folder / "zarr.json").write_text(document.replace('"format_version": 1', '"format_version": 3'))
+        with pytest.raises(TraceFormatError, match="3"):
+            TraceReader(path)
+        if folder == path:
+            loss = recover(path, tmp_path / "saved.zarr")
+            assert (loss.saved, loss.lossless) == (len(ALL), True)
+            assert "the trace format 3" in loss.problems[0]
+    with pytest.raises(TraceFormatError, match="3"):
+        recover(path, tmp_path / "other.zarr")
+
+
+def test_what_follows_the_last_row(tmp_path: Path) -> None:
+    """Damage to the rest of a chunk that is not full costs none of the messages in it; damage to them does."""
+    path = write(tmp_path / "run.zarr", chunk_bytes=4096)
+    shard = path / "rank0" / "pools" / "loss" / "float64" / "c" / "0"
+    whole = shard.read_bytes()
+    first = whole.index(torch.tensor(1.5, dtype=torch.float64).numpy().tobytes())
+    shard.write_bytes(whole[: first + 8 * STEPS] + b"\x01\x02" + whole[first + 8 * STEPS + 2 :])
+    loss = recover(path, tmp_path / "saved.zarr")
+    assert (loss.saved, loss.lossless) == (len(ALL), True)
+    assert "what follows the last row" in loss.problems[0]
+    assert names(tmp_path / "saved.zarr") == ALL
+    shard.write_bytes(whole[: first + 8 * STEPS - 1] + b"\x01\x02" + whole[first + 8 * STEPS + 1 :])
+    assert recover(path, tmp_path / "lost.zarr").saved == len(ALL) - STEPS
+
+
+@every_format
+def test_any_flipped_bit_of_the_declarations(tmp_path: Path, suffix: str) -> None:
+    """Also one that makes two lines of one, or one of two: all is saved, and known to be."""
+    path = write(tmp_path / f"run{suffix}", chunk_bytes=65536)
+    with TraceReader(path) as reader:
+        expected = list(map(str, reader.streams)), reader.header, reader.notes
+    where = path if suffix == ".h5" else path / "rank0" / "declarations" / "c" / "0"
+    whole = where.read_bytes()
+    first = whole.index(b'{"header"')
+    end = whole.index(b'{"status"')
+    line = whole.index(b"\n", end) + 1
+    assert line - first > 600
+    letters = [whole.index(b'"module":"fc"') + 10, whole.index(b'"id":1')]
+    feeds = [place for place in range(first, line) if whole[place] == 10]
+    for number, place in enumerate([first, end + 3, line - 8, *letters, *feeds]):
+        mask = 1 << number % 7
+        if place in letters:
+            mask = whole[place] ^ 10 if (whole[place] ^ 10).bit_count() == 1 else mask
+        where.write_bytes(whole[:place] + bytes([whole[place] ^ mask]) + whole[place + 1 :])
+        saved = tmp_path / f"saved{number}.zarr"
+        if place == line - 1:  # where no line ends, nothing is committed
+            assert recover(path, saved).saved == len(ALL)
+            continue
+        loss = recover(path, saved)
+        assert (loss.saved, loss.lossless) == (len(ALL), True), (place, loss.problems)
+        with TraceReader(saved) as reader:
+            assert (list(map(str, reader.streams)), reader.header, reader.notes[:-1]) == expected
+            assert reader.status == "finished"
 
 
 def test_progress(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from tracer.errors import (
     TraceUnreadableError,
 )
 from tracer.memory import PAGE, new_memory
-from tracer.stores import ALIGNED_BYTES, RowChunks, chunk_shape, create_store, open_parts, open_store, store_files
+from tracer.stores import ALIGNED_BYTES, RowChunks, chunk_shape, create_store, hdf5, open_parts, open_store, store_files
 from tracer.stores.direct import DIRECT, DirectIO
 from tracer.stores.zarr import chunks_begin
 
@@ -712,6 +712,7 @@ def test_hdf5_opened_while_another_thread_opens_it_again(tmp_path: Path, monkeyp
             raise
 
     monkeypatch.setattr(h5py.h5f, "open", open_file)
+    monkeypatch.setattr(hdf5, "_is_followed", lambda path: False)  # as when the other one opens it only then
     two = open_store(path)
     thread.join()
     for reader in (two, *others):

@@ -115,6 +115,9 @@ def convert(
         there = [] if ranks is None else np.unique(reader.rank).tolist()
         absent = [rank for rank in ranks or () if rank not in there]
         if absent:
+            for rank in absent:
+                if rank in reader.unreadable:
+                    raise reader.unreadable[rank]
             has = f"those of {', '.join(map(str, there))}" if there else "none at all"
             raise CaptureError(f"{src} has no messages of rank {', '.join(map(str, absent))}; it has {has}")
         chosen = _streams(reader, kinds, modules, tags)

@@ -10,6 +10,7 @@
     │  ├─ TraceExistsError (FileExistsError)     a trace is never overwritten unasked
     │  ├─ TraceFormatError (ValueError)          not a trace; unknown version
     │  ├─ TraceCorruptError (ValueError)         committed data fails its checksum
+    │  │  └─ TraceLostError                      so damaged that nothing could be saved of it
     │  └─ TraceUnreadableError (OSError)         it is there, but may not or cannot be read
     │     └─ TraceUnreachableError (ConnectionError)  an object store does not answer, or refuses
     └─ UnknownNameError (LookupError)        subscriber, store, sink: lists what is known and suggests
@@ -59,6 +60,20 @@ class TraceFormatError(TraceError, ValueError):
 
 class TraceCorruptError(TraceError, ValueError):
     """Committed data is damaged: it fails its checksum or contradicts the journal."""
+
+
+class TraceLostError(TraceCorruptError):
+    """A trace is so damaged that nothing could be saved of it.
+
+    Attributes
+    ----------
+    loss : tracer.recover.Loss or None
+        What was lost, as numbers.
+    """
+
+    def __init__(self, sentence: str, loss: Any = None) -> None:
+        super().__init__(sentence)
+        self.loss = loss
 
 
 class TraceUnreadableError(TraceError, OSError):

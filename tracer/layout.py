@@ -13,7 +13,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -295,6 +295,39 @@ def row_checksums(rows: NDArray[np.int64], first: int) -> NDArray[np.int64]:
     return found
 
 
+def row_as_it_was(row: NDArray[np.int64], number: int) -> NDArray[np.int64] | None:
+    """A row of a journal of which one bit was flipped, as it was; None if that is not what happened to it.
+
+    Parameters
+    ----------
+    row : numpy.ndarray of int64, (COLUMNS,)
+    number : int
+        Of the row, in its journal.
+
+    Examples
+    --------
+    >>> row = np.arange(COLUMNS)
+    >>> row[Column.CHECK] = row_checksums(row[None], 5)[0]
+    >>> damaged = row ^ np.eye(COLUMNS, dtype=np.int64)[3] * 1024
+    >>> bool((row_as_it_was(damaged, 5) == row).all()), row_as_it_was(damaged ^ 6, 5)
+    (True, None)
+    """
+    stored = int(row[Column.CHECK])
+    differs = stored ^ int(row_checksums(row[None], number)[0])
+    right = row.astype("<i8")
+    if differs.bit_count() == 1:  # in the checksum itself
+        right[Column.CHECK] = stored ^ differs
+        return right
+    if 0 <= stored < 2**32:
+        # behind the number of the row, which is not stored
+        found = np.argwhere(_CRC_TABLES[8:, 1 << np.arange(8)] == differs)
+        if len(found) == 1:
+            byte, bit = found[0].tolist()
+            right.view(np.uint8)[byte] ^= np.uint8(1 << bit)
+            return right
+    return None
+
+
 _UNSAFE = re.compile(rb"[^A-Za-z0-9._-]|^\.|\.$|^_(?=_)|\.(?=json$)")
 _LONGEST = 200
 
@@ -386,6 +419,8 @@ def declaration(what: str, value: Any) -> bytes:
 
 
 _SEAL = b',"crc32c":'
+_LONGEST_LINE = 1 << 14
+"""Bytes of the longest lines of which each bit is flipped in turn, which takes a second."""
 
 
 def sealed(lines: Iterable[bytes], checksum: int = 0) -> tuple[bytes, int]:
@@ -441,6 +476,39 @@ def unsealed(line: bytes, before: Collection[int]) -> tuple[dict[str, Any] | Non
     if said is not None and int(said[1]) < 2**32:
         found.add(int(said[1]))
     return None, found
+
+
+def as_they_were(lines: bytes, before: Collection[int]) -> tuple[bytes, int] | None:
+    """Lines of which one bit was flipped, as they were, and the byte that it is in; None if that is not what happened.
+
+    Parameters
+    ----------
+    lines : bytes
+        With their ends, of which one may be what was flipped, or what became of another byte.
+    before : collection of int
+        Checksums that they may be continued from.
+
+    Examples
+    --------
+    >>> stored, _ = sealed([declaration("shape", {"id": 0, "shape": [2]})])
+    >>> as_they_were(stored.replace(b"2]", b"3]"), {0}) == (stored, stored.index(b"2]"))
+    True
+    """
+    if len(lines) > _LONGEST_LINE:
+        return None
+    for place in range(len(lines)):
+        for bit in range(8):
+            candidate = lines[:place] + bytes([lines[place] ^ 1 << bit]) + lines[place + 1 :]
+            # the last byte is where what is not damaged begins
+            if candidate.endswith(b"\n"):
+                checksums = set(before)
+                for line in candidate.splitlines(keepends=True):
+                    found, checksums = unsealed(line, checksums)
+                    if found is None:
+                        break
+                else:
+                    return candidate, place
+    return None
 
 
 def declarations(data: bytes, checksum: int = 0) -> tuple[list[tuple[str, Any]], int, int]:
@@ -508,6 +576,36 @@ def process_lives(process: object) -> bool | None:
         if process.get("start") is not None and _state_and_start(pid) is None:
             return None
     return process_start(pid) == process.get("start")
+
+
+def check_root(root: Mapping[str, Any], part: Callable[[], Mapping[str, Any]], *, doubt_version: bool = False) -> None:
+    """Check the attributes of the root of a store that has parts.
+
+    Parameters
+    ----------
+    root : mapping
+    part : callable
+        Returns the attributes of the group of a part, which tell a damaged root from one of something else.
+    doubt_version : bool
+        Whether another version, too, may be what became of this one.
+
+    Raises
+    ------
+    TraceFormatError
+        If it is no trace, or of a version that this release does not read.
+    TraceCorruptError
+        If a part says that it is a trace of this version, and the root does not.
+    """
+    try:
+        check_version(root)
+    except TraceFormatError as error:
+        if not doubt_version and root.get("format") == FORMAT and isinstance(root.get("format_version"), int):
+            raise
+        try:
+            check_version(part())
+        except TraceError:
+            raise error from None
+        raise TraceCorruptError(f"the attributes of its root are not as they were: {error}") from None
 
 
 def check_version(attributes: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ journals together: attempts follow each other, and the steps that a later one tr
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import hashlib
 import math
 import os
@@ -98,7 +99,7 @@ class Part:
         self.rank, self.attempt = where
         self.attributes = store.attrs()
         try:
-            layout.check_version(self.attributes)
+            layout.check_root(self.attributes, lambda: store.attrs(name))
         except TraceError as error:
             raise type(error)(f"{path} cannot be read: {error}") from None
         self.header: dict[str, Any] = {}
@@ -400,8 +401,20 @@ def expected_ranks(header: Mapping[str, Any]) -> list[int]:
     return sorted({*ranks})
 
 
+def unreadable_part(path: Location, name: str, error: TraceError) -> TraceError:
+    """Why a part that is there cannot be read, as an error that says whose it is."""
+    where = layout.part_of(name)
+    assert where is not None
+    rank, attempt = where
+    of = f" of attempt {attempt}" if attempt else ""
+    return type(error)(f"{path}: rank {rank}{of} cannot be read: {str(error).removeprefix(f'{path}: ')}")
+
+
 def missing(path: Location, names: Collection[str], headers: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A sentence for what was recorded and is not there: ranks, attempts, and attempts of single ranks."""
+    """A sentence for what was recorded and is not there: ranks, attempts, and attempts of single ranks.
+
+    `names` are those of all parts that are there, also of those that cannot be read, and `headers` what the others say.
+    """
     headers = list(headers)
     expected = {rank for header in headers for rank in expected_ranks(header)}
     there = {where for name in names if (where := layout.part_of(name)) is not None}
@@ -715,7 +728,7 @@ def heads(path: Location) -> list[Head]:
                     raise
                 lines = b""  # a process that was killed as it began left less than that
             if lines or store.attrs().keys() - {WRITER}:
-                layout.check_version(store.attrs())
+                layout.check_root(store.attrs(), functools.partial(store.attrs, name))
             said = dict(layout.declarations(lines)[0])
             header = said.get("header", {})
             process, launch, run_id = header.get("process"), header.get("launch"), header.get("run_id")

@@ -38,10 +38,11 @@ from tracer.parts import (
     missing,
     of_another_run,
     restarted,
+    unreadable_part,
     worst,
     worst_certificate,
 )
-from tracer.stores import STORES, Anywhere, Place, ReadStore, location, open_parts
+from tracer.stores import STORES, Anywhere, Place, ReadStore, location, open_parts, part_in
 from tracer.stores.mapped import MappedFiles
 from tracer.subscription import passes
 
@@ -181,6 +182,8 @@ class TraceReader:
     ----------
     problems : list of str
         A sentence for each part of the trace that is missing or cannot be read.
+    unreadable : dict of int to TraceError
+        Why not, for each rank that has a part that is there and cannot be read.
 
     Raises
     ------
@@ -214,19 +217,19 @@ class TraceReader:
     def _load(self) -> None:
         stores, broken = open_parts(self.path)
         self._stores = list({id(store): store for _, store in stores}.values())
-        self._told: list[str] = [str(error) for error in broken.values()]
+        self._told: list[str] = []
         self._parts: list[Part] = []
         # parts of other ranks, whose messages may be of those that are looked at, too
         self._others: list[Part] = []
         # and those of which only counts what their attempts take the place of
         self._later: list[Part] = []
-        failures = list(broken.values())
-        unread: list[tuple[str, ReadStore, TraceError]] = []
+        unread: list[tuple[str, ReadStore | None, TraceError]] = [
+            (part_in(file), None, error) for file, error in broken.items()
+        ]
         for name, store in stores:
             try:
                 part = Part(self.path, name, store)
             except TraceError as error:
-                failures.append(error)
                 unread.append((name, store, error))
                 continue
             if self._only is None or self._only & {part.rank, *(stream.rank for stream in part.streams)}:
@@ -235,10 +238,18 @@ class TraceReader:
                 self._others.append(part)
             else:
                 self._later.append(part)
-        if len(failures) == 1 and len(stores) + len(broken) == 1:
-            raise failures[0]
+        if len(unread) == 1 and len(stores) + len(broken) == 1:
+            raise unread[0][2]
+        unread.sort(key=lambda one: _attempt_and_rank(one[0]))
+        unread = [(name, store, unreadable_part(self.path, name, error)) for name, store, error in unread]
+        self.unreadable: dict[int, TraceError] = {
+            _attempt_and_rank(name)[1]: error for name, _, error in reversed(unread)
+        }
         if not self._parts:
-            raise failures[0] if failures else CaptureError(f"{self.path} has no messages of rank {_list(self._only)}")
+            asked = self.unreadable.keys() if self._only is None else self.unreadable.keys() & self._only
+            if asked:
+                raise self.unreadable[min(asked)]
+            raise CaptureError(f"{self.path} has no messages of rank {_list(self._only)}")
         foreign = of_another_run((*self._parts, *self._others, *self._later))
         for name, run in foreign.items():
             self._told.append(f"{self.path}: {name} is a part of another run, {run}, and is left out")
@@ -248,13 +259,9 @@ class TraceReader:
         # an attempt that was killed as it began, where the next one began with the first step, is as good as none
         empty = [part.name for part in self._parts if not part.header and _in_vain(part.name, part.store, again)]
         self._parts = sorted((part for part in self._parts if part.name not in empty), key=_by_attempt)
-        for name, store, why in unread:
-            if _in_vain(name, store, again):
-                empty.append(name)
-            else:
-                self._told.append(str(why))
+        self._told += [str(error) for name, store, error in unread if store is None or not _in_vain(name, store, again)]
         if self._only is None:
-            names = [*empty, *(part.name for part in self._parts)]
+            names = [*empty, *(name for name, _, _ in unread), *(part.name for part in self._parts)]
             self._told += missing(self.path, names, [part.header for part in self._parts])
         # what is being written may be in two states at once, which only a checksum tells
         self._verify = self._verify or not self.status.startswith(("finished", "failed"))
@@ -296,15 +303,18 @@ class TraceReader:
         ------
         CaptureError
             If there is nothing of this rank.
+        TraceError
+            If what there is of it cannot be read.
         """
         if rank not in self.ranks:
-            raise CaptureError(f"{self.path} has nothing of rank {rank}; it has {_list(self.ranks)}")
+            has = f"it has {_list(self.ranks)}"
+            raise self.unreadable.get(rank) or CaptureError(f"{self.path} has nothing of rank {rank}; {has}")
         assemble = self._assemble if assemble is None else assemble
         if self.ranks == [rank] and (assemble is self._assemble or not self._others):
             return self
         view = object.__new__(TraceReader)
         view.path, view._only, view._assemble, view._stores = self.path, {rank}, assemble, self._stores
-        view._told, view._verify = self._told, self._verify
+        view._told, view._verify, view.unreadable = self._told, self._verify, self.unreadable
         everything = sorted([*self._parts, *self._others, *self._later], key=_by_attempt)
         view._parts = [part for part in everything if rank in {part.rank, *(one.rank for one in part.streams)}]
         others = [part for part in everything if part not in view._parts]
@@ -1178,6 +1188,13 @@ def _is_of(stream: Stream, ranks: set[int]) -> bool:
     """Whether one of some ranks recorded a stream, or another rank did so for it."""
     replicas = () if stream.placement is None else stream.placement.replicas
     return stream.rank in ranks or not ranks.isdisjoint(replicas)
+
+
+def _attempt_and_rank(name: str) -> tuple[int, int]:
+    """Attempt and rank of a part."""
+    where = layout.part_of(name)
+    assert where is not None
+    return where[1], where[0]
 
 
 def _in_vain(name: str, store: ReadStore, again: Mapping[int, int]) -> bool:

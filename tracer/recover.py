@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.convert import check_paths, new_trace, single
-from tracer.errors import TraceError
+from tracer.errors import TraceCorruptError, TraceLostError
 from tracer.layout import Column
 from tracer.messages import DEFAULT_TAG
 from tracer.parts import merged, tags_of, worst
-from tracer.stores import Anywhere, location
+from tracer.stores import Anywhere, Location, location
 from tracer.verify import UNKNOWN, Survey, survey
 
 
@@ -53,13 +54,14 @@ class Loss:
 
     Attributes
     ----------
-    source, path : str
-        `path` is None where nothing could be saved.
+    source : str
+    path : str or None
+        None where nothing could be saved.
     status : str
         How the run ended, as far as the damaged trace tells.
     messages, saved, lost : int
-        Messages in the journal, and how many of them were saved and lost. What a damaged journal does not mention any
-        more is not counted.
+        Messages that the journal had, and how many of them were saved and lost. Of rows that are not there any more
+        only the number is known; where that is not known either, they are not counted.
     header : bool
         Whether what was known of the run before it started was saved.
     notes : int
@@ -74,7 +76,7 @@ class Loss:
     """
 
     source: str
-    path: str
+    path: str | None
     status: str
     messages: int
     saved: int
@@ -114,8 +116,10 @@ def recover(
         If there is no trace at `src`, it has parts that are not safe to read, or the suffix of `dst` is unknown.
     TraceExistsError
         If something is at `dst`, or if it lies within `src`.
+    TraceLostError
+        If nothing could be saved; its `loss` says what was lost, and nothing is left at `dst`.
     TraceError
-        If nothing could be saved, or not be written; nothing is then left at `dst`.
+        If the trace cannot be read, or the new one not be written; nothing is left at `dst`.
 
     Examples
     --------
@@ -130,9 +134,13 @@ def recover(
     """
     src, dst = location(src), location(dst)
     check_paths(src, dst)
-    with survey(src) as (surveys, elsewhere):
+    with contextlib.ExitStack() as stack:
+        try:
+            surveys, elsewhere = stack.enter_context(survey(src))
+        except TraceCorruptError as error:
+            raise TraceLostError(f"nothing could be saved: {error}", _all_lost(src, error)) from error
         numbers, rows = merged([_Order(one, surveys) for one in surveys])
-        total = len(rows)
+        total = len(rows) + sum(one.absent for one in surveys)
         last = max(one.attempt for one in surveys)
         status = worst([one.status for one in surveys if one.attempt == last])
         header = next((one.header for one in reversed(surveys) if one.header), None) or {
@@ -149,40 +157,59 @@ def recover(
                     writer.write(message, one.streams[int(one.journal[row, Column.STREAM])].sampling)
                     saved[number][row] = True
                 if progress is not None and done % 100 == 0:
-                    progress(done, total)
+                    progress(done, len(rows))
             # chunks and messages that were found damaged only now
             for one in surveys:
                 one.tell_damage()
             kept = int(sum(mask.sum() for mask in saved))
-            found = dict.fromkeys([*elsewhere, *(problem for one in surveys for problem in one.problems)])
-            problems = [str(problem) for problem in found]
             lossless = not elsewhere and all(one.told_all for one in surveys) and kept == total
-            if not kept and not lossless:
-                raise TraceError(f"nothing could be saved of {src}: {problems[0] if problems else 'it is damaged'}")
-            counts = {"from": str(src), "messages": total, "saved": kept, "lost": total - kept}
-            writer.note({"recovered": {**counts, "problems": len(problems)}})
+            nothing = not kept and not lossless
+            found = dict.fromkeys([*elsewhere, *(problem for one in surveys for problem in one.problems)])
+            lost = [rows[numbers == number] for number in range(len(surveys))]
+            lost = [mine[~mask[mine]] for mine, mask in zip(lost, saved, strict=True)]
+            loss = Loss(
+                source=str(src),
+                path=None if nothing else str(dst),
+                status=status,
+                messages=total,
+                saved=kept,
+                lost=total - kept,
+                header=any(one.header for one in surveys),
+                notes=sum(len(one.notes) for one in surveys),
+                streams=[stream for each in zip(surveys, saved, lost, strict=True) for stream in _by_stream(*each)],
+                problems=[str(problem) for problem in found],
+                lossless=lossless,
+            )
+            if nothing:
+                why = loss.problems[0] if loss.problems else "it is damaged"
+                raise TraceLostError(f"nothing could be saved of {src}: {why}", loss)
+            counts = {"from": str(src), "messages": total, "saved": kept, "lost": loss.lost}
+            writer.note({"recovered": {**counts, "problems": len(loss.problems)}})
             ended = surveys[-1].ending.get("ended")
             ended = ended if isinstance(ended, str) else None
             final = "interrupted" if status == "recording" else status
             if not lossless:
                 # a trace that says that it is finished is complete
-                final = f"failed: recovered with {total - kept} of {total} messages lost; the status was {final}"
+                final = f"failed: recovered with {loss.lost} of {total} messages lost; the status was {final}"
             writer.finish(final, ended=ended)
-        lost = [rows[numbers == number] for number in range(len(surveys))]
-        lost = [mine[~mask[mine]] for mine, mask in zip(lost, saved, strict=True)]
-        return Loss(
-            source=str(src),
-            path=str(dst),
-            status=status,
-            messages=total,
-            saved=kept,
-            lost=total - kept,
-            header=any(one.header for one in surveys),
-            notes=sum(len(one.notes) for one in surveys),
-            streams=[stream for each in zip(surveys, saved, lost, strict=True) for stream in _by_stream(*each)],
-            problems=problems,
-            lossless=lossless,
-        )
+        return loss
+
+
+def _all_lost(src: Location, why: TraceCorruptError) -> Loss:
+    """The loss of a trace of which not even a journal was found."""
+    return Loss(
+        source=str(src),
+        path=None,
+        status="unknown",
+        messages=0,
+        saved=0,
+        lost=0,
+        header=False,
+        notes=0,
+        streams=[],
+        problems=[str(why)],
+        lossless=False,
+    )
 
 
 class _Order:
@@ -215,6 +242,9 @@ def _first_step(survey: Survey, surveys: Sequence[Survey]) -> int:
 
 def _by_stream(survey: Survey, saved: NDArray[np.bool_], lost: NDArray[np.int64]) -> list[LostStream]:
     found = []
+    if survey.absent:
+        rank, count = survey.rank, survey.absent
+        found.append(LostStream(kind=UNKNOWN, module=None, tag="", leaf="", rank=rank, saved=0, lost=count, steps=None))
     # rows that contradict the declarations are not to be believed in what they say of their stream
     ids = np.where(survey.sound, survey.journal[:, Column.STREAM], -1)
     for number in np.unique(ids[lost]).tolist():

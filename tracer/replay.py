@@ -562,7 +562,8 @@ def _rank_of(reader: TraceReader, rank: int | None) -> int:
             f"{reader.path} has the ranks {', '.join(map(str, ranks))}: say which one with rank=, one replay for each"
         )
     if rank is not None and rank not in ranks:
-        raise CaptureError(f"{reader.path} has nothing of rank {rank}; it has {', '.join(map(str, ranks))}")
+        has = f"it has {', '.join(map(str, ranks))}"
+        raise reader.unreadable.get(rank) or CaptureError(f"{reader.path} has nothing of rank {rank}; {has}")
     return ranks[0] if rank is None else rank
 
 

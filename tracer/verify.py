@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, final
@@ -33,7 +33,7 @@ from tracer.messages import Message, ModuleMessage, NetworkMessage
 from tracer.parts import Stream, first_step, is_empty, lives, missing, restarted, worst
 from tracer.placement import Placement
 from tracer.reader import TraceReader
-from tracer.stores import STORES, Anywhere, Location, ReadStore, location, open_parts
+from tracer.stores import STORES, Anywhere, Location, ReadStore, location, open_parts, part_in
 
 TRIES: Final = 3
 """How often a trace is verified in which something is wrong, while it is being written."""
@@ -53,6 +53,10 @@ CHECKS: Final[Mapping[str, str]] = {
 """The checks of `verify` by name, and what each makes sure of."""
 CACHE_BYTES: Final = 64 << 20
 """Bytes of chunks that a `Survey` keeps, apart from the one in use."""
+MENDED_ROWS: Final = 1000
+"""Rows of a journal in which a flipped bit is looked for; where more are damaged, it is by something else."""
+MOST_ROWS: Final = 1 << 40
+"""More rows than any journal has."""
 UNKNOWN: Final = "(unknown)"
 """The kind of messages whose stream is lost."""
 
@@ -196,8 +200,9 @@ def survey(path: Anywhere) -> Iterator[tuple[list[Survey], list[Problem]]]:
             surveys.append(Survey(path, name, store, tell_store=id(store) not in told))
             told.add(id(store))
         surveys = sorted(_begun(surveys), key=lambda one: (one.attempt, one.rank))
-        gone = missing(path, [name for name, _ in parts], [one.header for one in surveys])
-        elsewhere += [Problem(check="part", what=sentence) for sentence in gone if not broken]
+        there = [*(name for name, _ in parts), *map(part_in, broken)]
+        gone = missing(path, there, [one.header for one in surveys])
+        elsewhere += [Problem(check="part", what=sentence) for sentence in gone]
         yield surveys, elsewhere
     finally:
         for _, store in parts:
@@ -230,8 +235,8 @@ def _report(path: Location, surveys: list[Survey], elsewhere: list[Problem]) -> 
         path=str(path),
         store=surveys[0].store_name,
         status=worst([one.status for one in surveys if one.attempt == last]),
-        messages=sum(len(one.journal) for one in surveys),
-        damaged=damaged,
+        messages=sum(len(one.journal) + one.absent for one in surveys),
+        damaged=damaged + sum(one.absent for one in surveys),
         arrays=sum(one.arrays for one in surveys),
         chunks=sum(one.chunks for one in surveys),
         bytes=sum(one.bytes for one in surveys),
@@ -270,6 +275,8 @@ class Survey:
     header, notes, ending : what the declarations that can be read say
     streams, shapes, pools : dict
         The declarations that can be read, by id.
+    absent : int
+        Messages that the journal had, and of which not even a row is there.
     journal : numpy.ndarray of int64, (messages, columns)
         Rows that cannot be read are zeros.
     certain, sound : numpy.ndarray of bool, (messages,)
@@ -319,6 +326,8 @@ class Survey:
         self._zeros: tuple[int, int] | None = None
         self._store = store
         self._told = set() if tell_store else set(store.problems)
+        # whether no declaration is lost but at the end
+        self._chained = False
         self._load()
 
     def written_since(self, when: float) -> bool:
@@ -363,7 +372,9 @@ class Survey:
             self._add("root", self._plain(error))
         if self.attributes:
             try:
-                layout.check_version(self.attributes)
+                layout.check_root(self.attributes, lambda: self._store.attrs(self.part), doubt_version=True)
+            except TraceCorruptError as error:
+                self._add("root", str(error))
             except TraceError as error:
                 raise type(error)(f"{self.path} cannot be read: {error}") from None
         elif not any(problem.check == "root" for problem in self.problems):
@@ -379,6 +390,10 @@ class Survey:
                 "journal", f"the journal has {len(self.journal)} rows, and ended with {ended_with}", self.journal_name
             )
         self.sound: NDArray[np.bool_] = readable & self._agrees(readable)
+        # what the last declaration says is certain, what the array itself says in Zarr is not
+        ends = [one.rows[1] for one in self.problems if one.array == self.journal_name and one.rows is not None]
+        had = self.ending.get("messages", max(ends, default=0))
+        self.absent = max(0, had - len(self.journal)) if type(had) is int and had < MOST_ROWS else 0
 
     # -- tables -----------------------------------------------------------------------------------------------------
 
@@ -421,16 +436,24 @@ class Survey:
             self._forget(array, number)  # all of them are in `data`
         del data[data.rfind(b"\n") + 1 :]
         place = 0
-        damaged = False
+        damaged = broken = False
         # a damaged line tells all the same what the next one is continued from, so not all that follow are lost
         before = {0}
-        for line in map(bytes, data.split(b"\n")[:-1]):
+        lines = deque(map(bytes, data.split(b"\n")[:-1]))
+        while lines:
+            line = lines.popleft()
             start, place = place, place + len(line) + 1
             if not line:
-                damaged = True
+                damaged = broken = True
                 continue
             try:
-                found, before = layout.unsealed(line + b"\n", before)
+                found, after = layout.unsealed(line + b"\n", before)
+                if found is None:
+                    if not damaged and self._flipped_back(line, lines, before, start):
+                        place = start
+                        continue
+                    broken = True
+                before = after
                 if found is None:
                     raise TraceCorruptError("a line is damaged")
                 for what, value in found.items():
@@ -445,6 +468,27 @@ class Survey:
             damaged = False
         if not self.header:
             self._add("declaration", "the header is not there", array.name)
+        self._chained = not broken
+
+    def _flipped_back(self, line: bytes, lines: deque[bytes], before: set[int], start: int) -> bool:
+        """Put a damaged line back in front of the others as it was, if only one bit of it was flipped; whether it was.
+
+        A bit of the line feed at its end puts the next line to its end, and one may have become a line feed.
+        """
+        for following in ([], [lines[0]] if lines else []):
+            found = layout.as_they_were(b"".join(one + b"\n" for one in (line, *following)), before)
+            if found is not None:
+                self._add(
+                    "declaration",
+                    f"a bit of byte {start + found[1]} is wrong, and is put right",
+                    self.declarations_name,
+                    (start + found[1], start + found[1] + 1),
+                )
+                for _ in following:
+                    lines.popleft()
+                lines.extendleft(reversed(found[0].split(b"\n")[:-1]))
+                return True
+        return False
 
     def _declare(self, what: str, value: Any) -> None:
         if what == "header":
@@ -486,8 +530,21 @@ class Survey:
             raise ValueError(f"{what} {number!r} is declared twice, or has no number")
         table[number] = value
 
+    def _right_rows(self, readable: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which rows of the journal pass their checksum, once flipped bits are put right."""
+        right: NDArray[np.bool_] = layout.row_checksums(self.journal, 0) == self.journal[:, Column.CHECK]
+        damaged = np.flatnonzero(readable & ~right)
+        for number in damaged.tolist() if len(damaged) <= MENDED_ROWS else ():
+            row = layout.row_as_it_was(self.journal[number], number)
+            if row is not None:
+                self.journal[number], right[number] = row, True
+                why = f"a bit of row {number} of the journal is wrong, and is put right"
+                self._add("journal", why, self.journal_name, (number, number + 1))
+        return right
+
     def _agrees(self, readable: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Which rows of the journal agree with the declarations; those that do not become problems."""
+        right = self._right_rows(readable)
         journal = self.journal
         stream, pool, shape = (journal[:, c] for c in (Column.STREAM, Column.POOL, Column.SHAPE))
         offset, count, flags = (journal[:, c] for c in (Column.OFFSET, Column.COUNT, Column.FLAGS))
@@ -514,7 +571,7 @@ class Survey:
                     "journal", f"{rows} of the journal {verb} {why}", self.journal_name, (start, stop), stop - start
                 )
 
-        refuse(layout.row_checksums(journal, 0) != journal[:, Column.CHECK], "damaged")
+        refuse(~right, "damaged")
         self.certain = left.copy()
         refuse(~np.isin(stream, with_data + events), "of a stream whose declaration is not there")
         refuse(np.isin(stream, with_data) != carries, "at odds with the stream on whether there is data")
@@ -761,6 +818,9 @@ class Survey:
         if self._zeros is not None and any(problem.check == "store" for problem in self.problems):
             # of a file that was cut off, what is not there reads as zeros
             return False
+        # checksums of lines and rows tell so, too, where the last line, which counts the rows, is there
+        if self._chained and self.ending.get("messages") == len(self.journal) and self.certain.all():
+            return True
         return not any(problem.check == "declaration" or problem.array in self._tables for problem in self.problems)
 
     def tell_damage(self) -> None:

@@ -264,15 +264,11 @@ class TraceWriter:
                 self._store.create(self._declarations, dtype="uint8", shape=(), chunk_bytes=chunk_bytes, gapless=True)
                 row = (layout.COLUMNS,)
                 self._store.create(self._journal_name, dtype="int64", shape=row, chunk_bytes=chunk_bytes, gapless=True)
-                self._store.set_attrs(
-                    "",
-                    {
-                        "format": layout.FORMAT,
-                        "format_version": layout.VERSION,
-                        "run_id": full_header["run_id"],
-                        "created": full_header["created"],
-                    },
-                )
+                known = {"format": layout.FORMAT, "format_version": layout.VERSION}
+                self._store.set_attrs("", {**known, "run_id": full_header["run_id"], "created": full_header["created"]})
+                if not self._store.seals:
+                    # attributes have no checksum there: those of the part tell a damaged root from another version's
+                    self._store.set_attrs(self._part, known)
                 self._publish()
         except BaseException:
             self._store.discard()

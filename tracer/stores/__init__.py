@@ -492,6 +492,18 @@ def whole_of(name: str) -> str | None:
     return None if found is None else found["stem"] + found["suffix"]
 
 
+def part_in(file: str) -> str:
+    """The name of the part that a file of a trace has, by its own name, where each part has a file.
+
+    Examples
+    --------
+    >>> [part_in(file) for file in ("run.h5", "run.rank2.h5", "run.rank0.attempt1.h5")]
+    ['rank0', 'rank2', 'rank0.attempt1']
+    """
+    found = re.search(rf"\.({PART.pattern})\.[^.]+$", file)
+    return "rank0" if found is None else found[1]
+
+
 def refuse_part(path: Location) -> None:
     """Raise `TraceExistsError` if, by its name, what is to be written at `path` would be a part of a trace there."""
     whole = whole_of(path.name)
@@ -568,7 +580,7 @@ def open_parts(path: Anywhere, *, damaged: bool = False) -> tuple[list[tuple[str
             broken[file.name] = error
             continue
         # of a damaged store the names of groups may be lost, too
-        found = store.parts() or (["rank0"] if damaged else [])
+        found = store.parts() or ([part_in(file.name)] if damaged else [])
         twice = {name for name, _ in parts}.intersection(found)
         if not found or twice:
             store.close()

@@ -59,6 +59,7 @@ from tracer.stores import (
     walk,
 )
 from tracer.stores.codecs import CODECS, HDF5_FILTER, OVERHEAD, Codec, codec_of, decode, encode, hdf5_options
+from tracer.stores.flipped import HEADER_BYTES, is_header, righted
 from tracer.stores.torn import checksum, header, messages, restored
 
 if TYPE_CHECKING:
@@ -244,6 +245,23 @@ def _open(path: File) -> Any:
         return _open_somehow(path)
 
 
+_FOLLOWED: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
+"""The files that this process reads while they are written, by their keys (see `key_of`)."""
+
+
+def _is_followed(path: File) -> bool:
+    """Whether another reader of this process has a file open that may have grown since.
+
+    HDF5 opens a file that is open in the process by showing what was read of it before, and loses its way where one of
+    several that have it open looks anew.
+    """
+    if not isinstance(path, Path):
+        return False
+    found = os.stat(path)
+    file = _FOLLOWED.get((found.st_dev, found.st_ino))
+    return file is not None and bool(file)
+
+
 def _open_both(path: File) -> tuple[Any, int | ObjectFile]:
     """A file by HDF5, and by the system: the same one, though the first commits put another in its place."""
     if not isinstance(path, Path):
@@ -254,6 +272,8 @@ def _open_both(path: File) -> tuple[Any, int | ObjectFile]:
             file = _open(path)
             # one that was put away does not come back, so what is there at first and at last was there in between
             if os.path.samestat(os.stat(path), os.fstat(plain)):
+                if file.swmr_mode:
+                    _FOLLOWED[key_of(plain)] = file
                 return file, plain
             file.close()
         except BaseException:
@@ -675,7 +695,6 @@ class Hdf5ReadStore:
         self._size = path.stat().st_size
         self._damaged = damaged
         self._mended: _Mended | None = None
-        self._torn = False
         self._tolerant = False
         self._file: Any = None
         if damaged:
@@ -690,43 +709,45 @@ class Hdf5ReadStore:
     def _begin(self) -> None:
         """Open the file and look at all that is in it."""
         try:
-            self._file, self._plain = _open_both(self.path)
+            if _is_followed(self.path):
+                self._open_mended()
+            else:
+                self._file, self._plain = _open_both(self.path)
             self._check("", self._file, set())
-        except TraceFormatError:
-            raise
         except Exception as error:
+            # a wrong byte may make what is there look like what a trace never has
+            if isinstance(error, TraceFormatError) and not self._damaged:
+                raise
+            if self._damaged and self._file is None:
+                self.problems.append(f"the file cannot be opened as it is: {_reason(error)}")
             try:
-                if self._put_back():
-                    return
+                again = self._put_back()
             except TraceFormatError:
                 raise
             except Exception as other:
-                if not self._damaged:
-                    raise error from other
-            if not self._damaged:
+                raise error from other
+            if not again:
                 raise
-            self._tolerant = True
-            if self._file is None:
-                self.problems.append(f"the file cannot be opened as it is: {_reason(error)}")
-                self._open_mended(torn=False)
-            self._datasets.clear()
-            self._check("", self._file, set())
 
     def _put_back(self) -> bool:
-        """Open the file anew, with what a kill tore of its metadata put back, if that may help; whether it may."""
-        if self._torn or not _is_unfinished(self.path):
+        """Open the file anew, with what is wrong in its metadata put right, if that may help; whether it may.
+
+        What a kill tore is put back as it was, and in a file that is opened as a damaged one a byte that is wrong.
+        """
+        if self._mended is not None or not (self._damaged or _is_unfinished(self.path)):
             return False
-        self._torn = True
         self._forget()
-        self._open_mended(torn=True)
+        self._open_mended()
         self._check("", self._file, set())
         return True
 
-    def _open_mended(self, *, torn: bool) -> None:
+    def _open_mended(self) -> None:
+        self._tolerant = self._damaged
         if isinstance(self._plain, int) and self._plain < 0:
             path = self.path
             self._plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if isinstance(path, Path) else path
-        self._mended = _Mended(self.path, torn=torn)
+        tell = self.problems.append if self._damaged else None
+        self._mended = _Mended(self.path, torn=_is_unfinished(self.path), tell=tell)
         self._file = h5py.File(self._mended, "r")
 
     def _check(self, prefix: str, group: Any, seen: set[Any]) -> None:
@@ -749,13 +770,13 @@ class Hdf5ReadStore:
                         f"{self.path}: {name!r} is a {type(group.get(part, getlink=True)).__name__}, "
                         "which a trace never has"
                     )
-                if _is_virtual(self._plain, link.u):
+                if _is_virtual(self._plain if self._mended is None else self._mended, link.u):
                     raise TraceFormatError(f"{self.path}: {name!r} is a virtual dataset, which a trace never has")
                 item = h5py.h5o.open(group.id, group._e(part))
                 if isinstance(item, h5py.h5d.DatasetID):
                     properties, dataset = item.get_create_plist(), h5py.Dataset(item)
                     dtype = dataset.dtype
-            except TraceError:
+            except TraceFormatError:
                 raise
             except Exception as error:
                 if not self._tolerant:
@@ -815,13 +836,12 @@ class Hdf5ReadStore:
                 return  # nobody writes a file on an object store
             found, opened = os.stat(self.path), os.fstat(self._plain)
             # as it was put back, it does not grow
-            if (found.st_dev, found.st_ino) == (opened.st_dev, opened.st_ino) and not self._torn:
+            if (found.st_dev, found.st_ino) == (opened.st_dev, opened.st_ino) and self._mended is None:
                 self._looked_up.update(dataset.name for dataset in self._datasets.values())
                 return
             self.close()
             self._looked_up.clear()
             self._size = found.st_size
-            self._torn = False
             self._begin()
 
     def names(self, prefix: str = "") -> list[str]:
@@ -902,7 +922,7 @@ class Hdf5ReadStore:
         return Place(self._plain, offset, False, None, self._key)
 
     def _asked(self, what: str, question: Callable[[], _T]) -> _T:
-        """What HDF5 says of the file; it is asked again if a kill tore what it says that of."""
+        """What HDF5 says of the file; it is asked again once what is wrong in its metadata is put right."""
         try:  # without `_read`, which takes longer than a small message
             return question()
         except TraceError:
@@ -1123,8 +1143,11 @@ _HEADER_PARTS = 100
 _ATTRIBUTES = (h5py.h5t.TypeIntegerID, h5py.h5t.TypeFloatID, h5py.h5t.TypeEnumID, h5py.h5t.TypeStringID)
 
 
-def _pread(file: int | ObjectFile, nbytes: int, offset: int) -> bytes:
+def _pread(file: int | ObjectFile | _Mended, nbytes: int, offset: int) -> bytes:
     target = bytearray(nbytes)
+    if isinstance(file, _Mended):
+        file.seek(offset)
+        return bytes(target[: file.readinto(target)])
     return bytes(target[: _preadv(file, memoryview(target), offset)])
 
 
@@ -1134,7 +1157,7 @@ def _looks_like_ours(path: File) -> bool:
         return file.read(52)[_SUPERBLOCK.size + 4 :] == b"OHDR"
 
 
-def _is_virtual(file: int | ObjectFile, address: int) -> bool:
+def _is_virtual(file: int | ObjectFile | _Mended, address: int) -> bool:
     """Whether the object header at an address is that of a virtual dataset.
 
     HDF5 reads the global heap of one as soon as it is opened, or asked what it is. Global heaps have no checksum, and
@@ -1142,27 +1165,28 @@ def _is_virtual(file: int | ObjectFile, address: int) -> bool:
     """
     start = _pread(file, 64, address)
     if start[:4] == b"OHDR":
-        place, size = header(start)
-        first, head = address + place, 6 if start[5] & 4 else 4
+        front, size = header(start)
+        head = 6 if start[5] & 4 else 4
     else:
         # as older libraries write them
-        size = int.from_bytes(start[8:12], "little")
-        first, head = address + 16, 8
-    blocks, known = [(first, size)], 1
+        front, size = 16, int.from_bytes(start[8:12], "little")
+        head = 8
+    # in newer ones a signature is before the messages, and a checksum behind them
+    behind = 0 if head == 8 else 4
+    blocks, known = [(address, front, front + size + behind)], 1
     while blocks:
-        begin, size = blocks.pop()
+        begin, front, size = blocks.pop()
         if size > _HEADER_LIMIT or known > _HEADER_PARTS:
-            raise TraceFormatError("the header of an object is larger than any of a trace")
+            raise TraceCorruptError("the header of an object is larger than any of a trace")
         data = _pread(file, size, begin)
-        for kind, place, length in messages(data, 0, len(data), head):
+        for kind, place, length in messages(data, front, len(data) - behind, head):
             body = data[place : place + length]
             if kind == _LAYOUT and body[1:2] == b"\x03" and body[0] > 2:
                 return True
             if kind == _CONTINUED and len(body) >= 16:
                 known += 1
                 offset, size = struct.unpack_from("<QQ", body)
-                # a signature before it and a checksum behind it
-                blocks.append((offset, size) if head == 8 else (offset + 4, size - 8))
+                blocks.append((offset, behind, size))
     return False
 
 
@@ -1214,10 +1238,15 @@ class _Mended(io.RawIOBase):
     ----------
     torn : bool
         Whether metadata that a kill tore is put back as it was before (`tracer.stores.torn`).
+    tell : callable, optional
+        Told of each byte of metadata that is wrong, where those are put right, too (`tracer.stores.flipped`).
     """
 
-    def __init__(self, path: File, *, torn: bool = False) -> None:
+    def __init__(self, path: File, *, torn: bool = False, tell: Callable[[str], None] | None = None) -> None:
         self._torn = torn
+        self._tell = tell
+        # HDF5 asks again and again for a block that fails its checksum
+        self._righted: dict[tuple[int, int], bytes] = {}
         self._file = path.open("rb", buffering=0)
         self._size = path.stat().st_size
         self._place = 0
@@ -1255,11 +1284,29 @@ class _Mended(io.RawIOBase):
         if self._place < len(self._head):
             piece = self._head[self._place :][: len(target)]
             target[: len(piece)] = piece
-        elif self._torn:
+        else:
             # in this way of reading, HDF5 asks for each block of its metadata by itself
-            target[:] = restored(bytes(target), self._place)
+            if self._torn:
+                target[:] = restored(bytes(target), self._place)
+            if self._tell is not None:
+                target[:] = self._as_it_was(bytes(target))
         self._place += len(target)
         return len(target)
+
+    def _as_it_was(self, block: bytes) -> bytes:
+        """A block without the byte that is wrong in it."""
+        key = (self._place, len(block))
+        found = self._righted.get(key)
+        if found is None:
+            known = block
+            if is_header(block):  # which is asked for before its size is known
+                self._file.seek(self._place + len(block))
+                known += self._file.read(max(0, HEADER_BYTES - len(block))) or b""
+            found, place = righted(known)
+            if place is not None and self._tell is not None:
+                self._tell(f"byte {self._place + place} of the file's metadata is wrong")
+            found = self._righted[key] = found[: len(block)]
+        return found
 
     def close(self) -> None:
         self._file.close()

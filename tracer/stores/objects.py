@@ -136,7 +136,13 @@ def open(url: Url, *, damaged: bool = False) -> Any:
         if not is_group:
             if not document and not objects.any():
                 raise TraceNotFoundError(f"there is no trace at {url}")
-            if not (damaged and any(one.name.startswith("rank") for one in objects.listed())):
+            # an http server has no lists
+            names = [] if url.scheme.startswith("http") else [one.name for one in objects.listed()]
+            if not (damaged and any(name.startswith("rank") for name in names)):
+                if any(PART.fullmatch(name.partition("/")[0]) for name in names):
+                    raise TraceCorruptError(
+                        f"{url}: the zarr.json of the root is not that of a group, but there are parts of a trace"
+                    )
                 raise TraceFormatError(f"{url} is not a Zarr group of format 3: it has no zarr.json that says so")
         store = ObjectReadStore(objects, document)
         if damaged:

@@ -151,6 +151,11 @@ def restored(block: bytes, at: int) -> bytes:
     return block
 
 
+def is_page(nbytes: int) -> bool:
+    """Whether a page of a data block, which has no signature, has so many bytes before its checksum."""
+    return nbytes % PAGE_ENTRIES == 0 and nbytes // PAGE_ENTRIES in (ADDRESS, *_FILTERED)
+
+
 def _versions(body: _Blocks) -> Iterator[_Blocks]:
     """What a block may have been, without its checksum: the likeliest first, many at a time."""
     kind = body[:4].tobytes()
@@ -165,7 +170,7 @@ def _versions(body: _Blocks) -> Iterator[_Blocks]:
         entries = _super_entries(body)
     elif kind == b"EADB":
         entries = _data_entries(body)
-    elif len(body) % PAGE_ENTRIES == 0 and len(body) // PAGE_ENTRIES in (ADDRESS, *_FILTERED):
+    elif is_page(len(body)):
         entries = _entries(0, len(body) // PAGE_ENTRIES, PAGE_ENTRIES)
     if entries is not None:
         yield from _with_fewer(body, list(entries))

@@ -147,6 +147,8 @@ def open(path: Path, *, damaged: bool = False) -> ZarrReadStore:
     document = _document(path)
     is_group = document.get("zarr_format") == 3 and document.get("node_type") == "group"
     if not is_group and not (damaged and any(path.glob("rank*"))):
+        if any(PART.fullmatch(name.partition("/")[0]) for name in ZarrReadStore(path).names("rank")):
+            raise TraceCorruptError(f"{path}: the zarr.json of the root is not that of a group, but there are arrays")
         raise TraceFormatError(f"{path} is not a Zarr group of format 3: it has no zarr.json that says so")
     store = ZarrReadStore(path)
     if damaged:
@@ -900,6 +902,14 @@ def _read_chunk(file: int, target: memoryview, trailer: bytearray, offset: int) 
     return bool(crc32c(piece, checksum) == int.from_bytes(trailer, "little"))
 
 
+def _without_padding(chunk: memoryview, trailer: bytearray, nbytes: int) -> bool:
+    """Whether a chunk is right but for what follows its first bytes, which zeros take the place of."""
+    if not 0 < nbytes < len(chunk):
+        return False
+    chunk[nbytes:] = bytes(len(chunk) - nbytes)
+    return bool(crc32c(chunk) == int.from_bytes(trailer, "little"))
+
+
 class ZarrReadStore:
     """A Zarr group being read; see `tracer.stores.ReadStore`."""
 
@@ -1184,6 +1194,10 @@ class ZarrReadStore:
                 else:
                     target = new_memory(chunk_nbytes).data
                     right = _read_chunk(file, target, trailer, offset)
+                    rows_nbytes = array.shape[0] * array.row_nbytes
+                    if not right and self.thorough and _without_padding(target, trailer, rows_nbytes - begin):
+                        right = True
+                        self._tell(f"what follows the last row in chunk {number} of array {name!r} is not as it was")
                     low, high = max(begin, first), min(begin + length, end)
                     to[low - first : high - first] = target[low - begin : high - begin]
                 if shard.moved(number % per_shard):
