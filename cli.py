@@ -1133,6 +1133,7 @@ def verify(trace: str, as_json: bool) -> None:
             click.echo(f"damaged, see above; no message is there that could be read ({checked} checked)")
         elif not report.intact and not report.damaged:
             click.echo(f"not whole, see above; all {report.messages:,} messages that are there can be read ({checked})")
+            click.echo(f"trace recover {trace} OUT makes a whole trace of them")
         elif not report.intact:
             click.echo(
                 f"damaged: {report.damaged:,} of {report.messages:,} messages cannot be read ({checked} checked)"

@@ -937,6 +937,23 @@ def test_streams_that_are_closed(trace: Path, command: tuple[str, ...]) -> None:
         assert (done.returncode, done.stderr.count("Error")) == (0, 0), done.stderr
 
 
+def test_verify_says_what_to_do_where_nothing_is_lost(tmp_path: Path) -> None:
+    """Of a trace whose messages are all there, though it is damaged, `recover` makes one that is whole."""
+    path = write(tmp_path / "run.h5")
+    data = bytearray(path.read_bytes())
+    data[data.index(b"OHDR") + 30] ^= 1
+    path.write_bytes(data)
+    told = run("verify", path)
+    assert told.exit_code == 3
+    assert f"trace recover {path} OUT makes a whole trace of them" in told.stdout
+    assert run("recover", path, tmp_path / "whole.h5").exit_code == 0
+    assert run("verify", tmp_path / "whole.h5").exit_code == 0
+    data[1] ^= 1
+    path.write_bytes(data)
+    told = run("info", path)
+    assert (told.exit_code, "first bytes" in told.stderr) == (3, True)
+
+
 def test_verify_promises_nothing_where_nothing_is_left(tmp_path: Path) -> None:
     """Of a trace of which every message is lost, it is not said that others can be saved or that all can be read."""
     path = write(tmp_path / "run.zarr")

@@ -177,7 +177,7 @@ def open(path: Path, *, damaged: bool = False) -> Hdf5ReadStore:
     except OSError as error:
         raise TraceUnreadableError(f"cannot read {path}: {_reason(error)}") from error
     if not signed and not (damaged and _looks_like_ours(path)):
-        raise TraceFormatError(f"{path} is not an HDF5 file")
+        raise _unsigned(path)
     return Hdf5ReadStore(path, damaged=damaged)
 
 
@@ -185,7 +185,7 @@ def open_file(file: ObjectFile, *, damaged: bool = False) -> Hdf5ReadStore:
     """Open an HDF5 file on an object store; closes `file` when the store is closed."""
     try:
         if file.open().read(8) != _SIGNATURE and not (damaged and _looks_like_ours(file)):
-            raise TraceFormatError(f"{file} is not an HDF5 file")
+            raise _unsigned(file)
         return Hdf5ReadStore(file, damaged=damaged)
     except BaseException:
         file.close()
@@ -1149,6 +1149,12 @@ def _pread(file: int | ObjectFile | _Mended, nbytes: int, offset: int) -> bytes:
         file.seek(offset)
         return bytes(target[: file.readinto(target)])
     return bytes(target[: _preadv(file, memoryview(target), offset)])
+
+
+def _unsigned(path: File) -> TraceError:
+    if _looks_like_ours(path):
+        return TraceCorruptError(f"{path} begins as a trace does, but its first bytes are not those of an HDF5 file")
+    return TraceFormatError(f"{path} is not an HDF5 file")
 
 
 def _looks_like_ours(path: File) -> bool:
