@@ -875,16 +875,17 @@ def test_past_the_page_cache(
     assert np.array_equal(reader.read("small", 0, 1200), values[:, :100].reshape(-1))
     assert np.array_equal(plainly(path, "own"), values)
     reader.close()
-    # HDF5 writes its file itself
-    assert len(files) == (9 if suffix == ".zarr" and served(tmp_path / "file") else 0)
+    assert len(files) == (9 if served(tmp_path / "file") else 0)
 
 
-def test_past_the_page_cache_rows_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@every_format
+def test_past_the_page_cache_rows_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
     """Rows of several chunks, of which the last is padded, in shards of which only so many are open at a time."""
     monkeypatch.setattr("tracer.stores.zarr.OPEN_FILES", 2)
     files = noted(monkeypatch)
     values = numbers("float32", (3, 5, 333, 401))
-    store = create_store(tmp_path / "store.zarr")
+    path = tmp_path / f"store{suffix}"
+    store = create_store(path)
     store.unhurried = True
     for name in "abc":
         store.create(name, dtype="float32", shape=values.shape[1:], chunk_bytes=1)
@@ -892,10 +893,10 @@ def test_past_the_page_cache_rows_in_chunks(tmp_path: Path, monkeypatch: pytest.
         for name in "abc":
             store.append(name, values[number : number + 1])
     store.close()
-    reader = open_store(tmp_path / "store.zarr")
+    reader = open_store(path)
     for name in "abc":
         assert np.array_equal(reader.read(name, 0, 3), values)
-        assert np.array_equal(plainly(tmp_path / "store.zarr", name), values)
+        assert np.array_equal(plainly(path, name), values)
     assert len(files) >= 9 * 3 or not served(tmp_path / "file")
 
 
@@ -915,12 +916,21 @@ def test_past_the_page_cache_is_the_same_file(tmp_path: Path) -> None:
     assert found[1] == found[0].ljust(len(found[1]), b"\0")
 
 
-def test_past_the_page_cache_where_there_is_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@every_format
+def test_past_the_page_cache_where_there_is_no_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
     """Nothing is tried on a file system that lies on no block device, whatever the number of its device."""
-    files = noted(monkeypatch)
+    files, look = noted(monkeypatch), os.fstat
     for number, device in enumerate((os.makedev(0, 41), os.makedev(200, 977))):
-        monkeypatch.setattr(os, "fstat", lambda file, device=device: SimpleNamespace(st_dev=device))
-        path = tmp_path / f"{number}.zarr"
+
+        def looked(file: int, device: int = device) -> Any:
+            found = look(file)
+            told = {name: getattr(found, name) for name in dir(found) if name.startswith("st_")}
+            return SimpleNamespace(**told | {"st_dev": device})
+
+        monkeypatch.setattr(os, "fstat", looked)
+        path = tmp_path / f"{number}{suffix}"
         values = written_unhurried(path)
         monkeypatch.undo()
         assert np.array_equal(open_store(path).read("own", 0, 6), values)
@@ -928,9 +938,10 @@ def test_past_the_page_cache_where_there_is_no_disk(tmp_path: Path, monkeypatch:
         files = noted(monkeypatch)
 
 
+@every_format
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fcntl")
 @pytest.mark.parametrize("how", [errno.EINVAL, errno.EFAULT, errno.EIO, errno.ENOSPC, "in part", "when opened"])
-def test_past_the_page_cache_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Any) -> None:
+def test_past_the_page_cache_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Any, suffix: str) -> None:
     """What the system refuses to write so is written as ever, and so all that follows; the disk's errors are errors."""
     write, open_file, files = os.pwritev, os.open, []
     possible = served(tmp_path / "file")
@@ -950,7 +961,7 @@ def test_past_the_page_cache_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(os, "pwritev", written)
     monkeypatch.setattr(os, "open", opened)
-    path = tmp_path / "store.zarr"
+    path = tmp_path / f"store{suffix}"
     if how in (errno.EIO, errno.ENOSPC):
         with pytest.raises(TraceError, match=os.strerror(how)) if possible else nullcontext():
             written_unhurried(path)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +21,27 @@ DIRECT: int = getattr(os, "O_DIRECT", 0)
 """Flag of files that are written past the page cache: by whole pages, from the beginning of one, and to one."""
 REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT})
 """Errors that say that a file, or what it is written from, is not fit for that; all others are those of the disk."""
+
+
+PIECE = 1 << 19
+"""Bytes of one write through the page cache, which ends at a multiple of them in the file.
+
+Page caches take memory in blocks that lie at multiples of their size in the file, so writes that lie elsewhere are cut
+into many small ones. A piece should still be in the processor's cache when it is written, after its checksum.
+"""
+
+
+def write_all(file: int, parts: Sequence[Any], size: int, offset: int) -> None:
+    """Write buffers of so many bytes together one after the other; `OSError` where that is not possible."""
+    written = os.pwritev(file, parts, offset)
+    if written != size:
+        # a short write is what a full disk looks like before the next one fails
+        rest = b"".join(bytes(part) for part in parts)
+        while written < size:
+            step = os.pwrite(file, rest[written:], offset + written)
+            if step == 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            written += step
 
 
 class DirectIO:

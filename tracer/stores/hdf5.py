@@ -1,6 +1,7 @@
 """Traces in one file of the HDF5 format, which any HDF5 library reads.
 
-Chunks go into the file without passing through HDF5's chunk cache. From the first commit on the file is in SWMR mode,
+Chunks go into the file without passing through HDF5's chunk cache; large ones not through HDF5 at all, which only says
+where they belong. From the first commit on the file is in SWMR mode,
 in which it can be read while it is written and after ``kill -9``, and in which no datasets can be made; until then
 it lies beside its final path, so that what is at the path can always be opened.
 
@@ -59,6 +60,7 @@ from tracer.stores import (
     walk,
 )
 from tracer.stores.codecs import CODECS, HDF5_FILTER, OVERHEAD, Codec, codec_of, decode, encode, hdf5_options
+from tracer.stores.direct import DIRECT, PIECE, REFUSALS, DirectIO, write_all
 from tracer.stores.flipped import HEADER_BYTES, is_header, righted
 from tracer.stores.torn import checksum, header, messages, restored
 
@@ -330,16 +332,22 @@ def _bound_retries(access: Any) -> None:
 class _Array:
     """A dataset that is being written."""
 
-    __slots__ = ("codec", "committed", "dataset", "length", "plain", "rows")
+    __slots__ = ("codec", "committed", "dataset", "large", "length", "plain", "rows")
 
     def __init__(self, dataset: Any, rows: RowChunks, codec: Codec | None) -> None:
         self.dataset = dataset
         self.rows = rows
         self.codec = codec
+        self.large = _is_large(rows, codec)
         self.length = 0
         # the last chunk that was published before it was full
         self.plain = -1
         self.committed = 0
+
+
+def _is_large(rows: RowChunks, codec: Codec | None) -> bool:
+    """Whether the chunks of an array get their places when it grows, and are written there without HDF5."""
+    return codec is None and rows.chunk_nbytes >= ALIGNED_BYTES
 
 
 _WRITING: dict[str, Any] = {
@@ -379,6 +387,9 @@ class Hdf5WriteStore:
         self.seals = True
         self.plainly_compressed = False
         self.unhurried = False
+        self._direct = DirectIO()
+        # the file once more, to be written past the page cache
+        self._direct_file = -1
         self._durable = durable
         self._arrays: dict[str, _Array] = {}
         self._changed: dict[str, None] = {}
@@ -424,6 +435,11 @@ class Hdf5WriteStore:
             # unknown to HDF5 unless a plugin brings it, which takes no part in writing whole chunks
             options = hdf5_options(codec, rows.dtype.itemsize, rows.chunk_nbytes)
             filters = {"compression": HDF5_FILTER, "compression_opts": options, "allow_unknown_filter": True}
+        elif _is_large(rows, codec):
+            properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+            properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+            filters = {"dcpl": properties}
         self._opened()
         if name in self._file:
             raise TraceError(f"{self.path} already has an array or group {name!r}")
@@ -436,7 +452,11 @@ class Hdf5WriteStore:
     def append(self, name: str, rows: NDArray[Any]) -> int:
         array = self._array(name)
         first = array.rows.rows
-        write = self._write_chunk if array.codec is None else self._write_compressed
+        write: Callable[[_Array, int, memoryview], None]
+        if array.large:
+            write = self._write_large
+        else:
+            write = self._write_chunk if array.codec is None else self._write_compressed
         self._changed[name] = None
         with _written(self.path):
             array.rows.append(rows, lambda number, data: write(array, number, data))
@@ -486,7 +506,9 @@ class Hdf5WriteStore:
             for name in self._changed:
                 array = self._arrays[name]
                 tail = array.rows.take_tail()
-                if tail is not None and array.codec is None:
+                if tail is not None and array.large:
+                    self._write_large(array, *tail)
+                elif tail is not None and array.codec is None:
                     self._write_chunk(array, *tail)
                 elif tail is not None:
                     self._write_compressed(array, *tail, last=True)
@@ -521,6 +543,7 @@ class Hdf5WriteStore:
             return
         self.seal()
         self.commit()
+        self._close_direct()
         self._descriptor = -1
         with _written(self.path):
             self._file.close()
@@ -551,6 +574,7 @@ class Hdf5WriteStore:
         if self._sealed:
             self._shorten()
         file, self._file = self._file, None
+        self._close_direct()
         self._descriptor = -1
         # the error that led here is the one to report
         with contextlib.suppress(Exception):
@@ -605,7 +629,11 @@ class Hdf5WriteStore:
             encoded = encode(array.codec, data, array.rows.dtype.itemsize)
             self._write_chunk(array, number, memoryview(encoded))
 
-    def _write_chunk(self, array: _Array, number: int, data: memoryview, filter_mask: int = 0) -> None:
+    def _begin(self, array: _Array, number: int) -> tuple[int, ...]:
+        """Where in an array a chunk begins, once the array is long enough to have it.
+
+        A chunk cannot be written beyond the length; its rows mean nothing before the journal refers to them.
+        """
         rows = array.rows
         height, place = divmod(number, rows.per_row)
         start = [height * rows.chunk[0]]
@@ -613,9 +641,48 @@ class Hdf5WriteStore:
             start += [0] * len(rows.grid)
         else:
             start += [int(i) * size for i, size in zip(np.unravel_index(place, rows.grid), rows.chunk[1:], strict=True)]
-        # a chunk cannot be written beyond the length; its rows mean nothing before the journal refers to them
         self._resize(array, start[0] + 1)
-        array.dataset.write_direct_chunk(tuple(start), data, filter_mask)
+        return tuple(start)
+
+    def _write_chunk(self, array: _Array, number: int, data: memoryview, filter_mask: int = 0) -> None:
+        array.dataset.write_direct_chunk(self._begin(array, number), data, filter_mask)
+
+    def _write_large(self, array: _Array, number: int, data: memoryview) -> None:
+        """Write a chunk to the place that HDF5 has for it: in pieces, and while nobody waits past the page cache."""
+        place = array.dataset.get_chunk_info_by_coord(self._begin(array, number)).byte_offset
+        if place is None:
+            raise TraceError(f"{self.path}: HDF5 has no place for chunk {number} of an array")
+        done = 0
+        if self.unhurried and place % PAGE == 0 and self._direct.serves(self._descriptor):
+            done = self._write_past_cache(data, place)
+        while done < len(data):
+            stop = min(len(data), done + PIECE - (place + done) % PIECE)
+            write_all(self._descriptor, [data[done:stop]], stop - done, place + done)
+            done = stop
+
+    def _write_past_cache(self, data: memoryview, place: int) -> int:
+        """Write a chunk but for the page that it ends in, where other things begin; how many bytes that was."""
+        data = self._direct.aligned(data)
+        whole = len(data) - len(data) % PAGE
+        try:
+            if self._direct_file < 0:
+                path = self.path if self._sealed else self._unsealed
+                self._direct_file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | DIRECT)
+        except OSError:
+            self._direct.give_up()
+            return 0
+        try:
+            return whole if os.pwritev(self._direct_file, [data[:whole]], place) == whole else 0
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise  # through the page cache, nobody would hear of it any more
+            self._direct.give_up()
+            return 0
+
+    def _close_direct(self) -> None:
+        file, self._direct_file = self._direct_file, -1
+        if file >= 0:
+            os.close(file)
 
 
 _writing: weakref.WeakSet[Hdf5WriteStore] = weakref.WeakSet()

@@ -56,15 +56,9 @@ from tracer.stores import (
     walk,
 )
 from tracer.stores.codecs import CODECS, OVERHEAD, Codec, codec_of, decode, decoded_size, encode, zarr_codec
-from tracer.stores.direct import DIRECT, REFUSALS, DirectIO
+from tracer.stores.direct import DIRECT, PIECE, REFUSALS, DirectIO, write_all
 
 CHUNKS_PER_SHARD = 128
-PIECE = 1 << 19
-"""Bytes of one write, which ends at a multiple of them in the file.
-
-Page caches take memory in blocks that lie at multiples of their size in the file, so writes that lie elsewhere are cut
-into many small ones. A piece should still be in the processor's cache when it is written, after its checksum.
-"""
 READ_PIECE = 1 << 20
 """Bytes of one read: they should be in the processor's cache when their checksum is computed."""
 DOCUMENT_LIMIT = 16 << 20
@@ -588,7 +582,7 @@ class ZarrWriteStore:
         index[places, 1] = [shard.sizes[place] for place in shard.places] if shard.sizes else shard.nbytes
         # a process that is killed between two pages leaves both indexes as they were, or the second one, or neither
         data = both_indexes(index)
-        _pwrite(self._file(shard.path), [data], len(data), 0)
+        write_all(self._file(shard.path), [data], len(data), 0)
         shard.changed = False
         shard.free += shard.retired
         shard.retired.clear()
@@ -637,22 +631,10 @@ def _write_pieces(file: int, data: memoryview, offset: int) -> None:
     stop = PIECE - offset % PIECE
     while stop < nbytes:
         checksum = crc32c(data[start:stop], checksum)
-        _pwrite(file, [data[start:stop]], stop - start, offset + start)
+        write_all(file, [data[start:stop]], stop - start, offset + start)
         start, stop = stop, stop + PIECE
     checksum = crc32c(data[start:], checksum)
-    _pwrite(file, [data[start:], checksum.to_bytes(4, "little")], nbytes - start + 4, offset + start)
-
-
-def _pwrite(file: int, parts: list[Any], size: int, offset: int) -> None:
-    written = os.pwritev(file, parts, offset)
-    if written != size:
-        # a short write is what a full disk looks like before the next one fails
-        rest = b"".join(bytes(part) for part in parts)
-        while written < size:
-            step = os.pwrite(file, rest[written:], offset + written)
-            if step == 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            written += step
+    write_all(file, [data[start:], checksum.to_bytes(4, "little")], nbytes - start + 4, offset + start)
 
 
 def _group_document(attributes: Mapping[str, Any]) -> dict[str, Any]:
