@@ -31,7 +31,17 @@ from tracer.errors import (
     TraceUnreadableError,
 )
 from tracer.memory import PAGE, new_memory
-from tracer.stores import ALIGNED_BYTES, RowChunks, chunk_shape, create_store, hdf5, open_parts, open_store, store_files
+from tracer.stores import (
+    ALIGNED_BYTES,
+    RowChunks,
+    chunk_shape,
+    create_store,
+    direct,
+    hdf5,
+    open_parts,
+    open_store,
+    store_files,
+)
 from tracer.stores.direct import DIRECT, DirectIO
 from tracer.stores.zarr import chunks_begin
 
@@ -921,15 +931,11 @@ def test_past_the_page_cache_where_there_is_no_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
     """Nothing is tried on a file system that lies on no block device, whatever the number of its device."""
-    files, look = noted(monkeypatch), os.fstat
+    files = noted(monkeypatch)
     for number, device in enumerate((os.makedev(0, 41), os.makedev(200, 977))):
-
-        def looked(file: int, device: int = device) -> Any:
-            found = look(file)
-            told = {name: getattr(found, name) for name in dir(found) if name.startswith("st_")}
-            return SimpleNamespace(**told | {"st_dev": device})
-
-        monkeypatch.setattr(os, "fstat", looked)
+        # as the module sees it that asks, and nobody else
+        elsewhere = SimpleNamespace(**vars(os) | {"fstat": lambda file, device=device: SimpleNamespace(st_dev=device)})
+        monkeypatch.setattr(direct, "os", elsewhere)
         path = tmp_path / f"{number}{suffix}"
         values = written_unhurried(path)
         monkeypatch.undo()
