@@ -198,6 +198,28 @@ def test_updates_are_derived_as_afterwards(tmp_path: Path, suffix: str) -> None:
     assert [one.global_step for one in after if one.kind == "weight_updates" and one.key == "b"] == [*range(7)]
 
 
+def test_streams_are_declared_before_they_have_messages(tmp_path: Path) -> None:
+    """A follower may look between the commit of the declarations and that of the first rows."""
+    from tracer.replay import _plan, _settled
+
+    path = tmp_path / "run.zarr"
+    with TraceWriter(path) as writer:
+        for step in range(2):
+            where: Any = {"global_step": step, "train_step": step, "epoch": 0}
+            writer.write(ModuleMessage(kind="weights", module="a", data=torch.ones(3), **where))
+        writer.commit()
+        document = path / "rank0" / "journal" / "zarr.json"
+        text = document.read_text()
+        assert '"shape": [2, ' in text
+        document.write_text(text.replace('"shape": [2, ', '"shape": [0, '))
+        receivers = (Collect("weight_updates"), Counting("weight_updates"))
+        with TraceReader(path) as reader:
+            todo = _plan(reader, receivers, None, None, None, None, 0, growing=True)
+            assert (len(reader), len(todo.derived)) == (0, 1)
+            assert _settled(reader, todo) == 0
+        document.write_text(text)
+
+
 @every_format
 def test_what_is_needed_may_come_later(tmp_path: Path, suffix: str) -> None:
     """A stream that begins later is waited for; one that never came is an error when the run has ended."""

@@ -676,6 +676,25 @@ def test_hdf5_opened_twice_in_a_process(tmp_path: Path) -> None:
             store.close()
 
 
+def test_hdf5_grows_beside_a_reader_that_is_behind(tmp_path: Path) -> None:
+    """A reader of what another one of the process follows reads what it saw, though the file has grown since."""
+    path = tmp_path / "store.h5"
+    values = numbers("int64", (3000, 3))
+    store = create_store(path)
+    store.create("a", dtype="int64", shape=(3,), chunk_bytes=24)
+    store.seal()
+    store.append("a", values[:20])
+    store.commit()
+    with closing(open_store(path)) as behind, closing(open_store(path)) as reader:
+        assert (behind.length("a"), reader.length("a")) == (20, 20)
+        store.append("a", values[20:])
+        store.commit()
+        assert np.array_equal(reader.read("a", 0, 20), values[:20])
+        reader.refresh()
+        assert np.array_equal(reader.read("a", 0, reader.length("a")), values)
+    store.close()
+
+
 def test_hdf5_fails_to_say_why_a_file_does_not_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is being written is read although h5py, which collects garbage meanwhile, loses why it is not."""
     path = tmp_path / "store.h5"

@@ -245,7 +245,8 @@ def _settled(reader: TraceReader, todo: Plan) -> int:
     last = np.full(len(reader.streams), -1)
     last[streams] = np.arange(len(streams))  # of several, the last is what stays
     last = last[[stream.id for stream in todo.derived]]
-    waiting = last[(last >= 0) & (steps[last] >= over)]
+    last = last[last >= 0]  # a stream is declared before it has messages
+    waiting = last[steps[last] >= over]
     return int(waiting.min(initial=len(streams)))
 
 

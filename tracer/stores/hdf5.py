@@ -1206,6 +1206,8 @@ _UNDEFINED = 2**64 - 1
 _LAYOUT, _CONTINUED = 0x08, 0x10
 """What messages in the header of an object are about: how its data is laid out, and where the header goes on."""
 _HEADER_LIMIT = 1 << 20
+_FARTHER = 1 << 50
+"""Bytes by which a file that is being written may grow while it is open."""
 _HEADER_PARTS = 100
 _ATTRIBUTES = (h5py.h5t.TypeIntegerID, h5py.h5t.TypeFloatID, h5py.h5t.TypeEnumID, h5py.h5t.TypeStringID)
 
@@ -1330,7 +1332,8 @@ class _Mended(io.RawIOBase):
         if len(head) == _SUPERBLOCK.size + 4 and checksum(body).to_bytes(4, "little") == stored:
             fields = list(_SUPERBLOCK.unpack(body))
             fields[4] = 0  # nobody writes it
-            fields[7] = max(fields[7], self._size)
+            # what is being written has blocks farther on by the time that they are looked for
+            fields[7] = max(fields[7], self._size) + (_FARTHER if torn else 0)
         self._end = fields[7]
         body = _SUPERBLOCK.pack(*fields)
         self._head = body + checksum(body).to_bytes(4, "little")
