@@ -904,7 +904,86 @@ def test_past_the_page_cache(
     assert np.array_equal(reader.read("small", 0, 1200), values[:, :100].reshape(-1))
     assert np.array_equal(plainly(path, "own"), values)
     reader.close()
-    assert len(files) == (9 if served(tmp_path / "file") else 0)
+    # HDF5 writes those itself of which it is not known where they belong, as the first ones, with which an index begins
+    most = 9 if served(tmp_path / "file") else 0
+    assert most * (1 if suffix == ".zarr" else 0.5) <= len(files) <= most
+
+
+@pytest.mark.parametrize("sealed_at", [0, 3, 99])
+def test_hdf5_places_of_large_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sealed_at: int) -> None:
+    """Where large chunks are thought to be is where HDF5 says that they are, whatever else the file grows by."""
+    known = [0, 0]
+    make_room = hdf5.Hdf5WriteStore._make_room
+
+    def compared(store: Any, array: Any, length: int) -> None:
+        make_room(store, array, length)
+        known[array.place >= 0] += 1
+        if array.place >= 0:
+            for number in range((length - array.length) * array.rows.per_row):
+                found = array.dataset.get_chunk_info_by_coord(store._start(array, array.first + number)).byte_offset
+                assert found == array.place + number * store._apart(array)
+
+    monkeypatch.setattr(hdf5.Hdf5WriteStore, "_make_room", compared)
+    path = tmp_path / "store.h5"
+    rng = np.random.default_rng(0)
+    store = create_store(path)
+    shapes = {"a": (ALIGNED_BYTES,), "b": (ALIGNED_BYTES + 4097,), "c": (2, 1024, 1024), "d": (5, 33, 20_001)}
+    for name, shape in shapes.items():
+        store.create(name, dtype="uint8", shape=shape, chunk_bytes=1)
+    store.create("small", dtype="int64", shape=(12,), chunk_bytes=4096)
+    written: dict[str, list[Any]] = {name: [] for name in shapes}
+    for turn in range(12):
+        if turn == sealed_at:
+            store.seal()
+        store.unhurried = turn % 2 > 0
+        for name, shape in shapes.items():
+            rows = rng.integers(0, 256, (1 + turn % 3, *shape), np.uint8)
+            store.append(name, rows)
+            written[name].append(rows)
+        store.append("small", np.zeros((rng.integers(200), 12), np.int64))
+        if turn % 4 == 3:
+            store.commit()
+    store.close()
+    with closing(open_store(path)) as reader:
+        for name, parts in written.items():
+            assert np.array_equal(reader.read(name, 0, reader.length(name)), np.concatenate(parts))
+    assert np.array_equal(plainly(path, "d"), np.concatenate(written["d"]))
+    assert known[1] > 4 * known[0]
+
+
+def test_hdf5_places_that_are_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where HDF5 puts large chunks elsewhere, it writes them itself."""
+    monkeypatch.setattr(hdf5.Hdf5WriteStore, "_apart", staticmethod(lambda array: array.rows.chunk_nbytes + PAGE))
+    values = np.random.default_rng(0).integers(0, 256, (6, 3, 1024, 1024), np.uint8)
+    path = tmp_path / "store.h5"
+    store = create_store(path)
+    store.unhurried = True
+    store.create("own", dtype="uint8", shape=values.shape[1:], chunk_bytes=1)
+    for row in values:
+        store.append("own", row[None])
+    store.close()
+    with closing(open_store(path)) as reader:
+        assert np.array_equal(reader.read("own", 0, 6), values)
+
+
+def test_hdf5_that_is_moved_while_it_is_written(tmp_path: Path) -> None:
+    """Large chunks go to the file that was begun, whatever else is at its path by now."""
+    path = tmp_path / "store.h5"
+    values = numbers("float32", (6, 256, 256))
+    store = create_store(path)
+    store.create("own", dtype="float32", shape=(256, 256), chunk_bytes=1)
+    store.seal()
+    store.append("own", values[:3])
+    store.commit()
+    path.rename(tmp_path / "moved.h5")
+    written_unhurried(path)
+    other = path.read_bytes()
+    store.unhurried = True
+    store.append("own", values[3:])
+    store.close()
+    assert path.read_bytes() == other
+    with closing(open_store(tmp_path / "moved.h5")) as reader:
+        assert np.array_equal(reader.read("own", 0, 6), values)
 
 
 @every_format

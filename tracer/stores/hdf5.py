@@ -1,7 +1,7 @@
 """Traces in one file of the HDF5 format, which any HDF5 library reads.
 
-Chunks go into the file without passing through HDF5's chunk cache; large ones not through HDF5 at all, which only says
-where they belong. From the first commit on the file is in SWMR mode,
+Chunks go into the file without passing through HDF5's chunk cache; large ones not through HDF5 at all, which only makes
+room for them. From the first commit on the file is in SWMR mode,
 in which it can be read while it is written and after ``kill -9``, and in which no datasets can be made; until then
 it lies beside its final path, so that what is at the path can always be opened.
 
@@ -82,6 +82,8 @@ FIRST_PART = "rank0"
 """The part that the file at a trace's path holds."""
 SETTLED_NANOSECONDS = 2_000_000_000
 """How long ago a file was written whose damage is taken for lasting: a writer may be in the midst of it."""
+_TRIED = 3
+"""How often, of each array, HDF5 is asked where it put large chunks, too."""
 FETCHED_BYTES = 16 << 20
 """Bytes of the chunks of a file on an object store that are fetched at once."""
 _JSON = "json:"
@@ -332,13 +334,18 @@ def _bound_retries(access: Any) -> None:
 class _Array:
     """A dataset that is being written."""
 
-    __slots__ = ("codec", "committed", "dataset", "large", "length", "plain", "rows")
+    __slots__ = ("codec", "committed", "dataset", "first", "large", "length", "place", "plain", "rows", "tried")
 
     def __init__(self, dataset: Any, rows: RowChunks, codec: Codec | None) -> None:
         self.dataset = dataset
         self.rows = rows
         self.codec = codec
         self.large = _is_large(rows, codec)
+        # the first chunk for which room was made last, and where it begins; -1 where that is not known
+        self.first = 0
+        self.place = -1
+        # how many times what is thought to be its place was compared with what HDF5 says
+        self.tried = 0
         self.length = 0
         # the last chunk that was published before it was full
         self.plain = -1
@@ -347,7 +354,7 @@ class _Array:
 
 def _is_large(rows: RowChunks, codec: Codec | None) -> bool:
     """Whether the chunks of an array get their places when it grows, and are written there without HDF5."""
-    return codec is None and rows.chunk_nbytes >= ALIGNED_BYTES
+    return codec is None and rows.chunk_nbytes >= ALIGNED_BYTES and rows.chunk[0] == 1
 
 
 _WRITING: dict[str, Any] = {
@@ -614,9 +621,38 @@ class Hdf5WriteStore:
         return self._arrays[name]
 
     def _resize(self, array: _Array, length: int) -> None:
-        if array.length < length:
+        if array.length >= length:
+            return
+        if array.large:
+            self._make_room(array, length)
+        else:
             array.dataset.set_extent((length, *array.rows.shape))
-            array.length = length
+        array.length = length
+
+    def _make_room(self, array: _Array, length: int) -> None:
+        """Let an array of large chunks grow, which gives each new one its place, and find out where that is.
+
+        HDF5 says where a chunk is by going through all of them. But it puts large ones behind all that there is, at the
+        next page; so where the file grew by just what the new ones take, they are what is there.
+        """
+        rows, file = array.rows, self._file.id
+        before = -(-int(file.get_filesize()) // PAGE) * PAGE
+        array.dataset.set_extent((length, *rows.shape))
+        count = (length - array.length) * rows.per_row
+        end = before + (count - 1) * self._apart(array) + rows.chunk_nbytes
+        array.first = array.length * rows.per_row
+        array.place = before if int(file.get_filesize()) == end else -1
+        if array.place >= 0 and array.tried < _TRIED:
+            array.tried += 1
+            for number in {array.first, array.first + count - 1}:
+                found = array.dataset.get_chunk_info_by_coord(self._start(array, number)).byte_offset
+                if found != array.place + (number - array.first) * self._apart(array):
+                    array.place, array.large = -1, False
+
+    @staticmethod
+    def _apart(array: _Array) -> int:
+        """Bytes from the beginning of a large chunk to that of the next one."""
+        return -(-array.rows.chunk_nbytes // PAGE) * PAGE
 
     def _write_compressed(self, array: _Array, number: int, data: memoryview, last: bool = False) -> None:
         """Write a chunk compressed; or as it is, where it is the last one, which is not full yet, or once was."""
@@ -629,11 +665,9 @@ class Hdf5WriteStore:
             encoded = encode(array.codec, data, array.rows.dtype.itemsize)
             self._write_chunk(array, number, memoryview(encoded))
 
-    def _begin(self, array: _Array, number: int) -> tuple[int, ...]:
-        """Where in an array a chunk begins, once the array is long enough to have it.
-
-        A chunk cannot be written beyond the length; its rows mean nothing before the journal refers to them.
-        """
+    @staticmethod
+    def _start(array: _Array, number: int) -> tuple[int, ...]:
+        """Where in an array a chunk begins."""
         rows = array.rows
         height, place = divmod(number, rows.per_row)
         start = [height * rows.chunk[0]]
@@ -641,19 +675,23 @@ class Hdf5WriteStore:
             start += [0] * len(rows.grid)
         else:
             start += [int(i) * size for i, size in zip(np.unravel_index(place, rows.grid), rows.chunk[1:], strict=True)]
-        self._resize(array, start[0] + 1)
         return tuple(start)
 
     def _write_chunk(self, array: _Array, number: int, data: memoryview, filter_mask: int = 0) -> None:
-        array.dataset.write_direct_chunk(self._begin(array, number), data, filter_mask)
+        start = self._start(array, number)
+        # a chunk cannot be written beyond the length; its rows mean nothing before the journal refers to them
+        self._resize(array, start[0] + 1)
+        array.dataset.write_direct_chunk(start, data, filter_mask)
 
     def _write_large(self, array: _Array, number: int, data: memoryview) -> None:
         """Write a chunk to the place that HDF5 has for it: in pieces, and while nobody waits past the page cache."""
-        place = array.dataset.get_chunk_info_by_coord(self._begin(array, number)).byte_offset
-        if place is None:
-            raise TraceError(f"{self.path}: HDF5 has no place for chunk {number} of an array")
+        self._resize(array, number // array.rows.per_row + 1)
+        if array.place < 0 or number < array.first:
+            self._write_chunk(array, number, data)
+            return
+        place = array.place + (number - array.first) * self._apart(array)
         done = 0
-        if self.unhurried and place % PAGE == 0 and self._direct.serves(self._descriptor):
+        if self.unhurried and self._direct.serves(self._descriptor):
             done = self._write_past_cache(data, place)
         while done < len(data):
             stop = min(len(data), done + PIECE - (place + done) % PIECE)
@@ -666,7 +704,8 @@ class Hdf5WriteStore:
         whole = len(data) - len(data) % PAGE
         try:
             if self._direct_file < 0:
-                path = self.path if self._sealed else self._unsealed
+                # what is open, and not what is at its path by now
+                path = f"/proc/self/fd/{self._descriptor}"
                 self._direct_file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | DIRECT)
         except OSError:
             self._direct.give_up()
@@ -691,10 +730,11 @@ _writing: weakref.WeakSet[Hdf5WriteStore] = weakref.WeakSet()
 def _let_go() -> None:
     """Let a forked child write nowhere: when it ends, HDF5 writes what was in its memory when it was forked."""
     for store in _writing:
-        if store._descriptor >= 0:
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            os.dup2(nowhere, store._descriptor)
-            os.close(nowhere)
+        for file in (store._descriptor, store._direct_file):
+            if file >= 0:
+                nowhere = os.open(os.devnull, os.O_RDWR)
+                os.dup2(nowhere, file)
+                os.close(nowhere)
 
 
 os.register_at_fork(after_in_child=_let_go)
