@@ -149,6 +149,18 @@ def test_what_is_no_single_byte(file: Path) -> None:
     assert not is_header(b"OCHK")
 
 
+def test_searches_end() -> None:
+    """What may be spent on a search is asked for, and where it may not be, a block stays what it is."""
+    block = b"OCHK" + bytes(range(7, 100))
+    block += checksum(block).to_bytes(4, "little")
+    damaged = block[:20] + b"?" + block[21:]
+    asked: list[int] = []
+    assert righted(damaged, lambda nbytes: asked.append(nbytes) or False) == (damaged, None)  # type: ignore[func-returns-value]
+    assert asked == [97 * 97 * 255]
+    assert righted(block, lambda nbytes: False) == (block, None)
+    assert righted(damaged) == (block, 20)
+
+
 def write(path: Path) -> int:
     """A run of several streams of each kind; how many messages."""
     with TraceWriter(path, own_pool_bytes=2000, chunk_bytes=176, header={"argv": ["x"]}) as writer:

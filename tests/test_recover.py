@@ -273,6 +273,29 @@ def test_what_follows_the_last_row(tmp_path: Path) -> None:
     assert recover(path, tmp_path / "lost.zarr").saved == len(ALL) - STEPS
 
 
+def test_many_damaged_declarations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flipped bit is looked for in so many bytes of damaged lines, and no more: in long ones that takes long."""
+    from tracer import layout
+
+    path = tmp_path / "run.h5"
+    with TraceWriter(path) as writer:
+        for number in range(60):
+            writer.note({"text": "x" * 4000, "number": number})
+            writer.write(NetworkMessage(kind="loss", data=torch.tensor(1.0), global_step=number, train_step=0, epoch=0))
+            writer.commit()
+    data = bytearray(path.read_bytes())
+    for number in range(0, 60, 2):
+        place = data.index(b'"number":%d' % number) - 100
+        data[place : place + 2] = b"??"
+    path.write_bytes(data)
+    tried: list[int] = []
+    search = layout.as_they_were
+    monkeypatch.setattr(layout, "as_they_were", lambda text, before: (tried.append(len(text)), search(text, before))[1])
+    loss = recover(path, tmp_path / "saved.zarr")
+    assert (loss.saved, loss.notes, loss.lossless) == (60, 30, False)
+    assert 0 < sum(tried) <= 1 << 15
+
+
 @every_format
 def test_any_flipped_bit_of_the_declarations(tmp_path: Path, suffix: str) -> None:
     """Also one that makes two lines of one, or one of two: all is saved, and known to be."""

@@ -55,6 +55,8 @@ CACHE_BYTES: Final = 64 << 20
 """Bytes of chunks that a `Survey` keeps, apart from the one in use."""
 MENDED_ROWS: Final = 1000
 """Rows of a journal in which a flipped bit is looked for; where more are damaged, it is by something else."""
+SEARCHED_BYTES: Final = 1 << 15
+"""Bytes of lines in which a flipped bit is looked for."""
 MOST_ROWS: Final = 1 << 40
 """More rows than any journal has."""
 UNKNOWN: Final = "(unknown)"
@@ -328,6 +330,8 @@ class Survey:
         self._told = set() if tell_store else set(store.problems)
         # whether no declaration is lost but at the end
         self._chained = False
+        # bytes of lines in which a flipped bit was looked for
+        self._searched = 0
         self._load()
 
     def written_since(self, when: float) -> bool:
@@ -476,7 +480,10 @@ class Survey:
         A bit of the line feed at its end puts the next line to its end, and one may have become a line feed.
         """
         for following in ([], [lines[0]] if lines else []):
-            found = layout.as_they_were(b"".join(one + b"\n" for one in (line, *following)), before)
+            text = b"".join(one + b"\n" for one in (line, *following))
+            self._searched += len(text)
+            # in long ones it takes long
+            found = None if self._searched > SEARCHED_BYTES else layout.as_they_were(text, before)
             if found is not None:
                 self._add(
                     "declaration",

@@ -84,6 +84,8 @@ SETTLED_NANOSECONDS = 2_000_000_000
 """How long ago a file was written whose damage is taken for lasting: a writer may be in the midst of it."""
 _TRIED = 3
 """How often, of each array, HDF5 is asked where it put large chunks, too."""
+SEARCHED_BYTES = 16 << 30
+"""Bytes of checksums that are computed, for each file, to put damaged metadata right: that takes less than a minute."""
 FETCHED_BYTES = 16 << 20
 """Bytes of the chunks of a file on an object store that are fetched at once."""
 _JSON = "json:"
@@ -1362,6 +1364,7 @@ class _Mended(io.RawIOBase):
         self._tell = tell
         # HDF5 asks again and again for a block that fails its checksum
         self._righted: dict[tuple[int, int], bytes] = {}
+        self._left = SEARCHED_BYTES
         self._file = path.open("rb", buffering=0)
         self._size = path.stat().st_size
         self._place = 0
@@ -1418,11 +1421,16 @@ class _Mended(io.RawIOBase):
             if is_header(block):  # which is asked for before its size is known
                 self._file.seek(self._place + len(block))
                 known += self._file.read(max(0, HEADER_BYTES - len(block))) or b""
-            found, place = righted(known)
+            found, place = righted(known, self._may_spend)
             if place is not None and self._tell is not None:
                 self._tell(f"byte {self._place + place} of the file's metadata is wrong")
             found = self._righted[key] = found[: len(block)]
         return found
+
+    def _may_spend(self, nbytes: int) -> bool:
+        """Whether so much may still be computed to put blocks right."""
+        self._left -= nbytes
+        return self._left >= 0
 
     def close(self) -> None:
         self._file.close()
