@@ -595,12 +595,16 @@ class _Work:
         self._done = self._failed = 0
         self._tasks: dict[str, Task] = {}
         self._tried: dict[str, int] = {}
+        # what is tried again when nothing else is left, one after the other
+        self._later: list[Task] = []
 
     def run(self, engine: Engine) -> None:
         """Compute all tasks."""
         for task in self._planned.tasks:
             self._submit(engine, task)
-        while self._tasks:
+        while self._tasks or self._later:
+            if not self._tasks:
+                self._submit(engine, self._later.pop(0))
             key, found = engine.next_done()
             task = self._tasks.pop(key)
             if isinstance(found, Death):
@@ -614,7 +618,7 @@ class _Work:
         engine.submit(key, {"task": task.document(), "out": str(self._folder), "replace": self._force})
 
     def _mourn(self, engine: Engine, task: Task, death: Death) -> None:
-        """Try again what a worker died of: each unit by itself, and the same once more."""
+        """Try again what a worker died of: each unit by itself, and the same once more, perhaps with nothing else."""
         tried = self._tried.get(task.units[0].id, 0)
         if len(task.units) > 1:
             self._say({"event": "retry", "trace": task.run.trace, "reason": death.reason, "parts": len(task.units)})
@@ -623,7 +627,10 @@ class _Work:
         elif death.again and not tried:
             self._tried[task.units[0].id] = tried + 1
             self._say({"event": "retry", "trace": task.run.trace, "reason": death.reason, "parts": 1})
-            self._submit(engine, task)
+            if death.alone:
+                self._later.append(task)
+            else:
+                self._submit(engine, task)
         else:
             reason = death.reason + (", twice" if tried else "")
             self._count(task.units[0], "killed", reason=reason)

@@ -46,10 +46,13 @@ class Death:
         A clause: ``"the worker was killed by SIGSEGV"``.
     again : bool
         Whether it may go well if it is tried again.
+    alone : bool
+        Whether what died with it may have been the reason, so that it is to be tried again when nothing else is done.
     """
 
     reason: str
     again: bool = True
+    alone: bool = False
 
 
 class Engine(Protocol):
@@ -366,7 +369,9 @@ class Dask:
                 f"the same again ({type(lost).__name__})"
             ) from lost
         if isinstance(error, self._distributed.KilledWorker):
-            return key, Death("the Dask workers that computed it died one after the other (KilledWorker)", False)
+            # Dask blames each task that was at a worker when it died, also those that only waited there
+            why = "the Dask workers that computed it died one after the other (KilledWorker)"
+            return key, Death(why, alone=True)
         if error is None:
             if self._client.status != "running":
                 raise TracerError(

@@ -880,6 +880,32 @@ def test_a_local_dask_cluster_and_a_part_that_kills_its_workers(runs: Path, trou
     assert "KilledWorker" in failure.reason
 
 
+def test_what_died_beside_others_is_tried_alone(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was given up together is computed when nothing else is, and counts as failed only if it dies then, too."""
+    take, tried = engines.Inline.next_done, list[str]()
+
+    def dies(engine: engines.Inline) -> Any:
+        key, document = engine._waiting[0]
+        tried.append(key)
+        guilty = "bad.zarr" in str(document["task"])
+        if tried.count(key) == 1 or guilty:
+            if tried.count(key) > 1:
+                assert len(engine._waiting) == 1
+            engine._waiting.popleft()
+            return key, Death("died", alone=True)
+        assert len(engine._waiting) == 1
+        return take(engine)
+
+    monkeypatch.setattr(engines.Inline, "next_done", dies)
+    write(runs / "bad.zarr")
+    good = len([one for one in runs.iterdir() if one.name != "bad.zarr"])
+    results = batch(runs, ["norm"], tmp_path / "out", workers=0)
+    assert counted(results) == (good, 0, 1)
+    (failure,) = results.failures
+    assert (Path(failure.trace).name, failure.reason) == ("bad.zarr", "died, twice")
+    assert len(tried) == 2 * (good + 1)
+
+
 def test_a_receipt_that_died_with_its_worker_is_waited_for() -> None:
     """Dask computes it again, however long that takes; it is given up when the scheduler is gone, or the task fails."""
 
