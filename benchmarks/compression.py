@@ -133,7 +133,9 @@ def chunks_of(messages: list[Message]) -> list[tuple[NDArray[np.uint8], int]]:
         item = rows.dtype.itemsize
         cut[key].append(
             rows if own else rows.reshape(-1),
-            lambda _, data, item=item: found.append((np.frombuffer(bytes(data), np.uint8), item)),  # type: ignore[misc]
+            lambda _, pieces, item=item: found.extend(  # type: ignore[misc]
+                (np.frombuffer(bytes(data), np.uint8), item) for data in pieces
+            ),
         )
     return found
 

@@ -33,6 +33,7 @@ from tracer.errors import (
 from tracer.memory import PAGE, new_memory
 from tracer.stores import (
     ALIGNED_BYTES,
+    CHUNKS_AT_ONCE,
     RowChunks,
     chunk_shape,
     create_store,
@@ -185,11 +186,13 @@ def test_chunks_tile_the_rows() -> None:
     values = numbers("float32", (2, 5, 7, 90000))
     padded = np.full([2, *(c * s for c, s in zip(rows.grid, rows.chunk[1:], strict=True))], np.nan, np.float32)
 
-    def place(number: int, data: memoryview) -> None:
-        row, rest = divmod(number, rows.per_row)
-        where = np.unravel_index(rest, rows.grid)
-        at = tuple(slice(i * s, (i + 1) * s) for i, s in zip(where, rows.chunk[1:], strict=True))
-        padded[(row, *at)] = np.frombuffer(data, np.float32).reshape(rows.chunk[1:])
+    def place(first: int, pieces: list[memoryview]) -> None:
+        assert len(pieces) <= CHUNKS_AT_ONCE
+        for number, data in enumerate(pieces, first):
+            row, rest = divmod(number, rows.per_row)
+            where = np.unravel_index(rest, rows.grid)
+            at = tuple(slice(i * s, (i + 1) * s) for i, s in zip(where, rows.chunk[1:], strict=True))
+            padded[(row, *at)] = np.frombuffer(data, np.float32).reshape(rows.chunk[1:])
 
     rows.append(values, place)
     assert np.array_equal(padded[:, :5, :7, :90000], values)

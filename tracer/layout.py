@@ -174,19 +174,18 @@ def encode(tensor: Tensor) -> NDArray[Any]:
     MessageError
         If a trace cannot hold such tensors.
     """
-    encoding = encoding_of(tensor)
-    if tensor.is_cpu and tensor.is_contiguous():
+    encoding = _BY_DTYPE.get(tensor.dtype)
+    if encoding is None or tensor.layout is not torch.strided or not tensor.is_cpu:
+        encoding = encoding_of(tensor)  # which says what it cannot hold
+    elif tensor.is_contiguous():
         # each operation of PyTorch lets other threads of Python go first, and waking them costs more than it does
         try:
-            return _numbers(tensor, encoding)
+            array: NDArray[Any] = tensor.numpy() if encoding.bits is None else tensor.view(encoding.bits).numpy()
+            return array
         except RuntimeError:  # it requires gradients, or its numbers stand for their conjugates or negatives
             pass
-    return _numbers(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous(), encoding)
-
-
-def _numbers(dense: Tensor, encoding: Encoding) -> NDArray[Any]:
-    array: NDArray[Any] = (dense if encoding.bits is None else dense.view(encoding.bits)).numpy()
-    return array
+    dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return (dense if encoding.bits is None else dense.view(encoding.bits)).numpy()
 
 
 def decode(array: NDArray[Any], dtype: str, shape: Iterable[int]) -> Tensor:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import mmap
 import sys
 import threading
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
@@ -14,6 +18,8 @@ SMALLEST: Final = 1 << 17
 """Bytes from which memory is worth using again: less comes from where the allocator keeps what was freed."""
 MOST: Final = 64 << 20
 """Bytes that are kept to be used again, in all."""
+LARGE_PAGE: Final = 2 << 20
+_SPACE: Final = 4 * LARGE_PAGE
 _MUCH: Final = 16 * PAGE
 _LOOKED_AT: Final = 64
 
@@ -31,10 +37,9 @@ def new_memory(nbytes: int) -> NDArray[np.uint8]:
     return whole[begin : begin + nbytes]
 
 
-def _references(block: NDArray[np.uint8]) -> int:
-    """What refers to the memory of a block: the block itself, all that was made of it, and what counts them."""
-    whole = block.base
-    return sys.getrefcount(whole)
+def _references(blocks: Sequence[NDArray[np.uint8]], number: int) -> int:
+    """What refers to the memory of a block: who keeps the block, all that was made of it, and what counts them."""
+    return sys.getrefcount(blocks[number])
 
 
 def _references_of_unused() -> int | None:
@@ -45,15 +50,44 @@ def _references_of_unused() -> int | None:
     """
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         return None
-    block = new_memory(_MUCH)
-    unused = _references(block)
-    taken = block[:]
-    used = [_references(block)]
+    blocks = [np.frombuffer(bytearray(_MUCH), np.uint8)]
+    unused = _references(blocks, 0)
+    taken = blocks[0][:]
+    used = [_references(blocks, 0)]
     made = taken.view(np.float32).reshape(1, -1)
     del taken
-    used.append(_references(block))
+    used.append(_references(blocks, 0))
     del made
-    return unused if [*used, _references(block)] == [unused + 1, unused + 1, unused] else None
+    return unused if [*used, _references(blocks, 0)] == [unused + 1, unused + 1, unused] else None
+
+
+class _Space:
+    """A stretch of memory that blocks are cut from, one behind the other; it is given back when none is left.
+
+    Where the system has large pages, it is made of them. Small ones are made one by one when they are first written
+    to, which takes longer than what is copied there, and the processor forgets soon where they lie.
+    """
+
+    __slots__ = ("_end", "_memory", "_next")
+
+    def __init__(self, nbytes: int) -> None:
+        # private: a forked process must not write into what this one holds
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+        self._memory = mmap.mmap(-1, nbytes + LARGE_PAGE, **private)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a system that was built without them
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._next = -int(np.frombuffer(self._memory, np.uint8).ctypes.data) % LARGE_PAGE
+        self._end = self._next + nbytes
+
+    def block(self, nbytes: int) -> NDArray[np.uint8] | None:
+        """The next bytes, which begin at a page; None where not so many are left."""
+        begin, end = self._next, self._next + nbytes
+        if end > self._end:
+            return None
+        self._next = -(-end // PAGE) * PAGE
+        # an array of its own, and no view: what is made of it then refers to it, and not to the whole
+        return np.frombuffer(self._memory, np.uint8, nbytes, begin)
 
 
 _UNUSED: Final = _references_of_unused()
@@ -77,12 +111,12 @@ class Memory:
     (True, True)
     """
 
-    __slots__ = ("_blocks", "_lock", "_most", "_nbytes", "_next")
+    __slots__ = ("_blocks", "_left", "_lock", "_next", "_space")
 
     def __init__(self, most: int = MOST) -> None:
-        self._most = most
+        self._left = most
         self._blocks: list[NDArray[np.uint8]] = []
-        self._nbytes = 0
+        self._space: _Space | None = None
         self._next = 0
         self._lock = threading.Lock()
 
@@ -91,16 +125,29 @@ class Memory:
         if nbytes < SMALLEST or _UNUSED is None:
             return None
         with self._lock:
-            count = len(self._blocks)
-            # blocks become free in the order in which they were taken, so the search goes on where it ended
-            for number in range(self._next, self._next + min(count, _LOOKED_AT)):
-                block = self._blocks[number % count]
-                if nbytes <= block.nbytes <= 2 * nbytes and _references(block) == _UNUSED:
-                    self._next = number % count + 1
-                    return block[:]
-            if self._nbytes + nbytes > self._most:
+            blocks = self._blocks
+            count = len(blocks)
+            # Blocks become free in the order in which they were taken, so the search goes on where it ended; but where
+            # all are free, the same few as last time are better than others: the processor may still have them.
+            turns = itertools.chain((0,), range(self._next, self._next + _LOOKED_AT)) if count else ()
+            for turn in turns:
+                number = turn % count
+                if nbytes <= blocks[number].nbytes <= 2 * nbytes and _references(blocks, number) == _UNUSED:
+                    self._next = number + 1
+                    return blocks[number][:]
+            block = self._new(nbytes)
+            if block is None:
                 return None
-            block = new_memory(nbytes)
-            self._blocks.append(block)
-            self._nbytes += nbytes
+            blocks.append(block)
+            self._next = len(blocks)
             return block[:]
+
+    def _new(self, nbytes: int) -> NDArray[np.uint8] | None:
+        """A new block; None where all memory is in blocks."""
+        block = None if self._space is None else self._space.block(nbytes)
+        if block is None and nbytes <= self._left:
+            size = min(max(_SPACE, -(-nbytes // LARGE_PAGE) * LARGE_PAGE), self._left)
+            self._left -= size
+            self._space = _Space(size)
+            block = self._space.block(nbytes)
+        return block

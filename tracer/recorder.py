@@ -28,8 +28,9 @@ COMMIT_SECONDS = 2.0
 """After how many seconds at most what was recorded is safe."""
 
 _WAKE_BYTES = 4 << 20
-_LATENCY = 0.05
-"""The thread wakes when so many bytes wait, or after so many seconds."""
+_LATENCY = 0.25
+"""The thread wakes when so many bytes wait, or after so many seconds: each time it takes the training's processor."""
+_SHORTEST = 0.05
 _BATCH_BYTES = 8 << 20
 _BATCH_MESSAGES = 4096
 """The thread writes so many bytes or messages at once, and then says that their memory is free."""
@@ -337,7 +338,7 @@ class Recorder:
                         if self._closing:
                             break
                         self._idle = True
-                        self._changed.wait(timeout=_LATENCY)
+                        self._changed.wait(timeout=self._patience(writer))
                         self._idle = False
             if writer is not None:
                 self._finish(writer)
@@ -353,11 +354,17 @@ class Recorder:
         finally:
             self._done.set()
 
+    def _patience(self, writer: TraceWriter | None) -> float:
+        """For how many seconds the thread may wait for more, so that a commit is hardly later than it should be."""
+        if writer is None:
+            return _LATENCY
+        return max(min(_LATENCY, writer.commit_seconds / 4, writer.commit_due_in), _SHORTEST)
+
     def _write_batch(self) -> None:
         """Write some of the messages that wait, up to the next note, or the note that is the first of them."""
         waiting, writer = self._waiting, self._writer
         batch: list[tuple[Message, Mapping[str, Any] | None]] = []
-        size = 0
+        size, data = 0, None
         while waiting and size < _BATCH_BYTES and len(batch) < _BATCH_MESSAGES:
             message, about, nbytes, version = waiting[0]
             if message is None:
@@ -375,12 +382,13 @@ class Recorder:
                 message = with_data(message, self._transfers.wait(version))
                 intact = message.data is not None
             else:
-                intact = version_of(message) == version
+                data = message.data
+                intact = version == (0 if data is None or data.is_inference() else data._version)
             if intact:
                 batch.append((message, about))
             else:  # a receiver after this one wrote into it: better lost than wrong
                 self._spoilt[message.kind] += 1
-        del message, about, version
+        del message, about, version, data
         if writer is not None:
             # when it fills up, or somebody waits for its end, the page cache is the faster one
             writer.unhurried = not self._closing and 2 * (self._received - self._written) < self._bound

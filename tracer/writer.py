@@ -227,7 +227,8 @@ class TraceWriter:
         # what waits for a commit to an object store waits in memory
         self._commit_bytes = min(commit_bytes, REMOTE_COMMIT_BYTES) if isinstance(self.path, Url) else commit_bytes
         self._commit_rows = commit_rows
-        self._commit_seconds = commit_seconds
+        self.commit_seconds = commit_seconds
+        """Seconds after which a commit is due, at the latest."""
         self._commit_steps = commit_steps
         # the first and the last step of what is not committed
         self._steps: tuple[int, int] | None = None
@@ -317,7 +318,7 @@ class TraceWriter:
                 or self._pending_bytes >= self._commit_bytes
                 or self._many_steps()
                 or self._first_is_due()
-                or time.monotonic() - self._committed_at >= self._commit_seconds
+                or time.monotonic() - self._committed_at >= self.commit_seconds
             ):
                 self.commit()
 
@@ -532,6 +533,12 @@ class TraceWriter:
                 self._store.seal()
             self._publish()
 
+    @property
+    def commit_due_in(self) -> float:
+        """In how many seconds a commit is due; infinite where nothing waits for one."""
+        waits = self._rows or self._declared
+        return self._committed_at + self.commit_seconds - time.monotonic() if waits else math.inf
+
     def commit_if_due(self) -> None:
         """Commit if something was written and `commit_seconds` have passed since the last commit.
 
@@ -540,7 +547,7 @@ class TraceWriter:
         """
         passed = time.monotonic() - self._committed_at
         if self._rows or self._declared:
-            if passed >= self._commit_seconds:
+            if passed >= self.commit_seconds:
                 self.commit()
         elif passed >= SIGN_OF_LIFE and self._failed is None and not self._finished:
             with self._guard():

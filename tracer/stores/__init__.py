@@ -30,6 +30,9 @@ CHUNK_LIMIT = 1 << 20
 ALIGNED_BYTES = 1 << 18
 """Chunks of this size begin at a page of their file, which costs at most 1.6 % of the space."""
 
+CHUNKS_AT_ONCE = 32
+"""Chunks that are given to be written together, at most."""
+
 STORES: Mapping[str, str] = {
     ".zarr": "tracer.stores.zarr",
     ".h5": "tracer.stores.hdf5",
@@ -762,10 +765,10 @@ class RowChunks:
         self._tail: bytearray | None = None
         self._tail_changed = False
 
-    def append(self, rows: NDArray[Any], write: Callable[[int, memoryview], None]) -> None:
-        """Take `rows` (n, ...), and call `write` with the number and the bytes of each chunk that is now full.
+    def append(self, rows: NDArray[Any], write: Callable[[int, list[memoryview]], None]) -> None:
+        """Take `rows` (n, ...), and call `write` with the chunks that are now full, and the number of the first.
 
-        The bytes are valid during the call only.
+        They follow each other, at most `CHUNKS_AT_ONCE` of them. The bytes are valid during the call only.
         """
         if rows.shape[1:] != self.shape or rows.ndim != len(self.shape) + 1:
             raise TraceError(f"rows of shape {rows.shape[1:]} do not fit array {self._name!r} with {self.shape}")
@@ -779,36 +782,40 @@ class RowChunks:
         position = 0
         while position < count:
             filled = self.rows % height
-            take = min(height - filled, count - position)
-            piece = data[position * nbytes : (position + take) * nbytes]
-            if take == height:
-                if self.per_row == 1:
-                    write(self.rows // height, piece)
-                else:
-                    self._split(piece, write)
-            else:
+            begin = position * nbytes
+            if filled or count - position < height:
+                take = min(height - filled, count - position)
                 if self._tail is None:
                     self._tail = bytearray(self.chunk_nbytes)
-                self._tail[filled * nbytes : (filled + take) * nbytes] = piece
+                self._tail[filled * nbytes : (filled + take) * nbytes] = data[begin : begin + take * nbytes]
                 self._tail_changed = True
                 if filled + take == height:
-                    write(self.rows // height, memoryview(self._tail))
+                    write(self.rows // height, [memoryview(self._tail)])
                     # a new buffer, so that what follows the last row is zeros and not rows of the chunk before
                     self._tail = None
                     self._tail_changed = False
+            elif self.per_row > 1:
+                take = 1
+                pieces = self._split(data[begin : begin + nbytes])
+                for first in range(0, self.per_row, CHUNKS_AT_ONCE):
+                    write(self.rows * self.per_row + first, pieces[first : first + CHUNKS_AT_ONCE])
+            else:
+                whole = min((count - position) // height, CHUNKS_AT_ONCE)
+                take, size = whole * height, height * nbytes
+                write(self.rows // height, [data[at : at + size] for at in range(begin, begin + whole * size, size)])
             self.rows += take
             position += take
 
-    def _split(self, row: memoryview, write: Callable[[int, memoryview], None]) -> None:
-        number = self.rows * self.per_row
+    def _split(self, row: memoryview) -> list[memoryview]:
+        pieces = []
         for run in range(self._runs):
             end = (run + 1) * self._run
             for start in range(run * self._run, end, self.chunk_nbytes):
                 piece = row[start : min(start + self.chunk_nbytes, end)]
                 if len(piece) < self.chunk_nbytes:
                     piece = memoryview(bytes(piece) + bytes(self.chunk_nbytes - len(piece)))
-                write(number, piece)
-                number += 1
+                pieces.append(piece)
+        return pieces
 
     def skip(self, row: int) -> None:
         """Go on with this row, the first of a chunk, and leave out those before it."""

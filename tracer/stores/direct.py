@@ -44,6 +44,12 @@ def write_all(file: int, parts: Sequence[Any], size: int, offset: int) -> None:
             written += step
 
 
+def is_aligned(data: memoryview) -> bool:
+    """Whether bytes begin at a page of memory."""
+    place: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+    return place % PAGE == 0
+
+
 class DirectIO:
     """Whether the files of a store can be written past the page cache. For one thread.
 
@@ -51,33 +57,33 @@ class DirectIO:
     than they are given, do something else with such writes, if anything.
     """
 
-    __slots__ = ("_bounce", "_possible")
+    __slots__ = ("_bounce", "possible")
 
     def __init__(self) -> None:
-        self._possible = None if DIRECT else False
+        self.possible = None if DIRECT else False
+        """Whether they can; None as long as `serves` was not asked."""
         self._bounce: NDArray[np.uint8] | None = None
 
     def serves(self, file: int) -> bool:
         """Whether the files can be written so; asked of the first of them, which is open, and remembered."""
-        if self._possible is None:
+        if self.possible is None:
             device = os.fstat(file).st_dev
             # file systems without a disk of their own have devices of this number, or one that is a hash
             listed = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"
-            self._possible = os.major(device) != 0 and os.path.exists(listed)
-        return self._possible
+            self.possible = os.major(device) != 0 and os.path.exists(listed)
+        return self.possible
 
     def give_up(self) -> None:
         """Write no more so."""
-        self._possible = False
+        self.possible = False
 
     def aligned(self, data: memoryview) -> memoryview:
         """The same bytes at the beginning of a page: `data` itself, or a copy that is good until the next call."""
-        whole = np.frombuffer(data, np.uint8)
-        if whole.ctypes.data % PAGE == 0:
+        if is_aligned(data):
             return data
         bounce = self._bounce
         if bounce is None or bounce.nbytes < len(data):
             # page-aligned, as all that is so large
             bounce = self._bounce = new_memory(len(data))
-        bounce[: len(data)] = whole
+        bounce[: len(data)] = np.frombuffer(data, np.uint8)
         return bounce.data[: len(data)]

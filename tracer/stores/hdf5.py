@@ -26,7 +26,7 @@ import shutil
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -60,7 +60,7 @@ from tracer.stores import (
     walk,
 )
 from tracer.stores.codecs import CODECS, HDF5_FILTER, OVERHEAD, Codec, codec_of, decode, encode, hdf5_options
-from tracer.stores.direct import DIRECT, PIECE, REFUSALS, DirectIO, write_all
+from tracer.stores.direct import DIRECT, PIECE, REFUSALS, DirectIO, is_aligned, write_all
 from tracer.stores.flipped import HEADER_BYTES, is_header, righted
 from tracer.stores.torn import checksum, header, messages, restored
 
@@ -82,6 +82,8 @@ FIRST_PART = "rank0"
 """The part that the file at a trace's path holds."""
 SETTLED_NANOSECONDS = 2_000_000_000
 """How long ago a file was written whose damage is taken for lasting: a writer may be in the midst of it."""
+_ERRORS = (OSError, RuntimeError, ValueError, KeyError)
+"""What writing raises where it fails."""
 _TRIED = 3
 """How often, of each array, HDF5 is asked where it put large chunks, too."""
 SEARCHED_BYTES = 16 << 30
@@ -204,8 +206,12 @@ def _written(path: Path) -> Iterator[None]:
         yield
     except TraceError:
         raise
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
-        raise TraceError(f"cannot write {path}: {_reason(error)}") from error
+    except _ERRORS as error:
+        raise _unwritten(path, error) from error
+
+
+def _unwritten(path: Path, error: Exception) -> TraceError:
+    return TraceError(f"cannot write {path}: {_reason(error)}")
 
 
 @contextlib.contextmanager
@@ -354,6 +360,14 @@ class _Array:
         self.committed = 0
 
 
+def _each(
+    write: Callable[[_Array, int, memoryview], None], array: _Array, number: int, pieces: Iterable[memoryview]
+) -> None:
+    """Write chunks that follow each other, one by one."""
+    for one, data in enumerate(pieces, number):
+        write(array, one, data)
+
+
 def _is_large(rows: RowChunks, codec: Codec | None) -> bool:
     """Whether the chunks of an array get their places when it grows, and are written there without HDF5."""
     return codec is None and rows.chunk_nbytes >= ALIGNED_BYTES and rows.chunk[0] == 1
@@ -462,13 +476,17 @@ class Hdf5WriteStore:
         array = self._array(name)
         first = array.rows.rows
         write: Callable[[_Array, int, memoryview], None]
-        if array.large:
-            write = self._write_large
-        else:
-            write = self._write_chunk if array.codec is None else self._write_compressed
+        write = self._write_chunk if array.codec is None else self._write_compressed
         self._changed[name] = None
-        with _written(self.path):
-            array.rows.append(rows, lambda number, data: write(array, number, data))
+        try:  # and no `with`: a large message is some ten calls of Python, most of them cold, and this would be five
+            if array.large:
+                array.rows.append(rows, lambda number, pieces: self._write_large(array, number, pieces))
+            else:
+                array.rows.append(rows, lambda number, pieces: _each(write, array, number, pieces))
+        except TraceError:
+            raise
+        except _ERRORS as error:
+            raise _unwritten(self.path, error) from error
         return first
 
     def length(self, name: str) -> int:
@@ -516,7 +534,7 @@ class Hdf5WriteStore:
                 array = self._arrays[name]
                 tail = array.rows.take_tail()
                 if tail is not None and array.large:
-                    self._write_large(array, *tail)
+                    self._write_large(array, tail[0], [tail[1]])
                 elif tail is not None and array.codec is None:
                     self._write_chunk(array, *tail)
                 elif tail is not None:
@@ -685,25 +703,35 @@ class Hdf5WriteStore:
         self._resize(array, start[0] + 1)
         array.dataset.write_direct_chunk(start, data, filter_mask)
 
-    def _write_large(self, array: _Array, number: int, data: memoryview) -> None:
-        """Write a chunk to the place that HDF5 has for it: in pieces, and while nobody waits past the page cache."""
-        self._resize(array, number // array.rows.per_row + 1)
+    def _write_large(self, array: _Array, number: int, pieces: Sequence[memoryview]) -> None:
+        """Write chunks to the places that HDF5 has for them: in pieces, and while nobody waits past the page cache."""
+        self._resize(array, (number + len(pieces) - 1) // array.rows.per_row + 1)
         if array.place < 0 or number < array.first:
-            self._write_chunk(array, number, data)
+            _each(self._write_chunk, array, number, pieces)
             return
-        place = array.place + (number - array.first) * self._apart(array)
-        done = 0
-        if self.unhurried and self._direct.serves(self._descriptor):
-            done = self._write_past_cache(data, place)
-        while done < len(data):
-            stop = min(len(data), done + PIECE - (place + done) % PIECE)
-            write_all(self._descriptor, [data[done:stop]], stop - done, place + done)
-            done = stop
+        apart = self._apart(array)
+        place = array.place + (number - array.first) * apart
+        known = self._direct.possible
+        past_cache = self.unhurried and (self._direct.serves(self._descriptor) if known is None else known)
+        # together, where they lie side by side, in whole pages
+        together = past_cache and len(pieces[0]) == apart and all(map(is_aligned, pieces))
+        if together and self._write_past_cache(pieces, place) == len(pieces) * apart:
+            return
+        for data in pieces:
+            done = self._write_past_cache([self._direct.aligned(data)], place) if past_cache else 0
+            while done < len(data):
+                stop = min(len(data), done + PIECE - (place + done) % PIECE)
+                write_all(self._descriptor, [data[done:stop]], stop - done, place + done)
+                done = stop
+            place += apart
 
-    def _write_past_cache(self, data: memoryview, place: int) -> int:
-        """Write a chunk but for the page that it ends in, where other things begin; how many bytes that was."""
-        data = self._direct.aligned(data)
-        whole = len(data) - len(data) % PAGE
+    def _write_past_cache(self, aligned: Sequence[memoryview], place: int) -> int:
+        """Write chunks but for the page that they end in, where other things begin; how many bytes that was."""
+        if not self._direct.possible:
+            return 0
+        size = sum(map(len, aligned))
+        whole = size - size % PAGE
+        parts = [*aligned[:-1], aligned[-1][: len(aligned[-1]) - size % PAGE]]
         try:
             if self._direct_file < 0:
                 # what is open, and not what is at its path by now
@@ -713,7 +741,7 @@ class Hdf5WriteStore:
             self._direct.give_up()
             return 0
         try:
-            return whole if os.pwritev(self._direct_file, [data[:whole]], place) == whole else 0
+            return whole if os.pwritev(self._direct_file, parts, place) == whole else 0
         except OSError as error:
             if error.errno not in REFUSALS:
                 raise  # through the page cache, nobody would hear of it any more

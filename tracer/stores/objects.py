@@ -674,7 +674,7 @@ class ObjectWriteStore:
     def append(self, name: str, rows: NDArray[Any]) -> int:
         array = self._array(name)
         first = array.rows.rows
-        array.rows.append(rows, lambda number, data: self._add(array, number, data))
+        array.rows.append(rows, lambda number, pieces: self._add_all(array, number, pieces))
         array.end = array.rows.rows
         self._changed[name] = None
         return first
@@ -766,6 +766,10 @@ class ObjectWriteStore:
         if name not in self._arrays:
             raise TraceError(f"{self.path} has no array {name!r}")
         return self._arrays[name]
+
+    def _add_all(self, array: _Array, number: int, pieces: Iterable[memoryview]) -> None:
+        for one, data in enumerate(pieces, number):
+            self._add(array, one, data)
 
     def _add(self, array: _Array, number: int, data: memoryview) -> None:
         """Put a chunk into its shard, and the one before it on its way."""

@@ -56,7 +56,7 @@ from tracer.stores import (
     walk,
 )
 from tracer.stores.codecs import CODECS, OVERHEAD, Codec, codec_of, decode, decoded_size, encode, zarr_codec
-from tracer.stores.direct import DIRECT, PIECE, REFUSALS, DirectIO, write_all
+from tracer.stores.direct import DIRECT, PIECE, REFUSALS, DirectIO, is_aligned, write_all
 
 CHUNKS_PER_SHARD = 128
 READ_PIECE = 1 << 20
@@ -205,7 +205,11 @@ def _written(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise TraceError(f"cannot write {path}: {error.strerror or error}") from error
+        raise _unwritten(path, error) from error
+
+
+def _unwritten(path: Path, error: OSError) -> TraceError:
+    return TraceError(f"cannot write {path}: {error.strerror or error}")
 
 
 def _crc32c(data: bytes | memoryview) -> bytes:
@@ -248,7 +252,7 @@ class _Shard:
 
     __slots__ = ("changed", "chunks", "end", "free", "nbytes", "number", "path", "places", "retired", "sizes", "slots")
 
-    def __init__(self, number: int, path: Path, chunks: int) -> None:
+    def __init__(self, number: int, path: str, chunks: int) -> None:
         self.number = number
         self.path = path
         self.chunks = chunks
@@ -324,17 +328,17 @@ class ZarrWriteStore:
         self.plainly_compressed = True
         self.unhurried = False
         self._direct = DirectIO()
-        # the end of a chunk, its checksum, and zeros: all that is in its last pages
-        self._last_pages = new_memory(16 * PAGE)[: 2 * PAGE]
+        # the ends of chunks, their checksums, and zeros: all that is in their last pages
+        self._last_pages = new_memory(16 * PAGE)
         self._durable = durable
         # shards and folders that changed since the last commit; filled only where the disk has to be waited for
-        self._unsynced: dict[Path, None] = {}
+        self._unsynced: dict[str, None] = {}
         self._arrays: dict[str, _Array] = {}
         self._groups: dict[str, dict[str, Any]] = {"": {}}
         self._changed: dict[str, None] = {}
-        self._files: OrderedDict[Path, int] = OrderedDict()
+        self._files: OrderedDict[str, int] = OrderedDict()
         # the same, opened to be written past the page cache
-        self._direct_files: OrderedDict[Path, int] = OrderedDict()
+        self._direct_files: OrderedDict[str, int] = OrderedDict()
         self._closed = False
         # whether the root has attributes that another process set
         self._joined = False
@@ -389,10 +393,12 @@ class ZarrWriteStore:
     def append(self, name: str, rows: NDArray[Any]) -> int:
         array = self._array(name)
         first = array.rows.rows
-        write = self._write_chunk if array.codec is None else self._write_compressed
+        write = self._write_chunks if array.codec is None else self._write_compressed
         self._changed[name] = None
-        with _written(self.path):
-            array.rows.append(rows, lambda number, data: write(array, number, data))
+        try:  # and no `with`: a large message is some ten calls of Python, most of them cold, and this would be five
+            array.rows.append(rows, lambda number, pieces: write(array, number, pieces))
+        except OSError as error:
+            raise _unwritten(self.path, error) from error
         return first
 
     def length(self, name: str) -> int:
@@ -420,9 +426,9 @@ class ZarrWriteStore:
                     continue
                 tail = array.rows.take_tail()
                 if tail is not None and array.codec is None:
-                    self._write_chunk(array, *tail)
+                    self._write_chunks(array, tail[0], [tail[1]])
                 elif tail is not None:
-                    self._write_compressed(array, *tail, last=True)
+                    self._write_compressed(array, tail[0], [tail[1]], last=True)
                 if array.shard is not None and array.shard.changed:
                     self._write_index(array.shard)
             if self._durable:
@@ -439,9 +445,9 @@ class ZarrWriteStore:
         """Remember that a folder, and perhaps those above it, are new."""
         if self._durable:
             while folder != self.path:
-                self._unsynced[folder] = None
+                self._unsynced[str(folder)] = None
                 folder = folder.parent
-            self._unsynced[folder] = None
+            self._unsynced[str(folder)] = None
 
     def _sync(self) -> None:
         for path in self._unsynced:
@@ -501,57 +507,95 @@ class ZarrWriteStore:
                 folder = folder / "0"
             folder.parent.mkdir(parents=True, exist_ok=True)
             self._made(folder.parent)
-            shard = array.shard = _Shard(shard_number, folder, array.per_shard)
+            shard = array.shard = _Shard(shard_number, str(folder), array.per_shard)
         return shard
 
-    def _write_chunk(self, array: _Array, number: int, data: memoryview) -> None:
-        shard_number, place = divmod(number, array.per_shard)
-        shard = self._shard_of(array, shard_number)
-        nbytes = len(data)
-        if shard.free:
-            offset = shard.free.pop()
-        else:
-            offset = array.first + shard.slots * array.stride
-            shard.slots += 1
-        file = self._file(shard.path)
-        if self._durable:
-            self._unsynced[shard.path] = None
-        large = self.unhurried and nbytes >= ALIGNED_BYTES
-        if not (large and self._direct.serves(file) and self._write_past_cache(shard.path, data, offset)):
-            _write_pieces(file, data, offset)
-        before = shard.places.get(place)
-        if before is not None:
-            shard.retired.append(before)
-        shard.places[place] = offset
-        shard.nbytes = nbytes + 4
-        shard.changed = True
+    def _write_chunks(self, array: _Array, number: int, pieces: Sequence[memoryview]) -> None:
+        """Write chunks that follow each other; together those that also do in the file."""
+        run: list[memoryview] = []
+        begin = 0
+        shard = array.shard
+        for one, data in enumerate(pieces, number):
+            shard_number, place = divmod(one, array.per_shard)
+            if shard is None or shard.number != shard_number:
+                if shard is not None and run:  # before the shard's index, which says that they are there
+                    self._write_run(shard.path, run, begin, array.stride)
+                    run = []
+                shard = self._shard_of(array, shard_number)
+            if shard.free:
+                offset = shard.free.pop()
+            else:
+                offset = array.first + shard.slots * array.stride
+                shard.slots += 1
+            if run and offset != begin + len(run) * array.stride:
+                self._write_run(shard.path, run, begin, array.stride)
+                run = []
+            if not run:
+                begin = offset
+            run.append(data)
+            before = shard.places.get(place)
+            if before is not None:
+                shard.retired.append(before)
+            shard.places[place] = offset
+            shard.nbytes = len(data) + 4
+            shard.changed = True
+        if shard is not None:
+            self._write_run(shard.path, run, begin, array.stride)
 
-    def _write_past_cache(self, path: Path, data: memoryview, offset: int) -> bool:
-        """Write a chunk that begins at a page, its checksum, and zeros up to the next page; whether that worked."""
-        data = self._direct.aligned(data)
-        nbytes = len(data)
+    def _write_run(self, path: str, run: Sequence[memoryview], offset: int, stride: int) -> None:
+        """Write chunks, each with its checksum, to places of a file that are so many bytes apart."""
+        if self._durable:
+            self._unsynced[path] = None
+        if self.unhurried and len(run[0]) >= ALIGNED_BYTES and self._write_past_cache(path, run, offset):
+            return
+        file = self._file(path)
+        for place, data in enumerate(run):
+            _write_pieces(file, data, offset + place * stride)
+
+    def _write_past_cache(self, path: str, run: Sequence[memoryview], offset: int) -> bool:
+        """Write chunks that begin at pages, each with its checksum and zeros up to the next page; whether that worked.
+
+        Together, because what a disk is asked to do, and a thread to wait for, costs more than how much of it that is.
+        """
+        known = self._direct.possible
+        if not (self._direct.serves(self._file(path)) if known is None else known):
+            return False
+        nbytes = len(run[0])
         whole = nbytes - nbytes % PAGE
-        last = self._last_pages.data
         end = nbytes - whole + 4
-        last[: end - 4] = data[whole:]
-        last[end - 4 : end] = _crc32c(data)
         padded = -(-end // PAGE) * PAGE
-        last[end:padded] = bytes(padded - end)
+        if len(run) > 1 and not all(map(is_aligned, run)):
+            apart = whole + padded
+            return all(self._write_past_cache(path, [one], offset + i * apart) for i, one in enumerate(run))
+        if self._last_pages.nbytes < len(run) * padded:
+            self._last_pages = new_memory(max(len(run) * padded, 16 * PAGE))
+        parts: list[memoryview] = []
+        for place, data in enumerate(run):
+            aligned = self._direct.aligned(data)
+            last = self._last_pages.data[place * padded : (place + 1) * padded]
+            last[: end - 4] = aligned[whole:]
+            last[end - 4 : end] = _crc32c(aligned)
+            last[end:] = bytes(padded - end)
+            parts += (aligned[:whole], last)
         try:
             file = self._file(path, DIRECT)
         except OSError:
             self._direct.give_up()
             return False
         try:
-            return os.pwritev(file, [data[:whole], last[:padded]], offset) == whole + padded
+            return os.pwritev(file, parts, offset) == len(run) * (whole + padded)
         except OSError as error:
             if error.errno not in REFUSALS:
                 raise  # through the page cache, nobody would hear of it any more
             self._direct.give_up()
             return False
 
-    def _write_compressed(self, array: _Array, number: int, data: memoryview, last: bool = False) -> None:
-        """Compress and write a chunk; `last`: the last one of the array, which is not full yet and comes again."""
+    def _write_compressed(self, array: _Array, number: int, pieces: Sequence[memoryview], last: bool = False) -> None:
+        """Compress and write chunks; `last`: the last one of the array, which is not full yet and comes again."""
+        for one, data in enumerate(pieces, number):
+            self._write_one_compressed(array, one, data, last)
+
+    def _write_one_compressed(self, array: _Array, number: int, data: memoryview, last: bool) -> None:
         assert array.codec is not None
         shard_number, place = divmod(number, array.per_shard)
         shard = self._shard_of(array, shard_number)
@@ -587,7 +631,7 @@ class ZarrWriteStore:
         shard.free += shard.retired
         shard.retired.clear()
 
-    def _file(self, path: Path, flags: int = 0) -> int:
+    def _file(self, path: str, flags: int = 0) -> int:
         files = self._direct_files if flags else self._files
         file = files.get(path)
         if file is None:
@@ -644,7 +688,7 @@ def _group_document(attributes: Mapping[str, Any]) -> dict[str, Any]:
 def _replace(folder: Path, document: Mapping[str, Any], durable: bool, anew: bool = True) -> None:
     """Write the ``zarr.json`` of a folder, all of it or nothing; unless it is there already, if not `anew`."""
     # two ranks of a run may write the root at the same time
-    temporary = folder / f".zarr.json.{os.getpid()}.{os.urandom(4).hex()}.part"
+    temporary = f"{folder}/.zarr.json.{os.getpid()}.{os.urandom(4).hex()}.part"
     try:
         text = json.dumps(document)
     except (TypeError, ValueError) as error:
@@ -658,27 +702,27 @@ def _replace(folder: Path, document: Mapping[str, Any], durable: bool, anew: boo
             os.fsync(file)
     except BaseException:
         with suppress(OSError):
-            temporary.unlink()
+            os.unlink(temporary)
         raise
     finally:
         os.close(file)
-    _put(temporary, folder / "zarr.json", anew)
+    _put(temporary, f"{folder}/zarr.json", anew)
     if durable:
         sync_folder(folder)
 
 
-def _put(temporary: Path, place: Path, anew: bool) -> None:
+def _put(temporary: str, place: str, anew: bool) -> None:
     """Give a file its name: in place of one that has it if `anew`, else only where there is none."""
     if not anew:
         try:
             with suppress(FileExistsError):
                 os.link(temporary, place)
         except OSError:  # a file system without links
-            anew = not place.exists()
+            anew = not os.path.exists(place)
     if anew:
         os.replace(temporary, place)
     else:
-        temporary.unlink()
+        os.unlink(temporary)
 
 
 class _Opened:
