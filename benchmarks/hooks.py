@@ -32,11 +32,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import hashlib
 import json
 import os
 import queue
-import random
 import statistics
 import sys
 import tempfile
@@ -48,6 +46,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from turns import Training, drain, fingerprint_of, quiet_allocator, settled, spread, take_turns
 
 import tracer
 from tracer.exporter import Exporter
@@ -86,57 +85,6 @@ class Nothing:
 # -- a variant: something that trains in segments -------------------------------------------------------------
 
 
-class Training:
-    """A network and its optimizer, with a watcher around it that `watch` makes and that is renewed outside the clock.
-
-    Parameters
-    ----------
-    make : callable
-        Gives the network and a batch.
-    watch : callable or None
-        ``watch(model, optimizer, loss, folder)`` is a context manager; what it gives is called after each segment.
-    """
-
-    def __init__(self, make: Callable[[], tuple[nn.Module, Any, Any]], watch: Any, folder: Path) -> None:
-        torch.manual_seed(0)
-        self.model, self.inputs, self.labels = make()
-        self.loss = nn.CrossEntropyLoss()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
-        self.watch, self.folder = watch, folder
-        self.stack = contextlib.ExitStack()
-        self.settle: Callable[[], None] | None = None
-        self.thread_seconds: list[float] = []
-
-    def begin(self) -> None:
-        """A new watcher, which writes to a new place."""
-        self.end()
-        if self.watch is not None:
-            folder = self.stack.enter_context(tempfile.TemporaryDirectory(dir=self.folder))
-            self.settle = self.stack.enter_context(self.watch(self.model, self.optimizer, self.loss, Path(folder)))
-
-    def end(self) -> None:
-        self.stack.close()
-        self.settle = None
-
-    def segment(self, steps: int) -> float:
-        """CPU seconds of the process, all threads, for some steps and for all that is still to be written of them.
-
-        Those of the training's thread alone are appended to `thread_seconds`.
-        """
-        begin, alone = time.process_time(), time.thread_time()
-        for _ in range(steps):
-            self.optimizer.zero_grad()
-            self.loss(self.model(self.inputs), self.labels).backward()
-            self.optimizer.step()
-        self.thread_seconds.append(time.thread_time() - alone)
-        if self.settle is not None:
-            self.settle()
-        return time.process_time() - begin
-
-    def fingerprint(self) -> str:
-        return _hash(self.model)
-
-
 class Chain:
     """The chain of small modules; `watch` as in `Training`, without optimizer and loss."""
 
@@ -173,12 +121,7 @@ class Chain:
         return spent / (steps * MODULES * (2 if self.gradients else 1))
 
     def fingerprint(self) -> str:
-        return _hash(self.model)
-
-
-def _hash(model: nn.Module) -> str:
-    parts = [one.detach().numpy().tobytes() for one in model.parameters()]
-    return hashlib.sha256(b"".join(parts)).hexdigest()
+        return fingerprint_of(self.model)
 
 
 # -- networks ---------------------------------------------------------------------------------------------------
@@ -207,17 +150,7 @@ def recorded(
     path = folder / f"run{suffix}"
     every = {"commit_seconds": 3600.0, "commit_steps": 200}
     with tracer.record(path, model, optimizer, loss=loss, capture=capture, **every) as run:
-        yield functools.partial(_drain, run)
-
-
-def _drain(run: Any) -> None:
-    """Wait, without using the processor, until all that was recorded is written."""
-    recorder = run.recorder
-    while recorder._received != recorder._written:
-        if recorder._idle:
-            with recorder._changed:
-                recorder._changed.notify_all()
-        time.sleep(0.004)
+        yield functools.partial(drain, run)
 
 
 @contextlib.contextmanager
@@ -249,7 +182,7 @@ def exported(model: nn.Module, gradients: bool, folder: Path, *, capture: tracer
 def recorded_chain(model: nn.Module, gradients: bool, folder: Path, *, capture: tracer.Capture) -> Iterator[Any]:
     """`tracer.record` of the chain."""
     with tracer.record(folder / "run.zarr", model, (), capture=capture) as run:
-        yield run.step, functools.partial(_drain, run)
+        yield run.step, functools.partial(drain, run)
 
 
 # -- others' ways -----------------------------------------------------------------------------------------------
@@ -416,26 +349,6 @@ def hooked_chain(model: nn.Module, gradients: bool, folder: Path, *, clone: bool
 # -- measuring --------------------------------------------------------------------------------------------------
 
 
-def take_turns(variants: dict[str, Any], rounds: int, steps: int, renew: int) -> dict[str, list[float]]:
-    """Seconds of each variant's segments, round by round."""
-    order = random.Random(0)
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for number in range(rounds):
-        if number % renew == 0:
-            for one in variants.values():
-                one.begin()
-                one.segment(steps)  # imports, first allocations
-        turns = list(variants)
-        order.shuffle(turns)
-        for name in turns:
-            seconds[name].append(variants[name].segment(steps))
-    for one in variants.values():
-        one.end()
-    if len({one.fingerprint() for one in variants.values()}) > 1:
-        raise SystemExit("a variant changed the training: the weights differ")
-    return seconds
-
-
 def calls(rounds: int, folder: Path) -> list[dict[str, Any]]:
     """µs for each hooked call."""
     rows = []
@@ -462,7 +375,7 @@ def calls(rounds: int, folder: Path) -> list[dict[str, Any]]:
                     "gradients": gradients,
                     "variant": name,
                     "copy_us": 1e6 * copy,
-                    **_spread(own),
+                    **spread(own),
                     "least": 1e6 * (min(found) - min(of_bare)),
                 }
             )
@@ -494,7 +407,7 @@ def trainings(part: str, make: Any, rounds: int, steps: int, folder: Path) -> li
     }
     # idle is a mere context manager: what a segment has to settle is for those that write in the background
     variants = {
-        name: Training(make, None if watch is None else functools.partial(_settled, watch), folder)
+        name: Training(make, None if watch is None else functools.partial(settled, watch), folder)
         for name, watch in watches.items()
     }
     seconds = take_turns(variants, rounds, steps, 10)
@@ -507,7 +420,7 @@ def trainings(part: str, make: Any, rounds: int, steps: int, folder: Path) -> li
             {
                 "part": part,
                 "variant": name,
-                **_spread(own),
+                **spread(own),
                 "least": min(found) / min(bare),
                 "sum": sum(found) / sum(bare),
                 "thread": statistics.median(
@@ -517,17 +430,6 @@ def trainings(part: str, make: Any, rounds: int, steps: int, folder: Path) -> li
             }
         )
     return rows
-
-
-@contextlib.contextmanager
-def _settled(watch: Any, *arguments: Any) -> Iterator[Callable[[], None] | None]:
-    with watch(*arguments) as settle:
-        yield settle
-
-
-def _spread(found: list[float]) -> dict[str, float]:
-    quarters = statistics.quantiles(found, n=4)
-    return {"median": quarters[1], "low": quarters[0], "high": quarters[2]}
 
 
 def main() -> int:
@@ -582,4 +484,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    quiet_allocator()
     sys.exit(main())

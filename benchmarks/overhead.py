@@ -1,30 +1,34 @@
-"""What recording costs a training: CPU and wall time of a recorded run over those of the bare run.
+"""What recording costs a training: CPU time of a recorded run over that of the bare run.
 
 The network has four convolutions (3-32-64-64-128) and one linear layer, on 32x32 images in batches of 64. Every
 recorded step keeps the outputs of these five layers, their parameters and their gradients: 15.2 MB. Beside this project
 stand the floor (hooks that clone into memory and forget) and the usual way (``torch.save`` of a dictionary a step).
 
-Each variant trains the same number of steps; the time includes opening and closing the trace. The variants take turns,
-several rounds in one process, and each round gives ratios to that round's bare run; what is printed is their median.
+All variants take turns in short segments, in a new order each round, in one process (see ``turns.py``), with an
+allocator that keeps what was freed; what is printed is the median over the rounds of the ratio to the same round's bare
+segment, of all threads and of the training's alone, and its quartiles. A trace is committed by steps, as often as the
+default of two seconds would. What a run costs once, to open, to describe its streams and to close, is told beside it.
 
-    python benchmarks/overhead.py [--steps 60] [--rounds 5] [--threads 1] [--json]
+    python benchmarks/overhead.py [--steps 20] [--rounds 30] [--threads 1] [--only "every 10th"] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from turns import Training, drain, quiet_allocator, settled, spread, take_turns
 
 import tracer
 
@@ -49,12 +53,12 @@ class Net(nn.Module):
         return self.fc(x.mean(dim=(2, 3)))
 
 
-def cloned_in_memory(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, every: int) -> Any:
+def cloned_in_memory(model: nn.Module, optimizer: Any, loss: nn.Module, folder: Path, *, every: int) -> Any:
     """Hooks that clone into a dictionary of the current step: the least that any recorder must do."""
     return _Hooks(model, optimizer, every, lambda step, kept: None)
 
 
-def saved_by_torch(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, every: int) -> Any:
+def saved_by_torch(model: nn.Module, optimizer: Any, loss: nn.Module, folder: Path, *, every: int) -> Any:
     """The same, and torch.save of the dictionary after each recorded step."""
     return _Hooks(model, optimizer, every, lambda step, kept: torch.save(kept, folder / f"{step}.pt"))
 
@@ -99,93 +103,102 @@ class _Hooks:
             handle.remove()
 
 
-def recorded(suffix: str) -> Callable[..., Any]:
+COMMIT_STEPS = 50
+"""As many steps as two seconds have."""
+
+
+@contextlib.contextmanager
+def recorded(
+    model: nn.Module, optimizer: Any, loss: nn.Module, folder: Path, *, suffix: str, every: int
+) -> Iterator[Callable[[], None]]:
     """This project, writing a store with this suffix."""
-
-    def make(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, every: int) -> Any:
-        capture = tracer.Capture(kinds=KINDS, every=every)
-        return tracer.record(folder / f"run{suffix}", model, optimizer, capture=capture)
-
-    return make
+    capture = tracer.Capture(kinds=KINDS, every=every)
+    commits = {"commit_seconds": 3600.0, "commit_steps": COMMIT_STEPS}
+    with tracer.record(folder / f"run{suffix}", model, optimizer, capture=capture, **commits) as run:
+        yield functools.partial(drain, run)
 
 
+ZARR = functools.partial(recorded, suffix=".zarr")
+HDF5 = functools.partial(recorded, suffix=".h5")
 VARIANTS: dict[str, tuple[Callable[..., Any] | None, int]] = {
     "bare": (None, 1),
+    "bare, once more": (None, 1),
     "hooks + clone in memory, every step": (cloned_in_memory, 1),
-    "tracer .zarr, every step": (recorded(".zarr"), 1),
-    "tracer .h5, every step": (recorded(".h5"), 1),
+    "tracer .zarr, every step": (ZARR, 1),
+    "tracer .h5, every step": (HDF5, 1),
     "torch.save, every step": (saved_by_torch, 1),
     "hooks + clone in memory, every 10th": (cloned_in_memory, 10),
-    "tracer .zarr, every 10th": (recorded(".zarr"), 10),
-    "tracer .h5, every 10th": (recorded(".h5"), 10),
+    "tracer .zarr, every 10th": (ZARR, 10),
+    "tracer .h5, every 10th": (HDF5, 10),
     "torch.save, every 10th": (saved_by_torch, 10),
 }
 
 
-def train(make: Callable[..., Any] | None, every: int, steps: int) -> tuple[float, float, str]:
-    """CPU seconds (all threads), wall seconds, and a fingerprint of the trained weights."""
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    batches = [(torch.randn(64, 3, 32, 32), torch.randint(10, (64,))) for _ in range(4)]
-    with tempfile.TemporaryDirectory() as folder:
-        cpu, wall = time.process_time(), time.perf_counter()
-        with make(model, optimizer, Path(folder), every) if make is not None else nullcontext():
-            for step in range(steps):
-                x, y = batches[step % len(batches)]
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x), y).backward()
-                optimizer.step()
-        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-    return cpu, wall, str(hash(weights))
+def make() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """The network and a batch."""
+    return Net(), torch.randn(64, 3, 32, 32), torch.randint(10, (64,))
+
+
+def watching(watch: Callable[..., Any] | None, every: int) -> Any:
+    """What watches a `Training`."""
+    return None if watch is None else functools.partial(settled, functools.partial(watch, every=every))
+
+
+def once(watch: Callable[..., Any] | None, folder: Path) -> float:
+    """CPU seconds of a run of one step, with its beginning and its end."""
+    training = Training(make, watching(watch, 1), folder)
+    begin = time.process_time()
+    training.begin()
+    training.segment(1)
+    training.end()
+    return time.process_time() - begin
 
 
 def main() -> int:
     """Run all variants and print a table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20, help="of a segment; a multiple of 10")
+    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=1, help="of torch; the writer has its own")
+    parser.add_argument("--only", default="", help="variants whose name has this in it")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.steps < 10 or options.steps % 10 or options.rounds < 2:
+        parser.error("--steps is a multiple of 10, and --rounds at least 2")
     torch.set_num_threads(options.threads)
-    for make, every in VARIANTS.values():  # what is imported and allocated once is no cost of a long run
-        train(make, every, 10)
-    ratios: dict[str, list[tuple[float, float]]] = {name: [] for name in VARIANTS}
-    bare_ms: list[tuple[float, float]] = []
-    for number in range(options.rounds):
-        measured = {name: train(make, every, options.steps) for name, (make, every) in VARIANTS.items()}
-        bare_cpu, bare_wall, fingerprint = measured["bare"]
-        bare_ms.append((1e3 * bare_cpu / options.steps, 1e3 * bare_wall / options.steps))
-        for name, (cpu, wall, own) in measured.items():
-            if own != fingerprint:
-                print(f"{name} changed the training: the weights differ from the bare run's", file=sys.stderr)
-                return 1
-            ratios[name].append((cpu / bare_cpu, wall / bare_wall))
-        print(f"round {number + 1} of {options.rounds} done", file=sys.stderr)
-    rows = [
-        {
-            "variant": name,
-            "cpu": statistics.median(cpu for cpu, _ in pairs),
-            "wall": statistics.median(wall for _, wall in pairs),
-            "cpu_min": min(cpu for cpu, _ in pairs),
-            "cpu_max": max(cpu for cpu, _ in pairs),
-        }
-        for name, pairs in ratios.items()
-    ]
-    bare = {"cpu_ms": statistics.median(c for c, _ in bare_ms), "wall_ms": statistics.median(w for _, w in bare_ms)}
+    chosen = {name: one for name, one in VARIANTS.items() if name == "bare" or options.only in name}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        variants = {name: Training(make, watching(*one), folder) for name, one in chosen.items()}
+        seconds = take_turns(variants, options.rounds, options.steps, 10)
+        opened: dict[str, list[float]] = {".zarr": [], ".h5": []}
+        for _ in range(min(options.rounds, 10)):
+            bare = once(None, folder)
+            for suffix, watch in ((".zarr", ZARR), (".h5", HDF5)):
+                opened[suffix].append(once(watch, folder) - bare)
+    rows = []
+    for name, one in variants.items():
+        ratios = [own / bare for own, bare in zip(seconds[name], seconds["bare"], strict=True)]
+        alone = [own / bare for own, bare in zip(one.thread_seconds, variants["bare"].thread_seconds, strict=True)]
+        rows.append({"variant": name, **spread(ratios), "thread": statistics.median(alone)})
+    step_ms = 1e3 * statistics.median(seconds["bare"]) / options.steps
+    once_ms = {suffix: 1e3 * statistics.median(found) for suffix, found in opened.items()}
     if options.json:
-        print(json.dumps({"bare_step": bare, "steps": options.steps, "rounds": options.rounds, "ratios": rows}))
+        print(json.dumps({"bare_step_ms": step_ms, "once_ms": once_ms, "rounds": options.rounds, "ratios": rows}))
         return 0
-    print(f"bare step: {bare['cpu_ms']:.1f} ms CPU, {bare['wall_ms']:.1f} ms wall")
-    print(f"ratios to it, median of {options.rounds} rounds of {options.steps} steps:")
-    print(f"{'variant':38} {'CPU':>6} {'(min-max)':>13} {'wall':>6}")
+    print(
+        f"CPU ratio to the bare step of {step_ms:.1f} ms, median of {options.rounds} rounds of {options.steps} steps:"
+    )
+    print(f"{'':38} {'median':>7} {'(quartiles)':>15} {'thread':>7}")
     for row in rows:
-        span = f"({row['cpu_min']:.2f}-{row['cpu_max']:.2f})"
-        print(f"{row['variant']:38} {row['cpu']:6.2f} {span:>13} {row['wall']:6.2f}")
+        span = f"({row['low']:.3f}-{row['high']:.3f})"
+        print(f"{row['variant']:38} {row['median']:7.3f} {span:>15} {row['thread']:7.3f}")
+    print(
+        "a run of one step, besides the bare one: " + ", ".join(f"{ms:.0f} ms to {one}" for one, ms in once_ms.items())
+    )
     return 0
 
 
 if __name__ == "__main__":
+    quiet_allocator()
     sys.exit(main())

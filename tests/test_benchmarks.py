@@ -20,7 +20,7 @@ CASES = {
     "hooks": "--rounds 2 --steps 10 --only calls,mlp --json",
     "memory": "--queue 4 --megabytes 16 --rate 50 --json",
     "objects": "--rounds 1 --scale 0.01 --latency 0 --json",
-    "overhead": "--rounds 1 --steps 10 --json",
+    "overhead": "--rounds 2 --steps 10 --json",
     "storage": "--rounds 1 --scale 0.05 --json",
 }
 ELSEWHERE = {
@@ -30,6 +30,7 @@ ELSEWHERE = {
     "metrics_similarity": "its smallest size takes half a minute",
     "metrics_spectra": "its smallest size takes half a minute",
     "metrics_statistics": "its smallest size takes half a minute",
+    "turns": "it is what two of the others share",
 }
 """Why some are not run."""
 

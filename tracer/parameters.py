@@ -27,7 +27,7 @@ from tracer.tensors import copied, same_storage, space_for, unobservable, unscal
 from tracer.wrappers import named_parts
 
 if TYPE_CHECKING:
-    from tracer.publishing import Publisher
+    from tracer.publishing import Publisher, Stream
 
 PARAMETER_KINDS: Mapping[str, tuple[bool, str]] = {
     "weights": (False, ""),
@@ -38,6 +38,9 @@ PARAMETER_KINDS: Mapping[str, tuple[bool, str]] = {
     "bias_updates": (True, "updates"),
 }
 """The kinds of messages about parameters: whether they are of a bias, and which of the three they are."""
+
+
+_SUFFIXES = ("", "gradients", "updates")
 
 
 @dataclasses.dataclass
@@ -55,15 +58,12 @@ class Parameter:
         self.bias = "bias" in self.attribute or self.owner_path.endswith("parametrizations.bias")
         self.stream = self.owner_path if named else self.path
         own = "bias" if self.bias else "weight"
-        self._kinds = {
-            "": "biases" if self.bias else "weights",
-            "gradients": f"{own}_gradients",
-            "updates": f"{own}_updates",
-        }
+        self.kinds = ("biases" if self.bias else "weights", f"{own}_gradients", f"{own}_updates")
+        """Those of the messages of its values, its gradients and its updates."""
 
     def kind(self, suffix: str) -> str:
         """The kind of messages of its values (``""``), its ``"gradients"`` or its ``"updates"``."""
-        return self._kinds[suffix]
+        return self.kinds[_SUFFIXES.index(suffix)]
 
     @property
     def tensor(self) -> Tensor | None:
@@ -96,6 +96,9 @@ class Parameters:
         self._final: set[str] = set()
         self._after: dict[str, Tensor] = {}
         self._places: dict[tuple[str, str], dict[str, Any] | None] = {}  # by path and what it is of the parameter
+        # by path, those of the values, the gradients and the updates that somebody asks for; and when that was so
+        self._asked: dict[str, tuple[Stream | None, Stream | None, Stream | None]] = {}
+        self._asked_of: object = None
 
     # -- which there are ------------------------------------------------------------------------------------
 
@@ -116,6 +119,7 @@ class Parameters:
                     self.all.append(Parameter(path, owner_path, owner, attribute, computed=True))
         self._by_stream = {(p.stream, p.bias): p for p in self.all}
         self._by_path = {p.path: p for p in self.all}
+        self._asked_of = None
 
     def streams(self, kind: str) -> list[str]:
         """The names under which messages of one of `PARAMETER_KINDS` may come."""
@@ -234,30 +238,44 @@ class Parameters:
         """Whether there is something of a step to `forget`: whatever is kept has a place, noted before it."""
         return bool(self._places)
 
+    def _asked_streams(self, publisher: Publisher) -> dict[str, tuple[Stream | None, Stream | None, Stream | None]]:
+        """Of each parameter, the streams of its values, gradients and updates; None for those that nobody asks for."""
+        if self._asked_of is not publisher.streams:
+            self._asked = {}
+            for parameter in self.all:
+                found = [publisher.stream(kind, parameter.stream, DEFAULT_TAG) for kind in parameter.kinds]
+                value, gradient, update = (one if one.asked else None for one in found)
+                self._asked[parameter.path] = value, gradient, update
+            self._asked_of = publisher.streams
+        return self._asked
+
     def snapshot(self, parameters: Iterable[Parameter], publisher: Publisher) -> None:
         """Copy what is wanted of the weights before they move, unless that was done in this step."""
+        asked, step = self._asked_streams(publisher), publisher.now()[0]
         for parameter in parameters:
-            if parameter.path in self._before or parameter.tensor is None:
+            value_stream, _, update_stream = asked[parameter.path]
+            if parameter.path in self._before or (value_stream is None and update_stream is None):
                 continue
-            value_capture = publisher.wanted(parameter.kind(""), parameter.stream, DEFAULT_TAG)
-            update_capture = publisher.wanted(parameter.kind("updates"), parameter.stream, DEFAULT_TAG)
+            tensor = parameter.tensor
+            if tensor is None:
+                continue
+            value_capture = None if value_stream is None else value_stream.wanted(step)
+            update_capture = None if update_stream is None else update_stream.wanted(step)
             if value_capture is None and update_capture is None:
                 continue
-            if unobservable(parameter.tensor) is not None:
+            if unobservable(tensor) is not None:
                 continue
+            kind, _, update_kind = parameter.kinds
             try:
-                value = self._copy(value_capture, parameter.kind(""), parameter.tensor)
-                if update_capture is value_capture:
-                    base = value
-                else:
-                    base = self._copy(update_capture, parameter.kind("updates"), parameter.tensor)
+                value = self._copy(value_capture, kind, tensor)
+                base = value if update_capture is value_capture else self._copy(update_capture, update_kind, tensor)
             except Exception as error:
                 if publisher.strict or raised_by_signal(error):
                     raise
-                publisher.give_up(parameter.kind(""), parameter.stream, error)
-                publisher.give_up(parameter.kind("updates"), parameter.stream, error)
+                publisher.give_up(kind, parameter.stream, error)
+                publisher.give_up(update_kind, parameter.stream, error)
                 continue
-            place = publisher.place(parameter.tensor)
+            place = publisher.place(tensor)
             self._places[parameter.path, ""] = self._places[parameter.path, "updates"] = place
             self._before[parameter.path] = (value, base)
 
@@ -282,10 +300,11 @@ class Parameters:
 
     def keep_gradients(self, parameters: Iterable[Parameter], publisher: Publisher) -> None:
         """Copy the wanted gradients before a step that may overwrite them."""
+        asked, step = self._asked_streams(publisher), publisher.now()[0]
         for parameter in parameters:
-            kind = parameter.kind("gradients")
-            gradient = None if parameter.tensor is None else parameter.tensor.grad
-            capture = None if gradient is None else publisher.wanted(kind, parameter.stream, DEFAULT_TAG)
+            stream = asked[parameter.path][1]
+            gradient = None if stream is None or parameter.tensor is None else parameter.tensor.grad
+            capture = None if stream is None or gradient is None else stream.wanted(step)
             if capture is not None and gradient is not None:
                 try:
                     self._keep_gradient(parameter, capture, gradient, publisher)
@@ -293,49 +312,52 @@ class Parameters:
                 except Exception as error:  # one parameter's; the others, and the clock, go on
                     if publisher.strict or raised_by_signal(error):
                         raise
-                    publisher.give_up(kind, parameter.stream, error)
+                    publisher.give_up(parameter.kinds[1], parameter.stream, error)
 
     def compare(self, parameters: Iterable[Parameter], final: bool, publisher: Publisher) -> None:
         """Form the wanted updates, now that the weights have moved; and copy gradients, if they are `final`."""
+        asked, step = self._asked_streams(publisher), publisher.now()[0]
         for parameter in parameters:
+            _, gradients, updates = asked[parameter.path]
             tensor = parameter.tensor
-            if tensor is None:
+            if tensor is None or (gradients is None and updates is None):
                 continue
-            for suffix in ("updates", "gradients"):
-                kind = parameter.kind(suffix)
-                capture = publisher.wanted(kind, parameter.stream, DEFAULT_TAG)
-                if capture is not None:
-                    try:
-                        if suffix == "updates":
-                            self._keep_update(parameter, capture, tensor)
-                        elif final and tensor.grad is not None and parameter.path not in self._final:
-                            self._keep_gradient(parameter, capture, tensor.grad, publisher)
-                    except Exception as error:  # one parameter's; the others, and the clock, go on
-                        if publisher.strict or raised_by_signal(error):
-                            raise
-                        publisher.give_up(kind, parameter.stream, error)
+            capture = None if updates is None else updates.wanted(step)
+            if capture is not None:
+                try:
+                    self._keep_update(parameter, capture, tensor)
+                except Exception as error:  # one parameter's; the others, and the clock, go on
+                    if publisher.strict or raised_by_signal(error):
+                        raise
+                    publisher.give_up(parameter.kinds[2], parameter.stream, error)
+            capture = None if gradients is None else gradients.wanted(step)
+            if capture is not None and final and tensor.grad is not None and parameter.path not in self._final:
+                try:
+                    self._keep_gradient(parameter, capture, tensor.grad, publisher)
+                except Exception as error:
+                    if publisher.strict or raised_by_signal(error):
+                        raise
+                    publisher.give_up(parameter.kinds[1], parameter.stream, error)
         self._final.clear()
 
     def publish(self, at: tuple[int, int, int], publisher: Publisher) -> None:
         """Publish what was kept and is still wanted: of each parameter its value, its gradient, its update."""
+        asked, step = self._asked_streams(publisher), publisher.now()[0]
         for parameter in self.all:
-            value, _ = self._before.get(parameter.path, (None, None))
-            stages = (
-                ("", value),
-                ("gradients", self._gradients.get(parameter.path)),
-                ("updates", self._after.get(parameter.path)),
-            )
-            for suffix, data in stages:
-                if data is None:
-                    continue
-                kind = parameter.kind(suffix)
-                capture = publisher.wanted(kind, parameter.stream, DEFAULT_TAG)
-                if capture is not None:
+            path = parameter.path
+            if self._asked_of is not publisher.streams:  # a receiver failed at the message before
+                asked = self._asked_streams(publisher)
+            kept = self._before.get(path)
+            stages = (None if kept is None else kept[0], self._gradients.get(path), self._after.get(path))
+            for suffix, kind, data, stream in zip(_SUFFIXES, parameter.kinds, stages, asked[path], strict=True):
+                capture = None if data is None or stream is None else stream.wanted(step)
+                if capture is not None and data is not None:
                     try:
-                        stream = (kind, parameter.stream, DEFAULT_TAG, "")
-                        whole = data if parameter.tensor is None else local(parameter.tensor)
-                        place = self._places.get((parameter.path, suffix)) or self._replicas.get(parameter.path)
-                        publisher.release(capture, stream, data, whole, 0, at, None, owned=True, placement=place)
+                        name = (kind, parameter.stream, DEFAULT_TAG, "")
+                        tensor = parameter.tensor
+                        whole = data if tensor is None else local(tensor)
+                        place = self._places.get((path, suffix)) or self._replicas.get(path)
+                        publisher.release(capture, name, data, whole, 0, at, None, owned=True, placement=place)
                     except Exception as error:
                         if publisher.strict or raised_by_signal(error):
                             raise

@@ -136,6 +136,8 @@ def cover(shape: Sequence[int], parts: Sequence[tuple[Sequence[int], Sequence[in
 
 def is_distributed(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor."""
+    if type(tensor) in _ORDINARY:
+        return False
     module = sys.modules.get("torch.distributed.tensor")  # not imported for this: that takes half a second
     return module is not None and isinstance(tensor, module.DTensor)
 

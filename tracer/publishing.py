@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -23,14 +22,40 @@ _EVERYTHING = Capture(kinds=KINDS)
 _BY_EPOCH = frozenset(kind for kind, entry in KINDS.items() if entry.clock == "epoch")
 
 
-@dataclasses.dataclass(slots=True)
-class _Stream:
-    """Who asks for a stream, and by which capture it is observed; what does not change from step to step."""
+class Stream:
+    """Who asks for the messages of a kind about one module or parameter, and by which capture it is observed.
 
-    capture: Capture | None
-    asking: list[Receiver]
-    clock: int = -1  # the last step (or epoch) for which that was asked
-    wanted: Capture | None = None  # and the answer
+    Attributes
+    ----------
+    asked : bool
+        Whether somebody asks for it in some step, and a capture allows it.
+    by_epoch : bool
+        Whether its clock is that of epochs.
+    """
+
+    __slots__ = ("_answer", "_asking", "_capture", "_clock", "_dated", "_name", "asked", "by_epoch")
+
+    def __init__(self, kind: str, path: str | None, tag: str, capture: Capture | None, asking: list[Receiver]) -> None:
+        self._name = kind, path, tag
+        self._capture = capture
+        self._asking = asking
+        self._dated = kind in KINDS and KINDS[kind].clock == "global_step" and tag == DEFAULT_TAG
+        self._clock = -1  # the last step (or epoch) for which it was asked whether it is wanted
+        self._answer: Capture | None = None
+        self.asked = capture is not None and bool(asking)
+        self.by_epoch = kind in _BY_EPOCH
+
+    def wanted(self, clock: int) -> Capture | None:
+        """The capture by which to observe it in this step (or epoch); None if nobody wants it."""
+        if clock != self._clock:  # asked several times in each step
+            self._clock, self._answer = clock, None
+            capture = self._capture
+            if capture is not None and not (self._dated and capture.next_step(clock) != clock):
+                for one in self._asking:
+                    if one.wants(*self._name, clock):
+                        self._answer = capture
+                        break
+        return self._answer
 
 
 class Publisher:
@@ -65,6 +90,8 @@ class Publisher:
         What is not observed, and why.
     asking : tuple of Receiver
         Those that are asked what they want.
+    streams : dict of (str, str, str) to Stream
+        What is known of them, by kind, path and tag; another dictionary whenever that is no longer so.
     counts : dict
         By stream, the number of its next message in this step.
     collecting : dict or None
@@ -85,7 +112,7 @@ class Publisher:
         self.counts: dict[tuple[str, str | None, str, str], int] = {}
         self.collecting: dict[tuple[str, str | None, int, str], list[Tensor]] | None = None
         self._clock = clock
-        self._streams: dict[tuple[str, str | None, str], _Stream] = {}
+        self.streams: dict[tuple[str, str | None, str], Stream] = {}
         self._heard_tags: dict[str, bool] = {}
         self._given_up: set[tuple[str, str | None]] = set()
         self._running: dict[tuple[str, str | None, str, str], Tensor] = {}
@@ -98,7 +125,7 @@ class Publisher:
 
     def ask_anew(self) -> None:
         """Forget who wanted what: receivers, modules or what other ranks record have changed."""
-        self._streams, self._heard_tags = {}, {}
+        self.streams, self._heard_tags = {}, {}
         receivers = self.bus.receivers
         self.asking = tuple(one for one in receivers if not getattr(one, "passive", False)) or receivers
 
@@ -128,25 +155,26 @@ class Publisher:
 
     def wanted(self, kind: str, path: str | None, tag: str, at: tuple[int, int, int] | None = None) -> Capture | None:
         """The capture by which to observe a stream at these counters, or now; None if nobody wants it."""
-        stream = self._streams.get((kind, path, tag))
-        if stream is None:
+        stream = self.streams.get((kind, path, tag)) or self.stream(kind, path, tag)
+        if not stream.asked:
+            return None
+        step, _, epoch = at if at is not None else self._clock.now()
+        return stream.wanted(epoch if stream.by_epoch else step)
+
+    def stream(self, kind: str, path: str | None, tag: str) -> Stream:
+        """What is known of a stream; good as long as `streams` is the same."""
+        known = self.streams.get((kind, path, tag))
+        if known is None:
             capture = self.capture_of(kind, path, tag) if kind in KINDS else _EVERYTHING
             if (kind, path) in self._given_up:
                 capture = None
             asking = [one for one in self.asking if one.wants(kind, path, tag, None)]
-            stream = self._streams[kind, path, tag] = _Stream(capture, asking)
-        if stream.capture is None or not stream.asking:
-            return None
-        step, _, epoch = at if at is not None else self._clock.now()
-        clock = epoch if kind in _BY_EPOCH else step
-        if clock != stream.clock:  # asked several times in each step
-            due = kind not in KINDS or stream.capture.due(kind, tag, clock)
-            stream.clock, stream.wanted = clock, None
-            for one in stream.asking if due else ():
-                if one.wants(kind, path, tag, clock):
-                    stream.wanted = stream.capture
-                    break
-        return stream.wanted
+            known = self.streams[kind, path, tag] = Stream(kind, path, tag, capture, asking)
+        return known
+
+    def now(self) -> tuple[int, int, int]:
+        """The exporter's clock."""
+        return self._clock.now()
 
     def hears(self, tag: str) -> bool:
         """Whether anybody wants anything of the passes of this tag."""
@@ -355,7 +383,7 @@ class Publisher:
     def give_up(self, kind: str, path: str | None, error: Exception) -> None:
         """Disable a stream that failed; the others, and the clock, go on."""
         self._given_up.add((kind, path))
-        self._streams = {key: stream for key, stream in self._streams.items() if key[:2] != (kind, path)}
+        self.streams = {key: stream for key, stream in self.streams.items() if key[:2] != (kind, path)}
         self.problem(f"{kind} of {path!r}", f"{type(error).__name__}: {error}")
 
     def problem(self, what: str, why: str, *, warn: bool = True) -> None:

@@ -28,9 +28,12 @@ COMMIT_SECONDS = 2.0
 """After how many seconds at most what was recorded is safe."""
 
 _WAKE_BYTES = 4 << 20
-_LATENCY = 0.25
-"""The thread wakes when so many bytes wait, or after so many seconds: each time it takes the training's processor."""
+_LONGEST = 2.0
 _SHORTEST = 0.05
+"""The thread wakes when so many bytes wait, or when a commit is due, after so many seconds at most and at least.
+
+It takes the training's processor, and most of what it then does first is not in the processor's caches any more.
+"""
 _BATCH_BYTES = 8 << 20
 _BATCH_MESSAGES = 4096
 """The thread writes so many bytes or messages at once, and then says that their memory is free."""
@@ -169,7 +172,7 @@ class Recorder:
         if waiting and waiting + size > self._bound and not self._make_room(message.kind, size):
             return ()
         sampling = None if self._sampling is None else self._sampling(message)
-        version: int | Copy = version_of(message)
+        version: int | Copy = 0 if data is None or data.is_inference() else data._version
         if data is not None and not data.is_cpu:
             version = self._transfers.start(data)
             message = with_data(message, _ELSEWHERE)  # so that it can be given back as soon as it is copied
@@ -355,10 +358,10 @@ class Recorder:
             self._done.set()
 
     def _patience(self, writer: TraceWriter | None) -> float:
-        """For how many seconds the thread may wait for more, so that a commit is hardly later than it should be."""
+        """For how many seconds the thread may wait for more: until the next commit is due."""
         if writer is None:
-            return _LATENCY
-        return max(min(_LATENCY, writer.commit_seconds / 4, writer.commit_due_in), _SHORTEST)
+            return _LONGEST
+        return max(min(_LONGEST, writer.commit_seconds, writer.commit_due_in), _SHORTEST)
 
     def _write_batch(self) -> None:
         """Write some of the messages that wait, up to the next note, or the note that is the first of them."""
