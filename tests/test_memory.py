@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -42,6 +44,71 @@ def test_memory_that_is_used_is_nobody_elses(use: Callable[[NDArray[np.uint8]], 
     again = blocks.take(SMALLEST)
     assert again is not None
     assert again.ctypes.data == places[2]
+
+
+def test_what_is_free_again_comes_first() -> None:
+    """Who takes a few blocks now and then has the same ones each time, however many there are by now."""
+    blocks = Memory()
+
+    def places(sizes: list[int]) -> list[int]:
+        taken = [blocks.take(size) for size in sizes]
+        return [block.ctypes.data for block in taken if block is not None]
+
+    places([SMALLEST, 3 * SMALLEST, 5 * SMALLEST, SMALLEST, SMALLEST])
+    first = places([SMALLEST, 3 * SMALLEST, 5 * SMALLEST])
+    assert [places([SMALLEST, 3 * SMALLEST, 5 * SMALLEST]) for _ in range(3)] == [first] * 3
+
+
+def test_blocks_begin_at_pages_and_do_not_overlap() -> None:
+    """Blocks of any size; there are never more bytes than was said, and then none is given."""
+    blocks = Memory(most=20 << 20)
+    rng = np.random.default_rng(0)
+    taken = []
+    while True:
+        size = int(rng.integers(SMALLEST, 3 << 20))
+        block = blocks.take(size)
+        if block is None:
+            break
+        assert block.nbytes >= size
+        taken.append((block, len(taken) % 251))
+        block[:] = taken[-1][1]
+    assert 10 << 20 <= sum(block.nbytes for block, _ in taken) <= 20 << 20
+    assert all(block.ctypes.data % memory.PAGE == 0 and (block == number).all() for block, number in taken)
+    assert blocks.take(21 << 20) is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks")
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_a_forked_child_has_a_copy() -> None:
+    """What a child writes into a block, such as a worker that loads data, is not in its parent's."""
+    block = Memory().take(SMALLEST)
+    assert block is not None
+    block[:] = 1
+    child = os.fork()
+    if child == 0:
+        block[:] = 2
+        os._exit(int(block[0]))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    assert (block == 1).all()
+
+
+@pytest.mark.parametrize("advice", [None, OSError(22, "Invalid argument")], ids=["unknown", "refused"])
+def test_a_system_without_large_pages(monkeypatch: pytest.MonkeyPatch, advice: OSError | None) -> None:
+    """Memory is of small pages then."""
+
+    class Mapped(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            assert advice is not None
+            raise advice
+
+    names = {name: value for name, value in vars(mmap).items() if not name.startswith("MADV")}
+    if advice is not None:
+        names["MADV_HUGEPAGE"] = 14
+    monkeypatch.setattr(memory, "mmap", SimpleNamespace(**(names | {"mmap": Mapped})))
+    block = Memory().take(SMALLEST)
+    assert block is not None
+    block[:] = 1
+    assert block.ctypes.data % memory.PAGE == 0
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, count: Callable[[object], int], gil: bool = True) -> int | None:

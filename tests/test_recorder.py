@@ -610,6 +610,25 @@ def test_the_thread_commits_by_itself(tmp_path: Path) -> None:
     recorder.close()
 
 
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_the_thread_wakes_when_steps_are_to_be_committed(suffix: str, tmp_path: Path) -> None:
+    """Small messages wait for more of them, but not beyond the steps after which they should be safe."""
+    path = tmp_path / f"run.{suffix}"
+    recorder = Recorder(TraceWriter(path, commit_seconds=3600.0, commit_steps=300))
+    deadline = time.monotonic() + 60
+    try:
+        for step in range(602):
+            recorder.receive(loss_message(step))
+            committed = 0
+            while step in (300, 601) and committed < step:
+                assert time.monotonic() < deadline, f"step {step} is not committed"
+                time.sleep(0.01)
+                with tracer.open(path) as trace:
+                    committed = len(trace)
+    finally:
+        recorder.close()
+
+
 @pytest.mark.parametrize(
     "options",
     [

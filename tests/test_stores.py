@@ -1011,6 +1011,37 @@ def test_past_the_page_cache_rows_in_chunks(tmp_path: Path, monkeypatch: pytest.
     assert len(files) >= 9 * 3 or not served(tmp_path / "file")
 
 
+@every_format
+@pytest.mark.parametrize("shift", [0, 64], ids=["aligned", "not aligned"])
+def test_past_the_page_cache_many_chunks_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, shift: int
+) -> None:
+    """Chunks that follow each other are one request to the disk, across shards and at the end of a run, too."""
+    monkeypatch.setattr("tracer.stores.zarr.CHUNKS_PER_SHARD", 10)
+    monkeypatch.setattr("tracer.stores.CHUNKS_AT_ONCE", 4)
+    files = noted(monkeypatch)
+    nbytes = 33 * (ALIGNED_BYTES + 4096)
+    values = new_memory(nbytes + shift)[shift : nbytes + shift].reshape(33, -1)
+    values[:] = numbers("uint8", values.shape)
+    path = tmp_path / f"store{suffix}"
+    store = create_store(path)
+    store.unhurried = True
+    store.create("own", dtype="uint8", shape=values.shape[1:], chunk_bytes=1)
+    store.create("split", dtype="uint8", shape=(11, *values.shape[1:]), chunk_bytes=1)
+    for first, stop in ((0, 7), (7, 8), (8, 33)):
+        store.append("own", values[first:stop])
+        store.append("split", values[11 * (first % 3) : 11 * (first % 3) + 11][None])
+        store.commit()
+    store.close()
+    with closing(open_store(path)) as reader:
+        assert np.array_equal(reader.read("own", 0, 33), values)
+        split = values.reshape(3, 11, -1)
+        assert np.array_equal(reader.read("split", 0, 3), split[[0, 1, 2]])
+    assert np.array_equal(plainly(path, "own"), values)
+    if served(tmp_path / "file") and not shift:
+        assert len(files) < 33
+
+
 def test_past_the_page_cache_is_the_same_file(tmp_path: Path) -> None:
     """A chunk and its checksum lie where they always do; only what lies behind them, up to the next page, is zeros."""
     values = numbers("uint8", (2, ALIGNED_BYTES + 10))

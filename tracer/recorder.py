@@ -30,7 +30,7 @@ COMMIT_SECONDS = 2.0
 _WAKE_BYTES = 4 << 20
 _LONGEST = 2.0
 _SHORTEST = 0.05
-"""The thread wakes when so many bytes wait, or when a commit is due, after so many seconds at most and at least.
+"""The thread wakes when so many bytes wait, or when a commit is due, after so many seconds at most, or at least.
 
 It takes the training's processor, and most of what it then does first is not in the processor's caches any more.
 """
@@ -114,6 +114,8 @@ class Recorder:
         # One thread receives (a bus delivers one message at a time) and one writes: each has a counter of its own and
         # the deque between them, so that nothing is locked for a message.
         self._waiting: deque[_Waiting] = deque()
+        self._commit_steps = None if self._writer is None else self._writer.commit_steps
+        self._due_since: int | None = None  # the first step that is not committed
         self._received = 0  # bytes
         self._written = 0
         self._dropped: Counter[str] = Counter()
@@ -160,6 +162,7 @@ class Recorder:
             return ()
         if self._writer is None and self._make is not None:
             self._writer = self._make()
+            self._commit_steps = self._writer.commit_steps
             termination.at_exit(self._close_at_exit, self._give_up)  # what writes may have been imported just now
         if self._error is not None:
             self._check()
@@ -178,10 +181,21 @@ class Recorder:
             message = with_data(message, _ELSEWHERE)  # so that it can be given back as soon as it is copied
         self._received += size
         self._waiting.append((message, sampling, size, version))
-        if self._idle and waiting + size >= _WAKE_BYTES:  # a thread that woke for each message would fight for the GIL
-            with self._changed:
-                self._changed.notify_all()
+        if self._idle and (waiting + size >= _WAKE_BYTES or (self._commit_steps is not None and self._due(message))):
+            self._wake()  # a thread that woke for each message would fight for the GIL
         return ()
+
+    def _due(self, message: Message) -> bool:
+        """Whether a message's step is so many after the first one that is not committed that they should be."""
+        if self._commit_steps is None:
+            return False
+        if self._due_since is None:
+            self._due_since = message.global_step
+        return abs(message.global_step - self._due_since) >= self._commit_steps
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _within(self, budget: Budget, message: Message, size: int) -> None:
         """Hold a message until its step is over, and queue those of the step before, if there is room for all."""
@@ -205,6 +219,8 @@ class Recorder:
                 continue
             self._received += size
             self._waiting.append(entry)
+            if self._idle and (self._received - self._written >= _WAKE_BYTES or self._due(message)):
+                self._wake()
 
     def _stop(self, budget: Budget) -> None:
         """Record nothing more: tell those who should know, and let the thread close the trace."""
@@ -238,8 +254,7 @@ class Recorder:
 
     def wait_until_written(self) -> None:
         """Wait until nothing waits for the thread any more."""
-        with self._changed:
-            self._changed.notify_all()
+        self._wake()
         while self._received != self._written and not self._done.is_set():
             time.sleep(0.001)
 
@@ -341,7 +356,8 @@ class Recorder:
                         if self._closing:
                             break
                         self._idle = True
-                        self._changed.wait(timeout=self._patience(writer))
+                        if not self._waiting or self._gives_up:  # who adds to it wakes the thread from now on
+                            self._changed.wait(timeout=self._patience(writer))
                         self._idle = False
             if writer is not None:
                 self._finish(writer)
@@ -396,6 +412,7 @@ class Recorder:
             # when it fills up, or somebody waits for its end, the page cache is the faster one
             writer.unhurried = not self._closing and 2 * (self._received - self._written) < self._bound
             writer.write_many(batch)
+            self._due_since = writer.first_step
         batch.clear()  # the memory is free before somebody is told so
         self._written += size
         if self._stalled:

@@ -229,7 +229,8 @@ class TraceWriter:
         self._commit_rows = commit_rows
         self.commit_seconds = commit_seconds
         """Seconds after which a commit is due, at the latest."""
-        self._commit_steps = commit_steps
+        self.commit_steps = commit_steps
+        """And steps; None if they do not matter."""
         # the first and the last step of what is not committed
         self._steps: tuple[int, int] | None = None
         self._streams: dict[tuple[Any, ...], _Stream] = {}
@@ -323,8 +324,8 @@ class TraceWriter:
                 self.commit()
 
     def _many_steps(self) -> bool:
-        return self._commit_steps is not None and (
-            self._steps is not None and abs(self._steps[1] - self._steps[0]) >= self._commit_steps
+        return self.commit_steps is not None and (
+            self._steps is not None and abs(self._steps[1] - self._steps[0]) >= self.commit_steps
         )
 
     def _first_is_due(self) -> bool:
@@ -532,6 +533,11 @@ class TraceWriter:
                 self._make_late_pools()
                 self._store.seal()
             self._publish()
+
+    @property
+    def first_step(self) -> int | None:
+        """The global step of the first message that is not committed; None where there is none."""
+        return None if self._steps is None else self._steps[0]
 
     @property
     def commit_due_in(self) -> float:
