@@ -92,6 +92,24 @@ def test_a_forked_child_has_a_copy() -> None:
     assert (block == 1).all()
 
 
+def test_a_system_that_has_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then there is no block, and what there was is as good as ever."""
+    blocks = Memory()
+    place = blocks.take(SMALLEST)
+    assert place is not None
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    assert blocks.take(32 << 20) is None
+    where = place.ctypes.data
+    del place
+    again = blocks.take(SMALLEST)
+    assert again is not None
+    assert again.ctypes.data == where
+
+
 @pytest.mark.parametrize("advice", [None, OSError(22, "Invalid argument")], ids=["unknown", "refused"])
 def test_a_system_without_large_pages(monkeypatch: pytest.MonkeyPatch, advice: OSError | None) -> None:
     """Memory is of small pages then."""

@@ -129,8 +129,8 @@ class Memory:
             count = len(blocks)
             # Blocks become free in the order in which they were taken, so the search goes on where it ended; but where
             # all are free, the same few as last time are better than others: the processor may still have them.
-            turns = itertools.chain((0,), range(self._next, self._next + _LOOKED_AT)) if count else ()
-            for turn in turns:
+            turns = range(self._next, self._next + min(count, _LOOKED_AT))
+            for turn in itertools.chain((0,), turns) if count else ():
                 number = turn % count
                 if nbytes <= blocks[number].nbytes <= 2 * nbytes and _references(blocks, number) == _UNUSED:
                     self._next = number + 1
@@ -147,7 +147,11 @@ class Memory:
         block = None if self._space is None else self._space.block(nbytes)
         if block is None and nbytes <= self._left:
             size = min(max(_SPACE, -(-nbytes // LARGE_PAGE) * LARGE_PAGE), self._left)
+            try:
+                self._space = _Space(size)
+            except OSError:  # the system has no more: what is new may be had elsewhere, or is refused there
+                self._left = 0
+                return None
             self._left -= size
-            self._space = _Space(size)
             block = self._space.block(nbytes)
         return block
