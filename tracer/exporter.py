@@ -15,6 +15,7 @@ import itertools
 import sys
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -142,7 +143,8 @@ class Exporter:
         self._began_in_eval_mode = False  # whether the model was in eval mode all through the first step
         self._ended_at: Node | None = None
         self._look_nodes: set[Node] = set()  # of losses that were told as second looks since the last step
-        self._loss_nodes: dict[Node, bool] = {}  # of what loss functions gave last, and whether that is no loss yet
+        # of what loss functions gave last, and whether that is no loss yet; a dict is slow to give its oldest
+        self._loss_nodes: OrderedDict[Node, bool] = OrderedDict()
         self.last_scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # what a GradScaler gave, and what it got
         self.forwards_seen = 0  # of the root, in training and aside
         self.optimizer_calls = 0
@@ -1333,7 +1335,7 @@ class Exporter:
         if node is not None:
             self._loss_nodes[node] = part
             if len(self._loss_nodes) > _LOSSES:
-                del self._loss_nodes[next(iter(self._loss_nodes))]
+                self._loss_nodes.popitem(last=False)
 
     def watch_backward(self) -> None:
         """Have `backward_called` called by each ``backward``, until `detach`."""

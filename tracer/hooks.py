@@ -18,6 +18,7 @@ from torch._C import (
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
+from torch._C._autograd import _get_sequence_nr
 from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.utils._python_dispatch import _disable_current_modes
@@ -240,7 +241,7 @@ def traced() -> bool:
 
 def next_node() -> int:
     """The number that the next node of this thread's graph gets."""
-    number: int = torch._C._autograd._get_sequence_nr()
+    number: int = _get_sequence_nr()
     return number
 
 

@@ -148,7 +148,8 @@ _thread = _Thread()
 
 def node_of(tensor: Tensor) -> Node | None:
     """A tensor's node in its graph, as the thread and the number that no other node of it has; None without one."""
-    return None if tensor.grad_fn is None else (_thread.number, tensor.grad_fn._sequence_nr())
+    function = tensor.grad_fn  # each look at it makes an object
+    return None if function is None else (_thread.number, function._sequence_nr())
 
 
 def next_of_thread() -> Node:
