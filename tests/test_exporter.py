@@ -2070,3 +2070,23 @@ def test_a_loss_that_another_exporter_watches() -> None:
         assert len(heard.of("loss")) == 1
     first.detach()
     assert F.cross_entropy is original
+
+
+def test_a_receiver_that_left_is_let_go() -> None:
+    """Nothing that is remembered of who asked for what keeps one alive that no longer listens."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter = Exporter()
+    exporter.set_model(model)
+    exporter.set_optimizer(optimizer)
+    heard = Collect("weights", "weight_gradients")
+    exporter.message_bus.register(heard)
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    assert len(heard) == 2
+    exporter.message_bus.unregister(heard)
+    left = weakref.ref(heard)
+    del heard
+    gc.collect()
+    assert left() is None
+    exporter.detach()

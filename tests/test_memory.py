@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +14,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tracer import memory
+from tracer import layout, memory
 from tracer.memory import SMALLEST, Memory
+from tracer.tensors import copied
 
 USES: dict[str, Callable[[NDArray[np.uint8]], Any]] = {
     "itself": lambda block: block,
@@ -44,6 +45,47 @@ def test_memory_that_is_used_is_nobody_elses(use: Callable[[NDArray[np.uint8]], 
     again = blocks.take(SMALLEST)
     assert again is not None
     assert again.ctypes.data == places[2]
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """As many threads of torch."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *((name, how) for name in layout.ENCODINGS for how in ("as it is", "transposed", "expanded")),
+        *((name, how) for name in ("complex64", "complex128") for how in ("conjugated", "negated")),
+    ],
+)
+@pytest.mark.usefixtures("threads")
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+def test_copies_are_equal_to_the_last_bit(name: str, how: str) -> None:
+    """Of each dtype that a trace holds, in each way that a tensor lies in memory."""
+    dtype = layout.ENCODINGS[name].dtype
+    plain = torch.randint(0, 2 if dtype is torch.bool else 256, (8 * SMALLEST,), dtype=torch.uint8).view(dtype)
+    plain = plain.view(8, -1, 4)
+    made: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "as it is": lambda one: one,
+        "transposed": lambda one: one.transpose(0, 2),
+        "expanded": lambda one: one[:, None].expand(8, 3, -1, 4),
+        "conjugated": torch.conj,
+        "negated": lambda one: one.conj().imag,
+    }
+    given = made[how](plain)
+    copy = copied(given, Memory())
+    expected = given.resolve_conj().resolve_neg().contiguous()
+    assert copy.shape == given.shape
+    assert copy.is_contiguous()
+    assert not copy.is_conj()
+    assert not copy.is_neg()
+    assert torch.equal(copy.view(torch.uint8), expected.view(torch.uint8))
+    assert copy.data_ptr() != given.data_ptr()
 
 
 def test_what_is_free_again_comes_first() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ PARAMETER_KINDS: Mapping[str, tuple[bool, str]] = {
 
 
 _SUFFIXES = ("", "gradients", "updates")
+_Asked: TypeAlias = "dict[str, tuple[Stream | None, Stream | None, Stream | None]]"
 
 
 @dataclasses.dataclass
@@ -96,9 +97,8 @@ class Parameters:
         self._final: set[str] = set()
         self._after: dict[str, Tensor] = {}
         self._places: dict[tuple[str, str], dict[str, Any] | None] = {}  # by path and what it is of the parameter
-        # by path, those of the values, the gradients and the updates that somebody asks for; and when that was so
-        self._asked: dict[str, tuple[Stream | None, Stream | None, Stream | None]] = {}
-        self._asked_of: object = None
+        # by path, those of the values, the gradients and the updates that somebody asks for; None until that is known
+        self._asked: _Asked | None = None
 
     # -- which there are ------------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class Parameters:
                     self.all.append(Parameter(path, owner_path, owner, attribute, computed=True))
         self._by_stream = {(p.stream, p.bias): p for p in self.all}
         self._by_path = {p.path: p for p in self.all}
-        self._asked_of = None
+        self._asked = None
 
     def streams(self, kind: str) -> list[str]:
         """The names under which messages of one of `PARAMETER_KINDS` may come."""
@@ -238,15 +238,18 @@ class Parameters:
         """Whether there is something of a step to `forget`: whatever is kept has a place, noted before it."""
         return bool(self._places)
 
-    def _asked_streams(self, publisher: Publisher) -> dict[str, tuple[Stream | None, Stream | None, Stream | None]]:
+    def ask_anew(self) -> None:
+        """Forget who asks for what: that has changed."""
+        self._asked = None
+
+    def _asked_streams(self, publisher: Publisher) -> _Asked:
         """Of each parameter, the streams of its values, gradients and updates; None for those that nobody asks for."""
-        if self._asked_of is not publisher.streams:
+        if self._asked is None:
             self._asked = {}
             for parameter in self.all:
                 found = [publisher.stream(kind, parameter.stream, DEFAULT_TAG) for kind in parameter.kinds]
                 value, gradient, update = (one if one.asked else None for one in found)
                 self._asked[parameter.path] = value, gradient, update
-            self._asked_of = publisher.streams
         return self._asked
 
     def snapshot(self, parameters: Iterable[Parameter], publisher: Publisher) -> None:
@@ -345,7 +348,7 @@ class Parameters:
         asked, step = self._asked_streams(publisher), publisher.now()[0]
         for parameter in self.all:
             path = parameter.path
-            if self._asked_of is not publisher.streams:  # a receiver failed at the message before
+            if self._asked is None:  # a receiver failed at the message before
                 asked = self._asked_streams(publisher)
             kept = self._before.get(path)
             stages = (None if kept is None else kept[0], self._gradients.get(path), self._after.get(path))

@@ -90,8 +90,6 @@ class Publisher:
         What is not observed, and why.
     asking : tuple of Receiver
         Those that are asked what they want.
-    streams : dict of (str, str, str) to Stream
-        What is known of them, by kind, path and tag; another dictionary whenever that is no longer so.
     counts : dict
         By stream, the number of its next message in this step.
     collecting : dict or None
@@ -112,7 +110,7 @@ class Publisher:
         self.counts: dict[tuple[str, str | None, str, str], int] = {}
         self.collecting: dict[tuple[str, str | None, int, str], list[Tensor]] | None = None
         self._clock = clock
-        self.streams: dict[tuple[str, str | None, str], Stream] = {}
+        self._streams: dict[tuple[str, str | None, str], Stream] = {}
         self._heard_tags: dict[str, bool] = {}
         self._given_up: set[tuple[str, str | None]] = set()
         self._running: dict[tuple[str, str | None, str, str], Tensor] = {}
@@ -125,7 +123,8 @@ class Publisher:
 
     def ask_anew(self) -> None:
         """Forget who wanted what: receivers, modules or what other ranks record have changed."""
-        self.streams, self._heard_tags = {}, {}
+        self._streams, self._heard_tags = {}, {}
+        self.parameters.ask_anew()
         receivers = self.bus.receivers
         self.asking = tuple(one for one in receivers if not getattr(one, "passive", False)) or receivers
 
@@ -155,21 +154,21 @@ class Publisher:
 
     def wanted(self, kind: str, path: str | None, tag: str, at: tuple[int, int, int] | None = None) -> Capture | None:
         """The capture by which to observe a stream at these counters, or now; None if nobody wants it."""
-        stream = self.streams.get((kind, path, tag)) or self.stream(kind, path, tag)
+        stream = self._streams.get((kind, path, tag)) or self.stream(kind, path, tag)
         if not stream.asked:
             return None
         step, _, epoch = at if at is not None else self._clock.now()
         return stream.wanted(epoch if stream.by_epoch else step)
 
     def stream(self, kind: str, path: str | None, tag: str) -> Stream:
-        """What is known of a stream; good as long as `streams` is the same."""
-        known = self.streams.get((kind, path, tag))
+        """What is known of a stream; good until `parameters` is told that it is to `ask_anew`."""
+        known = self._streams.get((kind, path, tag))
         if known is None:
             capture = self.capture_of(kind, path, tag) if kind in KINDS else _EVERYTHING
             if (kind, path) in self._given_up:
                 capture = None
             asking = [one for one in self.asking if one.wants(kind, path, tag, None)]
-            known = self.streams[kind, path, tag] = Stream(kind, path, tag, capture, asking)
+            known = self._streams[kind, path, tag] = Stream(kind, path, tag, capture, asking)
         return known
 
     def now(self) -> tuple[int, int, int]:
@@ -383,7 +382,8 @@ class Publisher:
     def give_up(self, kind: str, path: str | None, error: Exception) -> None:
         """Disable a stream that failed; the others, and the clock, go on."""
         self._given_up.add((kind, path))
-        self.streams = {key: stream for key, stream in self.streams.items() if key[:2] != (kind, path)}
+        self._streams = {key: stream for key, stream in self._streams.items() if key[:2] != (kind, path)}
+        self.parameters.ask_anew()
         self.problem(f"{kind} of {path!r}", f"{type(error).__name__}: {error}")
 
     def problem(self, what: str, why: str, *, warn: bool = True) -> None:

@@ -163,6 +163,7 @@ class Recorder:
         if self._writer is None and self._make is not None:
             self._writer = self._make()
             self._commit_steps = self._writer.commit_steps
+            self._wake()  # it waits for as long as it may without a writer
             termination.at_exit(self._close_at_exit, self._give_up)  # what writes may have been imported just now
         if self._error is not None:
             self._check()

@@ -112,11 +112,11 @@ def copied(tensor: Tensor, memory: Memory) -> Tensor:
         return tensor.to_dense()
     target = space_for(tensor, memory) if tensor.nbytes >= SMALLEST else None
     if target is not None:
-        if torch.get_num_threads() > 1 or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        whole = tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+        if torch.get_num_threads() > 1 or not whole:
             return target.copy_(tensor)
         # what a single thread copies is sooner there: the lines of the target are not fetched to be written over
-        bits = torch.uint8 if tensor.ndim else tensor.dtype
-        np.copyto(target.view(bits).numpy(), tensor.view(bits).numpy())
+        np.copyto(target.view(torch.uint8).numpy(), tensor.view(torch.uint8).numpy())
         return target
     # to name a memory format takes a third as long as a small copy
     return tensor.clone() if tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
