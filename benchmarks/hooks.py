@@ -46,7 +46,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from turns import Training, drain, fingerprint_of, quiet_allocator, settled, spread, take_turns
+from turns import Training, fingerprint_of, quiet_allocator, settled, spread, take_turns
 
 import tracer
 from tracer.exporter import Exporter
@@ -150,7 +150,7 @@ def recorded(
     path = folder / f"run{suffix}"
     every = {"commit_seconds": 3600.0, "commit_steps": 200}
     with tracer.record(path, model, optimizer, loss=loss, capture=capture, **every) as run:
-        yield functools.partial(drain, run)
+        yield run.recorder.wait_until_written
 
 
 @contextlib.contextmanager
@@ -182,7 +182,7 @@ def exported(model: nn.Module, gradients: bool, folder: Path, *, capture: tracer
 def recorded_chain(model: nn.Module, gradients: bool, folder: Path, *, capture: tracer.Capture) -> Iterator[Any]:
     """`tracer.record` of the chain."""
     with tracer.record(folder / "run.zarr", model, (), capture=capture) as run:
-        yield run.step, functools.partial(drain, run)
+        yield run.step, run.recorder.wait_until_written
 
 
 # -- others' ways -----------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from turns import Training, drain, quiet_allocator, settled, spread, take_turns
+from turns import Training, quiet_allocator, settled, spread, take_turns
 
 import tracer
 
@@ -115,7 +115,7 @@ def recorded(
     capture = tracer.Capture(kinds=KINDS, every=every)
     commits = {"commit_seconds": 3600.0, "commit_steps": COMMIT_STEPS}
     with tracer.record(folder / f"run{suffix}", model, optimizer, capture=capture, **commits) as run:
-        yield functools.partial(drain, run)
+        yield run.recorder.wait_until_written
 
 
 ZARR = functools.partial(recorded, suffix=".zarr")

@@ -99,16 +99,6 @@ def settled(watch: Any, *arguments: Any) -> Iterator[Callable[[], None] | None]:
         yield settle
 
 
-def drain(run: Any) -> None:
-    """Wait, without using the processor, until all that was recorded is written."""
-    recorder = run.recorder
-    while recorder._received != recorder._written:
-        if recorder._idle:
-            with recorder._changed:
-                recorder._changed.notify_all()
-        time.sleep(0.004)
-
-
 def take_turns(variants: dict[str, Any], rounds: int, steps: int, renew: int) -> dict[str, list[float]]:
     """Seconds of each variant's segments, round by round."""
     order = random.Random(0)

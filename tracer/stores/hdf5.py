@@ -711,8 +711,7 @@ class Hdf5WriteStore:
             return
         apart = self._apart(array)
         place = array.place + (number - array.first) * apart
-        known = self._direct.possible
-        past_cache = self.unhurried and (self._direct.serves(self._descriptor) if known is None else known)
+        past_cache = self.unhurried and self._direct.serves(self._descriptor)
         # together, where they lie side by side, in whole pages
         together = past_cache and len(pieces[0]) == apart and all(map(is_aligned, pieces))
         if together and self._write_past_cache(pieces, place) == len(pieces) * apart:
