@@ -258,9 +258,15 @@ def test_another_version_of_the_root(tmp_path: Path) -> None:
         recover(path, tmp_path / "other.zarr")
 
 
-def test_what_follows_the_last_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_what_follows_the_last_row(tmp_path: Path, interrupted: bool) -> None:
     """Damage to the rest of a chunk that is not full costs none of the messages in it; damage to them does."""
     path = write(tmp_path / "run.zarr", chunk_bytes=4096)
+    if interrupted:  # then the array still says that it has as many rows as its shard
+        document = path / "rank0" / "pools" / "loss" / "float64" / "zarr.json"
+        text = json.loads(document.read_text())
+        text["shape"] = text["chunk_grid"]["configuration"]["chunk_shape"]
+        document.write_text(json.dumps(text))
     shard = path / "rank0" / "pools" / "loss" / "float64" / "c" / "0"
     whole = shard.read_bytes()
     first = whole.index(torch.tensor(1.5, dtype=torch.float64).numpy().tobytes())

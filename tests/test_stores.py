@@ -43,6 +43,7 @@ from tracer.stores import (
     open_store,
     store_files,
 )
+from tracer.stores import zarr as zarr_store
 from tracer.stores.direct import DIRECT, DirectIO
 from tracer.stores.zarr import chunks_begin
 
@@ -203,7 +204,7 @@ def test_committed_rows_are_there_while_the_store_is_written(tmp_path: Path, suf
     """A reader that opens a store between two commits sees the first and not the second."""
     path = tmp_path / f"store{suffix}"
     store = create_store(path)
-    store.create("a", dtype="int64", shape=(), chunk_bytes=80)
+    store.create("a", dtype="int64", shape=(), chunk_bytes=80, gapless=True)
     store.commit()
     assert open_store(path).length("a") == 0
     store.append("a", np.arange(25))
@@ -221,13 +222,50 @@ def test_committed_rows_are_there_while_the_store_is_written(tmp_path: Path, suf
     store.close()
 
 
+@pytest.mark.parametrize("codec", [None, "lz4"])
+def test_metadata_of_an_array_with_gaps_are_not_written_at_each_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str | None
+) -> None:
+    """Its zarr.json says more rows than there are until it is closed; a reader gets those that are there."""
+    written: list[str] = []
+    replace = zarr_store._replace
+    monkeypatch.setattr(
+        zarr_store, "_replace", lambda folder, *rest: (written.append(Path(folder).name), replace(folder, *rest))[1]
+    )
+    path = tmp_path / "store.zarr"
+    store = create_store(path)
+    for name, gapless in (("a", False), ("b", True)):
+        store.create(name, dtype="int64", shape=(), chunk_bytes=80, compression=codec, gapless=gapless)
+    reader = open_store(path)
+    values = np.arange(4000)
+    for stop in range(200, 4001, 200):
+        for name in "ab":
+            store.append(name, values[stop - 200 : stop])
+        store.commit()
+        assert reader.length("a") >= stop == reader.length("b")
+        assert np.array_equal(reader.read("a", 0, stop), values[:stop])
+        assert np.array_equal(plainly(path, "a")[:stop], values[:stop])
+    # chunks of ten rows in shards of 128: one and two shards, and four
+    assert (written.count("a"), written.count("b")) == (3, 21)
+    assert reader.length("a") == 4 * 1280
+    with pytest.raises(TraceCorruptError, match="lacks its chunk"):
+        reader.read("a", 3990, 4001 + 10)
+    store.close()
+    assert reader.length("a") == 4000
+    assert np.array_equal(plainly(path, "a"), values)
+    reader.close()
+
+
 @every_format
 @pytest.mark.parametrize("codec", [None, "lz4"])
-def test_what_was_read_before_a_commit_is_the_same_after_it(tmp_path: Path, suffix: str, codec: str | None) -> None:
+@pytest.mark.parametrize("gapless", [True, False])
+def test_what_was_read_before_a_commit_is_the_same_after_it(
+    tmp_path: Path, suffix: str, codec: str | None, gapless: bool
+) -> None:
     """The last chunk moves when it grows, and the next takes its place: a reader that knows the old place sees that."""
     path = tmp_path / f"store{suffix}"
     store = create_store(path)
-    store.create("a", dtype="int64", shape=(), chunk_bytes=64, compression=codec)
+    store.create("a", dtype="int64", shape=(), chunk_bytes=64, compression=codec, gapless=gapless)
     store.seal()
     values = np.arange(100)
     store.append("a", values[:3])
@@ -240,7 +278,7 @@ def test_what_was_read_before_a_commit_is_the_same_after_it(tmp_path: Path, suff
         assert np.array_equal(reader.read("a", 0, 3), values[:3])
         if stop % 7 == 0:
             reader.refresh()
-            assert reader.length("a") == stop
+            assert reader.length("a") == stop or (not gapless and reader.length("a") > stop)
             assert np.array_equal(reader.read("a", 0, stop), values[:stop])
             known = stop
         elif stop > 7:

@@ -330,7 +330,7 @@ def _observe(tensors: list[Tensor], site: str, names: str, grad: bool, without: 
             hook.tell(module, (), found, *(() if inputs else (found,)))
         if hook.method == "_after_forward":
             numbers = exporter._ticket(hook.name)
-        if without and exporter._pass.listening:
+        if without and exporter.passes.now.listening:
             kind = "input_gradients" if inputs else "layer_gradients"
             exporter._guard(kind, lambda: exporter.publisher.problem(f"{kind} of {hook.name!r}", without))
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional
 from torch import Tensor, is_grad_enabled, nn
 from torch._C import _current_graph_task_id
+from torch._C._autograd import _get_sequence_nr
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
@@ -55,8 +56,8 @@ from tracer.losses import (
     is_part_of_a_loss,
     looks_back,
     made_of,
-    next_of_thread,
     node_of,
+    number_of_thread,
     output_and_labels,
     unpatch,
 )
@@ -136,7 +137,8 @@ class Exporter:
         self.publisher = Publisher(self.message_bus, self.captures, self.clock, strict=strict)
         self._parameters = self.publisher.parameters
         self.losses_seen = 0
-        self.holds_parts = False  # whether who calls `backward_called` knows the loss that a sum becomes
+        self.hears_backward = False  # whether somebody calls `backward_called`
+        self.holds_parts = False  # and knows the loss that a sum becomes
         self._part: Tensor | None = None
         self._loss_told = False  # by `run.log`, since the last `backward`
         self._backward_seen = False  # of a scalar, in the open step
@@ -181,12 +183,12 @@ class Exporter:
         self._silent: list[str] = []
         self._epoch_open = False
         self._epoch_over = False  # but the next one has not begun
-        self._idle = False  # whether nobody wants anything of the open step
+        self._idle = False  # whether a step is open of which nobody wants anything
         self._quiet_until = 0  # the step before which nobody wants anything of the training passes
         self._asked_at = -1  # the last step for which that was found out
         self._over = False  # whether the open step ends as soon as the running backward is over
-        self._pass = _Pass()
-        self._passes = 0  # training forwards of the root
+        self.passes = _Passes()
+        self._training_passes = 0  # training forwards of the root
         self._skipped = 0
         self._user_tag: str | None = None
         self._calls: dict[tuple[str, str], int] = {}
@@ -285,7 +287,7 @@ class Exporter:
         collect : bool
             Whether Python's garbage is collected for that: models whose parts refer to each other are there until then.
         """
-        if self._pass.depth:
+        if self.passes.now.depth:
             return
         root = None if self._root is None else weakref.ref(self._root)
         added = [(name, weakref.ref(one), recursive) for name, one, recursive in self._added]
@@ -403,6 +405,8 @@ class Exporter:
     def train(self, train: bool = True) -> None:
         """Publish again, after `test`; ``train(False)`` is ``test()``."""
         self.publisher.enabled = train
+        self._idle = False  # the ways of hooks that are called `_idle_…` do not look whether it is enabled
+        self._ask_anew()
 
     def test(self, test: bool = True) -> None:
         """Publish nothing and count nothing until `train` is called."""
@@ -428,7 +432,7 @@ class Exporter:
     def start_at(self, global_step: int, train_step: int, epoch: int) -> None:
         """Count from here: the training goes on after a restart. In the middle of an epoch, that is not begun again."""
         self.clock.start_at(global_step, train_step, epoch)
-        self._quiet_until, self._asked_at = 0, -1
+        self._ask_anew()
         self._epoch_open = train_step > 0
 
     @property
@@ -479,7 +483,7 @@ class Exporter:
     def finish(self) -> None:
         """End the run: the last step of a loop without an optimizer, and the last pass of each probe."""
         self.finish_step()
-        if self.optimizers and self._passes > 1 and not self.optimizer_calls and not self._skipped:
+        if self.optimizers and self._training_passes > 1 and not self.optimizer_calls and not self._skipped:
             why = (
                 "step() of the optimizer that was given was never called, so everything is of one step; give the "
                 "optimizer whose step() is called, or optimizer=() and call step() of the run"
@@ -492,7 +496,8 @@ class Exporter:
     def detach(self) -> None:
         """Remove every hook; the model is as it was."""
         self._silent = self.silent
-        self._attached = False
+        self._attached = self._idle = False
+        self._ask_anew()
         hung = [handle for _, _, handle in self._hung.values()]
         for handle in [*hung, *(one for handles in self._lasting.values() for one in handles)]:
             handle.remove()
@@ -503,7 +508,7 @@ class Exporter:
         self._parameters.note((), False)
         self._backwards, self._ungraded, self._recomputed, self._scales = {}, {}, {}, {}
         self.publisher.forget_places()
-        self._pass.inputs = []
+        self.passes.now.inputs = []
         self.message_bus.unwatch(self._rewire)
         unwatch_scalers(self)
         unwatch_scripting(self)
@@ -531,7 +536,7 @@ class Exporter:
     @property
     def learns_in_eval_mode(self) -> bool:
         """Whether the model was in eval mode in the first step, and had no training pass since."""
-        return self._began_in_eval_mode and not self._passes
+        return self._began_in_eval_mode and not self._training_passes
 
     # -- what the user says ---------------------------------------------------------------------------------
 
@@ -639,29 +644,29 @@ class Exporter:
 
     def new_output_and_labels(self, network_output: Tensor, labels: Tensor) -> None:
         """Publish the network's output and the labels."""
-        self.publisher.publish_leaves("network_output", None, network_output, self._pass.tag)
-        self.publisher.publish_leaves("input_labels", None, labels, self._pass.tag)
+        self.publisher.publish_leaves("network_output", None, network_output, self.passes.now.tag)
+        self.publisher.publish_leaves("input_labels", None, labels, self.passes.now.tag)
 
     def new_loss(self, loss: Tensor) -> None:
         """Publish the loss."""
-        self.publisher.publish_leaves("loss", None, loss, self._pass.tag)
+        self.publisher.publish_leaves("loss", None, loss, self.passes.now.tag)
 
     def new_activations(self, module: nn.Module, in_: Any, out_: Any) -> None:
         """Publish a module's inputs and output."""
         path = self._path_of(module)
-        self.publisher.publish_leaves("layer_inputs", path, in_, self._pass.tag)
-        self.publisher.publish_leaves("activations", path, out_, self._pass.tag)
+        self.publisher.publish_leaves("layer_inputs", path, in_, self.passes.now.tag)
+        self.publisher.publish_leaves("activations", path, out_, self.passes.now.tag)
 
     def new_layer_gradients(self, module: nn.Module, gradients: Any) -> None:
         """Publish the gradients of the loss with respect to a module's output."""
-        self.publisher.publish_leaves("layer_gradients", self._path_of(module), gradients, self._pass.tag)
+        self.publisher.publish_leaves("layer_gradients", self._path_of(module), gradients, self.passes.now.tag)
 
     def new_parameter_gradients(self, module: nn.Module, gradients: Sequence[Tensor | None]) -> None:
         """Publish the gradients of the loss with respect to a module's weight and bias, in this order."""
         path = self._path_of(module)
         for kind, gradient in zip(("weight_gradients", "bias_gradients"), gradients, strict=False):
             if gradient is not None:
-                self.publisher.publish_leaves(kind, path, gradient, self._pass.tag)
+                self.publisher.publish_leaves(kind, path, gradient, self.passes.now.tag)
 
     # -- assembly -------------------------------------------------------------------------------------------
 
@@ -732,7 +737,7 @@ class Exporter:
         for (_, method, name), (_, hook, _) in self._hung.items():
             self._known[name, method] = hook.fired, hook.off
         self._former, self._hung = self._hung, {}
-        self._quiet_until, self._asked_at = 0, -1
+        self._ask_anew()
         self._several, self._top_of = len(self.tops) > 1, {}
         self.optimizers.forget_what_they_train()
         self.publisher.ask_anew()
@@ -843,7 +848,9 @@ class Exporter:
         """
         self._surveyed = True
         listens = any(method in ("_before_forward", "_after_forward") for _, method, _ in self._hung)
-        self._began_in_eval_mode = listens and self._root is not None and not self._root.training and not self._passes
+        self._began_in_eval_mode = (
+            listens and self._root is not None and not self._root.training and not self._training_passes
+        )
         inside = (one for _, top in self.tops for one in top.modules())
         elsewhere = self._parameters.survey(
             (*self._around, *inside), self.publisher.rank, self.recorded, self.publisher
@@ -875,7 +882,7 @@ class Exporter:
         self.clock.begin()
         if self._look_nodes:
             self._look_nodes = set()
-        self._idle = self._nothing_due()
+        self._idle = self._nothing_due() and self.publisher.enabled
         if self._calls or self.publisher.counts:
             self._calls = {key: count for key, count in self._calls.items() if key[1] != DEFAULT_TAG}
             self.publisher.count_anew(DEFAULT_TAG)
@@ -887,6 +894,10 @@ class Exporter:
             self.publisher.event("batch_started", self.clock.now())
             if not self.optimizers:
                 self._snapshot(self._parameters.all)
+
+    def _ask_anew(self) -> None:
+        """Find out once more when somebody wants something."""
+        self._quiet_until, self._asked_at = 0, -1
 
     def _nothing_due(self) -> bool:
         """Whether nobody wants anything of the training passes of this global step."""
@@ -918,11 +929,13 @@ class Exporter:
 
     def _advance(self) -> None:
         """Let go of what was kept of the open step, and move the clock."""
+        running = self.passes.now
         self._part = None
         if not self._over:  # else it was noted when it ended, in a backward
-            self._ended_at = next_of_thread()
-        self._over = self._backward_seen = False
-        self.optimizers.step_ended()
+            self._ended_at = running.thread, _get_sequence_nr()
+        self._over = self._idle = self._backward_seen = False
+        if self.optimizers.moved or self.optimizers.waiting:
+            self.optimizers.step_ended()
         if self._leaf_handles:
             self._forget_leaves()
         if self._backwards or self._ungraded or self._recomputed or self._scales:
@@ -935,7 +948,7 @@ class Exporter:
         if self.publisher.counts:
             self.publisher.count_only(DEFAULT_TAG)
         self.clock.end()
-        self._pass.listening = False
+        running.listening = False
 
     def _look_back(self) -> None:
         """Do what comes between two steps: probes, and after the first step a look at what was never called."""
@@ -970,7 +983,7 @@ class Exporter:
         """Decide what the forward that begins is: a training pass, which may begin a step, or a pass aside."""
         if self._over:
             self._settle()
-        running = self._pass
+        running = self.passes.now
         if self._user_tag is not None:
             running.tag = self._user_tag
         else:
@@ -980,7 +993,7 @@ class Exporter:
         if running.tag == DEFAULT_TAG:
             self._begin_step()
             running.listening = not self._idle
-            self._passes += running.depth
+            self._training_passes += running.depth
         else:
             if self._slowed and not module.training and not is_grad_enabled():
                 why = "hooks switch it off, so results of evaluations may differ in rounding from unwatched ones"
@@ -1006,18 +1019,21 @@ class Exporter:
         This and the others called ``_idle_…`` spare the training what the full way costs, most of all where the
         network's numbers have taken the place of everything else in the processor's cache.
         """
-        running = self._pass
-        if self.clock.step >= self._quiet_until or self.clock.open or self._over or running.depth:
+        running, clock = self.passes.now, self.clock
+        if clock.step >= self._quiet_until or clock.open or running.depth:
             return False
-        if self._epoch_over or not self._epoch_open or self._user_tag is not None or self.clock.starting is not None:
+        if self._epoch_over or not self._epoch_open or self._user_tag is not None or clock.starting is not None:
             return False
-        if not (args[0].training and is_grad_enabled()) or recomputing() or traced():
+        if not (args[0].training and is_grad_enabled()) or _current_graph_task_id() != -1 or traced():
             return False
-        if self._calls or self.publisher.counts or DistributedDataParallel._active_ddp_module is not None:
+        publisher = self.publisher
+        if self._calls or publisher.counts or not publisher.enabled:
             return False
-        self.clock.begin()
+        if DistributedDataParallel._active_ddp_module is not None:
+            return False
+        clock.begin()
         self._idle = True
-        self._passes += 1
+        self._training_passes += 1
         self.forwards_seen += 1
         running.depth, running.tag, running.listening, running.inputs = 1, DEFAULT_TAG, False, []
         self._tag_with_gradients = DEFAULT_TAG
@@ -1026,7 +1042,7 @@ class Exporter:
     def _before_root(self, _: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if recomputing():
             return
-        running = self._pass
+        running = self.passes.now
         running.depth += 1
         if running.depth > 1:
             return
@@ -1049,8 +1065,8 @@ class Exporter:
 
     def _idle_after_root(self, args: tuple[Any, ...]) -> bool:
         """Whether nobody records this pass; then its end is noted here, and `_after_root` has nothing to add."""
-        running = self._pass
-        if running.depth != 1 or running.listening or recomputing():
+        running = self.passes.now
+        if running.depth != 1 or running.listening or _current_graph_task_id() != -1:
             return False
         running.depth = 0
         return True
@@ -1059,16 +1075,17 @@ class Exporter:
         # without an output: this hook was taken off by the one before it, which found that nobody listens any more
         if recomputing():
             return
-        self._pass.depth = max(0, self._pass.depth - 1)
-        if self._pass.depth or output is None or not self._pass.listening:
+        running = self.passes.now
+        running.depth = max(0, running.depth - 1)
+        if running.depth or output is None or not running.listening:
             return
-        if self._part is not None and self._pass.tag != DEFAULT_TAG:  # what a model calls its loss was made of a sum
+        if self._part is not None and running.tag != DEFAULT_TAG:  # what a model calls its loss was made of a sum
             part, self._part = self._part, None
             whole = output.get("loss") if isinstance(output, Mapping) else None
-            self.publisher.publish_leaves("loss", None, whole if isinstance(whole, Tensor) else part, self._pass.tag)
+            self.publisher.publish_leaves("loss", None, whole if isinstance(whole, Tensor) else part, running.tag)
         # with a loss, the output is what the loss gets: on the same footing as the labels
         if not self._losses or self.publisher.collecting is not None:
-            self.publisher.publish_leaves("network_output", None, output, self._pass.tag)
+            self.publisher.publish_leaves("network_output", None, output, running.tag)
 
     def _before_forward(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if recomputing():
@@ -1076,11 +1093,11 @@ class Exporter:
             if first is not None:
                 self._enter_call(path, [], leaves(arguments_of(args, kwargs)), first, DEFAULT_TAG)
             return
-        if self._pass.depth == 0:
+        if self.passes.now.depth == 0:
             self._enter_pass(self._top(path, module))
-        if not self._pass.listening:
+        if not self.passes.now.listening:
             return
-        tag = self._pass.tag
+        tag = self.passes.now.tag
         copies: list[tuple[str, Tensor]] = []
         inputs = leaves(arguments_of(args, kwargs))
         if self.publisher.wanted("layer_inputs", path, tag) is not None:
@@ -1097,12 +1114,12 @@ class Exporter:
     ) -> None:
         """Keep what is known of a call until its forward is over, and only then counted: others may end before it."""
         hooks = self._watch_leaves("input_gradients", path, inputs, call, tag) if is_grad_enabled() else []
-        self._pass.inputs.append((path, copies, hooks))
+        self.passes.now.inputs.append((path, copies, hooks))
 
     def _leave_call(self, path: str, call: int) -> list[tuple[str, Tensor]]:
         """Number the call that is over; the inputs that were copied. What a failed forward left behind is dropped."""
-        while self._pass.inputs:
-            owner, copies, hooks = self._pass.inputs.pop()
+        while self.passes.now.inputs:
+            owner, copies, hooks = self.passes.now.inputs.pop()
             if owner == path:
                 for hook in hooks:
                     hook.call = call
@@ -1124,7 +1141,7 @@ class Exporter:
             else:
                 self._recalled.pop(path, None)
             return
-        running = self._pass
+        running = self.passes.now
         if running.depth == 0:
             self._enter_pass(self._top(path, module))
         if not running.listening:
@@ -1203,14 +1220,14 @@ class Exporter:
 
     def _ticket(self, path: str) -> tuple[int, int, int, int, int]:
         """What a compiled graph keeps of the call of a module that was just seen, for its gradient: call, step, tag."""
-        tag = self._pass.tag
+        tag = self.passes.now.tag
         if recomputing():
             first = self._recalled.get(path)
             if first is None:  # the graph's own checkpoint, which computes the calls again in their order
                 first = self._calls.get((path, "recomputed"), 0)
                 self._calls[path, "recomputed"] = first + 1
             return (first, *self.clock.now(), tag_number(DEFAULT_TAG))
-        call = self._calls.get((path, tag), 0) if self._pass.listening else 0
+        call = self._calls.get((path, tag), 0) if self.passes.now.listening else 0
         return (call - 1, *self.clock.now(), tag_number(tag))
 
     def _forget_leaves(self) -> None:
@@ -1259,13 +1276,14 @@ class Exporter:
 
     def _idle_after_loss(self, args: tuple[Any, ...]) -> bool:
         """Whether this loss is of a step that nobody records; then it is counted here, as `_loss_seen` would."""
-        if not (self.clock.open and self._idle and self._user_tag is None and self.publisher.collecting is None):
+        if not self._idle or self._user_tag is not None:  # in a probe, there is a tag
             return False
         output, root = args[-1], self._root
         if not (type(output) is Tensor and output.requires_grad and root is not None and root.training):
             return False
         self.losses_seen += 1
-        self._note_loss(output)
+        if self.hears_backward:
+            self._note_loss(output)
         return True
 
     def _after_loss(self, _: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -1300,7 +1318,7 @@ class Exporter:
         for kind, tensor in zip(("network_output", "input_labels"), output_and_labels(loss, args, kwargs), strict=True):
             if tensor is not None:
                 self.publisher.publish_leaves(kind, None, tensor, tag)
-        inside = tag == DEFAULT_TAG or self._pass.depth > 0  # else nobody tells what the sum becomes
+        inside = tag == DEFAULT_TAG or self.passes.now.depth > 0  # else nobody tells what the sum becomes
         if self.holds_parts and inside and is_part_of_a_loss(loss, args, kwargs):
             self._note_loss(output, part=True)
             self._part = output.detach()
@@ -1325,13 +1343,12 @@ class Exporter:
         inputs = checkpointed_inputs()
         if inputs is None:
             return False
-        return (
-            self._pass.tag == DEFAULT_TAG if self._pass.depth else any(one.requires_grad for _, one in leaves(inputs))
-        )
+        running = self.passes.now
+        return running.tag == DEFAULT_TAG if running.depth else any(one.requires_grad for _, one in leaves(inputs))
 
     def _note_loss(self, output: Tensor, *, part: bool = False) -> None:
-        """Remember what a loss function gave, without keeping it."""
-        node = node_of(output)
+        """Remember what a loss function gave, without keeping it, for `backward_called`."""
+        node = node_of(output) if self.hears_backward else None
         if node is not None:
             self._loss_nodes[node] = part
             if len(self._loss_nodes) > _LOSSES:
@@ -1339,6 +1356,7 @@ class Exporter:
 
     def watch_backward(self) -> None:
         """Have `backward_called` called by each ``backward``, until `detach`."""
+        self.hears_backward = True
         watch_backward(self)
 
     def backward_called(self, tensor: Tensor) -> None:
@@ -1410,19 +1428,18 @@ class Exporter:
 
     def _idle_after_optimizer(self, args: tuple[Any, ...]) -> bool:
         """Whether this ends a step that nobody records; then it ends here, as `_after_optimizer` would end it."""
-        optimizer = args[0]
+        optimizer: Optimizer = args[0]
         known = self.optimizers
-        if not (self.clock.open and self._idle and optimizer is known.ender) or known.nest or self._over:
+        if not self._idle or optimizer is not known.ender or known.nest or self._over:
             return False
-        if known.found and (not known.is_settled or known.is_beside(args[0], self)):
+        if known.found and (not known.is_settled or known.is_beside(optimizer, self)):
             return False
-        if getattr(optimizer, "found_inf", None) is not None or recomputing():
+        if getattr(optimizer, "found_inf", None) is not None or _current_graph_task_id() != -1:
             return False
         self.optimizer_calls += 1
-        with self._lock:
-            self._advance()
-            if self._compiled_before or self._probes:
-                self._look_back()
+        self._advance()
+        if self._compiled_before or self._probes:
+            self._look_back()
         return True
 
     def _after_optimizer(self, _: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -1440,7 +1457,7 @@ class Exporter:
         finally:  # under strict an exception goes through, but the optimizer has stepped
             if in_backward and (last or self.optimizers.one_each):
                 self._begin_step()
-                self._ended_at = next_of_thread()
+                self._ended_at = self.passes.now.thread, _get_sequence_nr()
                 self._over = True  # of the optimizers in a backward, the last one given may be the first to step
             elif last:
                 self._end_step()
@@ -1470,7 +1487,7 @@ class Exporter:
 
     def _after_parametrization(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Keep the weight that a parametrization computes, as the forward uses it: to ask for it might change it."""
-        training = self._pass.listening and self._pass.tag == DEFAULT_TAG and self.clock.open
+        training = self.passes.now.listening and self.passes.now.tag == DEFAULT_TAG and self.clock.open
         if training and not recomputing() and isinstance(output, Tensor):
             self._parameters.computed(path, output, self.publisher)
 
@@ -1487,8 +1504,9 @@ class Exporter:
         if self._sharded():
             self.publisher.problem(f"probe {probe.name!r}", NO_PROBES)
             return
-        before = (self._pass.tag, self._user_tag, self._pass.listening, self._pass.depth, self._pass.inputs)
-        self._user_tag, self._pass.depth, self._pass.inputs = probe.name, 0, []
+        running = self.passes.now
+        before = (running.tag, self._user_tag, running.listening, running.depth, running.inputs)
+        self._user_tag, running.depth, running.inputs = probe.name, 0, []
         self._forget_calls(probe.name)
         collected: dict[tuple[str, str | None, int, str], list[Tensor]] = {}
         self.publisher.collecting = collected
@@ -1500,7 +1518,7 @@ class Exporter:
                     self._forget_calls(probe.name)
                     probe.call(root, batch)
         finally:
-            self._pass.tag, self._user_tag, self._pass.listening, self._pass.depth, self._pass.inputs = before
+            running.tag, self._user_tag, running.listening, running.depth, running.inputs = before
             self.publisher.collecting = None
         for (kind, path, call, leaf), parts in collected.items():
             if not joinable(parts, sizes):
@@ -1543,15 +1561,25 @@ class Exporter:
         raise CaptureError(f"this {type(module).__name__} was not added to the exporter; call add_modules first")
 
 
-class _Pass(threading.local):
+class _Pass:
     """The forward that runs in a thread, or else the last one there."""
 
+    __slots__ = ("depth", "in_loss", "inputs", "listening", "tag", "thread")
+
     def __init__(self) -> None:
+        self.thread = number_of_thread()
         self.depth = 0  # how many forwards of the root are running
         self.in_loss = False
         self.tag = DEFAULT_TAG
         self.listening = False  # whether hooks have anything to do in it
         self.inputs: list[tuple[str, list[tuple[str, Tensor]], list[GradientHook]]] = []  # of the calls that run
+
+
+class _Passes(threading.local):
+    """For each thread, the pass that is now."""
+
+    def __init__(self) -> None:
+        self.now = _Pass()  # one object, because each look at an attribute of this one takes longer
 
 
 _NUMBERS = itertools.count()

@@ -94,8 +94,8 @@ class Hook:
         exporter = self._exporter()
         if exporter is None:
             return None
-        if self.fired and self._inner:
-            running = exporter._pass
+        if self._inner and self.fired:
+            running = exporter.passes.now
             if running.depth and not running.listening:  # a step that nobody records: no more than this
                 return None
         self._tell(exporter, args)
@@ -106,15 +106,15 @@ class Hook:
         exporter = self._exporter()
         if exporter is None:
             return
-        running = exporter._pass
+        running = exporter.passes.now
         if not (self.fired and self._inner and running.depth and not running.listening):
             self._tell(exporter, args)
 
     def _tell(self, exporter: Exporter, args: tuple[Any, ...]) -> None:
-        if self.off or not (exporter._attached and exporter.publisher.enabled):
-            return
         try:
-            if self.fired and self._idle is not None and self._idle(exporter, args):
+            if self._idle is not None and self.fired and self._idle(exporter, args):
+                return
+            if self.off or not (exporter._attached and exporter.publisher.enabled):
                 return
             if is_compiling():  # which an export may do without Dynamo
                 return

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional
 from torch import Tensor
 
-from tracer.hooks import next_node, traced
+from tracer.hooks import traced
 
 if TYPE_CHECKING:
     from tracer.exporter import Exporter
@@ -55,13 +55,13 @@ class LossFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         exporter = self._exporter()
-        if exporter is None or exporter._pass.in_loss or traced():
+        if exporter is None or exporter.passes.now.in_loss or traced():
             return self.__wrapped__(*args, **kwargs)
-        exporter._pass.in_loss = True  # some losses are made of others
+        exporter.passes.now.in_loss = True  # some losses are made of others
         try:
             output = self.__wrapped__(*args, **kwargs)
         finally:
-            exporter._pass.in_loss = False
+            exporter.passes.now.in_loss = False
         if exporter._attached and exporter.publisher.enabled:
             exporter._guard("loss", lambda: exporter._loss_seen(self.__wrapped__, args, kwargs, output))
         return output
@@ -152,9 +152,9 @@ def node_of(tensor: Tensor) -> Node | None:
     return None if function is None else (_thread.number, function._sequence_nr())
 
 
-def next_of_thread() -> Node:
-    """The node that this thread's graph gets next."""
-    return _thread.number, next_node()
+def number_of_thread() -> int:
+    """A number that no other thread has, or had."""
+    return _thread.number
 
 
 def looks_back(tensor: Tensor, since: Node | None) -> bool:
@@ -166,7 +166,7 @@ def looks_back(tensor: Tensor, since: Node | None) -> bool:
     --------
     >>> weight = torch.ones(2, requires_grad=True)
     >>> output = weight * 2
-    >>> since = next_of_thread()
+    >>> since = number_of_thread(), torch._C._autograd._get_sequence_nr()
     >>> looks_back(output.view(1, 2).sum(), since), looks_back((weight * 2).sum(), since), looks_back(output, None)
     (True, False, False)
     """

@@ -260,6 +260,8 @@ class _Array:
     size: int
     # 0, OK or DAMAGED for each chunk
     state: NDArray[np.uint8]
+    # rows up to the last one that a message lies in; of a table, all
+    needed: int = 0
     why: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -632,7 +634,7 @@ class Survey:
             size=math.prod(row),
             state=np.zeros(-(-known // height), np.uint8),
         )
-        needed = length if name in self._tables else min(length, self._rows_needed(array))
+        needed = array.needed = length if name in self._tables else min(length, self._rows_needed(array))
         if known < needed:
             self._add("chunk", f"rows {known} to {needed - 1} of array {name!r} are not there", name, (known, needed))
         self._arrays[name] = array
@@ -682,7 +684,11 @@ class Survey:
             except TraceCorruptError:
                 # the last chunk of a trace that is being written may just have been written anew
                 self._store.length(array.name)
-                rows = self._store.read(array.name, start, stop)
+                # what follows the last message in it, nobody needs
+                end = array.needed if start < array.needed < stop else stop
+                rows = self._store.read(array.name, start, end)
+                if end < stop:
+                    rows = np.concatenate([rows, np.zeros((stop - end, *array.row), rows.dtype)])
         except TraceUnreadableError:
             raise
         except TracerError as error:

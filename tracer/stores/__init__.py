@@ -140,8 +140,8 @@ class WriteStore(Protocol):
         compression : str, optional
             Name of a codec of `tracer.stores.codecs.CODECS`; None to store the numbers as they are.
         gapless : bool
-            Whether the rows of all calls of `append` must follow each other. Otherwise a store may leave out rows at a
-            commit.
+            Whether the rows of all calls of `append` must follow each other, and be as many as the store says. If not,
+            it may leave out rows at a commit, and say until it is closed that there are more than were appended.
 
         Raises
         ------
@@ -698,6 +698,19 @@ def walk(shape: tuple[int, ...], chunk: tuple[int, ...], item: int, start: int, 
         run, part = divmod(number % per_height, per_run)
         begin = number // per_height * height * row_nbytes + run * run_nbytes + part * chunk_nbytes
         yield number, begin, min(chunk_nbytes, run_nbytes - part * chunk_nbytes)
+
+
+def rows_ahead(rows: int, least: int) -> int:
+    """How many rows the ``zarr.json`` of a pool says there are while it grows: `least`, doubled until all fit.
+
+    Examples
+    --------
+    >>> rows_ahead(0, 128), rows_ahead(128, 128), rows_ahead(300, 128)
+    (128, 128, 512)
+    """
+    while least < rows:
+        least *= 2
+    return least
 
 
 def contiguous(chunk: tuple[int, ...], shape: tuple[int, ...]) -> bool:

@@ -37,7 +37,7 @@ from tracer.errors import (
     TraceNotFoundError,
     TraceUnreachableError,
 )
-from tracer.stores import PART, WRITER, RowChunks, Url, check_name, walk
+from tracer.stores import PART, WRITER, RowChunks, Url, check_name, rows_ahead, walk
 from tracer.stores.codecs import OVERHEAD, Codec, codec_of, decode, decoded_size, encode
 from tracer.stores.zarr import (
     CHUNKS_PER_SHARD,
@@ -595,10 +595,7 @@ class _Array:
         """Rows that the zarr.json should say."""
         if self.gapless:
             return self.end
-        shards = PUBLISHED_SHARDS
-        while shards * self.shard_rows < self.end:
-            shards *= 2
-        return shards * self.shard_rows
+        return rows_ahead(self.end, PUBLISHED_SHARDS * self.shard_rows)
 
 
 class ObjectWriteStore:

@@ -51,6 +51,7 @@ from tracer.stores import (
     is_there,
     key_of,
     largest_chunk,
+    rows_ahead,
     rows_in,
     sync_folder,
     walk,
@@ -271,23 +272,33 @@ class _Shard:
 class _Array:
     """An array that is being written."""
 
-    __slots__ = ("attrs", "codec", "first", "folder", "per_shard", "published", "rows", "shard", "stride", "template")
+    __slots__ = (
+        *("attrs", "codec", "first", "folder", "gapless", "per_shard", "published", "rows", "shard", "shard_rows"),
+        *("stride", "template"),
+    )
 
-    def __init__(self, folder: Path, name: str, rows: RowChunks, codec: Codec | None = None) -> None:
+    def __init__(self, folder: Path, rows: RowChunks, codec: Codec | None = None, *, gapless: bool = False) -> None:
         self.folder = folder
         self.rows = rows
         self.codec = codec
+        self.gapless = gapless
         heights = max(1, CHUNKS_PER_SHARD // rows.per_row)
         self.per_shard = heights * rows.per_row
+        self.shard_rows = heights * rows.chunk[0]
         # places of the chunks in a shard: behind its index, and large ones at the pages of the file, which is faster
         page = PAGE if rows.chunk_nbytes >= ALIGNED_BYTES else 1
         self.first = -(-chunks_begin(self.per_shard) // page) * page
         self.stride = -(-(rows.chunk_nbytes + 4) // page) * page
         self.shard: _Shard | None = None
+        # rows that its zarr.json says
         self.published = -1
         self.attrs: dict[str, Any] = {}
         trailing = [count * size for count, size in zip(rows.grid, rows.chunk[1:], strict=True)]
-        self.template = _array_document(rows.dtype, rows.chunk, (heights * rows.chunk[0], *trailing), codec)
+        self.template = _array_document(rows.dtype, rows.chunk, (self.shard_rows, *trailing), codec)
+
+    def to_publish(self) -> int:
+        """Rows that the zarr.json should say: to write it at each commit would cost more than the rest of that."""
+        return self.rows.rows if self.gapless else rows_ahead(self.rows.rows, self.shard_rows)
 
 
 def _array_document(
@@ -379,7 +390,8 @@ class ZarrWriteStore:
         parents = ["/".join(parts[:depth]) for depth in range(1, len(parts))]
         if any(parent in self._arrays for parent in parents):
             raise TraceError(f"{self.path}: {name!r} lies within an array")
-        array = _Array(self.path / name, name, RowChunks(name, dtype, shape, chunk_bytes), codec_of(compression))
+        rows = RowChunks(name, dtype, shape, chunk_bytes)
+        array = _Array(self.path / name, rows, codec_of(compression), gapless=gapless)
         with _written(self.path):
             for parent in parents:
                 if parent not in self._groups:
@@ -388,7 +400,7 @@ class ZarrWriteStore:
             array.folder.mkdir(parents=True, exist_ok=True)
             self._made(array.folder)
             self._arrays[name] = array
-            self._publish_array(array)
+            self._publish_array(array, array.to_publish())
 
     def append(self, name: str, rows: NDArray[Any]) -> int:
         array = self._array(name)
@@ -437,8 +449,8 @@ class ZarrWriteStore:
                 array = self._arrays.get(name)
                 if array is None:
                     self._publish_group(name)
-                elif array.published != array.rows.rows:
-                    self._publish_array(array)
+                elif array.published != array.to_publish():
+                    self._publish_array(array, array.to_publish())
         self._changed.clear()
 
     def _made(self, folder: Path) -> None:
@@ -467,6 +479,10 @@ class ZarrWriteStore:
     def close(self) -> None:
         if not self._closed:
             self.commit()
+            with _written(self.path):
+                for array in self._arrays.values():
+                    if array.published != array.rows.rows:  # so that a finished array looks no longer than it is
+                        self._publish_array(array, array.rows.rows)
             self.abandon()
 
     def last_words(self, name: str, rows: NDArray[Any]) -> None:
@@ -642,8 +658,7 @@ class ZarrWriteStore:
             files.move_to_end(path)
         return file
 
-    def _publish_array(self, array: _Array) -> None:
-        rows = array.rows.rows
+    def _publish_array(self, array: _Array, rows: int) -> None:
         document = array.template | {"shape": [rows, *array.rows.shape], "attributes": array.attrs}
         _replace(array.folder, document, self._durable)
         array.published = rows
@@ -838,6 +853,11 @@ class _ReadShard:
         self.last = -1
         """The last chunk that is there."""
 
+    @property
+    def full(self) -> bool:
+        """Whether all of its chunks were there when the index was read, none of which changes then."""
+        return self.last == len(self.index) - 1
+
     def moved(self, chunk: int) -> bool:
         """Whether a writer has moved a chunk since the index was read, so that another may be where it was.
 
@@ -1027,7 +1047,7 @@ class ZarrReadStore:
         return rows
 
     def _made_as(self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int, codec: Codec | None) -> _Opened:
-        template = _Array(self.path / name, name, RowChunks(name, dtype, shape, chunk_bytes), codec).template
+        template = _Array(self.path / name, RowChunks(name, dtype, shape, chunk_bytes), codec).template
         return _Opened(self.path, name, template | {"shape": [0, *shape]})
 
     def _decoded_size(self, name: str, array: _Opened, shard: int, offset: int) -> int:
@@ -1138,14 +1158,15 @@ class ZarrReadStore:
             self._inside(self.path / name / "zarr.json")
             before, array = array, _Opened(self.path, name)
             self._arrays[name] = array
-            if before is not None and before.shape != array.shape:
+            if before is not None:
                 self._forget(name)
         return array
 
     def _forget(self, name: str) -> None:
-        """Read the indexes of an array's shards anew: they know its rows as far as there were when they were read."""
+        """Read anew the indexes of an array's shards that know its rows as far as there were when they were read."""
         for key in list(self._shards):
-            if key[0] == name:
+            shard = self._shards.get(key) if key[0] == name else None
+            if shard is not None and not shard.full:
                 self._shards.pop(key, None)
 
     def _check_size(self, name: str, array: _Opened, start: int, stop: int) -> None:
@@ -1220,8 +1241,8 @@ class ZarrReadStore:
                 else:
                     target = new_memory(chunk_nbytes).data
                     right = _read_chunk(file, target, trailer, offset)
-                    rows_nbytes = array.shape[0] * array.row_nbytes
-                    if not right and self.thorough and _without_padding(target, trailer, rows_nbytes - begin):
+                    # what nobody asks for may be what nobody wrote: then it is zeros
+                    if not right and self.thorough and _without_padding(target, trailer, end - begin):
                         right = True
                         self._tell(f"what follows the last row in chunk {number} of array {name!r} is not as it was")
                     low, high = max(begin, first), min(begin + length, end)
