@@ -63,6 +63,7 @@ class Hook:
         "_idle",
         "_inner",
         "_of_optimizer",
+        "_passes",
         "fired",
         "gradients",
         "method",
@@ -73,6 +74,7 @@ class Hook:
 
     def __init__(self, exporter: Exporter, method: str, name: str, gradients: bool = False) -> None:
         self._exporter = weakref.ref(exporter)
+        self._passes = exporter.passes  # which do not lead to it
         self._idle: Callable[[Exporter, tuple[Any, ...]], bool] | None = getattr(type(exporter), f"_idle{method}", None)
         self._inner = method in ("_before_forward", "_after_forward")
         self._of_optimizer = method in ("_before_optimizer", "_after_optimizer")
@@ -91,14 +93,13 @@ class Hook:
                 # Runs this between graphs. A step is never one graph: it has breaks of torch's own.
                 torch._dynamo.graph_break()
             return None
-        exporter = self._exporter()
-        if exporter is None:
-            return None
         if self._inner and self.fired:
-            running = exporter.passes.now
+            running = self._passes.now
             if running.depth and not running.listening:  # a step that nobody records: no more than this
                 return None
-        self._tell(exporter, args)
+        exporter = self._exporter()
+        if exporter is not None:
+            self._tell(exporter, args)
         return None
 
     def tell(self, *args: Any) -> None:
@@ -106,7 +107,7 @@ class Hook:
         exporter = self._exporter()
         if exporter is None:
             return
-        running = exporter.passes.now
+        running = self._passes.now
         if not (self.fired and self._inner and running.depth and not running.listening):
             self._tell(exporter, args)
 

@@ -57,7 +57,7 @@ REMOTE_COMMIT_BYTES: Final = 64 << 20
 """Bytes after which a commit to an object store is due at the latest."""
 SIGN_OF_LIFE: Final = 15.0
 """Seconds after which a writer that has nothing to write shows that it still runs."""
-_FEW: Final = 8
+_FEW: Final = 24
 """So few messages are entered into the journal one by one; numpy pays for more."""
 _FIELDS: Final = 7
 """Numbers that are noted of each message of a batch."""
