@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from awscrt.checksums import crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -172,8 +173,21 @@ def test_any_change_of_a_journal_row_changes_its_checksum() -> None:
             changed = rows.copy()
             changed.view(np.uint64)[1, column] ^= np.uint64(1 << bit)
             assert (layout.row_checksums(changed, 7) != checksums).tolist() == [False, True, False]
+    for count in (287, 288, 700):  # few are summed up in another way than many
+        more = np.random.default_rng(1).integers(-5, 2**40, (count, layout.COLUMNS))
+        plain = [crc32c(np.array([number + 3, *row[:-1]], "<i8")) for number, row in enumerate(more)]
+        assert layout.row_checksums(more, 3).tolist() == plain
     many = np.zeros((layout.JOURNAL_BLOCK + 5, layout.COLUMNS), np.int64)
     assert layout.row_checksums(many, 0)[-3:].tolist() == layout.row_checksums(many[:3], len(many) - 3).tolist()
+
+
+@pytest.mark.parametrize("size", [1, 4, 40, 96, 97])
+@pytest.mark.parametrize("times", [1, 4.9, 5, 20])
+def test_checksums_of_rows(size: int, times: float) -> None:
+    """They are those of a library, for rows of any length, few or many of them."""
+    rows = np.random.default_rng(size).integers(0, 256, (int(times * size) or 1, size)).astype(np.uint8)
+    assert layout.checksums(rows).tolist() == [crc32c(row) for row in rows]
+    assert layout.checksums(rows[:0]).tolist() == []
 
 
 @pytest.mark.parametrize(

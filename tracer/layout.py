@@ -216,6 +216,8 @@ def decode(array: NDArray[Any], dtype: str, shape: Iterable[int]) -> Tensor:
 
 SHORT = 8 * COLUMNS
 """Bytes of the longest rows whose checksums `checksums` looks up in tables."""
+_WORTH_TABLES = 5
+"""For how many rows for each of their bytes that takes less time than to ask for one checksum after the other."""
 
 
 def _crc_tables() -> tuple[NDArray[np.uint32], list[int]]:
@@ -246,7 +248,7 @@ def checksums(rows: NDArray[Any]) -> NDArray[np.int64]:
     True
     """
     size = rows[:1].nbytes
-    if size > SHORT:
+    if size > SHORT or len(rows) < _WORTH_TABLES * size:
         return np.fromiter(map(crc32c, rows), np.int64, len(rows))
     found = np.full(len(rows), _CRC_ZEROS[size], np.uint32)
     values = rows.reshape(-1).view(np.uint8).reshape(len(rows), size)
@@ -275,6 +277,11 @@ def row_checksums(rows: NDArray[np.int64], first: int) -> NDArray[np.int64]:
     >>> row_checksums(row, 5).tolist() == [crc32c(data)]
     True
     """
+    if len(rows) < 3 * SHORT:  # what follows takes as long for a few rows as for some hundred
+        numbered = np.empty((len(rows), COLUMNS), "<i8")
+        numbered[:, 0] = np.arange(first, first + len(rows))
+        numbered[:, 1:] = rows[:, :-1]
+        return checksums(numbered)
     found = np.empty(len(rows), np.int64)
     for begin in range(0, len(rows), JOURNAL_BLOCK):
         block = rows[begin : begin + JOURNAL_BLOCK]
