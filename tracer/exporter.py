@@ -931,7 +931,7 @@ class Exporter:
         """Let go of what was kept of the open step, and move the clock."""
         running = self.passes.now
         self._part = None
-        if not self._over:  # else it was noted when it ended, in a backward
+        if self._losses and not self._over:  # else it was noted when it ended, in a backward
             self._ended_at = running.thread, _get_sequence_nr()
         self._over = self._idle = self._backward_seen = False
         if self.optimizers.moved or self.optimizers.waiting:
