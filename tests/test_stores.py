@@ -256,6 +256,26 @@ def test_metadata_of_an_array_with_gaps_are_not_written_at_each_commit(
     reader.close()
 
 
+def test_a_trace_is_complete_though_its_arrays_look_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When all is committed, and the disk takes no zarr.json any more that only says how long an array is."""
+    path = tmp_path / "store.zarr"
+    store = create_store(path)
+    store.create("a", dtype="int64", shape=(), chunk_bytes=80)
+    store.append("a", np.arange(25))
+    store.commit()
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(zarr_store, "_replace", full)
+        store.close()
+    reader = open_store(path)
+    assert reader.length("a") == 1280
+    assert np.array_equal(reader.read("a", 0, 25), np.arange(25))
+    reader.close()
+
+
 @every_format
 @pytest.mark.parametrize("codec", [None, "lz4"])
 @pytest.mark.parametrize("gapless", [True, False])
