@@ -10,6 +10,7 @@ import inspect
 import pickle
 import re
 import signal
+import threading
 import warnings
 import weakref
 from collections import Counter
@@ -582,6 +583,102 @@ def test_an_exporter_that_is_dropped_leaves_torch_its_functions() -> None:
     del exporter
     gc.collect()
     assert all(now is one for now, one in zip(functions(), before, strict=True))
+
+
+def test_a_loss_that_is_named_late_may_be_a_metric_of_the_step_before() -> None:
+    """What the network gave in a step that has ended is looked at again, and begins no step."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    for _ in range(2):
+        output = model(torch.ones(5, 3))
+        output.sum().backward()
+        optimizer.step()
+    exporter.set_loss(F.mse_loss)
+    F.mse_loss(output, torch.zeros_like(output))
+    F.mse_loss(model(torch.ones(5, 3)), torch.zeros_like(output)).backward()
+    optimizer.step()
+    exporter.detach()
+    assert [(one.global_step, one.tag, one.call) for one in heard.of("loss")] == [(2, "eval", 0), (2, "default", 0)]
+    assert exporter.global_step == 3
+
+
+def test_a_loss_is_told_once_to_who_calls_backward_called() -> None:
+    """By hand, without `watch_backward`: what a loss function gave is known when its backward begins."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    exporter.set_loss(F.mse_loss)
+    for _ in range(2):
+        loss = F.mse_loss(output := model(torch.ones(5, 3)), torch.zeros_like(output))
+        exporter.backward_called(loss)
+        loss.backward()
+        optimizer.step()
+    exporter.detach()
+    assert [one.global_step for one in heard.of("loss")] == [0, 1]
+
+
+def test_nothing_is_told_of_the_rest_of_a_step_that_began_unheard() -> None:
+    """A receiver that joins in it, while publishing is switched off and on again, hears the next step."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    exporter.message_bus.unregister(heard)
+    for step in range(4):
+        output = model(torch.ones(5, 3))
+        if step == 2:
+            exporter.message_bus.register(heard)
+            exporter.test()
+            exporter.train()
+        output.sum().backward()
+        optimizer.step()
+    exporter.detach()
+    assert {one.global_step for one in heard if one.kind in ("batch_started", "batch_finished")} == {3}
+    assert exporter.global_step == 4
+
+
+def test_a_step_that_nobody_records_does_not_count_while_switched_off() -> None:
+    """`test` may come in the midst of one; what is done until `train` is not counted."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, _ = watch(model, optimizer, every=100, start=1)
+    exporter.set_loss(F.mse_loss)
+    for step in range(6):
+        loss = F.mse_loss(output := model(torch.ones(5, 3)), torch.zeros_like(output))
+        exporter.train(step != 3)
+        loss.backward()
+        optimizer.step()
+        exporter.train()
+    assert exporter.global_step == 5
+    exporter.detach()
+
+
+def test_a_step_ends_while_no_other_thread_changes_what_it_lets_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may log, or evaluate: a step that ended halfway would be one with the next."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, _ = watch(model, optimizer, every=3)
+    alone: list[bool] = []
+    advance = exporter._advance
+
+    def look() -> None:
+        free = exporter._lock.acquire(blocking=False)
+        if free:
+            exporter._lock.release()
+        alone.append(not free)
+
+    def looked_at() -> None:
+        other = threading.Thread(target=look)
+        other.start()
+        other.join()
+        advance()
+
+    monkeypatch.setattr(exporter, "_advance", looked_at)
+    for _ in range(7):
+        model(torch.ones(5, 3)).sum().backward()
+        optimizer.step()
+    assert alone == [True] * 7
+    exporter.detach()
 
 
 def test_logged_values_belong_to_the_open_or_the_last_step() -> None:

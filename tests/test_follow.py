@@ -555,3 +555,45 @@ class Doubling(Subscriber):
         """The answer to one message."""
         assert message.data is not None
         yield derived(message, "late_doubled", 2 * message.data)
+
+
+@pytest.mark.parametrize("rows", [1, 1024])
+def test_a_chunk_that_moves_there_and_back_is_read_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """A writer that commits while a reader looks puts the last chunk where it was two commits before."""
+    from tracer.messages import ModuleMessage
+    from tracer.reader import TraceReader
+    from tracer.stores import zarr as zarr_store
+    from tracer.writer import TraceWriter
+
+    path = tmp_path / "run.zarr"
+    writer = TraceWriter(path, chunk_bytes=4096, commit_seconds=1e9)
+    written = 0
+
+    def write(count: int) -> None:
+        nonlocal written
+        for _ in range(count):
+            data = torch.full((rows,), float(written + 1))
+            counters = {"global_step": written, "train_step": written, "epoch": 0}
+            writer.write(ModuleMessage(kind="activations", module="a", data=data, **counters))
+            written += 1
+        writer.commit()
+
+    write(127 * max(1, 1024 // rows) + 1)  # into the last chunk of the first shard
+    with TraceReader(path) as reader:
+        assert [float(one.data[0]) for one in reader.messages()] == [float(n + 1) for n in range(written)]
+        write(1)
+        assert reader.refresh()
+        known, moved = written, zarr_store._ReadShard.moved
+
+        def commit_meanwhile(shard: Any, chunk: int) -> bool:
+            if written == known:
+                write(1)
+            return moved(shard, chunk)
+
+        monkeypatch.setattr(zarr_store._ReadShard, "moved", commit_meanwhile)
+        assert [float(one.data[0]) for one in reader.messages(steps=(known - 1, known))] == [float(known)]
+        assert reader.refresh()
+        assert len(reader.journal) == written
+    writer.finish()

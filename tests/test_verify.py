@@ -17,6 +17,7 @@ import torch
 
 from tracer.errors import TraceFormatError, TraceNotFoundError
 from tracer.messages import ModuleMessage, NetworkMessage
+from tracer.recover import recover
 from tracer.stores.hdf5 import Hdf5ReadStore
 from tracer.verify import CHECKS, Survey, verify
 from tracer.writer import TraceWriter
@@ -258,3 +259,27 @@ def test_a_damaged_index_takes_no_time_for_each_chunk(tmp_path: Path, monkeypatc
         damaged = max(damaged, report.damaged)
         assert len(asked) <= often + 4
     assert damaged >= 500
+
+
+@pytest.mark.parametrize("before", [1, 3 * 128])
+def test_what_a_killed_writer_had_begun_is_no_damage(tmp_path: Path, before: int) -> None:
+    """Of a shard that no commit knows yet, chunks are there and no index; the array says that it is as long."""
+    path = tmp_path / "run.zarr"
+    writer = TraceWriter(path, chunk_bytes=4096, own_pool_bytes=4096, commit_seconds=1e9)
+
+    def write(module: str, steps: range) -> None:
+        for step in steps:
+            counters = {"global_step": step, "train_step": step, "epoch": 0}
+            writer.write(ModuleMessage(kind="activations", module=module, data=torch.rand(1100), **counters))
+
+    write("a", range(before))
+    writer.commit()
+    write("a", range(before, before + 3))
+    write("b", range(3))
+    for name in ("while", "after"):
+        if name == "after":
+            writer._store.abandon()  # type: ignore[attr-defined]
+        report = verify(path)
+        assert (report.problems, report.messages, report.damaged) == ([], before, 0)
+        loss = recover(path, tmp_path / f"{name}.zarr")
+        assert (loss.saved, loss.lossless, loss.problems) == (before, True, [])

@@ -137,7 +137,7 @@ class Exporter:
         self.publisher = Publisher(self.message_bus, self.captures, self.clock, strict=strict)
         self._parameters = self.publisher.parameters
         self.losses_seen = 0
-        self.hears_backward = False  # whether somebody calls `backward_called`
+        self.hears_backward = True  # whether somebody may call `backward_called`
         self.holds_parts = False  # and knows the loss that a sum becomes
         self._part: Tensor | None = None
         self._loss_told = False  # by `run.log`, since the last `backward`
@@ -405,8 +405,6 @@ class Exporter:
     def train(self, train: bool = True) -> None:
         """Publish again, after `test`; ``train(False)`` is ``test()``."""
         self.publisher.enabled = train
-        self._idle = False  # the ways of hooks that are called `_idle_…` do not look whether it is enabled
-        self._ask_anew()
 
     def test(self, test: bool = True) -> None:
         """Publish nothing and count nothing until `train` is called."""
@@ -882,7 +880,7 @@ class Exporter:
         self.clock.begin()
         if self._look_nodes:
             self._look_nodes = set()
-        self._idle = self._nothing_due() and self.publisher.enabled
+        self._idle = self._nothing_due()
         if self._calls or self.publisher.counts:
             self._calls = {key: count for key, count in self._calls.items() if key[1] != DEFAULT_TAG}
             self.publisher.count_anew(DEFAULT_TAG)
@@ -931,7 +929,7 @@ class Exporter:
         """Let go of what was kept of the open step, and move the clock."""
         running = self.passes.now
         self._part = None
-        if self._losses and not self._over:  # else it was noted when it ended, in a backward
+        if not self._over:  # else it was noted when it ended, in a backward
             self._ended_at = running.thread, _get_sequence_nr()
         self._over = self._idle = self._backward_seen = False
         if self.optimizers.moved or self.optimizers.waiting:
@@ -1276,7 +1274,7 @@ class Exporter:
 
     def _idle_after_loss(self, args: tuple[Any, ...]) -> bool:
         """Whether this loss is of a step that nobody records; then it is counted here, as `_loss_seen` would."""
-        if not self._idle or self._user_tag is not None:  # in a probe, there is a tag
+        if not (self._idle and self.publisher.enabled and self._user_tag is None):  # in a probe, there is a tag
             return False
         output, root = args[-1], self._root
         if not (type(output) is Tensor and output.requires_grad and root is not None and root.training):
@@ -1430,16 +1428,17 @@ class Exporter:
         """Whether this ends a step that nobody records; then it ends here, as `_after_optimizer` would end it."""
         optimizer: Optimizer = args[0]
         known = self.optimizers
-        if not self._idle or optimizer is not known.ender or known.nest or self._over:
+        if not (self._idle and self.publisher.enabled and optimizer is known.ender) or known.nest or self._over:
             return False
         if known.found and (not known.is_settled or known.is_beside(optimizer, self)):
             return False
         if getattr(optimizer, "found_inf", None) is not None or _current_graph_task_id() != -1:
             return False
         self.optimizer_calls += 1
-        self._advance()
-        if self._compiled_before or self._probes:
-            self._look_back()
+        with self._lock:
+            self._advance()
+            if self._compiled_before or self._probes:
+                self._look_back()
         return True
 
     def _after_optimizer(self, _: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

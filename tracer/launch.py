@@ -295,7 +295,7 @@ class _Session:
         self.exporter = Exporter(message_bus=bus, capture=captures, strict=strict)
         self.exporter.set_optimizer(())
         self.exporter.set_loss(LOSS_FUNCTIONS)
-        self.exporter.hears_backward = self.exporter.holds_parts = self.exporter.optimizers.found = True
+        self.exporter.holds_parts = self.exporter.optimizers.found = True
         self.run: Run = start(out, self.exporter, options=options, lazily=True)
         self.exporter.clock.starting = self._begin(self.exporter.clock.starting)
         self.known = WeakIdentitySet()  # the optimizers

@@ -234,6 +234,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
     def __enter__(self) -> Run:
         bus = MessageBus(f"recording to {self._path}", on_error="raise" if self._strict else "disable")
         exporter = Exporter(message_bus=bus, capture=self._captures, strict=self._strict)
+        exporter.hears_backward = False  # unless an integration says so
         try:
             exporter.set_model(self._model)
             exporter.set_optimizer(self._optimizer)

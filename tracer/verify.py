@@ -683,9 +683,9 @@ class Survey:
                 rows = self._store.read(array.name, start, stop)
             except TraceCorruptError:
                 # the last chunk of a trace that is being written may just have been written anew
-                self._store.length(array.name)
-                # what follows the last message in it, nobody needs
-                end = array.needed if start < array.needed < stop else stop
+                length = self._store.length(array.name)
+                # what follows the last message in it, nobody needs, and an array that is closed becomes shorter
+                end = min(array.needed if start < array.needed < stop else stop, max(length, start + 1))
                 rows = self._store.read(array.name, start, end)
                 if end < stop:
                     rows = np.concatenate([rows, np.zeros((stop - end, *array.row), rows.dtype)])
@@ -703,6 +703,17 @@ class Survey:
         while self._cached > CACHE_BYTES and len(self._cache) > 1:
             self._cached -= self._cache.popitem(last=False)[1].nbytes
         return rows
+
+    def _should_be_right(self, array: _Array, number: int) -> bool:
+        """Whether a chunk that no message lies in can be read, unless it is damaged.
+
+        Chunks of a pool may have been left out. What is behind the last message of a run that did not end may be of a
+        commit that was not finished.
+        """
+        if array.name in self._tables:
+            return True
+        first = number * array.height
+        return (first < array.needed or bool(self.ending)) and self._store.has_chunk(array.name, first)
 
     def _unverified(self, array: _Array, number: int) -> NDArray[Any] | None:
         """Rows of a chunk of a table that fails its checksum; None where they are not there."""
@@ -817,8 +828,7 @@ class Survey:
             if array is None:
                 continue
             for number in np.flatnonzero(array.state == 0).tolist():
-                # rows of a pool that no message lies in may have been left out
-                if name in self._tables or self._store.has_chunk(name, number * array.height):
+                if self._should_be_right(array, number):
                     self._chunk(array, number)
             self.chunks += int(np.count_nonzero(array.state))
             self._add_chunks(array)
@@ -899,7 +909,7 @@ class Survey:
                     failed.append(number)
             touched = self._touched(array, members)
             for number in np.flatnonzero(array.state == 0).tolist():
-                if touched[number] or self._store.has_chunk(array.name, number * array.height):
+                if touched[number] or self._should_be_right(array, number):
                     self._chunk(array, number)
             good[members[self._touches_damage(array, members)]] = False
             good[failed] = False

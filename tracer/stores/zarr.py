@@ -855,11 +855,6 @@ class _ReadShard:
         self.last = -1
         """The last chunk that is there."""
 
-    @property
-    def full(self) -> bool:
-        """Whether all of its chunks were there when the index was read, none of which changes then."""
-        return self.last == len(self.index) - 1
-
     def moved(self, chunk: int) -> bool:
         """Whether a writer has moved a chunk since the index was read, so that another may be where it was.
 
@@ -1165,10 +1160,9 @@ class ZarrReadStore:
         return array
 
     def _forget(self, name: str) -> None:
-        """Read anew the indexes of an array's shards that know its rows as far as there were when they were read."""
+        """Read the indexes of an array's shards anew: they know its rows as far as there were when they were read."""
         for key in list(self._shards):
-            shard = self._shards.get(key) if key[0] == name else None
-            if shard is not None and not shard.full:
+            if key[0] == name:
                 self._shards.pop(key, None)
 
     def _check_size(self, name: str, array: _Opened, start: int, stop: int) -> None:
