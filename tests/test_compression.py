@@ -185,7 +185,7 @@ def test_appends_and_commits_in_any_order(
     total = sum(count for count, _ in appends)
     values = numbers(dtype, (total, *shape))
     store = create_store(path, overwrite=True)
-    store.create("a", dtype=dtype, shape=shape, chunk_bytes=chunk_bytes, compression=codec)
+    store.create("a", dtype=dtype, shape=shape, chunk_bytes=chunk_bytes, compression=codec, gapless=True)
     store.seal()
     done = 0
     for count, commit in appends:
@@ -212,7 +212,7 @@ def test_a_reader_that_stays_open(tmp_path: Path, suffix: str, codec: str) -> No
     path = tmp_path / f"store{suffix}"
     values = numbers("int32", (3000,))
     store = create_store(path)
-    store.create("a", dtype="int32", shape=(), chunk_bytes=400, compression=codec)
+    store.create("a", dtype="int32", shape=(), chunk_bytes=400, compression=codec, gapless=True)
     store.seal()
     store.commit()
     reader = open_store(path)
