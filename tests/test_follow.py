@@ -31,6 +31,7 @@ from tracer import (
 )
 from tracer.errors import CaptureError, TraceCorruptError
 from tracer.stores import hdf5
+from tracer.stores import zarr as zarr_store
 
 FORMATS = (".zarr", ".h5")
 every_format = pytest.mark.parametrize("suffix", FORMATS)
@@ -562,11 +563,6 @@ def test_a_chunk_that_moves_there_and_back_is_read_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     """A writer that commits while a reader looks puts the last chunk where it was two commits before."""
-    from tracer.messages import ModuleMessage
-    from tracer.reader import TraceReader
-    from tracer.stores import zarr as zarr_store
-    from tracer.writer import TraceWriter
-
     path = tmp_path / "run.zarr"
     writer = TraceWriter(path, chunk_bytes=4096, commit_seconds=1e9)
     written = 0

@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional
 from torch import Tensor, is_grad_enabled, nn
 from torch._C import _current_graph_task_id
-from torch._C._autograd import _get_sequence_nr
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
@@ -56,8 +55,8 @@ from tracer.losses import (
     is_part_of_a_loss,
     looks_back,
     made_of,
+    next_of_thread,
     node_of,
-    number_of_thread,
     output_and_labels,
     unpatch,
 )
@@ -494,8 +493,7 @@ class Exporter:
     def detach(self) -> None:
         """Remove every hook; the model is as it was."""
         self._silent = self.silent
-        self._attached = self._idle = False
-        self._ask_anew()
+        self._attached = False
         hung = [handle for _, _, handle in self._hung.values()]
         for handle in [*hung, *(one for handles in self._lasting.values() for one in handles)]:
             handle.remove()
@@ -927,13 +925,11 @@ class Exporter:
 
     def _advance(self) -> None:
         """Let go of what was kept of the open step, and move the clock."""
-        running = self.passes.now
         self._part = None
         if not self._over:  # else it was noted when it ended, in a backward
-            self._ended_at = running.thread, _get_sequence_nr()
+            self._ended_at = next_of_thread()
         self._over = self._idle = self._backward_seen = False
-        if self.optimizers.moved or self.optimizers.waiting:
-            self.optimizers.step_ended()
+        self.optimizers.step_ended()
         if self._leaf_handles:
             self._forget_leaves()
         if self._backwards or self._ungraded or self._recomputed or self._scales:
@@ -946,7 +942,7 @@ class Exporter:
         if self.publisher.counts:
             self.publisher.count_only(DEFAULT_TAG)
         self.clock.end()
-        running.listening = False
+        self.passes.now.listening = False
 
     def _look_back(self) -> None:
         """Do what comes between two steps: probes, and after the first step a look at what was never called."""
@@ -1022,12 +1018,9 @@ class Exporter:
             return False
         if self._epoch_over or not self._epoch_open or self._user_tag is not None or clock.starting is not None:
             return False
-        if not (args[0].training and is_grad_enabled()) or _current_graph_task_id() != -1 or traced():
+        if not (args[0].training and is_grad_enabled()) or recomputing() or traced():
             return False
-        publisher = self.publisher
-        if self._calls or publisher.counts or not publisher.enabled:
-            return False
-        if DistributedDataParallel._active_ddp_module is not None:
+        if self._calls or self.publisher.counts or DistributedDataParallel._active_ddp_module is not None:
             return False
         clock.begin()
         self._idle = True
@@ -1064,7 +1057,7 @@ class Exporter:
     def _idle_after_root(self, args: tuple[Any, ...]) -> bool:
         """Whether nobody records this pass; then its end is noted here, and `_after_root` has nothing to add."""
         running = self.passes.now
-        if running.depth != 1 or running.listening or _current_graph_task_id() != -1:
+        if running.depth != 1 or running.listening or recomputing():
             return False
         running.depth = 0
         return True
@@ -1274,7 +1267,7 @@ class Exporter:
 
     def _idle_after_loss(self, args: tuple[Any, ...]) -> bool:
         """Whether this loss is of a step that nobody records; then it is counted here, as `_loss_seen` would."""
-        if not (self._idle and self.publisher.enabled and self._user_tag is None):  # in a probe, there is a tag
+        if not self._idle or self._user_tag is not None:  # in a probe, there is a tag
             return False
         output, root = args[-1], self._root
         if not (type(output) is Tensor and output.requires_grad and root is not None and root.training):
@@ -1361,7 +1354,8 @@ class Exporter:
         """Publish a scalar that is differentiated as the loss, without what a GradScaler multiplied it with.
 
         But not if it is made of what loss functions have told, other than a sum or the losses of the datapoints: those
-        become the loss only here.
+        become the loss only here. What they told is remembered while `hears_backward` is true, which
+        `tracer.record` makes false: who calls this then sets it before the training.
         """
         told, self._loss_told = self._loss_told, False
         if tensor.numel() != 1 or not (self.publisher.enabled and self._attached):
@@ -1372,7 +1366,7 @@ class Exporter:
             self.publisher.publish_leaves("loss", None, tensor, DEFAULT_TAG)
             return
         part, self._part = self._part, None
-        if self.clock.open and self._idle:  # to look at the graph takes time
+        if self._idle:  # to look at the graph takes time
             return
         if part is None:
             if told or made_of(tensor, self._loss_nodes, lambda _: True)[0]:
@@ -1428,11 +1422,11 @@ class Exporter:
         """Whether this ends a step that nobody records; then it ends here, as `_after_optimizer` would end it."""
         optimizer: Optimizer = args[0]
         known = self.optimizers
-        if not (self._idle and self.publisher.enabled and optimizer is known.ender) or known.nest or self._over:
+        if not self._idle or optimizer is not known.ender or known.nest or self._over:
             return False
         if known.found and (not known.is_settled or known.is_beside(optimizer, self)):
             return False
-        if getattr(optimizer, "found_inf", None) is not None or _current_graph_task_id() != -1:
+        if getattr(optimizer, "found_inf", None) is not None or recomputing():
             return False
         self.optimizer_calls += 1
         with self._lock:
@@ -1456,7 +1450,7 @@ class Exporter:
         finally:  # under strict an exception goes through, but the optimizer has stepped
             if in_backward and (last or self.optimizers.one_each):
                 self._begin_step()
-                self._ended_at = self.passes.now.thread, _get_sequence_nr()
+                self._ended_at = next_of_thread()
                 self._over = True  # of the optimizers in a backward, the last one given may be the first to step
             elif last:
                 self._end_step()
@@ -1563,10 +1557,9 @@ class Exporter:
 class _Pass:
     """The forward that runs in a thread, or else the last one there."""
 
-    __slots__ = ("depth", "in_loss", "inputs", "listening", "tag", "thread")
+    __slots__ = ("depth", "in_loss", "inputs", "listening", "tag")
 
     def __init__(self) -> None:
-        self.thread = number_of_thread()
         self.depth = 0  # how many forwards of the root are running
         self.in_loss = False
         self.tag = DEFAULT_TAG

@@ -63,7 +63,6 @@ class Hook:
         "_idle",
         "_inner",
         "_of_optimizer",
-        "_passes",
         "fired",
         "gradients",
         "method",
@@ -74,7 +73,6 @@ class Hook:
 
     def __init__(self, exporter: Exporter, method: str, name: str, gradients: bool = False) -> None:
         self._exporter = weakref.ref(exporter)
-        self._passes = exporter.passes  # which do not lead to it
         self._idle: Callable[[Exporter, tuple[Any, ...]], bool] | None = getattr(type(exporter), f"_idle{method}", None)
         self._inner = method in ("_before_forward", "_after_forward")
         self._of_optimizer = method in ("_before_optimizer", "_after_optimizer")
@@ -93,13 +91,14 @@ class Hook:
                 # Runs this between graphs. A step is never one graph: it has breaks of torch's own.
                 torch._dynamo.graph_break()
             return None
+        exporter = self._exporter()
+        if exporter is None:
+            return None
         if self._inner and self.fired:
-            running = self._passes.now
+            running = exporter.passes.now
             if running.depth and not running.listening:  # a step that nobody records: no more than this
                 return None
-        exporter = self._exporter()
-        if exporter is not None:
-            self._tell(exporter, args)
+        self._tell(exporter, args)
         return None
 
     def tell(self, *args: Any) -> None:
@@ -107,15 +106,15 @@ class Hook:
         exporter = self._exporter()
         if exporter is None:
             return
-        running = self._passes.now
+        running = exporter.passes.now
         if not (self.fired and self._inner and running.depth and not running.listening):
             self._tell(exporter, args)
 
     def _tell(self, exporter: Exporter, args: tuple[Any, ...]) -> None:
+        if self.off or not (exporter._attached and exporter.publisher.enabled):
+            return
         try:
-            if self._idle is not None and self.fired and self._idle(exporter, args):
-                return
-            if self.off or not (exporter._attached and exporter.publisher.enabled):
+            if self.fired and self._idle is not None and self._idle(exporter, args):
                 return
             if is_compiling():  # which an export may do without Dynamo
                 return

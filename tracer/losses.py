@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional
 from torch import Tensor
 
-from tracer.hooks import traced
+from tracer.hooks import next_node, traced
 
 if TYPE_CHECKING:
     from tracer.exporter import Exporter
@@ -152,9 +152,9 @@ def node_of(tensor: Tensor) -> Node | None:
     return None if function is None else (_thread.number, function._sequence_nr())
 
 
-def number_of_thread() -> int:
-    """A number that no other thread has, or had."""
-    return _thread.number
+def next_of_thread() -> Node:
+    """The node that this thread's graph gets next."""
+    return _thread.number, next_node()
 
 
 def looks_back(tensor: Tensor, since: Node | None) -> bool:
@@ -166,7 +166,7 @@ def looks_back(tensor: Tensor, since: Node | None) -> bool:
     --------
     >>> weight = torch.ones(2, requires_grad=True)
     >>> output = weight * 2
-    >>> since = number_of_thread(), torch._C._autograd._get_sequence_nr()
+    >>> since = next_of_thread()
     >>> looks_back(output.view(1, 2).sum(), since), looks_back((weight * 2).sum(), since), looks_back(output, None)
     (True, False, False)
     """

@@ -53,8 +53,6 @@ class Optimizers:
         Whether there is an optimizer for each parameter.
     moved : bool
         Whether one has stepped in the open step, and did not end it.
-    waiting : dict
-        By place, how often each has stepped since a step ended.
     """
 
     def __init__(self) -> None:
@@ -72,7 +70,7 @@ class Optimizers:
         )
         self._put_last(len(optimizers) - 1)
         self._stepped: set[int] = set()  # places of those that have stepped
-        self.waiting: dict[int, int] = {}
+        self._waiting: dict[int, int] = {}  # by place, how often each has stepped since a step ended
         self._shared: dict[tuple[int, int], bool] = {}  # by ids, whether two train the same
         self._trains: dict[int, bool] = {}  # by id, whether each trains what is observed
 
@@ -160,7 +158,7 @@ class Optimizers:
         place = next((number for number, one in enumerate(self.all) if one is optimizer), None)
         if place is None:
             return False
-        times = self.waiting[place] = self.waiting.get(place, 0) + 1
+        times = self._waiting[place] = self._waiting.get(place, 0) + 1
         enough = ALONE if self._place in self._stepped else 2
         if times < enough and (place in self._stepped or place < self._place):
             self._stepped.add(place)
@@ -172,7 +170,8 @@ class Optimizers:
     def step_ended(self) -> None:
         """Begin to count anew."""
         self.moved = False
-        self.waiting = {}
+        if self._waiting:
+            self._waiting = {}
 
     def let_go(self) -> Callable[[], set[int]]:
         """Refer to none of them; what is returned takes those back that somebody else still has.

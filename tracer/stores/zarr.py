@@ -479,9 +479,8 @@ class ZarrWriteStore:
     def close(self) -> None:
         if not self._closed:
             self.commit()
-            with suppress(
-                OSError
-            ):  # so that a finished array looks no longer than it is; where it does, nothing is lost
+            # so that a finished array looks no longer than it is; where that fails, nothing is lost
+            with suppress(OSError):
                 for array in self._arrays.values():
                     if array.published != array.rows.rows:
                         self._publish_array(array, array.rows.rows)
