@@ -2960,6 +2960,52 @@ def test_exceptions_in_the_users_code() -> None:
             assert same(only(heard, f"{kind}_updates", "layer", **at), before.add(slope, alpha=-0.1) - before)
 
 
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_interrupted_forward(every: int, whole: bool) -> None:
+    """Who interrupts a forward, as in a notebook, and goes on, finds what follows recorded as ever.
+
+    PyTorch calls no hook at the end of such a forward, so nothing says then that it is over.
+    """
+
+    class Slow(nn.Module):
+        interrupted = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.interrupted:
+                raise KeyboardInterrupt
+            return x
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        for number, x in enumerate(batches(6)):
+            optimizer.zero_grad()
+            if number in (2, 3):
+                model[1].interrupted = True
+                with pytest.raises(KeyboardInterrupt):
+                    model(x)
+                model[1].interrupted = False
+            output = model(x) if whole or number not in (2, 3) else model[2](model[0](x))
+            squares(output).backward()
+            optimizer.step()
+            model.eval()
+            with torch.no_grad():
+                model[0](x)  # the part alone: nothing else says that another forward runs
+            model.train()
+
+    _, _, heard = unchanged(lambda: nn.Sequential(nn.Linear(3, 2), Slow(), nn.Linear(2, 2)), train, every=every)
+    recorded = range(0, 6, every)
+    found = find(heard, "activations", "0", tag="default")
+    both = [(step, call) for step in recorded for call in ((0, 1) if step in (2, 3) else (0,))]
+    assert [(one.global_step, one.call) for one in found] == both
+    weights, biases = told(heard, "weights", "0"), told(heard, "biases", "0")
+    for one in found:
+        place = one.global_step // every
+        assert same(one.data, F.linear(batches(6)[one.global_step], weights[place], biases[place]))
+    assert [one.global_step for one in find(heard, "activations", "0", tag="eval")] == [1, 2, 3, 4, 5, 6]
+    assert [one.global_step for one in heard.of("batch_finished")] == list(recorded)
+    assert [one.global_step for one in find(heard, "layer_gradients", "2")] == list(recorded)
+
+
 def test_exceptions_in_hooks_reach_nobody() -> None:
     """An exception inside our hooks: the training goes on unchanged, other streams go on, the problem is noted."""
 

@@ -327,7 +327,7 @@ def _observe(tensors: list[Tensor], site: str, names: str, grad: bool, without: 
         module = exporter._root if hook.method in _OF_ROOT else exporter.publisher.modules.get(hook.name)
         inputs = hook.method in _INPUTS
         with torch.set_grad_enabled(grad):  # what tells a training pass; a compiled graph runs without
-            hook.tell(module, (), found, *(() if inputs else (found,)))
+            hook(module, (), found, *(() if inputs else (found,)))
         if hook.method == "_after_forward":
             numbers = exporter._ticket(hook.name)
         if without and exporter.passes.now.listening:

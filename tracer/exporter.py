@@ -39,6 +39,7 @@ from tracer.hooks import (
     Hook,
     ScaleHook,
     backward_node,
+    calls_running,
     checkpointed_inputs,
     checkpointing,
     next_node,
@@ -114,6 +115,43 @@ class Exporter:
     [('0', (4, 2)), ('1', (4, 2))]
     >>> exporter.detach()
     """
+
+    # what steps that nobody records look at; side by side, it is fetched from memory at once
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_attached",
+        "_backward_seen",
+        "_backwards",
+        "_calls",
+        "_compiled_before",
+        "_ended_at",
+        "_epoch_open",
+        "_epoch_over",
+        "_idle",
+        "_leaf_handles",
+        "_lock",
+        "_over",
+        "_parameters",
+        "_part",
+        "_probes",
+        "_quiet_until",
+        "_recomputed",
+        "_root",
+        "_scales",
+        "_tag_with_gradients",
+        "_training_passes",
+        "_ungraded",
+        "_user_tag",
+        "clock",
+        "forwards_seen",
+        "hears_backward",
+        "losses_seen",
+        "optimizer_calls",
+        "optimizers",
+        "passes",
+        "publisher",
+    )
 
     def __init__(
         self,
@@ -942,7 +980,10 @@ class Exporter:
         if self.publisher.counts:
             self.publisher.count_only(DEFAULT_TAG)
         self.clock.end()
-        self.passes.now.listening = False
+        running = self.passes.now
+        running.listening = False
+        if running.depth and self._root is not None:  # one that was interrupted did not tell its end
+            running.depth = calls_running(self._root)
 
     def _look_back(self) -> None:
         """Do what comes between two steps: probes, and after the first step a look at what was never called."""
@@ -1035,6 +1076,8 @@ class Exporter:
             return
         running = self.passes.now
         running.depth += 1
+        if running.depth > 1:
+            running.depth = max(1, calls_running(module))  # one that was interrupted did not tell its end
         if running.depth > 1:
             return
         self.forwards_seen += 1

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import (
     _current_graph_task_id,
     _get_tracing_state,
@@ -29,6 +29,9 @@ from tracer.errors import raised_by_signal
 
 if TYPE_CHECKING:
     from tracer.exporter import Exporter
+
+_CALL = nn.Module._call_impl.__code__
+"""What torch runs for each call of a module, with its hooks."""
 
 
 def without_modes() -> AbstractContextManager[Any]:
@@ -84,6 +87,7 @@ class Hook:
         self.site = name_hook(self, exporter.number)
 
     def __call__(self, *args: Any) -> Any:
+        """Tell the exporter what this hook saw; what fails there does not reach the training."""
         if is_dynamo_compiling():  # state that changes would recompile the graph at every step
             if self.site:
                 return observe_in_graph(self, *args)
@@ -98,29 +102,16 @@ class Hook:
             running = exporter.passes.now
             if running.depth and not running.listening:  # a step that nobody records: no more than this
                 return None
-        self._tell(exporter, args)
-        return None
-
-    def tell(self, *args: Any) -> None:
-        """Tell the exporter what this hook saw; what fails there does not reach the training."""
-        exporter = self._exporter()
-        if exporter is None:
-            return
-        running = exporter.passes.now
-        if not (self.fired and self._inner and running.depth and not running.listening):
-            self._tell(exporter, args)
-
-    def _tell(self, exporter: Exporter, args: tuple[Any, ...]) -> None:
         if self.off or not (exporter._attached and exporter.publisher.enabled):
-            return
+            return None
         try:
             if self.fired and self._idle is not None and self._idle(exporter, args):
-                return
+                return None
             if is_compiling():  # which an export may do without Dynamo
-                return
+                return None
             self.fired = True
             if _get_tracing_state() is not None:  # torch.jit.trace would record our copies
-                return
+                return None
             with exporter._lock, without_modes():
                 getattr(exporter, self.method)(self.name, *args)
         except Exception as error:
@@ -129,6 +120,7 @@ class Hook:
             self.off = not (self._of_optimizer or self.method in ("_before_root", "_after_root"))
             what = f"module {self.name!r}" if self.name else self.method.strip("_").replace("_", " ")
             exporter.publisher.problem(what, f"{type(error).__name__}: {error}")
+        return None
 
     def gradient_of(self, kind: str, leaf: str, call: int, tag: str, at: tuple[int, int, int]) -> GradientHook | None:
         """The hook for the gradient of what this hook saw."""
@@ -210,6 +202,17 @@ def _running(function: Any) -> FrameType | None:
     return frame
 
 
+def calls_running(module: nn.Module) -> int:
+    """How many calls of a module in this thread have not returned."""
+    count = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _CALL and frame.f_locals.get("self") is module:
+            count += 1
+        frame = frame.f_back
+    return count
+
+
 def checkpointing() -> bool:
     """Whether a forward without gradients is the first one of a reentrant checkpoint, so part of a training."""
     return _running(CheckpointFunction.forward) is not None
@@ -239,10 +242,8 @@ def traced() -> bool:
     return _get_tracing_state() is not None or is_compiling()
 
 
-def next_node() -> int:
-    """The number that the next node of this thread's graph gets."""
-    number: int = _get_sequence_nr()
-    return number
+next_node: Callable[[], int] = _get_sequence_nr
+"""The number that the next node of this thread's graph gets."""
 
 
 def backward_node() -> int | None:
