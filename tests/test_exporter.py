@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -16,7 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -1685,7 +1686,7 @@ def test_a_probe_is_a_forward_in_eval_mode(batch_size: int | None) -> None:
 
 
 def test_a_probe_leaves_everything_as_it_was() -> None:
-    """Modes (mixed ones too), buffers and random numbers are after a probe what they were before."""
+    """Modes (mixed ones too), buffers, random numbers and the inputs are after a probe what they were before."""
 
     class Noisy(nn.Module):
         def __init__(self) -> None:
@@ -1695,21 +1696,85 @@ def test_a_probe_leaves_everything_as_it_was() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             self.count += 1
-            return self.layer(x) + torch.randn(3)
+            return self.layer(x.sub_(0.5)) + torch.randn(3)
 
-    model = nn.Sequential(Noisy(), probed())
-    model[1][1].eval()
+    class Stubborn(nn.BatchNorm1d):
+        """What a norm that is always trained does in an evaluation: torch writes to its buffers unversioned."""
+
+        def train(self, mode: bool = True) -> Any:
+            return super().train(True)
+
+    model = nn.Sequential(Noisy(), Stubborn(3), probed())
+    model[2][1].eval()
     exporter, heard = watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    before = inputs.clone()
     modes, generator = [one.training for one in model.modules()], torch.get_rng_state()
     buffers = {name: value.clone() for name, value in model.named_buffers()}
-    exporter.probe("probe", torch.randn(5, 3, generator=torch.Generator().manual_seed(0)))
+    exporter.probe("probe", inputs)
+    exporter.probe("in parts", inputs[:4], batch_size=2)
     exporter.finish()
     exporter.detach()
     assert find(heard, "activations", "0.layer", tag="probe")
     assert [one.training for one in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(torch.equal(value, buffers[name]) for name, value in model.named_buffers())
+    assert torch.equal(inputs, before)
     assert torch.is_grad_enabled()
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """What a collator may give."""
+
+    x: Tensor
+    name: str = "batch"
+
+
+class Pair(NamedTuple):
+    """Two arguments in one."""
+
+    first: Any
+    second: Any
+
+
+def test_inputs_of_a_probe_keep_their_classes() -> None:
+    """A model gets copies of the same structure, of which it may ask for fields and attributes."""
+
+    class Fields(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, batch: Batch, pair: Pair, found: Any, *more: Any) -> Tensor:
+            assert batch.name == "batch"
+            assert found.default_factory is list
+            assert more == ([1, None],)
+            return self.layer(batch.x.sub_(1.0) + pair.first.mul_(0.0) + found["x"].add_(pair.second))
+
+    model, x = Fields(), torch.randn(4, 3)
+    before = x.clone()
+    exporter, heard = watch(model)
+    inputs = (Batch(x), Pair(x, 2.0), collections.defaultdict(list, x=x), [1, None])
+    exporter.probe("whole", inputs)
+    exporter.probe("parts", inputs, batch_size=3)
+    exporter.detach()
+    assert torch.equal(x, before)
+    with torch.no_grad():
+        expected = model.layer((x - 1.0) + (x * 0.0) + (x + 2.0))
+    for tag in ("whole", "parts"):
+        torch.testing.assert_close(data_of(heard, "network_output", tag=tag)[0], expected)
+
+
+def test_a_lazy_model_is_not_probed() -> None:
+    """A probe that made the parameters would draw what the training is to draw."""
+    model = nn.Sequential(nn.LazyLinear(2), nn.Dropout())
+    exporter, _ = watch(model)
+    with pytest.raises(CaptureError, match=r"probe 'p' would make the parameters of a lazy model.*run the model once"):
+        exporter.probe("p", torch.randn(4, 3))
+    model(torch.randn(4, 3))
+    exporter.probe("p", torch.randn(4, 3))
+    exporter.detach()
 
 
 def test_a_batched_probe_leaves_out_what_it_cannot_put_together() -> None:

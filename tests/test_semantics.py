@@ -15,6 +15,7 @@ import re
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -1548,11 +1549,31 @@ class Overwriting(torch.optim.Optimizer):
                     parameter.grad = None
 
 
+OVERWRITTEN: dict[str, Callable[[nn.Module, str], Any]] = {
+    "own": lambda model, way: Overwriting(model.parameters(), way),
+    "nesterov": lambda model, way: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True, foreach=True),
+    "forgotten": lambda model, way: forgetting(torch.optim.SGD(model.parameters(), 0.1), set_to_none=True),
+    "zeroed": lambda model, way: forgetting(torch.optim.SGD(model.parameters(), 0.1), set_to_none=False),
+}
+
+
+def forgetting(optimizer: Any, **how: Any) -> Any:
+    """An optimizer that a hook of the user's lets forget the gradients after each step."""
+    optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad(**how))
+    return optimizer
+
+
 @pytest.mark.parametrize(
-    "way", ["decay", "momentum", "drop", "clipped", "clipped, decay", "clipped, drop", "made in the step"]
+    ("kind", "way"),
+    [("own", "decay"), ("own", "momentum"), ("own", "drop"), ("own", "made in the step"), ("own", "clipped")]
+    + [("own", "clipped, decay"), ("own", "clipped, drop"), ("nesterov", ""), ("nesterov", "clipped")]
+    + [("forgotten", ""), ("forgotten", "clipped"), ("zeroed", ""), ("zeroed", "clipped")],
 )
-def test_optimizers_that_overwrite_gradients(way: str) -> None:
-    """Recorded is what the optimizer was given: by the loop, by a hook of the user's, or by a closure."""
+def test_optimizers_that_overwrite_gradients(kind: str, way: str) -> None:
+    """Recorded is what the optimizer was given: by the loop, by a hook of the user's, or by a closure.
+
+    Torch's SGD with Nesterov's momentum adds that to the gradients, where it moves many parameters at once.
+    """
     seen: list[list[Tensor]] = []
 
     def train(model: nn.Module, optimizer: Any) -> None:
@@ -1583,7 +1604,7 @@ def test_optimizers_that_overwrite_gradients(way: str) -> None:
             handle.remove()
 
     _, exporter, heard = unchanged(
-        matrices, train, lambda model: Overwriting(model.parameters(), way.removeprefix("clipped, "))
+        matrices, train, lambda model: OVERWRITTEN[kind](model, way.removeprefix("clipped, "))
     )
     assert (exporter.global_step, exporter.problems) == (3, [])
     for number, at in enumerate(("0", "2")):
@@ -3004,6 +3025,89 @@ def test_an_interrupted_forward(every: int, whole: bool) -> None:
     assert [one.global_step for one in find(heard, "activations", "0", tag="eval")] == [1, 2, 3, 4, 5, 6]
     assert [one.global_step for one in heard.of("batch_finished")] == list(recorded)
     assert [one.global_step for one in find(heard, "layer_gradients", "2")] == list(recorded)
+
+
+class _Stop(BaseException):
+    """As what interrupts a program."""
+
+
+def interrupted_at(number: int, work: Callable[[], Any]) -> bool:
+    """Do work, and interrupt it where the `number`-th time a signal could be heard in this project's code; whether so.
+
+    Python looks for signals when a function begins, and when one that is not written in Python has returned.
+    """
+    left = number
+    ours = str(Path(tracer.__file__).parent)
+
+    def look(frame: Any, event: str, _: Any) -> None:
+        nonlocal left
+        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(ours):
+            left -= 1
+            if left < 0:
+                sys.setprofile(None)
+                raise _Stop
+
+    sys.setprofile(look)
+    try:
+        work()
+    except _Stop:
+        pass
+    finally:
+        sys.setprofile(None)
+    return left < 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where Python lets go of things
+@pytest.mark.parametrize("every", [1, 3])
+def test_an_interrupt_anywhere(every: int, tmp_path: Path) -> None:
+    """Wherever an interrupt meets the recorder, the steps after the one that it met are recorded whole, and right."""
+    torch.manual_seed(0)
+    model, loss, seen = nn.Sequential(nn.Linear(3, 2), nn.Tanh()), nn.MSELoss(), {}
+    optimizer, heard = sgd(model), Collect("*")
+    x, y = torch.randn(4, 3), torch.randn(4, 2)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+
+    kinds = ("layer_inputs", "activations", "layer_gradients", "weights", "weight_gradients", "weight_updates", "loss")
+    capture = Capture(kinds=kinds, every=every)
+    with (
+        warnings.catch_warnings(),
+        tracer.record(tmp_path / "run.zarr", model, optimizer, loss=loss, capture=capture, receivers=[heard]) as run,
+    ):
+        warnings.simplefilter("ignore")
+        step()
+        number = 0
+        while interrupted_at(number, lambda: [step() for _ in range(every)]):
+            step()  # the step that was open is over now, if it was not
+            for _ in range(every):
+                now = run.global_step
+                before = model[0].weight.detach().clone()
+                step()
+                assert run.global_step == now + 1, number
+                gradient = model[0].weight.grad.clone()
+                seen[now] = number, before, gradient, model[0].weight.detach() - before
+            number += 1
+    assert number > 500
+    found: dict[int, dict[tuple[str, str | None], list[Tensor]]] = {}
+    for one in heard:
+        if one.data is not None:
+            found.setdefault(one.global_step, {}).setdefault((one.kind, one.key), []).append(one.data)
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        written = Counter(one.global_step for one in trace.messages() if one.data is not None)
+    for now, (number, before, gradient, update) in seen.items():
+        if now % every:
+            assert now not in found, number
+            continue
+        step_found = found[now]
+        assert sorted(map(len, step_found.values())) == [1] * len(step_found), (number, now)
+        assert written[now] == len(step_found) == 10, (number, now)
+        assert same(step_found["weights", "0"][0], before), number
+        assert same(step_found["weight_gradients", "0"][0], gradient), number
+        assert same(step_found["weight_updates", "0"][0], update), number
+        assert same(step_found["layer_inputs", "0"][0], x), number
 
 
 def test_exceptions_in_hooks_reach_nobody() -> None:

@@ -217,8 +217,8 @@ class MessageBus:
                     later = self._queue.popleft()
                     self._deliver(later, later.key)
             finally:
+                self._publishing = False  # first: what is called may be interrupted
                 self._queue.clear()
-                self._publishing = False
 
     def publish_network_message(
         self,

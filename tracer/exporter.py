@@ -26,6 +26,7 @@ from torch import Tensor, is_grad_enabled, nn
 from torch._C import _current_graph_task_id
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
@@ -532,10 +533,10 @@ class Exporter:
         """Remove every hook; the model is as it was."""
         self._silent = self.silent
         self._attached = False
-        hung = [handle for _, _, handle in self._hung.values()]
+        hung = [handle for _, _, handle in (*self._former.values(), *self._hung.values())]
         for handle in [*hung, *(one for handles in self._lasting.values() for one in handles)]:
             handle.remove()
-        self._hung, self._lasting = {}, {}
+        self._former, self._hung, self._lasting = {}, {}, {}
         self._forget_leaves()
         unpatch(self._patched)
         self._parameters.forget()
@@ -648,12 +649,18 @@ class Exporter:
         Raises
         ------
         CaptureError
-            If there is no model, the name is not a new tag, or `every` or `batch_size` is not a positive integer.
+            If there is no model, or it is lazy; if the name is not a new tag; if `every` or `batch_size` is not a
+            positive integer.
         """
         if self._root is None:
             raise CaptureError("a probe needs the model: call set_model first")
         if self._sharded():
             raise CaptureError(NO_PROBES)
+        if any(map(is_lazy, itertools.chain(self._root.parameters(), self._root.buffers()))):
+            raise CaptureError(
+                f"probe {name!r} would make the parameters of a lazy model, and with other random numbers than the "
+                "training would: run the model once before"
+            )
         if (
             not isinstance(name, str)
             or name in ("", DEFAULT_TAG, EVAL_TAG)
@@ -770,7 +777,8 @@ class Exporter:
         # of all that were ever there: one that nobody needed for a while has still been called before
         for (_, method, name), (_, hook, _) in self._hung.items():
             self._known[name, method] = hook.fired, hook.off
-        self._former, self._hung = self._hung, {}
+        self._former.update(self._hung)  # to those that this did not come to, when it was interrupted
+        self._hung = {}
         self._ask_anew()
         self._several, self._top_of = len(self.tops) > 1, {}
         self.optimizers.forget_what_they_train()
@@ -956,6 +964,11 @@ class Exporter:
                     self._parameters.compare(self._parameters.all, self._steps_itself, self.publisher)
                 self._parameters.publish(self.clock.began, self.publisher)
                 self.publisher.event("batch_finished", self.clock.began)
+        except Exception:
+            raise
+        except BaseException as error:
+            self.publisher.problem(f"the end of step {self.clock.step}", f"it was interrupted ({type(error).__name__})")
+            raise
         finally:  # whatever failed, the optimizer has stepped
             self._advance()
         if self._compiled_before or self._probes:
@@ -1444,19 +1457,19 @@ class Exporter:
                 self._parameters.keep_gradients(parameters, self.publisher)
 
     def _may_overwrite_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
-        """Whether an optimizer may change the gradients in its step, which are final before: torch's own do not.
+        """Whether the gradients, which are final before a step, may be others after it.
 
         Not where they are made in the step, by a closure, or are to be unscaled in it; and where another hook comes
         after this one, it may clip them yet.
         """
-        if _is_torchs(optimizer) or any(one is not None for one in (*args[1:], *kwargs.values())):
+        if _leaves_gradients(optimizer) or any(one is not None for one in (*args[1:], *kwargs.values())):
             return False
         return _is_heard_last(optimizer) and getattr(optimizer, "grad_scale", None) is None
 
     def _come_last(self) -> None:
         """Be called after hooks that were put on since, which may change gradients that this step overwrites."""
         for optimizer in self.optimizers.all:
-            if not _is_torchs(optimizer) and not _is_heard_last(optimizer):
+            if not _leaves_gradients(optimizer) and not _is_heard_last(optimizer):
                 hooks = self._lasting[id(optimizer)]
                 hooks[0].remove()
                 hooks[0] = optimizer.register_step_pre_hook(Hook(self, "_before_optimizer", ""))
@@ -1541,13 +1554,12 @@ class Exporter:
             self.publisher.problem(f"probe {probe.name!r}", NO_PROBES)
             return
         running = self.passes.now
-        before = (running.tag, self._user_tag, running.listening, running.depth, running.inputs)
-        self._user_tag, running.depth, running.inputs = probe.name, 0, []
-        self._forget_calls(probe.name)
         collected: dict[tuple[str, str | None, int, str], list[Tensor]] = {}
-        self.publisher.collecting = collected
         sizes: list[int] = []
+        before = (running.tag, self._user_tag, running.listening, running.depth, running.inputs)
         try:
+            self._user_tag, running.depth, running.inputs = probe.name, 0, []
+            self.publisher.collecting = collected
             with undisturbed(root), with_subclasses():
                 for batch in probe.batches():
                     sizes += [next((tensor.shape[0] for _, tensor in leaves(batch) if tensor.ndim), 1)]
@@ -1621,9 +1633,18 @@ _NUMBERS = itertools.count()
 _LOSSES = 256
 
 
-def _is_torchs(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is one of torch's own, which leave gradients as they are."""
-    return type(optimizer).__module__.partition(".")[0] == "torch"
+def _leaves_gradients(optimizer: Optimizer) -> bool:
+    """Whether gradients are after a step what they were before: torch's own optimizers do not change them.
+
+    But SGD with Nesterov's momentum does, where it moves many parameters at once; and what hooks do that come before an
+    exporter's, nobody knows.
+    """
+    first = next(iter(optimizer._optimizer_step_post_hooks.values()), None)
+    return (
+        type(optimizer).__module__.partition(".")[0] == "torch"
+        and isinstance(first, Hook)
+        and not any(group.get("nesterov") for group in optimizer.param_groups)
+    )
 
 
 def _is_heard_last(optimizer: Optimizer) -> bool:

@@ -141,6 +141,7 @@ class Parameters:
                 tensor is not None
                 and not is_lazy(tensor)
                 and tensor.requires_grad
+                and tensor.is_leaf  # as what `functional_call` puts there need not be
                 and publisher.asked(parameter.kind("gradients"), parameter.stream)
             ):
                 yield parameter.path, tensor
@@ -245,11 +246,12 @@ class Parameters:
     def _asked_streams(self, publisher: Publisher) -> _Asked:
         """Of each parameter, the streams of its values, gradients and updates; None for those that nobody asks for."""
         if self._asked is None:
-            self._asked = {}
+            asked: _Asked = {}
             for parameter in self.all:
                 found = [publisher.stream(kind, parameter.stream, DEFAULT_TAG) for kind in parameter.kinds]
                 value, gradient, update = (one if one.asked else None for one in found)
-                self._asked[parameter.path] = value, gradient, update
+                asked[parameter.path] = value, gradient, update
+            self._asked = asked
         return self._asked
 
     def snapshot(self, parameters: Iterable[Parameter], publisher: Publisher) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,10 +37,10 @@ class Probe:
         self.last: int | None = None
 
     def batches(self) -> Iterator[Any]:
-        """The inputs, at most `batch_size` datapoints at a time."""
+        """Copies of the inputs, which a model may overwrite, at most `batch_size` datapoints at a time."""
         tensors = [tensor for _, tensor in leaves(self.inputs) if tensor.ndim]
         if self.batch_size is None or not tensors:
-            yield self.inputs
+            yield map_tensors(self.inputs, Tensor.clone)
             return
         for begin in range(0, tensors[0].shape[0], self.batch_size):
             part = slice(begin, begin + self.batch_size)
@@ -56,19 +58,32 @@ class Probe:
 
 
 def rows_of(part: slice, tensor: Tensor) -> Tensor:
-    """Some rows of a tensor; the whole of a scalar."""
-    return tensor[part] if tensor.ndim else tensor
+    """A copy of some rows of a tensor; of the whole of a scalar."""
+    return (tensor[part] if tensor.ndim else tensor).clone()
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure of a probe's inputs (tuples, lists, mappings) with the function's results for its tensors."""
+    """The same structure as `leaves` looks into, with the function's results for the tensors in it."""
     if isinstance(value, Tensor):
         return function(value)
+    if isinstance(value, MutableMapping):
+        same: Any = copy.copy(value)  # of its own class, which may have attributes
+        for key, part in value.items():
+            same[key] = map_tensors(part, function)
+        return same
     if isinstance(value, Mapping):
         return {key: map_tensors(part, function) for key, part in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map_tensors(part, function) for part in value)
-    return [map_tensors(part, function) for part in value] if isinstance(value, list) else value
+    if isinstance(value, tuple | list):
+        parts = [map_tensors(part, function) for part in value]
+        if isinstance(value, list):
+            return parts
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        same = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(same, field.name, map_tensors(getattr(value, field.name), function))
+        return same
+    return value
 
 
 @contextlib.contextmanager
@@ -95,10 +110,18 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             one.training = mode
         with torch.no_grad():
             for one, name, buffer, content, version in buffers:
-                if buffer._version != version:
+                if buffer._version != version or not _same_bytes(buffer, content):
                     buffer.copy_(content)
                 if one._buffers.get(name) is not buffer:
                     one._buffers[name] = buffer
+
+
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same, where that is easily told: torch's batch norm counts no versions."""
+    easy = type(one) is Tensor and one.layout is torch.strided and not (one.is_quantized or one.is_meta)
+    if not easy or one.is_conj() or one.is_neg():
+        return True
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def joinable(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:

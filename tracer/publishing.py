@@ -48,13 +48,13 @@ class Stream:
     def wanted(self, clock: int) -> Capture | None:
         """The capture by which to observe it in this step (or epoch); None if nobody wants it."""
         if clock != self._clock:  # asked several times in each step
-            self._clock, self._answer = clock, None
-            capture = self._capture
+            answer, capture = None, self._capture
             if capture is not None and not (self._dated and capture.next_step(clock) != clock):
                 for one in self._asking:
                     if one.wants(*self._name, clock):
-                        self._answer = capture
+                        answer = capture
                         break
+            self._clock, self._answer = clock, answer  # together, because the question may be interrupted
         return self._answer
 
 

@@ -243,13 +243,18 @@ class Recorder:
             if self._on_full == "drop":
                 self._dropped[kind] += 1
                 return False
-            while self._error is None:
-                self._stalled = True  # before looking: the thread counts first, and then looks whether somebody waits
-                waiting = self._received - self._written
-                if not waiting or waiting + size <= self._bound:
-                    break
-                self._changed.wait()
-            self._stalled = False
+            try:
+                while self._error is None:
+                    self._stalled = True  # before looking: the thread counts first, then looks whether somebody waits
+                    waiting = self._received - self._written
+                    if not waiting or waiting + size <= self._bound:
+                        break
+                    self._changed.wait()
+            except BaseException:  # who waits is interrupted
+                self._dropped[kind] += 1
+                raise
+            finally:
+                self._stalled = False
             self._check()
         return True
 
