@@ -410,6 +410,15 @@ def test_reductions_of_complex_tensors(name: str, piece: int, monkeypatch: pytes
     assert complex(got) == pytest.approx(complex(oracle(array)), rel=1e-6 if name == "absmax" else 1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_reductions_of_integers(name: str, dtype: torch.dtype) -> None:
+    """What a network gets may be numbers of words, or a mask."""
+    values = torch.tensor([[1, 0, 7], [3, 1, 0]]).to(dtype)
+    got = Capture(reduce=name).finish("input_data", values)
+    assert float(got) == pytest.approx(float(ORACLES[name](values.double().numpy())), rel=1e-12)
+
+
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_reductions_of_nothing_are_nan(name: str) -> None:
     """An empty tensor has no statistics, and that is no error."""

@@ -11,6 +11,7 @@ import inspect
 import pickle
 import re
 import signal
+import sys
 import threading
 import warnings
 import weakref
@@ -1645,6 +1646,89 @@ def test_an_exception_of_the_users_in_a_forward() -> None:
     assert [one.global_step for one in heard.of("batch_finished")] == [0, 1]
 
 
+class _Stop(BaseException):
+    """As what interrupts a program."""
+
+
+def interrupted_at(number: int, work: Callable[[], Any]) -> bool:
+    """Do work, and interrupt it where the `number`-th time a signal could be heard in this project's code; whether so.
+
+    Python looks for signals when a function begins, and when one that is not written in Python has returned.
+    """
+    left = number
+    ours = str(Path(tracer.__file__).parent)
+
+    def look(frame: Any, event: str, _: Any) -> None:
+        nonlocal left
+        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(ours):
+            left -= 1
+            if left < 0:
+                sys.setprofile(None)
+                raise _Stop
+
+    sys.setprofile(look)
+    try:
+        work()
+    except _Stop:
+        pass
+    finally:
+        sys.setprofile(None)
+    return left < 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where Python lets go of things
+@pytest.mark.parametrize("every", [1, 3])
+def test_an_interrupt_anywhere(every: int, tmp_path: Path) -> None:
+    """Wherever an interrupt meets the recorder, the steps after the one that it met are recorded whole, and right."""
+    torch.manual_seed(0)
+    model, loss, seen = nn.Sequential(nn.Linear(3, 2), nn.Tanh()), nn.MSELoss(), {}
+    optimizer, heard = torch.optim.SGD(model.parameters(), lr=0.1), Collect("*")
+    x, y = torch.randn(4, 3), torch.randn(4, 2)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+
+    kinds = ("layer_inputs", "activations", "layer_gradients", "weights", "weight_gradients", "weight_updates", "loss")
+    capture = Capture(kinds=kinds, every=every)
+    with (
+        warnings.catch_warnings(),
+        tracer.record(tmp_path / "run.zarr", model, optimizer, loss=loss, capture=capture, receivers=[heard]) as run,
+    ):
+        warnings.simplefilter("ignore")
+        step()
+        number = 0
+        while interrupted_at(number, lambda: [step() for _ in range(every)]):
+            step()  # the step that was open is over now, if it was not
+            for _ in range(every):
+                now = run.global_step
+                before = model[0].weight.detach().clone()
+                step()
+                assert run.global_step == now + 1, number
+                gradient = model[0].weight.grad.clone()
+                seen[now] = number, before, gradient, model[0].weight.detach() - before
+            number += 1
+    assert number > 500
+    found: dict[int, dict[tuple[str, str | None], list[Tensor]]] = {}
+    for one in heard:
+        if one.data is not None:
+            found.setdefault(one.global_step, {}).setdefault((one.kind, one.key), []).append(one.data)
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        written = Counter(one.global_step for one in trace.messages() if one.data is not None)
+    for now, (number, before, gradient, update) in seen.items():
+        if now % every:
+            assert now not in found, number
+            continue
+        step_found = found[now]
+        assert sorted(map(len, step_found.values())) == [1] * len(step_found), (number, now)
+        assert written[now] == len(step_found) == 10, (number, now)
+        assert torch.equal(step_found["weights", "0"][0], before), number
+        assert torch.equal(step_found["weight_gradients", "0"][0], gradient), number
+        assert torch.equal(step_found["weight_updates", "0"][0], update), number
+        assert torch.equal(step_found["layer_inputs", "0"][0], x), number
+
+
 # -- probes ---------------------------------------------------------------------------------------------------
 
 
@@ -2251,4 +2335,82 @@ def test_a_receiver_that_left_is_let_go() -> None:
     del heard
     gc.collect()
     assert left() is None
+    exporter.detach()
+
+
+# -- optimizers that come and go ------------------------------------------------------------------------------
+
+
+def test_an_optimizer_that_takes_the_place_of_another() -> None:
+    """Given to set_optimizer, each ends steps, whatever number Python gives it; one that is not given is told of."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, _ = watch(model, optimizer)
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).sum().backward()
+            optimizer.step()
+
+    for _ in range(40):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        exporter.set_optimizer(optimizer)
+        steps(2)
+    assert exporter.global_step == 80
+    former, optimizer = optimizer, torch.optim.Adam(model.parameters())
+    exporter.set_optimizer(optimizer)
+    assert [*former._optimizer_step_pre_hooks, *former._optimizer_step_post_hooks] == []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps(20)
+    with pytest.warns(RuntimeWarning, match="20 forwards came since the optimizer that was given stepped last"):
+        exporter.finish()
+    exporter.detach()
+
+
+def test_an_optimizer_without_hooks() -> None:
+    """One that wraps another, as accelerate's does, is looked through; any other is refused with a sentence."""
+
+    class Wrapping(torch.optim.Optimizer):
+        def __init__(self, optimizer: Any) -> None:
+            self.optimizer = optimizer
+
+        def step(self, closure: Any = None) -> None:
+            self.optimizer.step()
+
+    model = nn.Linear(3, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, _ = watch(model, Wrapping(inner))
+    model(torch.randn(4, 3)).sum().backward()
+    Wrapping(inner).step()
+    assert exporter.global_step == 1
+    exporter.detach()
+    with pytest.raises(CaptureError, match="Wrapping takes no hooks, because it does not call"):
+        watch(model, Wrapping(None))
+
+
+def test_parameters_of_a_functional_call_without_an_optimizer() -> None:
+    """What stands in for the parameters, and is no leaf, takes no hooks of theirs; the steps are recorded."""
+    model = nn.Linear(3, 2)
+    exporter, heard = watch(model)
+    for step in range(4):
+        stand_ins = {name: one * 1 if step % 2 else one for name, one in model.named_parameters()}
+        torch.func.functional_call(model, stand_ins, (torch.ones(4, 3),)).sum().backward()
+    exporter.finish()
+    exporter.detach()
+    assert [one.global_step for one in find(heard, "activations", "")] == [0, 1, 2, 3]
+    assert not any(one._post_accumulate_grad_hooks for one in model.parameters())
+
+
+def test_parts_that_fail_leave_nothing_behind() -> None:
+    """The inputs of calls that raised are let go of with the step."""
+    model = nn.ModuleDict({"part": nn.Linear(3, 2)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, _ = watch(model, optimizer)
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model["part"](torch.randn(4, 7))
+    model["part"](torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    assert exporter.passes.now.inputs == []
     exporter.detach()

@@ -7,6 +7,7 @@ random generators, hooks and what the loop itself returned, bit for bit.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -15,7 +16,6 @@ import re
 import sys
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -3027,87 +3027,57 @@ def test_an_interrupted_forward(every: int, whole: bool) -> None:
     assert [one.global_step for one in find(heard, "layer_gradients", "2")] == list(recorded)
 
 
-class _Stop(BaseException):
-    """As what interrupts a program."""
+class Returning(nn.Module):
+    """Gives a parameter itself, as a position embedding may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self) -> Tensor:
+        return self.weight
 
 
-def interrupted_at(number: int, work: Callable[[], Any]) -> bool:
-    """Do work, and interrupt it where the `number`-th time a signal could be heard in this project's code; whether so.
+@pytest.mark.parametrize("way", ["in turns", "retained", "together"])
+def test_gradients_of_a_parameter_that_a_module_returns(way: str) -> None:
+    """Each backward's are of the calls since the last one; where those are of several forwards, that is told."""
 
-    Python looks for signals when a function begins, and when one that is not written in Python has returned.
-    """
-    left = number
-    ours = str(Path(tracer.__file__).parent)
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Returning()
 
-    def look(frame: Any, event: str, _: Any) -> None:
-        nonlocal left
-        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(ours):
-            left -= 1
-            if left < 0:
-                sys.setprofile(None)
-                raise _Stop
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.part()).sum()
 
-    sys.setprofile(look)
-    try:
-        work()
-    except _Stop:
-        pass
-    finally:
-        sys.setprofile(None)
-    return left < 0
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where Python lets go of things
-@pytest.mark.parametrize("every", [1, 3])
-def test_an_interrupt_anywhere(every: int, tmp_path: Path) -> None:
-    """Wherever an interrupt meets the recorder, the steps after the one that it met are recorded whole, and right."""
-    torch.manual_seed(0)
-    model, loss, seen = nn.Sequential(nn.Linear(3, 2), nn.Tanh()), nn.MSELoss(), {}
-    optimizer, heard = sgd(model), Collect("*")
-    x, y = torch.randn(4, 3), torch.randn(4, 2)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss(model(x), y).backward()
+    def train(model: nn.Module, optimizer: Any) -> None:
+        first, second = torch.full((2,), 2.0), torch.full((2,), 5.0)
+        if way == "in turns":
+            model(first).backward()
+            model(second).backward()
+        elif way == "retained":
+            loss = model(first)
+            loss.backward(retain_graph=True)
+            loss.backward()
+        else:
+            losses = model(first), model(second)
+            losses[0].backward()
+            losses[1].backward()
         optimizer.step()
 
-    kinds = ("layer_inputs", "activations", "layer_gradients", "weights", "weight_gradients", "weight_updates", "loss")
-    capture = Capture(kinds=kinds, every=every)
-    with (
-        warnings.catch_warnings(),
-        tracer.record(tmp_path / "run.zarr", model, optimizer, loss=loss, capture=capture, receivers=[heard]) as run,
-    ):
-        warnings.simplefilter("ignore")
-        step()
-        number = 0
-        while interrupted_at(number, lambda: [step() for _ in range(every)]):
-            step()  # the step that was open is over now, if it was not
-            for _ in range(every):
-                now = run.global_step
-                before = model[0].weight.detach().clone()
-                step()
-                assert run.global_step == now + 1, number
-                gradient = model[0].weight.grad.clone()
-                seen[now] = number, before, gradient, model[0].weight.detach() - before
-            number += 1
-    assert number > 500
-    found: dict[int, dict[tuple[str, str | None], list[Tensor]]] = {}
-    for one in heard:
-        if one.data is not None:
-            found.setdefault(one.global_step, {}).setdefault((one.kind, one.key), []).append(one.data)
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        written = Counter(one.global_step for one in trace.messages() if one.data is not None)
-    for now, (number, before, gradient, update) in seen.items():
-        if now % every:
-            assert now not in found, number
-            continue
-        step_found = found[now]
-        assert sorted(map(len, step_found.values())) == [1] * len(step_found), (number, now)
-        assert written[now] == len(step_found) == 10, (number, now)
-        assert same(step_found["weights", "0"][0], before), number
-        assert same(step_found["weight_gradients", "0"][0], gradient), number
-        assert same(step_found["weight_updates", "0"][0], update), number
-        assert same(step_found["layer_inputs", "0"][0], x), number
+    with contextlib.nullcontext() if way != "together" else pytest.warns(RuntimeWarning, match="which forward"):
+        _, exporter, heard = unchanged(Net, train)
+    found = [(one.call, one.leaf, one.data.tolist()) for one in find(heard, "layer_gradients", "part")]
+    again = "backward.1"
+    assert (
+        found
+        == {
+            "in turns": [(0, "", [2.0, 2.0]), (1, "", [5.0, 5.0])],
+            "retained": [(0, "", [2.0, 2.0]), (0, again, [2.0, 2.0])],
+            "together": [(0, "", [2.0, 2.0]), (1, "", [2.0, 2.0]), (0, again, [5.0, 5.0]), (1, again, [5.0, 5.0])],
+        }[way]
+    )
+    assert ("which forward layer_gradients of 'part'" in problems(exporter)) == (way == "together")
 
 
 def test_exceptions_in_hooks_reach_nobody() -> None:

@@ -51,6 +51,8 @@ def _norm(x: Tensor) -> Tensor:
         # one kernel that converts what it reads; `vector_norm` first writes all of it once more in float64
         (norm,) = torch._foreach_norm([x], 2, dtype=torch.float64)
         return norm
+    if not (x.is_floating_point() or x.is_complex()):
+        x = x.to(_precise(x))  # of which alone torch knows norms
     parts = [torch.linalg.vector_norm(one.flatten(), dtype=_precise(x)) for one in _pieces(x)]
     whole: Tensor = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts))
     return whole
@@ -73,7 +75,7 @@ REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sum": _sum,
     "min": lambda x: x.min(),
     "max": lambda x: x.max(),
-    "absmax": lambda x: x.abs().max(),
+    "absmax": lambda x: x.max() if x.dtype is torch.bool else x.abs().max(),
     "norm": _norm,
     "rms": lambda x: _norm(x) / max(x.numel(), 1) ** 0.5,
     "std": _std,

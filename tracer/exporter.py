@@ -38,6 +38,7 @@ from tracer.errors import CaptureError, MessageError, raised_by_signal
 from tracer.hooks import (
     GradientHook,
     Hook,
+    LeafHook,
     ScaleHook,
     backward_node,
     calls_running,
@@ -130,11 +131,12 @@ class Exporter:
         "_epoch_open",
         "_epoch_over",
         "_idle",
-        "_leaf_handles",
+        "_leaf_hooks",
         "_lock",
         "_over",
         "_parameters",
         "_part",
+        "_passes_before",
         "_probes",
         "_quiet_until",
         "_recomputed",
@@ -208,7 +210,8 @@ class Exporter:
         self._hung: dict[tuple[int, str, str], tuple[Any, Hook, Any]] = {}
         self._former: dict[tuple[int, str, str], tuple[Any, Hook, Any]] = {}
         self._known: dict[tuple[str, str], tuple[bool, bool]] = {}  # which hooks were called, and which are off
-        self._leaf_handles: list[Any] = []
+        # by tensor, kind, module and place in its output or input
+        self._leaf_hooks: dict[tuple[int, str, str, str], LeafHook] = {}
         self._probes: list[Probe] = []
         self._surveyed = False  # whether it is known which parameters other ranks hold, too
         self._around: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # DistributedDataParallel around the model
@@ -227,6 +230,7 @@ class Exporter:
         self._over = False  # whether the open step ends as soon as the running backward is over
         self.passes = _Passes()
         self._training_passes = 0  # training forwards of the root
+        self._passes_before = 0  # those of the steps that have ended
         self._skipped = 0
         self._user_tag: str | None = None
         self._calls: dict[tuple[str, str], int] = {}
@@ -362,6 +366,10 @@ class Exporter:
         for one in given:
             if not isinstance(one, Optimizer):
                 raise CaptureError(f"the optimizer is a torch.optim.Optimizer, not {type(one).__name__}")
+        given = tuple(map(_with_hooks, given))
+        for key in self._lasting.keys() - {"root", *map(id, given)}:  # another may get its number
+            for handle in self._lasting.pop(key):
+                handle.remove()
         self.optimizers.take(given)
         if self._attached:
             watch_scalers(self)
@@ -525,6 +533,13 @@ class Exporter:
                 "optimizer whose step() is called, or optimizer=() and call step() of the run"
             )
             self.publisher.problem("the end of a step", why)
+        late = self._training_passes - self._passes_before
+        if self.optimizers and self.steps_seen and late * self.steps_seen > _LATE * self._passes_before:
+            why = (
+                f"{late} forwards came since the optimizer that was given stepped last, and are all of one step; if "
+                "another took its place, give it to set_optimizer of the exporter"
+            )
+            self.publisher.problem("the end of the last step", why)
         for probe in self._probes:
             if probe.last != self.clock.step:
                 self._guard(f"probe {probe.name}", functools.partial(self._run_probe, probe))
@@ -981,7 +996,7 @@ class Exporter:
             self._ended_at = next_of_thread()
         self._over = self._idle = self._backward_seen = False
         self.optimizers.step_ended()
-        if self._leaf_handles:
+        if self._leaf_hooks:
             self._forget_leaves()
         if self._backwards or self._ungraded or self._recomputed or self._scales:
             self._backwards, self._ungraded, self._recomputed, self._scales = {}, {}, {}, {}
@@ -993,8 +1008,11 @@ class Exporter:
         if self.publisher.counts:
             self.publisher.count_only(DEFAULT_TAG)
         self.clock.end()
+        self._passes_before = self._training_passes
         running = self.passes.now
         running.listening = False
+        if running.inputs and not running.depth:  # of calls that failed, or were interrupted
+            running.inputs = []
         if running.depth and self._root is not None:  # one that was interrupted did not tell its end
             running.depth = calls_running(self._root)
 
@@ -1260,10 +1278,15 @@ class Exporter:
 
     def _watch(self, tensor: Tensor, hook: GradientHook) -> None:
         """Hang a hook on a tensor of this pass, and see to it that it does not outlive the step."""
-        handle = tensor.register_hook(hook)
-        if tensor.is_leaf:  # a parameter that a module returns, an input of the user's: both outlive this step
-            hook.handle = handle
-            self._leaf_handles.append(handle)
+        if not tensor.is_leaf:
+            tensor.register_hook(hook)
+            return
+        # a parameter that a module returns, an input of the user's: both outlive this step
+        key = id(tensor), hook.kind, hook.path, hook.leaf
+        there = self._leaf_hooks.get(key)
+        if there is None or not there.of(tensor):
+            there = self._leaf_hooks[key] = LeafHook(tensor)
+        there.wait(self.forwards_seen, hook)
 
     def _ticket(self, path: str) -> tuple[int, int, int, int, int]:
         """What a compiled graph keeps of the call of a module that was just seen, for its gradient: call, step, tag."""
@@ -1278,9 +1301,9 @@ class Exporter:
         return (call - 1, *self.clock.now(), tag_number(tag))
 
     def _forget_leaves(self) -> None:
-        for handle in self._leaf_handles:
-            handle.remove()
-        self._leaf_handles = []
+        for hook in self._leaf_hooks.values():
+            hook.handle.remove()
+        self._leaf_hooks = {}
 
     def _gradient(self, hook: GradientHook, gradient: Tensor) -> None:
         capture = self.publisher.wanted(hook.kind, hook.path, hook.tag, hook.at)
@@ -1631,6 +1654,21 @@ class _Passes(threading.local):
 
 _NUMBERS = itertools.count()
 _LOSSES = 256
+_LATE = 10
+"""How many times the usual forwards of a step one may have that is still open at the end, and nobody is told."""
+
+
+def _with_hooks(optimizer: Optimizer) -> Optimizer:
+    """An optimizer, or the one that it wraps without being one itself, as accelerate's does."""
+    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return optimizer
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, Optimizer) and hasattr(inner, "_optimizer_step_pre_hooks"):
+        return inner
+    raise CaptureError(
+        f"{type(optimizer).__name__} takes no hooks, because it does not call Optimizer.__init__; give the optimizer "
+        "that it wraps, or optimizer=() and call step() of the run"
+    )
 
 
 def _leaves_gradients(optimizer: Optimizer) -> bool:

@@ -138,7 +138,7 @@ run_uncompiled(Hook.__call__)
 class GradientHook:
     """Sees the gradient of one tensor of one forward pass."""
 
-    __slots__ = ("_exporter", "at", "call", "handle", "kind", "leaf", "path", "scale", "tag")
+    __slots__ = ("_exporter", "at", "call", "kind", "leaf", "path", "scale", "tag")
 
     def __init__(
         self,
@@ -159,11 +159,8 @@ class GradientHook:
         self.tag = tag
         self.at = at
         self.scale = scale  # of the backward in which the forward was computed again
-        self.handle: Any = None
 
     def __call__(self, gradient: Tensor | None) -> None:
-        if self.handle is not None:
-            self.handle.remove()
         exporter = self._exporter()
         if gradient is None:  # the node has several outputs, and no gradient came back to this one
             return
@@ -176,6 +173,46 @@ class GradientHook:
             if exporter.strict or raised_by_signal(error):
                 raise
             exporter.publisher.give_up(self.kind, self.path, error)
+
+    def tell_shared(self) -> None:
+        """Say that this gradient may be another forward's."""
+        exporter = self._exporter()
+        if exporter is not None:
+            why = "it is of a tensor that several forwards used before a backward, and is recorded for each of them"
+            exporter.publisher.problem(f"which forward {self.kind} of {self.path!r} belongs to", why)
+
+
+class LeafHook:
+    """Sees the gradients of a tensor that is there for more than one call: a parameter that a module returns.
+
+    What a backward brings is of the calls since the last one; if there are none, it went through the same once more.
+    """
+
+    __slots__ = ("_latest", "_tensor", "_waiting", "handle", "shared")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._waiting: list[tuple[int, GradientHook]] = []
+        self._latest: list[tuple[int, GradientHook]] = []
+        self.shared = False  # by calls of several forwards, whose gradients nobody can tell apart
+        self.handle = tensor.register_hook(self)
+
+    def of(self, tensor: Tensor) -> bool:
+        """Whether it is this tensor's."""
+        return self._tensor() is tensor
+
+    def wait(self, forward: int, hook: GradientHook) -> None:
+        """Have another call, in a forward of this number, get what the next backward brings."""
+        self._waiting.append((forward, hook))
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        if self._waiting:
+            self._latest, self._waiting = self._waiting, []
+            self.shared = len({forward for forward, _ in self._latest}) > 1
+        for _, hook in self._latest:
+            if self.shared:
+                hook.tell_shared()
+            hook(gradient)
 
 
 class ScaleHook:
