@@ -34,7 +34,6 @@ from tracer.errors import (
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from torch import Tensor
 
     from analyze.results import Results, Sink
     from tracer.bus import Receiver
@@ -302,7 +301,7 @@ def _table(
         made.add_column(column, justify=justify, overflow="fold", no_wrap=column in ("kind", "name"))  # type: ignore[arg-type]
     for row in rows:
         # Text, because a module named "[bold]" is not markup
-        made.add_row(*(Text(_cell(value)) for value in row))
+        made.add_row(*(Text(_printable(_cell(value))) for value in row))
     return made
 
 
@@ -828,7 +827,7 @@ def info(trace: str, as_json: bool) -> None:
         _print_json(told)
         return
     for name, value in _info_rows(told):
-        click.echo(f"{name:<12}{value}")
+        click.echo(f"{_printable(name):<12}{_printable(value)}")
 
 
 def _info_rows(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -838,7 +837,7 @@ def _info_rows(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "status", str(info["status"])
     yield "run", f"{info['run_id']}, started {info['created']}" + (f", ended {info['ended']}" if info["ended"] else "")
     if header.get("argv"):
-        yield "command", " ".join(map(str, header["argv"]))
+        yield "command", " ".join(map(str, header["argv"])) if isinstance(header["argv"], list) else str(header["argv"])
     if len(info["ranks"]) > 1:
         yield "ranks", ", ".join(map(str, info["ranks"]))
     if len(info["attempts"]) > 1:
@@ -862,19 +861,15 @@ def _info_rows(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "kinds", ", ".join(kinds)
     if info["tags"] and info["tags"] != ["default"]:
         yield "tags", ", ".join(info["tags"])
-    model = header.get("model") or {}
-    if model:
-        weights = sum(math.prod(one["shape"]) for one in model.get("parameters", ()))
-        inner = len(model.get("modules", ())) - 1
-        yield "model", f"{model.get('class')}, {inner} modules inside, {weights:,} parameters"
-        for names in model.get("tied", ()):
-            yield "tied", " = ".join(names)
+    yield from _model_rows(header.get("model"))
     certified = [one for one in info["attempts"] if isinstance(one["certificate"], Mapping)]
     for number, one in enumerate(certified):
         attempt = f"attempt {one['attempt']}: " if len(info["attempts"]) > 1 else ""
         yield "certified" if number == 0 else "", attempt + _certificate(one["certificate"])
-    for number, capture in enumerate(header.get("capture") or ()):
-        yield "capture" if number == 0 else "else", _capture(capture)
+    captures = header.get("capture") or ()
+    for number, capture in enumerate(captures if isinstance(captures, list) else [captures]):
+        told = _capture(capture) if isinstance(capture, Mapping) else _in_short(capture)
+        yield "capture" if number == 0 else "else", told
     for name, value in header.items():
         if name not in _SHOWN_OTHERWISE and value not in (None, "", [], {}):
             yield name, _in_short(value)
@@ -884,15 +879,27 @@ def _info_rows(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for note in info["notes"]:
         for what, about in note.items():
             # the indices of fixed random choices are for programs
-            if what == "silent":
+            if what == "silent" and isinstance(about, list):
                 yield "silent", f"never called, so nothing was seen of them: {', '.join(map(str, about))}"
-            elif what == "problem":
+            elif what == "problem" and isinstance(about, Mapping):
                 yield "problem", f"{about.get('what')}: {about.get('why')} ({about.get('count', 1)} times)"
             elif what == "stopped" and isinstance(about, Mapping):
-                step = about.get("global_step")
-                yield "stopped", f"at {about.get('by')} ({about.get('max_bytes'):,}): nothing from step {step} on"
+                step, limit = about.get("global_step"), about.get("max_bytes")
+                limit = f"{limit:,}" if isinstance(limit, int) else limit
+                yield "stopped", f"at {about.get('by')} ({limit}): nothing from step {step} on"
             elif what not in ("indices", "dropped"):
                 yield what, _in_short(about)
+
+
+def _model_rows(model: Any) -> Iterator[tuple[str, str]]:
+    """What a recorder says of the model; another writer may call anything so."""
+    try:
+        weights = sum(math.prod(one["shape"]) for one in model.get("parameters", ()))
+        rows = [("model", f"{model['class']}, {len(model['modules']) - 1} modules inside, {weights:,} parameters")]
+        rows += [("tied", " = ".join(names)) for names in model.get("tied", ())]
+    except (AttributeError, KeyError, TypeError):
+        rows = [("model", _in_short(model))] if model else []
+    yield from rows
 
 
 _SHOWN_OTHERWISE = (
@@ -1017,18 +1024,14 @@ def _message_facts(message: Message, values: int) -> dict[str, Any]:
         return told
     told |= {"dtype": str(data.dtype).removeprefix("torch."), "shape": list(data.shape)}
     if data.numel() and not data.is_complex():
-        # in float64, because the mean of many float16 is not one
+        # in float64, because the mean of many float16 is not one; but not all of int64 are there
         numbers = data.double()
-        told |= {name: float(value) for name, value in zip(("min", "mean", "max"), _min_mean_max(numbers), strict=True)}
+        low, high = (data if told["dtype"] == "int64" else numbers).aminmax()
+        told |= {"min": low.item(), "mean": numbers.mean().item(), "max": high.item()}
     if values:
         numbers = data.flatten()[:values]
         told["values"] = [str(z) for z in numbers.tolist()] if data.is_complex() else numbers.tolist()
     return told
-
-
-def _min_mean_max(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    low, high = numbers.aminmax()
-    return low, numbers.mean(), high
 
 
 def _message_line(told: Mapping[str, Any]) -> str:
@@ -1042,8 +1045,7 @@ def _message_line(told: Mapping[str, Any]) -> str:
     if "shape" in told:
         words += [told["dtype"], _shape(told["shape"])]
     if "mean" in told:
-        values = {told[name] for name in ("min", "mean", "max")}
-        if told["shape"] == [] and len(values) == 1:
+        if told["shape"] == []:
             words.append(f"{told['mean']:.6g}")
         else:
             words.append(f"min {told['min']:.4g}  mean {told['mean']:.4g}  max {told['max']:.4g}")

@@ -968,3 +968,39 @@ def test_verify_promises_nothing_where_nothing_is_left(tmp_path: Path) -> None:
     told = run("verify", file)
     assert told.exit_code == 3
     assert "can be read" not in told.output
+
+
+@pytest.mark.parametrize(
+    ("header", "note", "row"),
+    [
+        ({"model": "resnet50"}, None, "model       resnet50"),
+        ({"model": {"modules": 3}}, None, "model       modules 3"),
+        ({"capture": "all"}, None, "capture     all"),
+        ({"argv": 5}, None, "command     5"),
+        ({}, {"problem": "slow"}, "problem     slow"),
+        ({}, {"silent": 3}, "silent      3"),
+        ({}, {"stopped": {"by": "me"}}, "stopped     at me (None): nothing from step None on"),
+        ({"where": "a\nb\x1b[2J"}, None, "where       a\\nb\\x1b[2J"),
+    ],
+)
+def test_info_of_what_another_writer_says(
+    header: dict[str, object], note: dict[str, object] | None, row: str, tmp_path: Path
+) -> None:
+    """The header and the notes are up to the writer: whatever stands there is shown on a line."""
+    with TraceWriter(tmp_path / "run.zarr", header=header) as writer:
+        if note is not None:
+            writer.note(note)
+    told = run("info", tmp_path / "run.zarr")
+    assert told.exit_code == 0
+    assert row in told.output.splitlines()
+
+
+def test_cat_of_a_diverged_loss_and_of_large_integers(tmp_path: Path) -> None:
+    """A scalar that is no number is shown as one; an integer as it is, beyond what float64 can hold."""
+    at = {"global_step": 0, "train_step": 0, "epoch": 0}
+    with TraceWriter(tmp_path / "run.zarr") as writer:
+        writer.write(NetworkMessage(kind="loss", data=torch.tensor(float("nan")), **at))
+        writer.write(NetworkMessage(kind="count", data=torch.tensor([2**53 + 1, 3]), **at))
+    assert "scalar  nan\n" in run("cat", tmp_path / "run.zarr").output
+    count = json.loads(run("cat", tmp_path / "run.zarr", "--json").output.splitlines()[1])
+    assert (count["min"], count["max"]) == (3, 2**53 + 1)

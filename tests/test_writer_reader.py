@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import gc
 import json
 import os
+import pickle
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -22,6 +26,7 @@ import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import tracer
 from tracer import layout
 from tracer.errors import (
     CaptureError,
@@ -31,6 +36,7 @@ from tracer.errors import (
     TraceExistsError,
     TraceFormatError,
     TraceNotFoundError,
+    TraceUnreadableError,
 )
 from tracer.layout import Column
 from tracer.messages import Message, ModuleMessage, NetworkMessage
@@ -943,3 +949,87 @@ def test_an_hdf5_trace_that_is_moved_while_it_is_read(tmp_path: Path, compressio
         path.rename(tmp_path / "moved.h5")
         found = [float(one.data[0]) for one in reader.messages() if one.data is not None]
     assert found == [float(step) for step in range(20)]
+
+
+# -- copies, and what is put in the place of a trace -----------------------------------------------------------
+
+
+def _losses(path: Path, first: float, steps: int, **options: Any) -> TraceWriter:
+    """A writer that has committed so many losses, which begin with this one."""
+    writer = TraceWriter(path, **options)
+    for step in range(steps):
+        loss = torch.tensor(first + step)
+        writer.write(NetworkMessage(kind="loss", data=loss, global_step=step, train_step=step, epoch=0))
+    writer.commit()
+    return writer
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
+def test_copies_of_a_reader_have_files_of_their_own(suffix: str, tmp_path: Path) -> None:
+    """What a copy closes is not what the reader, or another one, reads from; a pickled one may be read elsewhere."""
+    for name, first in (("a", 0.0), ("b", 100.0)):
+        _losses(tmp_path / f"{name}{suffix}", first, 4).finish()
+
+    def values(reader: Any) -> list[float]:
+        return [float(message.data) for message in reader]
+
+    with tracer.open(tmp_path / f"a{suffix}", ranks=[0]) as reader:
+        assert values(reader) == [0.0, 1.0, 2.0, 3.0]
+        for make in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
+            other = make(reader)
+            assert values(other) == values(reader)
+            other.close()
+            del other
+            gc.collect()
+            with tracer.open(tmp_path / f"b{suffix}") as stranger:
+                assert values(stranger) == [100.0, 101.0, 102.0, 103.0]
+                assert values(reader) == [0.0, 1.0, 2.0, 3.0]
+        with pytest.raises(TypeError, match=r"be (?:copied or )?pickled"):
+            pickle.dumps(reader._stores)
+
+
+@pytest.mark.parametrize("refreshed", [True, False])
+def test_a_trace_that_is_overwritten_while_it_is_read(refreshed: bool, tmp_path: Path) -> None:
+    """The reader of one run gives nothing of another one that took its place, and does not call it damaged."""
+    first = _losses(tmp_path / "run.zarr", 0.0, 10)
+    reader = tracer.open(tmp_path / "run.zarr")
+    first.finish()
+    second = _losses(tmp_path / "run.zarr", 1000.0, 20, overwrite=True)
+    with pytest.raises(TraceUnreadableError, match="was removed, moved or overwritten while it was read"):
+        if refreshed:
+            reader.refresh()
+        else:
+            list(reader)
+    reader.close()
+    second.finish()
+    with tracer.open(tmp_path / "run.zarr") as reader:
+        assert len(reader) == 20
+
+
+def test_a_trace_that_is_overwritten_while_it_is_written(tmp_path: Path) -> None:
+    """The writer whose files are gone says so, and leaves those of the other alone."""
+    path = tmp_path / "run.zarr"
+    first = _losses(path, 0.0, 3)
+    shutil.rmtree(path)
+    second = _losses(path, 1000.0, 5)
+    with pytest.raises(TraceError, match="was removed while it was written"):
+        first.finish()
+    first._store.discard()
+    second.finish()
+    with tracer.open(path) as reader:
+        assert [float(message.data) for message in reader] == [1000.0 + step for step in range(5)]
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
+def test_a_long_kind_with_a_long_tag(suffix: str, tmp_path: Path) -> None:
+    """Names that are short enough by themselves are cut where they stand together."""
+    sent = torch.arange(20000.0)
+    with TraceWriter(tmp_path / f"run{suffix}") as writer:
+        for end in "xy":
+            message = NetworkMessage(
+                kind="k" * 150, tag="t" * 149 + end, data=sent, global_step=0, train_step=0, epoch=0
+            )
+            writer.write(message)
+    with tracer.open(tmp_path / f"run{suffix}") as reader:
+        assert [one.tag[-1] for one in reader] == ["x", "y"]
+        assert all(torch.equal(one.data, sent) for one in reader)

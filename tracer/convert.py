@@ -211,7 +211,7 @@ def new_trace(src: Location, dst: Location, header: Mapping[str, Any], **options
         try:
             dst.parent.mkdir(parents=True, exist_ok=True)
             # beside it, so that it can be moved there as a whole
-            made = Path(tempfile.mkdtemp(prefix=f".{dst.name}.", dir=dst.parent))
+            made = Path(tempfile.mkdtemp(prefix=f".{dst.name[:100]}.", dir=dst.parent))
         except OSError as error:
             raise TraceError(f"cannot write {dst}: {error.strerror or error}") from error
         writer = TraceWriter(made / dst.name, header=header, **options)

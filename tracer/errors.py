@@ -98,6 +98,7 @@ class UnknownNameError(TracerError, LookupError):
         """Build the error for `name`, one of `what`, suggesting the closest of the `known` names."""
         names = sorted(known)
         close = difflib.get_close_matches(name, names, n=1)
+        names = [one if one.isprintable() else repr(one) for one in names]
         hint = f"; did you mean {close[0]!r}?" if close else ""
         return cls(f"there is no {what} {name!r}{hint} (known: {', '.join(names) or 'none'})")
 

@@ -356,6 +356,11 @@ def quote(name: str) -> str:
         return "%~root"
     raw = name.encode("utf-8", "surrogatepass")
     quoted = _UNSAFE.sub(lambda match: b"%%%02X" % match[0][0], raw).decode("ascii")
+    return _cut(quoted, raw)
+
+
+def _cut(quoted: str, raw: bytes) -> str:
+    """A name that is short enough for a file, and another one for each that is longer."""
     if len(quoted) > _LONGEST:
         quoted = f"{quoted[: _LONGEST - 22]}%~{hashlib.sha256(raw).hexdigest()[:20]}"
     return quoted
@@ -375,13 +380,13 @@ def own_pool(part: str, kind: str, module: str | None, tag: str, leaf: str) -> s
     """
     group = f"%~{kind}" if kind in RESERVED else quote(kind)
     if tag != DEFAULT_TAG:
-        group += f"@{quote(tag)}"
+        # two parts of 200 bytes would be longer than a file name may be
+        group = f"{group}@{quote(tag)}"
+        group = _cut(group, group.encode())
     name = "%~network" if module is None else quote(module)
     if leaf:
-        # two parts of 200 bytes would be longer than a file name may be
         name = f"{name}#{quote(leaf)}"
-        if len(name) > _LONGEST:
-            name = f"{name[: _LONGEST - 22]}%~{hashlib.sha256(name.encode()).hexdigest()[:20]}"
+        name = _cut(name, name.encode())
     return f"{part}/{group}/{name}"
 
 

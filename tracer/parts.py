@@ -32,6 +32,8 @@ from tracer.stores import WRITER, Location, ReadStore, Url, blank, exists, open_
 
 BEGINNING_SECONDS = 10.0
 """How long a rank waits for others to begin their parts of a new trace."""
+MADE_SECONDS = 1.0
+"""How long any process waits for another that has made a part, and written nothing of it."""
 FRESH_SECONDS = 600.0
 """How long after its end the part of one rank counts as of the same launch as that of another."""
 _LOADED = time.time()
@@ -787,16 +789,19 @@ def refuse_living(path: Location, parts: Sequence[Head]) -> None:
 
 
 def there(path: Location, process: Process) -> list[Head]:
-    """`heads`; of a trace that other ranks are just beginning, as soon as they have written theirs."""
-    deadline = time.monotonic() + BEGINNING_SECONDS
+    """`heads`; of a trace that others are just beginning, as soon as they have written theirs."""
+    begun = time.monotonic()
     while True:
-        waiting = process.size > 1 and time.monotonic() < deadline
+        waited = time.monotonic() - begun
+        waiting = process.size > 1 and waited < BEGINNING_SECONDS
         try:
             found = heads(path)
         except TraceError:
             if not waiting:
                 raise
         else:
+            # one that was killed as it began leaves the same, but not just now
+            waiting = waiting or (waited < MADE_SECONDS and any(one.fresh for one in found))
             if not waiting or all(one.began for one in found):
                 return found
         time.sleep(0.05)

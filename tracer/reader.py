@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import itertools
 import json
@@ -1153,6 +1154,16 @@ class TraceReader:
             return global_steps, whole
         carrying = [row for row in selected.tolist() if row in arrays]
         return self.journal[carrying, Column.GLOBAL_STEP], [arrays[row] for row in carrying]
+
+    def __copy__(self) -> TraceReader:
+        same = object.__new__(TraceReader)
+        same.__dict__.update(self.__dict__)
+        return same
+
+    def __reduce__(self) -> Any:
+        # a deep copy has files of its own, also in another process
+        again = functools.partial(TraceReader, ranks=self._only, assemble=self._assemble, verify=self._verify)
+        return again, (self.path,)
 
     def close(self) -> None:
         """Close the files. Closing again does nothing."""

@@ -336,6 +336,7 @@ class ZarrWriteStore:
         self.seals = False
         # what this store made; of a part, the root is everybody's
         self._own = path if part is None else path / part
+        self._folder = _Folder.of(self._own)
         self.plainly_compressed = True
         self.unhurried = False
         self._direct = DirectIO()
@@ -431,6 +432,8 @@ class ZarrWriteStore:
         """Do nothing: arrays can be made at any time."""
 
     def commit(self) -> None:
+        if self._folder is not None and not self._folder.is_there():
+            raise TraceError(f"{self.path} was removed while it was written")
         with _written(self.path):
             for name in self._changed:
                 array = self._arrays.get(name)
@@ -504,7 +507,8 @@ class ZarrWriteStore:
 
     def discard(self) -> None:
         self.abandon()
-        shutil.rmtree(self._own, ignore_errors=True)
+        if self._folder is None or self._folder.is_there():  # and not another's by now
+            shutil.rmtree(self._own, ignore_errors=True)
 
     def _array(self, name: str) -> _Array:
         if self._closed:
@@ -839,6 +843,41 @@ class _MovedError(TraceCorruptError):
     """A chunk was moved while it was read."""
 
 
+class _Folder:
+    """The folder of a part, kept open: another one at its path then has another number."""
+
+    __slots__ = ("_file", "_path")
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    @classmethod
+    def of(cls, path: Path) -> _Folder | None:
+        """The folder at a path; None if there is none, or on a system that opens no folders."""
+        try:
+            return cls(path)
+        except OSError:
+            return None
+
+    def is_there(self) -> bool:
+        """Whether it is still what is at its path."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._file))
+        except OSError:
+            return False
+
+    def __reduce__(self) -> Any:
+        raise TypeError(_NOT_COPIED)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):  # else it could not be opened
+            os.close(self._file)
+
+
+_NOT_COPIED = "open files cannot be copied or pickled; open the trace once more"
+
+
 class _ReadShard:
     """A shard that is open for reading, and its index; closed when the last who uses it lets go of it."""
 
@@ -863,6 +902,9 @@ class _ReadShard:
         if chunk != self.last:
             return False
         return bool(os.pread(self.file, 16, self.index_at + 16 * chunk) != self.index[chunk].tobytes())
+
+    def __reduce__(self) -> Any:
+        raise TypeError(_NOT_COPIED)
 
     def __del__(self) -> None:
         os.close(self.file)
@@ -969,6 +1011,7 @@ class ZarrReadStore:
         self._assumed: dict[str, int] = {}
         # the shards that were read last, the latest at the end
         self._shards: dict[tuple[str, int], _ReadShard] = {}
+        self._folders: dict[str, _Folder] = {}
 
     @property
     def nbytes(self) -> int:
@@ -1099,6 +1142,7 @@ class ZarrReadStore:
     def close(self) -> None:
         self._arrays.clear()
         self._shards.clear()
+        self._folders.clear()
 
     def read(self, name: str, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
         array = self._open(name)
@@ -1152,11 +1196,34 @@ class ZarrReadStore:
         if array is None or (anew and name not in self._assumed):
             check_name(name)
             self._inside(self.path / name / "zarr.json")
-            before, array = array, _Opened(self.path, name)
+            before = array
+            with self._of_one_run(name):
+                array = _Opened(self.path, name)
             self._arrays[name] = array
             if before is not None:
                 self._forget(name)
         return array
+
+    @contextmanager
+    def _of_one_run(self, name: str) -> Iterator[None]:
+        """Open something of an array, of the part that was there before, and not of one that was put in its place.
+
+        Raises
+        ------
+        TraceUnreadableError
+            If the part is another one by now, or gone.
+        """
+        part = name.partition("/")[0]
+        folder = self._folders.get(part)
+        if folder is None and len(self._folders) < OPEN_FILES:
+            folder = _Folder.of(self.path / part)  # if it is missing, that is told below
+            if folder is not None:
+                self._folders[part] = folder
+        try:
+            yield
+        finally:
+            if folder is not None and not folder.is_there():
+                raise TraceUnreadableError(f"{self.path} was removed, moved or overwritten while it was read")
 
     def _forget(self, name: str) -> None:
         """Read the indexes of an array's shards anew: they know its rows as far as there were when they were read."""
@@ -1307,11 +1374,18 @@ class ZarrReadStore:
             path = array.shard_path(number)
             self._inside(path)
             array.shards[number] = path
+        file = -1
         try:
-            return _open_file(path)
+            with self._of_one_run(name):
+                file = _open_file(path)
+        except TraceError:
+            if file >= 0:
+                os.close(file)
+            raise
         except OSError as error:
             why = f"{self.path}: shard {number} of array {name!r} cannot be opened: {error.strerror}"
             raise (TraceUnreadableError if error.errno in UNREADABLE else TraceCorruptError)(why) from error
+        return file
 
     def _read_index(self, name: str, array: _Opened, shard: int, file: int) -> tuple[NDArray[np.uint64], int]:
         """The index of a shard, and where it begins."""
