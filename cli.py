@@ -377,7 +377,8 @@ def _jsonable(value: Any) -> Any:
 
 
 def _print_json(value: Any, *, indent: int | None = 2) -> None:
-    click.echo(json.dumps(_jsonable(value), indent=indent, ensure_ascii=False, default=str))
+    text = json.dumps(_jsonable(value), indent=indent, ensure_ascii=False, default=str)
+    click.echo(text.encode(errors="backslashreplace").decode())  # a path need not be UTF-8, and JSON has to be
 
 
 @contextmanager

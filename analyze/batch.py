@@ -715,11 +715,12 @@ def _conclude(folder: Folder, planned: BatchPlan, work: _Work, state: str) -> No
     folder.write(FAILURES, _lines(work.failures))
     before = _manifest(folder)
     told = _told(planned, work, state, before, folder)
-    folder.write(MANIFEST, json.dumps(told, indent=1, ensure_ascii=False).encode())
+    folder.write(MANIFEST, json.dumps(told, indent=1, ensure_ascii=False).encode(errors="backslashreplace"))
 
 
 def _lines(failures: Sequence[Failure]) -> bytes:
-    return "".join(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in failures).encode()
+    lines = "".join(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in failures)
+    return lines.encode(errors="backslashreplace")  # a path that is no UTF-8 reads back as what it is
 
 
 def _shares_there(folder: Folder) -> list[tuple[int, int]]:

@@ -29,7 +29,8 @@ class Lines:
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         if event["event"] != "planning":
-            self._stream.write(json.dumps(event, ensure_ascii=False) + "\n")
+            line = json.dumps(event, ensure_ascii=False) + "\n"
+            self._stream.write(line.encode(errors="backslashreplace").decode())
             self._stream.flush()
 
     def __enter__(self) -> Lines:

@@ -469,7 +469,10 @@ class Results:
 
         Values are written so that they read back as the same float64; also ``nan``, ``inf`` and ``-inf``.
         """
-        with _new_file(path, overwrite) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        with (
+            _new_file(path, overwrite) as temporary,
+            temporary.open("w", encoding="utf-8", errors=_ODD, newline="") as file,
+        ):
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(COLUMNS)
             writer.writerows(self)  # a csv writer writes floats by repr
@@ -480,7 +483,7 @@ class Results:
         Values read back as the same float64. JSON has no word for what is not finite: those are the strings ``"NaN"``,
         ``"Infinity"`` and ``"-Infinity"``, which Python's ``float`` and JavaScript's ``Number`` understand.
         """
-        with _new_file(path, overwrite) as temporary, temporary.open("w", encoding="utf-8") as file:
+        with _new_file(path, overwrite) as temporary, temporary.open("w", encoding="utf-8", errors=_ODD) as file:
             for row in self:
                 file.write(json.dumps(as_json(row), ensure_ascii=False, allow_nan=False) + "\n")
 
@@ -499,7 +502,7 @@ class Results:
             raise _needs("writing Parquet", "pyarrow", "tables") from error
         types = {name: pa.string() for name in (*COLUMNS[:5], "index")} | {"value": pa.float64()}
         table = pa.table(
-            {name: pa.array(column, types.get(name, pa.int64())) for name, column in self.columns().items()}
+            {name: pa.array(in_utf8(column), types.get(name, pa.int64())) for name, column in self.columns().items()}
         )
         with _new_file(path, overwrite) as temporary:
             pq.write_table(table, temporary)
@@ -707,6 +710,17 @@ def _positions(shape: tuple[int, ...]) -> Sequence[str]:
     if shape == ():
         return ("",)
     return [json.dumps(position) for position in np.ndindex(shape)]
+
+
+_ODD = "backslashreplace"
+"""How what is no UTF-8 is written: a path may have any bytes, and a module any name."""
+
+
+def in_utf8(column: Any) -> Any:
+    """A column of words as UTF-8, with escapes for what is none; one of numbers as it is."""
+    if isinstance(column, np.ndarray):
+        return column
+    return [one.encode(errors=_ODD).decode() if isinstance(one, str) else one for one in column]
 
 
 def _needs(what: str, package: str, extra: str) -> TracerError:

@@ -25,7 +25,7 @@ from analyze import registry
 from analyze.folder import Folder
 from analyze.pairing import identity_of, take
 from analyze.planning import Question, Selection, Share, Task, Unit, identity, of_modules, questions
-from analyze.results import COLUMNS, Results
+from analyze.results import COLUMNS, Results, in_utf8
 from tracer.bus import Receiver, describe
 from tracer.errors import TraceCorruptError, TraceError, TracerError
 from tracer.layout import Column
@@ -383,7 +383,7 @@ def _table(results: Results, arrays: Sequence[Message], subscriber: str, task: T
     }
     whole = {"rank", "epoch", "train_step", "global_step", "call"}
     types = {name: pa.int64() if name in whole else pa.string() for name in columns} | {"value": pa.float64()}
-    return pa.table({name: pa.array(columns[name], types[name]) for name in (*COLUMNS, *RUN_COLUMNS)})
+    return pa.table({name: pa.array(in_utf8(columns[name]), types[name]) for name in (*COLUMNS, *RUN_COLUMNS)})
 
 
 def read_part(data: bytes, columns: Sequence[str] | None = None) -> Any:

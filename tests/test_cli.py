@@ -1004,3 +1004,20 @@ def test_cat_of_a_diverged_loss_and_of_large_integers(tmp_path: Path) -> None:
     assert "scalar  nan\n" in run("cat", tmp_path / "run.zarr").output
     count = json.loads(run("cat", tmp_path / "run.zarr", "--json").output.splitlines()[1])
     assert (count["min"], count["max"]) == (3, 2**53 + 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_answers_about_a_path_that_is_not_utf8(tmp_path: Path) -> None:
+    """The path stands in the answers with escapes, and JSON is JSON; a batch has the answers of all traces."""
+    odd = tmp_path / os.fsdecode(b"caf\xe9.zarr")
+    with TraceWriter(odd) as writer:
+        writer.write(NetworkMessage(kind="loss", data=torch.tensor(1.0), global_step=0, train_step=0, epoch=0))
+    for suffix in ("csv", "jsonl", "parquet"):
+        told = run("replay", odd, "-s", "statistics:kind=loss", "--out", tmp_path / f"out.{suffix}")
+        assert told.exit_code == 0, told.output
+    assert str(odd).encode(errors="backslashreplace") in (tmp_path / "out.csv").read_bytes()
+    assert json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])["trace"] == str(odd)
+    assert json.loads(run("info", odd, "--json").output)["path"] == str(odd)
+    told = run("batch", tmp_path, "-s", "statistics:kind=loss", "--out", tmp_path / "results")
+    assert told.exit_code == 0, told.output
+    assert json.loads((tmp_path / "results" / "manifest.json").read_bytes())["traces"][0]["trace"] == str(odd)
