@@ -16,7 +16,7 @@ from tracer import termination
 from tracer.budget import Budget, Held
 from tracer.bus import version_of
 from tracer.capture import choice
-from tracer.errors import CaptureError, TraceError, summary, warn_only
+from tracer.errors import CaptureError, TraceError, TraceNotFoundError, summary, warn_only
 from tracer.messages import Message, with_data
 from tracer.transfers import Copy, Transfers
 from tracer.writer import TraceWriter
@@ -344,9 +344,9 @@ class Recorder:
         if self._error is not None:
             self._transfers.forget()
             path = "the trace" if self._writer is None else self._writer.path
-            raise TraceError(
-                f"{path} can no longer be written ({self._error}); what was committed before is safe"
-            ) from self._error
+            removed = isinstance(self._error, TraceNotFoundError)
+            kept = "" if removed else "; what was committed before is safe"
+            raise TraceError(f"{path} can no longer be written ({self._error}){kept}") from self._error
 
     def _write(self) -> None:
         try:

@@ -542,7 +542,7 @@ class Hdf5WriteStore:
                 self._resize(array, array.rows.rows)
             file.flush()
             if self._sealed and os.fstat(self._descriptor).st_nlink == 0:
-                raise TraceError(f"{self.path} was removed while it was written")
+                raise TraceNotFoundError(f"{self.path} was removed while it was written")
             for name in self._changed:
                 self._arrays[name].committed = self._arrays[name].length
             self._changed.clear()

@@ -433,7 +433,7 @@ class ZarrWriteStore:
 
     def commit(self) -> None:
         if self._folder is not None and not self._folder.is_there():
-            raise TraceError(f"{self.path} was removed while it was written")
+            raise TraceNotFoundError(f"{self.path} was removed while it was written")
         with _written(self.path):
             for name in self._changed:
                 array = self._arrays.get(name)
