@@ -892,15 +892,14 @@ def _info_rows(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield what, _in_short(about)
 
 
-def _model_rows(model: Any) -> Iterator[tuple[str, str]]:
+def _model_rows(model: Any) -> list[tuple[str, str]]:
     """What a recorder says of the model; another writer may call anything so."""
     try:
         weights = sum(math.prod(one["shape"]) for one in model.get("parameters", ()))
         rows = [("model", f"{model['class']}, {len(model['modules']) - 1} modules inside, {weights:,} parameters")]
-        rows += [("tied", " = ".join(names)) for names in model.get("tied", ())]
+        return rows + [("tied", " = ".join(names)) for names in model.get("tied", ())]
     except (AttributeError, KeyError, TypeError):
-        rows = [("model", _in_short(model))] if model else []
-    yield from rows
+        return [("model", _in_short(model))] if model else []
 
 
 _SHOWN_OTHERWISE = (

@@ -717,10 +717,16 @@ _ODD = "backslashreplace"
 
 
 def in_utf8(column: Any) -> Any:
-    """A column of words as UTF-8, with escapes for what is none; one of numbers as it is."""
+    """A column of words as UTF-8, with escapes for what is none; one of numbers, or in UTF-8, as it is."""
     if isinstance(column, np.ndarray):
         return column
-    return [one.encode(errors=_ODD).decode() if isinstance(one, str) else one for one in column]
+    try:
+        "".join(set(column)).encode()  # there are few different ones
+    except UnicodeEncodeError:
+        return [one.encode(errors=_ODD).decode() for one in column]
+    except TypeError:  # numbers
+        pass
+    return column
 
 
 def _needs(what: str, package: str, extra: str) -> TracerError:

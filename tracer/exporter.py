@@ -979,10 +979,10 @@ class Exporter:
                     self._parameters.compare(self._parameters.all, self._steps_itself, self.publisher)
                 self._parameters.publish(self.clock.began, self.publisher)
                 self.publisher.event("batch_finished", self.clock.began)
-        except Exception:
-            raise
         except BaseException as error:
-            self.publisher.problem(f"the end of step {self.clock.step}", f"it was interrupted ({type(error).__name__})")
+            if not isinstance(error, Exception):
+                why = f"it was interrupted ({type(error).__name__})"
+                self.publisher.problem(f"the end of step {self.clock.step}", why)
             raise
         finally:  # whatever failed, the optimizer has stepped
             self._advance()
@@ -1109,8 +1109,8 @@ class Exporter:
         running.depth += 1
         if running.depth > 1:
             running.depth = max(1, calls_running(module))  # one that was interrupted did not tell its end
-        if running.depth > 1:
-            return
+            if running.depth > 1:
+                return
         self.forwards_seen += 1
         if running.inputs:
             running.inputs = []

@@ -188,13 +188,12 @@ class LeafHook:
     What a backward brings is of the calls since the last one; if there are none, it went through the same once more.
     """
 
-    __slots__ = ("_latest", "_tensor", "_waiting", "handle", "shared")
+    __slots__ = ("_latest", "_tensor", "_waiting", "handle")
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = weakref.ref(tensor)
         self._waiting: list[tuple[int, GradientHook]] = []
         self._latest: list[tuple[int, GradientHook]] = []
-        self.shared = False  # by calls of several forwards, whose gradients nobody can tell apart
         self.handle = tensor.register_hook(self)
 
     def of(self, tensor: Tensor) -> bool:
@@ -208,10 +207,9 @@ class LeafHook:
     def __call__(self, gradient: Tensor | None) -> None:
         if self._waiting:
             self._latest, self._waiting = self._waiting, []
-            self.shared = len({forward for forward, _ in self._latest}) > 1
+        if len({forward for forward, _ in self._latest}) > 1:
+            self._latest[0][1].tell_shared()
         for _, hook in self._latest:
-            if self.shared:
-                hook.tell_shared()
             hook(gradient)
 
 
