@@ -16,7 +16,8 @@ which says how far apart the same can be here, and others' ways of watching, wri
 - what ikkuna's exporter does when nobody listens: it clones each weight, and forms each update, at every step;
 - hooks that clone everything on one step in ten, and forget it, or have a thread write its bytes to one file, or
   ``torch.save`` it: the second, without a checksum or a word about what the bytes are, is what writing them through the
-  page cache costs.
+  page cache costs;
+- the least that keeping them costs (`least.py`): copies, checksums, and one write past the page cache for a whole step.
 
 All variants of a part are made once and take turns in short segments, in a new order each round, in one process; what
 is printed is the median over the rounds of the ratio (or difference) to the same round's bare segment, its quartiles,
@@ -45,6 +46,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from least import LeastRecorder
 from torch import nn
 from turns import Training, fingerprint_of, quiet_allocator, settled, spread, take_turns
 
@@ -263,6 +265,8 @@ def cloned(
     folder: Path,
     *,
     take: Callable[[dict[Any, torch.Tensor], int], None] | None = None,
+    copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
+    room: Callable[[torch.Tensor], torch.Tensor] = torch.empty_like,
 ) -> Handles:
     """On one step in ten, the same tensors as the recorder's, cloned into a dictionary that is forgotten, or taken."""
     handles, kept, step = Handles(), {}, [0]
@@ -271,26 +275,26 @@ def cloned(
     def after(module: nn.Module, args: Any, output: torch.Tensor) -> None:
         if step[0] % EVERY == 0:
             name = names.get(module, "loss")
-            kept[name, "output"] = output.detach().clone()
+            kept[name, "output"] = copy(output.detach())
             if module is model or module is loss:
                 for position, one in enumerate(args):
-                    kept[name, "input", position] = one.detach().clone()
+                    kept[name, "input", position] = copy(one.detach())
             elif output.requires_grad:
                 output.register_hook(functools.partial(backward, name))
 
     def backward(name: str, gradient: torch.Tensor) -> None:
-        kept[name, "gradient"] = gradient.clone()
+        kept[name, "gradient"] = copy(gradient)
 
     def before_step(*_: Any) -> None:
         if step[0] % EVERY == 0:
             for name, one in model.named_parameters():
-                kept[name, "weight"] = one.detach().clone()
+                kept[name, "weight"] = copy(one.detach())
 
     def after_step(*_: Any) -> None:
         if step[0] % EVERY == 0:
             for name, one in model.named_parameters():
-                kept[name, "weight gradient"] = one.grad.clone()
-                kept[name, "update"] = one.detach() - kept[name, "weight"]
+                kept[name, "weight gradient"] = copy(one.grad)
+                kept[name, "update"] = torch.sub(one.detach(), kept[name, "weight"], out=room(one.detach()))
             if take is not None:
                 take(dict(kept), step[0])
             kept.clear()
@@ -328,6 +332,23 @@ def written(model: nn.Module, optimizer: Any, loss: nn.Module, folder: Path) -> 
     waiting.put(None)
     thread.join()
     os.close(file)
+
+
+@contextlib.contextmanager
+def least(model: nn.Module, optimizer: Any, loss: nn.Module, folder: Path) -> Iterator[Callable[[], None]]:
+    """The same tensors, with the least that keeping them costs."""
+    recorder = LeastRecorder(folder / "raw")
+    with cloned(
+        model,
+        optimizer,
+        loss,
+        folder,
+        take=lambda kept, step: recorder.end_step(),
+        copy=recorder.copy,
+        room=recorder.room,
+    ):
+        yield recorder.wait_until_written
+    recorder.close()
 
 
 @contextlib.contextmanager
@@ -400,6 +421,7 @@ def trainings(part: str, make: Any, rounds: int, steps: int, folder: Path) -> li
         "tracer, nothing recorded": functools.partial(recorded, suffix=".zarr", capture=NEVER),
         "hooks + clone in memory, 1 in 10": cloned,
         "hooks + clone, a bare write, 1 in 10": written,
+        "the least that keeping costs, 1 in 10": least,
         "tracer, not written, 1 in 10": functools.partial(heard, capture=TENTH),
         "tracer .zarr, 1 in 10": functools.partial(recorded, suffix=".zarr", capture=TENTH),
         "tracer .h5, 1 in 10": functools.partial(recorded, suffix=".h5", capture=TENTH),

@@ -25,6 +25,7 @@ CASES = {
 }
 ELSEWHERE = {
     "gpu": "it needs one, and tests/test_cuda.py is for that",
+    "least": "it is what two of the others compare with",
     "metrics": "it calls the four others of metrics",
     "metrics_dynamics": "it trains networks for a minute",
     "metrics_similarity": "its smallest size takes half a minute",
