@@ -22,6 +22,7 @@ from tracer import TraceReader, TraceWriter
 from tracer.errors import TraceError, TraceExistsError, TracerError
 from tracer.messages import Message, ModuleMessage, NetworkMessage
 from tracer.stores import create_store, open_store
+from tracer.verify import verify
 
 FORMATS = (".zarr", ".h5")
 every_format = pytest.mark.parametrize("suffix", FORMATS)
@@ -115,6 +116,33 @@ def test_a_small_disk(small_disk: Path, suffix: str) -> None:
     assert not [file.name for file in small_disk.rglob(".*")]
     with pytest.raises(TraceError, match="writing failed before"):
         writer.finish()
+
+
+@every_format
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_disk_that_fills_up_damages_nothing(small_disk: Path, suffix: str, durable: bool) -> None:
+    """What a commit has never known is taken away again: a trace that ends so is whole, and says what it was told."""
+    path = small_disk / f"run{suffix}"
+    writer = TraceWriter(path, commit_seconds=3600, durable=durable)
+    writer.last_notes = lambda: [{"dropped": {"weights": 3}}]
+
+    def write(number: int) -> None:
+        where = {"global_step": number, "train_step": number, "epoch": 0}
+        data = torch.full((25_000,), float(number))
+        writer.write(ModuleMessage(kind="weights", module="first" if number < 10 else "later", data=data, **where))
+
+    for number in range(10):
+        write(number)
+    writer.commit()
+    writer.note({"said": "before"})
+    with pytest.raises(TraceError, match="No space left on device"):
+        for number in range(10, 1000):
+            write(number)
+    assert verify(path).problems == []
+    with TraceReader(path) as reader:
+        assert [one.data.unique().tolist() for one in reader] == [[float(number)] for number in range(10)]
+        assert reader.dropped == {"weights": 3}
+        assert {"said": "before"} in reader.notes
 
 
 @every_format

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
@@ -24,6 +25,7 @@ from torch import nn
 
 import tracer
 from tracer import Capture, CaptureError, Collect, Recorder, TraceError, TraceExistsError, TraceWriter
+from tracer.errors import TraceNotFoundError
 from tracer.messages import Message, NetworkMessage
 
 FORMATS = ("zarr", "h5")
@@ -123,6 +125,30 @@ def test_a_full_queue_drops_what_does_not_fit(tmp_path: Path) -> None:
         assert {"dropped": {"loss": 9}} in trace.notes
     with pytest.raises(CaptureError, match="on_full"):
         Recorder(TraceWriter(tmp_path / "other.zarr"), on_full="block")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
+def test_drops_stand_in_the_trace_while_the_queue_is_full(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that drops has a queue that never empties: one that is killed in it has said what it lacks."""
+    monkeypatch.setattr("tracer.recorder._DROPS_SECONDS", 0.0)
+    monkeypatch.setattr("tracer.recorder._BATCH_MESSAGES", 1)
+    path = tmp_path / f"run{suffix}"
+    writer = TraceWriter(path, commit_seconds=0)
+    recorder = Recorder(writer, queue_bytes=100_000, on_full="drop")
+    step, deadline, dropped = 0, time.monotonic() + 60, 0
+    while not dropped and time.monotonic() < deadline:
+        for _ in range(1000):  # faster than they are written
+            recorder.receive(loss_message(step, 500))
+            step += 1
+        assert recorder._waiting
+        with contextlib.suppress(TraceNotFoundError), tracer.open(path) as trace:
+            dropped = trace.dropped.get("loss", 0)
+    recorder.close()
+    assert dropped > 0
+    with tracer.open(path) as trace:
+        assert len(trace) + trace.dropped["loss"] == step
 
 
 def test_takes_its_time_only_while_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -548,6 +574,24 @@ def test_a_forked_child_does_not_write(suffix: str, leave: str, tmp_path: Path) 
         assert trace.array("weights", "0")[0].tolist() == list(range(40))
         assert len(list(trace)) == len(trace)
         assert len(trace.array("activations", "2")[0]) == 40
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_recording_that_nobody_closes_says_nothing(suffix: str, tmp_path: Path) -> None:
+    """It is closed when the program ends, when much of Python is gone already, without a complaint."""
+    script = (
+        PREAMBLE
+        + f"""
+    run = tracer.record("run.{suffix}", model, optimizer)
+    run.__enter__()
+    step()
+    """
+    )
+    process = run_script(script, tmp_path)
+    output, _ = process.communicate(timeout=120)
+    assert (process.returncode, output) == (0, "")
+    with tracer.open(tmp_path / f"run.{suffix}") as trace:
+        assert trace.status == "failed: TraceError: the training did not come to its end"
 
 
 @pytest.mark.parametrize("suffix", FORMATS)

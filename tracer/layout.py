@@ -429,6 +429,11 @@ def declaration(what: str, value: Any) -> bytes:
         raise TraceError(f"the {what} cannot be kept in a trace, because it is no JSON: {error}") from error
 
 
+def is_note(line: bytes) -> bool:
+    """Whether a declaration, as `declaration` makes it, is a remark on the run, which nothing else depends on."""
+    return line.startswith(b'{"note":')
+
+
 _SEAL = b',"crc32c":'
 _LONGEST_LINE = 1 << 14
 """Bytes of the longest lines of which each bit is flipped in turn, which takes a second."""

@@ -353,6 +353,8 @@ class Recorder:
             while True:
                 while self._waiting and not self._gives_up:
                     self._write_batch()
+                    if self._dropped and self._writer is not None:  # as long as it drops, something waits
+                        self._note_drops(self._writer)
                 writer = self._writer
                 if writer is not None:
                     self._note_drops(writer)
@@ -377,6 +379,8 @@ class Recorder:
                 self._waiting.clear()
                 self._changed.notify_all()
         finally:
+            if self._writer is not None:
+                self._writer.last_notes = tuple  # or each would keep the other
             self._done.set()
 
     def _patience(self, writer: TraceWriter | None) -> float:
@@ -415,6 +419,7 @@ class Recorder:
                 self._spoilt[message.kind] += 1
         del message, about, version, data
         if writer is not None:
+            writer.last_notes = self._take_drops
             # when it fills up, or somebody waits for its end, the page cache is the faster one
             writer.unhurried = not self._closing and 2 * (self._received - self._written) < self._bound
             writer.write_many(batch)
@@ -427,10 +432,15 @@ class Recorder:
 
     def _note_drops(self, writer: TraceWriter) -> None:
         if self._dropped and (self._closing or time.monotonic() - self._noted >= _DROPS_SECONDS):
-            with self._changed:
-                dropped, self._dropped = self._dropped, Counter()
             self._noted = time.monotonic()
-            writer.note({"dropped": dict(dropped)})
+            for note in self._take_drops():
+                writer.note(note)
+
+    def _take_drops(self) -> list[dict[str, Any]]:
+        """What to note of the messages that were dropped since this was asked last."""
+        with self._changed:
+            dropped, self._dropped = self._dropped, Counter()
+        return [{"dropped": dict(dropped)}] if dropped else []
 
     def _note_indices(self, writer: TraceWriter, sampling: Mapping[str, Any]) -> None:
         """The indices of a fixed random choice stand in the trace, once for all streams that share it."""

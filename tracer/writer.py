@@ -13,7 +13,7 @@ import time
 import uuid
 import weakref
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Final, final
 
@@ -251,6 +251,8 @@ class TraceWriter:
         self._declared: list[bytes] = [first_line]
         self._sealed = 0
         self._committed_at = time.monotonic()
+        self.last_notes: Callable[[], Iterable[Mapping[str, Any]]] = tuple
+        """Asked for notes that should stand in the trace also where nothing else can be written any more."""
         self._failed: BaseException | None = None
         # whether the declarations are as the last commit left them
         self._tables_rest = False
@@ -499,7 +501,7 @@ class TraceWriter:
     def unhurried(self) -> bool:
         """Whether nobody waits for `write`; settable at any time, false at first.
 
-        In Zarr, on a block device, large messages then go past the page cache: that takes a fraction of the processor's
+        On a block device, large messages then go past the page cache: that takes a fraction of the processor's
         time, and drives nothing out of memory, but takes as long as the disk does.
         """
         return self._store.unhurried
@@ -639,7 +641,9 @@ class TraceWriter:
         """Write the status of a run that can no longer be recorded; the messages are those of the last commit."""
         reason = " ".join(str(error).split()) or type(error).__name__
         ending = {"status": f"failed: {reason}", "ended": _now(), "messages": self.messages - self._rows}
-        lines, _ = layout.sealed([layout.declaration("status", ending)], self._sealed)
+        notes = [line for line in self._declared if layout.is_note(line)]
+        notes += [layout.declaration("note", dict(note)) for note in self.last_notes()]
+        lines, _ = layout.sealed([*notes, layout.declaration("status", ending)], self._sealed)
         self._store.last_words(self._declarations, np.frombuffer(lines, np.uint8))
 
     def _publish(self) -> None:

@@ -493,8 +493,15 @@ class ZarrWriteStore:
         with _written(self.path):
             for other in self._changed:
                 array = self._arrays.get(other)
-                if array is not None and array.shard is not None:
-                    _cut(self._file(array.shard.path), array.shard)
+                if (
+                    array is not None
+                    and array.shard is not None
+                    and not _cut(self._file(array.shard.path), array.shard)
+                ):
+                    os.unlink(array.shard.path)
+                    self._unsynced.pop(array.shard.path, None)
+                    self._close_file(array.shard.path)
+                    array.shard = None
         self._changed.clear()
         self.append(name, rows)
         self.commit()
@@ -663,6 +670,11 @@ class ZarrWriteStore:
             files.move_to_end(path)
         return file
 
+    def _close_file(self, path: str) -> None:
+        for files in (self._files, self._direct_files):
+            if path in files:
+                os.close(files.pop(path))
+
     def _publish_array(self, array: _Array, rows: int) -> None:
         document = array.template | {"shape": [rows, *array.rows.shape], "attributes": array.attrs}
         _replace(array.folder, document, self._durable)
@@ -675,16 +687,18 @@ class ZarrWriteStore:
         _replace(folder, _group_document(self._groups[name]), self._durable)
 
 
-def _cut(file: int, shard: _Shard) -> None:
-    """Free the space behind the last chunk that the index on disk refers to."""
+def _cut(file: int, shard: _Shard) -> bool:
+    """Free the space behind the last chunk that the index on disk refers to; False if there is no index yet."""
     data = os.pread(file, shard.chunks * 16, 0)
-    end = 0
-    if len(data) == shard.chunks * 16:
-        index = np.frombuffer(data, "<u8").reshape(-1, 2)
-        index = index[index[:, 0] != MISSING]
-        end = int(index.sum(axis=1).max(initial=chunks_begin(shard.chunks)))
+    # a file that has chunks behind the place of its index, and no index yet, has zeros there
+    if len(data) < shard.chunks * 16 or not any(data):
+        return False
+    index = np.frombuffer(data, "<u8").reshape(-1, 2)
+    index = index[index[:, 0] != MISSING]
+    end = int(index.sum(axis=1).max(initial=chunks_begin(shard.chunks)))
     if end < os.fstat(file).st_size:
         os.ftruncate(file, end)
+    return True
 
 
 def _write_pieces(file: int, data: memoryview, offset: int) -> None:
@@ -870,9 +884,9 @@ class _Folder:
     def __reduce__(self) -> Any:
         raise TypeError(_NOT_COPIED)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # which the end of the program takes away
         if hasattr(self, "_file"):  # else it could not be opened
-            os.close(self._file)
+            close(self._file)
 
 
 _NOT_COPIED = "open files cannot be copied or pickled; open the trace once more"
@@ -906,8 +920,8 @@ class _ReadShard:
     def __reduce__(self) -> Any:
         raise TypeError(_NOT_COPIED)
 
-    def __del__(self) -> None:
-        os.close(self.file)
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self.file)
 
 
 def _check_codecs(codecs: Any) -> None:
