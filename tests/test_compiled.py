@@ -617,6 +617,35 @@ def test_what_is_compiled_may_be_more_or_less_than_the_model() -> None:
         assert_as_the_loop_had_it(recorded, "head")
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["before", "during"])
+def test_what_torch_leaves_uncompiled_stays_so(late: bool) -> None:
+    """`.compile()` of torch's own modules compiles nothing, but with hooks it would: they get none, which is told."""
+
+    def compiling(model: Any, optimizer: Any, steps: int) -> list[list[Tensor]]:
+        if late:
+            model.compile(backend="eager")
+        return loop(model, optimizer, steps)
+
+    def make() -> nn.Module:
+        model = nn.Sequential(collections.OrderedDict(first=nn.Linear(8, 8), body=Residual(), head=nn.Linear(4, 2)))
+        if not late:
+            model.compile(backend="eager")
+        return model
+
+    told = r"the forward of Sequential, 'first', 'head' is not observed: torch compiles nothing"
+    with pytest.warns(RuntimeWarning, match=told):
+        recorded = unchanged(make, None, optimizer=sgd, loop=compiling, steps=3)
+    assert graphs() == 1  # of what is inside and of a class of its own
+    assert recorded.exporter is not None
+    of_weights = {module for kind, module, *_ in recorded.data if kind == "weights"}
+    assert of_weights >= {"first", "body.first", "head"}
+    of_layers = {module for kind, module, *_ in recorded.data if kind == "activations"}
+    assert "body.first" in of_layers
+    assert not {"", "first", "head"} & of_layers
+    assert nn.Module.compile.__module__ == "torch.nn.modules.module"
+    assert not hasattr(nn.Module.compile, "__wrapped__")
+
+
 def test_only_what_is_asked_for_is_in_the_graph() -> None:
     """Parameters are seen from outside, so recording only them leaves the graph as it is, but for the root's passes."""
     alone = train(lambda: nn.Sequential(Residual()), "eager", record=False, steps=1)

@@ -37,6 +37,10 @@ _tags: list[str] = []  # a ticket holds numbers only
 INPUT_GRADIENTS = "gradients of inputs are not observed inside torch.compile: a module may overwrite its input in place"
 ALIAS = "its output is, or is a view of, its input or another output, and inside torch.compile cannot be watched"
 CONTAINER = "inside torch.compile, gradients are observed of tensors and of tuples, lists and dicts of them, not of {}"
+UNCOMPILED = (
+    "torch compiles nothing of its own modules where .compile() was called on them, but with a hook it would, and the "
+    "training would not be the same; torch.compile(model), or .compile() of a class of your own, is observed"
+)
 TOO_LATE = (
     "none of its modules was seen, and what torch.compile compiled before the recording began, for it or for another "
     "model of its classes, calls no later hooks; begin the recording before the first call of what is compiled, or "
@@ -69,6 +73,42 @@ def compiled_anything() -> bool:
     """Whether ``torch.compile`` has compiled anything in this process, and not forgotten it since."""
     dynamo = sys.modules.get("torch._dynamo")  # not imported for this: that takes a second
     return dynamo is not None and bool(dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def left_uncompiled(top: nn.Module, own: type) -> list[nn.Module]:
+    """Modules of which torch compiles nothing, though ``compile()`` was called on them or around them.
+
+    ``nn.Sequential(…).compile()`` changes nothing: Dynamo skips the code of torch's own modules. But it does not skip
+    what torch runs for a module with hooks, so with one on it, such a module would be compiled, and train otherwise.
+    What is inside, and of the user's own classes, or has hooks of another class than `own`, is compiled by itself.
+    """
+    found: dict[int, nn.Module] = {}
+    regions = [top]
+    while regions:
+        one = regions.pop()
+        if getattr(one, "_compiled_call_impl", None) is None:
+            regions += one.children()
+            continue
+        inside = [one]
+        while inside:
+            part = inside.pop()
+            if id(part) not in found and not _has_hooks(part, own) and _is_skipped(part):
+                found[id(part)] = part
+                inside += reversed(list(part.children()))
+    return list(found.values())
+
+
+def _has_hooks(module: nn.Module, own: type) -> bool:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(not isinstance(hook, own) for kind in kinds for hook in (getattr(module, kind, None) or {}).values())
+
+
+def _is_skipped(module: nn.Module) -> bool:
+    """Whether Dynamo, which is imported where anything was compiled, leaves the forward of a module as it is."""
+    from torch._dynamo import trace_rules
+
+    forward = getattr(type(module), "forward", None)
+    return forward is not None and bool(trace_rules.check(forward))
 
 
 def unseen_regions(compiled: Iterable[str], hooked: Iterable[str], silent: Collection[str]) -> list[str]:

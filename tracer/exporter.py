@@ -33,7 +33,14 @@ from torch.optim import Optimizer
 from tracer.bus import MessageBus, Receiver, tell_of_model
 from tracer.capture import Capture
 from tracer.clock import Clock
-from tracer.compiled import TOO_LATE, compiled_anything, tag_number, unseen_regions
+from tracer.compiled import (
+    TOO_LATE,
+    UNCOMPILED,
+    compiled_anything,
+    left_uncompiled,
+    tag_number,
+    unseen_regions,
+)
 from tracer.errors import CaptureError, MessageError, raised_by_signal
 from tracer.hooks import (
     GradientHook,
@@ -68,9 +75,11 @@ from tracer.optimizers import Optimizers, skipped_inside, steps_within
 from tracer.parameters import Parameter
 from tracer.patches import (
     unwatch_backward,
+    unwatch_compiling,
     unwatch_scalers,
     unwatch_scripting,
     watch_backward,
+    watch_compiling,
     watch_scalers,
     watch_scripting,
 )
@@ -241,6 +250,7 @@ class Exporter:
         self._recomputed: dict[tuple[int, int, str], int] = {}
         self._recalled: dict[str, int] = {}  # the call that a module computed again, the last time
         self._scales: dict[int, Tensor] = {}  # by backward: what a GradScaler has multiplied its loss with
+        self._untouched: set[int] = set()  # by id, modules that a hook would have compiled
         self._slowed: list[str] = []  # modules whose fast path torch gives up because of our hooks
         self._lock = threading.RLock()  # hooks may fire in several threads
         self.message_bus.watch(self._rewire)
@@ -562,6 +572,7 @@ class Exporter:
         self.message_bus.unwatch(self._rewire)
         unwatch_scalers(self)
         unwatch_scripting(self)
+        unwatch_compiling(self)
         unwatch_backward(self)
 
     @property
@@ -789,6 +800,7 @@ class Exporter:
         if not self._attached:
             return
         watch_scripting(self)
+        watch_compiling(self)
         # of all that were ever there: one that nobody needed for a while has still been called before
         for (_, method, name), (_, hook, _) in self._hung.items():
             self._known[name, method] = hook.fired, hook.off
@@ -802,6 +814,7 @@ class Exporter:
             path: one for path, one in self._candidates() if any(c.takes_module(path, one) for c in self.captures)
         }
         self._parameters.find(self.tops)
+        self._leave_untouched()
         tell_of_model(self.message_bus.receivers, self.structure)
         self._surveyed = False
         # these stay while others come and go: torch forbids changing an optimizer's hooks while they run
@@ -828,7 +841,7 @@ class Exporter:
                 if new and one is self._root and (last := self._former.pop((id(one), "_after_root", ""), None)):
                     last[2].remove()  # and hung on again below
         # after the root's own activations, which belong before the network's output
-        if self._root is not None and not isinstance(self._root, torch.jit.ScriptModule):
+        if self._root is not None and self._takes_hooks("", self._root):
             put = functools.partial(self._root.register_forward_hook, with_kwargs=True, always_call=True)
             self._hang(self._root, "_after_root", "", put)
         hooked = not self.optimizers and not self._steps_itself  # each parameter that is trained
@@ -836,6 +849,8 @@ class Exporter:
             for path, tensor in self._parameters.trained(self.publisher):
                 self._hang(tensor, "_after_accumulation", path, tensor.register_post_accumulate_grad_hook)
         for path, computing in self._parameters.parametrizations(self.publisher):
+            if not self._takes_hooks(path, computing):
+                continue
             put = functools.partial(computing.register_forward_hook, with_kwargs=True)
             self._hang(computing, "_after_parametrization", path, put)
         self._wire_losses()
@@ -861,7 +876,25 @@ class Exporter:
                 f"module {path!r}", "a ScriptModule takes no hooks; its activations are not observed"
             )
             return False
-        return True
+        return id(module) not in self._untouched
+
+    def _leave_untouched(self) -> None:
+        """Find out where a hook would change what is compiled, and with that the training."""
+        tops = [*self.tops, *(("", one) for one in self._losses if isinstance(one, nn.Module))]
+        untouched = [(prefix, top, left_uncompiled(top, Hook)) for prefix, top in tops]
+        self._untouched = {id(one) for _, _, found in untouched for one in found}
+        for prefix, top, found in untouched:
+            names = {id(one): path for path, one in named_parts(top, prefix)} if found else {}
+            told = [repr(names[id(one)]) if names.get(id(one)) else type(one).__name__ for one in found]
+            if told:
+                self.publisher.problem(f"the forward of {', '.join(told)}", UNCOMPILED)
+        if self._root is not None and id(self._root) in self._untouched:
+            for handle in self._lasting.pop("root", ()):
+                handle.remove()
+
+    def compile_called(self) -> None:
+        """Look again, because `torch.nn.Module.compile` was called on some module."""
+        self._guard("compile", self._rewire)
 
     def _look(self) -> None:
         """Put the hooks on again if modules or parameters have come, gone or been replaced."""
@@ -872,6 +905,8 @@ class Exporter:
         wanted = any(self.publisher.asked(kind, None) for kind in ("loss", "input_labels", "network_output"))
         for loss in self._losses if wanted else ():
             if isinstance(loss, nn.Module):
+                if not self._takes_hooks("", loss):
+                    continue
                 put = functools.partial(loss.register_forward_hook, with_kwargs=True)
                 self._hang(loss, "_after_loss", "", put)
             elif loss not in self._patched:

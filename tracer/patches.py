@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _unscripted: weakref.WeakSet[Exporter] = weakref.WeakSet()
 _script: Any = None
+_told_of_compiling: weakref.WeakSet[Exporter] = weakref.WeakSet()
+_compile: Any = None
 
 
 def watch_scripting(exporter: Exporter) -> None:
@@ -53,6 +55,42 @@ def _settle_scripting() -> None:
         if vars(torch.jit._script)["_script_impl"] is _script:  # else another has put its own around it, which may stay
             vars(torch.jit._script)["_script_impl"] = _script.__wrapped__
         _script = None
+
+
+def watch_compiling(exporter: Exporter) -> None:
+    """Tell this exporter of each ``compile()`` of a module, which decides what may have hooks."""
+    global _compile
+    if exporter not in _told_of_compiling:
+        _told_of_compiling.add(exporter)
+        weakref.finalize(exporter, _settle_compiling).atexit = False
+    if _compile is None:
+        _compile = _telling(nn.Module.compile)
+        nn.Module.compile = _compile  # type: ignore[method-assign]
+
+
+def unwatch_compiling(exporter: Exporter) -> None:
+    """Undo `watch_compiling`; without any, torch's own method is back."""
+    _told_of_compiling.discard(exporter)
+    _settle_compiling()
+
+
+def _settle_compiling() -> None:
+    global _compile
+    if _compile is not None and not [*_told_of_compiling]:
+        if vars(nn.Module)["compile"] is _compile:  # else another has put its own around it, which may stay
+            nn.Module.compile = _compile.__wrapped__  # type: ignore[method-assign]
+        _compile = None
+
+
+def _telling(original: Callable[..., Any]) -> Any:
+    @functools.wraps(original)
+    def compile(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: A001 - as torch calls it
+        result = original(self, *args, **kwargs)
+        for exporter in [*_told_of_compiling]:
+            exporter.compile_called()
+        return result
+
+    return compile
 
 
 def _as_unwatched(original: Callable[..., Any]) -> Callable[..., Any]:
