@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.probes": {"tracer.tensors"},
     "tracer.structure": {"tracer.wrappers"},
     "tracer.environment": set(),
-    "tracer.budget": {"tracer.messages"} | STORAGE,
+    "tracer.budget": {"tracer.memory", "tracer.messages"} | STORAGE,
     "tracer.wrappers": set(),
     "tracer.parameters": {
         *("tracer.messages", "tracer.capture", "tracer.tensors", "tracer.wrappers", "tracer.placement"),

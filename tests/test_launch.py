@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import tracer
 from tracer.capture import Capture
@@ -882,6 +883,68 @@ def test_which_optimizer_ends_a_step(tmp_path: Path, training: str, losses_of_st
     assert list(losses.values()) == losses_of_steps
 
 
+AFTER_THE_LAST = {
+    # pix2pix: the generator's optimizer is made first, and steps last, for a forward that was before both
+    "one forward": """
+    nets = [nn.Linear(4, 6), nn.Linear(6, 1)]
+    made = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    def iteration(a):
+        fake = nets[0](a)
+        made[1].zero_grad()
+        score = nets[1](fake.detach())
+        F.binary_cross_entropy_with_logits(score, torch.zeros_like(score)).backward()
+        made[1].step()
+        made[0].zero_grad()
+        score = nets[1](fake)
+        F.binary_cross_entropy_with_logits(score, torch.ones_like(score)).backward()
+        made[0].step()
+    """,
+    # two for the parts of one model, as with Muon for its matrices
+    "one model": """
+    net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 1))
+    nets = [net[0], net[1]]
+    made = [torch.optim.SGD(part.parameters(), lr=0.1) for part in net]
+    def iteration(a):
+        for one in made: one.zero_grad()
+        net(a).square().mean().backward()
+        made[1].step()
+        made[0].step()
+    """,
+}
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("how", AFTER_THE_LAST)
+def test_an_optimizer_that_was_made_first_may_step_last(tmp_path: Path, how: str, every: int) -> None:
+    """From the second step on everything is of the step that it belongs to; what is not of the first one is told."""
+    loop = """
+    kept = []
+    for number in range(7):
+        kept.append([net.weight.detach().clone() for net in nets])
+        iteration(x)
+    kept.append([net.weight.detach().clone() for net in nets])
+    torch.save(kept, "kept.pt")
+    """
+    done = record(tmp_path, "--every", str(every), str(script(tmp_path, AFTER_THE_LAST[how] + loop)))
+    assert done.returncode == 0, done.stderr
+    kept = torch.load(tmp_path / "kept.pt")
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert [one.global_step for one in trace.messages("batch_started")] == list(range(0, 7, every))
+        found = {(one.kind, one.key, one.global_step): one.data for one in trace.messages()}
+        modules = sorted({module for kind, module, _ in found if kind == "weights"})
+        told = [note["problem"]["what"] for note in trace.notes if "problem" in note]
+    assert len(modules) == 2
+    assert "the end of step 0" in told
+    for step in range(0, 7, every):
+        for number, module in enumerate(modules):
+            if step == 0 and number == 0:
+                assert ("weights", module, 0) not in found
+                continue
+            before, after = kept[step][number], kept[step + 1][number]
+            assert torch.equal(found["weights", module, step], before)
+            assert torch.equal(found["weight_updates", module, step], after - before)
+
+
 def test_leaving_a_loader_early_ends_the_epoch(tmp_path: Path) -> None:
     """An epoch that is cut short with ``break`` ends when its DataLoader begins anew; evaluations end none."""
     body = """
@@ -900,6 +963,33 @@ def test_leaving_a_loader_early_ends_the_epoch(tmp_path: Path) -> None:
     with tracer.open(tmp_path / "run.zarr") as trace:
         clock = [(one.global_step, one.train_step, one.epoch) for one in trace.messages(kinds="batch_started")]
     assert clock == [(3 * epoch + step, step, epoch) for epoch in range(3) for step in range(3)]
+
+
+def test_leaving_a_loader_that_is_made_anew_ends_the_epoch(tmp_path: Path) -> None:
+    """The same where each epoch has a DataLoader of its own; one made for each step, or to evaluate with, ends none."""
+    body = """
+    net = nn.Linear(4, 3)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    data = TensorDataset(x, y)
+    def step(a, b): opt.zero_grad(); F.cross_entropy(net(a), b).backward(); opt.step()
+    for epoch in range(3):
+        for i, (a, b) in enumerate(DataLoader(data, batch_size=2)):
+            step(a, b)
+            if i == 1:
+                with torch.no_grad():
+                    for a, b in DataLoader(data, batch_size=4):
+                        F.cross_entropy(net(a), b)
+                        break
+            if i == 3: break
+    for _ in range(5):
+        step(*next(iter(DataLoader(data, batch_size=2))))
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        clock = [(one.global_step, one.train_step, one.epoch) for one in trace.messages(kinds="batch_started")]
+    assert clock[:12] == [(4 * epoch + step, step, epoch) for epoch in range(3) for step in range(4)]
+    assert clock[12:] == [(12 + step, step, 3) for step in range(5)]
 
 
 def test_a_trace_that_is_being_recorded_is_not_overwritten(tmp_path: Path) -> None:

@@ -82,6 +82,23 @@ def test_a_trace_stays_below_its_bound(
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
+@pytest.mark.parametrize("elements", [32768, 32769, 65536], ids=["a page more", "nearly two", "256 KiB"])
+def test_padding_counts(suffix: str, elements: int, tmp_path: Path) -> None:
+    """Large messages begin at pages of their file: what lies between them is of the bound, too."""
+    path = tmp_path / f"run.{suffix}"
+    model = torch.nn.Linear(elements, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.ones(1, elements)
+    with pytest.warns(RuntimeWarning, match="max_bytes"), tracer.record(path, model, optimizer, max_bytes=40_000_000):
+        for _ in range(200):
+            optimizer.zero_grad()
+            model(inputs).sum().backward()
+            optimizer.step()
+    files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
+    assert 30_000_000 < sum(one.stat().st_size for one in files) <= 40_000_000
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
 def test_the_last_step_is_whole(suffix: str, tmp_path: Path) -> None:
     """Every step that is there has all its messages, with the values of an unbounded recording, and none is missing."""
     bounded(tmp_path / f"run.{suffix}", 3_000_000, 300)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping
 from typing import Any, Final, final
 
 import numpy as np
 
 from tracer.layout import COLUMNS, NONE, Column
+from tracer.memory import PAGE
 from tracer.messages import Message
 from tracer.reader import TraceReader
-from tracer.stores import Location
+from tracer.stores import ALIGNED_BYTES, Location, RowChunks
 
 ROW_BYTES: Final = 8 * COLUMNS
 """Bytes of a row of the journal."""
@@ -23,16 +26,38 @@ ARRAY_BYTES: Final = 2 * CHUNK_BYTES + (5 << 10)
 BASE_BYTES: Final = 2 * ARRAY_BYTES + (16 << 10)
 """What a trace takes before its first message, besides the description of the model, and what its end takes."""
 
+PER_CHUNK: Final = 80
+"""What a chunk takes besides its bytes: its checksum, and its part of the indexes."""
+_OF_ITEMS: Final = {1: "u1", 2: "u2", 4: "f4", 8: "f8", 16: "c16"}
+
 Held = tuple[Message, Mapping[str, Any] | None, int, int]
 """A message, how it was thinned out, its bytes, and the version of its data."""
+
+
+@functools.lru_cache(maxsize=4096)
+def stored_bytes(shape: tuple[int, ...], itemsize: int) -> int:
+    """What the data of a message takes on the disk, without compression: large ones are cut into padded chunks.
+
+    Examples
+    --------
+    >>> stored_bytes((100,), 4), stored_bytes((32768,), 4)
+    (401, 135248)
+    """
+    nbytes = itemsize * math.prod(shape)
+    if nbytes < CHUNK_BYTES:  # which share their chunks
+        return nbytes + nbytes // 256
+    rows = RowChunks("", _OF_ITEMS[itemsize], shape, 1)
+    page = PAGE if rows.chunk_nbytes >= ALIGNED_BYTES else 1
+    return rows.per_row * (-(-(rows.chunk_nbytes + 4) // page) * page + PER_CHUNK)
 
 
 @final
 class Budget:
     """Holds the messages of a step back until the step is over, and tells whether all of them can still be paid.
 
-    A message costs its data, before compression, and its row in the journal. A stream costs `STREAM_BYTES` once, and
-    the array that its messages go to `ARRAY_BYTES`: those of a kind share one, unless they are large.
+    A message costs its data as it is stored, before compression, and its row in the journal. A stream costs
+    `STREAM_BYTES` once, and the array that its messages go to `ARRAY_BYTES`: those of a kind share one, unless they are
+    large.
 
     Parameters
     ----------
@@ -44,7 +69,7 @@ class Budget:
     --------
     >>> import torch
     >>> from tracer import NetworkMessage
-    >>> budget = Budget(BASE_BYTES + STREAM_BYTES + ARRAY_BYTES + 2 * (400 + ROW_BYTES))
+    >>> budget = Budget(BASE_BYTES + STREAM_BYTES + ARRAY_BYTES + 2 * (401 + ROW_BYTES))
     >>> for step in range(3):
     ...     told = {"kind": "loss", "global_step": step, "train_step": step, "epoch": 0, "data": torch.zeros(100)}
     ...     print(len(budget.over(step)), budget.stopped)
@@ -76,7 +101,7 @@ class Budget:
         message = entry[0]
         self._step = max(self._step, message.global_step)
         data = message.data
-        self._cost += ROW_BYTES + (0 if data is None else data.nbytes)
+        self._cost += ROW_BYTES + (0 if data is None else stored_bytes(tuple(data.shape), data.dtype.itemsize))
         stream = (message.kind, message.key, message.tag, message.leaf, None if data is None else data.dtype)
         self._pay_once(stream, STREAM_BYTES)
         if data is not None:
@@ -117,5 +142,8 @@ def already_spent(path: Location, rank: int) -> int:
             sizes = np.array([np.dtype(storage).itemsize for _, storage in part.pools] or [0], np.int64)
             spent += len(journal) * ROW_BYTES + len(part.streams) * STREAM_BYTES + len(part.pools) * ARRAY_BYTES
             spent += BASE_BYTES
-            spent += int((with_data[:, Column.COUNT] * sizes[with_data[:, Column.POOL]]).sum())
+            pairs = np.stack([with_data[:, Column.SHAPE], sizes[with_data[:, Column.POOL]]])
+            kinds, counts = np.unique(pairs, axis=1, return_counts=True)
+            for shape, itemsize, count in zip(*kinds.tolist(), counts.tolist(), strict=True):
+                spent += count * stored_bytes(part.shapes[shape], itemsize)
     return spent

@@ -72,6 +72,8 @@ class Epochs:
         Of one that is at its end, some batches may have been left out: they are not waited for any more. But others
         that are begun in the midst of an epoch, or made anew at each step, may come before the last batch is used.
         """
+        if self._left_early():
+            self._end(self._exporter.global_step)
         new = loader not in self._begun
         same = self._unused is not None and self._unused.loader() is loader
         self._used(anyhow=same or (new and not self._new_amid))
@@ -128,6 +130,16 @@ class Epochs:
         told = counted and (exporter.forwards_seen > 0 or exporter.steps_seen == 0)
         self._unused = _Unused(known.loader, known.began, known.forwards + known.given if told else 0)
         self._used()
+
+    def _left_early(self) -> bool:
+        """Whether the DataLoader that fed this epoch was left before its end, and nobody has its iterator any more.
+
+        One of which only a step was trained may be made anew at each.
+        """
+        leader = self._leader
+        if leader is None or leader.iterator() is not None:
+            return False
+        return leader.draws > 1 and self._exporter.global_step - leader.began > 1
 
     def _is_led(self, loader: Any) -> bool:
         """Whether another DataLoader feeds this epoch, at every step since it was the first to: its end is the epoch's.

@@ -251,6 +251,10 @@ class Exporter:
         self._recalled: dict[str, int] = {}  # the call that a module computed again, the last time
         self._scales: dict[int, Tensor] = {}  # by backward: what a GradScaler has multiplied its loss with
         self._untouched: set[int] = set()  # by id, modules that a hook would have compiled
+        # ids of the tops that had a training forward in the open step, and in the one before, where the order of the
+        # optimizers is not known
+        self._called: set[int] = set()
+        self._called_before: set[int] = set()
         self._slowed: list[str] = []  # modules whose fast path torch gives up because of our hooks
         self._lock = threading.RLock()  # hooks may fire in several threads
         self.message_bus.watch(self._rewire)
@@ -1027,6 +1031,8 @@ class Exporter:
     def _advance(self) -> None:
         """Let go of what was kept of the open step, and move the clock."""
         self._part = None
+        if self._called or self._called_before:
+            self._called_before, self._called = self._called, set()
         if not self._over:  # else it was noted when it ended, in a backward
             self._ended_at = next_of_thread()
         self._over = self._idle = self._backward_seen = False
@@ -1095,6 +1101,8 @@ class Exporter:
             self._begin_step()
             running.listening = not self._idle
             self._training_passes += running.depth
+            if self.optimizers.of_unknown_order:
+                self._called.add(id(module))
         else:
             if self._slowed and not module.training and not is_grad_enabled():
                 why = "hooks switch it off, so results of evaluations may differ in rounding from unwatched ones"
@@ -1128,6 +1136,8 @@ class Exporter:
         if not (args[0].training and is_grad_enabled()) or recomputing() or traced():
             return False
         if self._calls or self.publisher.counts or DistributedDataParallel._active_ddp_module is not None:
+            return False
+        if self.optimizers.of_unknown_order:
             return False
         clock.begin()
         self._idle = True
@@ -1505,6 +1515,8 @@ class Exporter:
             for key in self.optimizers.let_go_of_replaced():
                 self._lasting.pop(key, None)
         self.optimizers.steps_inside(optimizer)
+        if self._comes_after_last(optimizer):
+            return  # its weights are those of the step that has ended
         # the forward may come later, in a closure: whether anything is wanted is a question of the clock alone
         if not self._nothing_due():
             if not recomputing():
@@ -1556,6 +1568,9 @@ class Exporter:
         if skipped_inside(optimizer):
             self._skipped_step(optimizer)
             return
+        if self._comes_after_last(optimizer):
+            self._learn_order(optimizer)
+            return
         last = self.optimizers.ends_step(optimizer, self)
         in_backward = recomputing()
         try:
@@ -1570,6 +1585,23 @@ class Exporter:
                 self._end_step()
             elif not self.optimizers.is_beside(optimizer, self):
                 self.optimizers.moved = True
+
+    def _comes_after_last(self, optimizer: Optimizer) -> bool:
+        return self.optimizers.of_unknown_order and self.optimizers.comes_after_last(
+            optimizer, self, self._called, self._called_before
+        )
+
+    def _learn_order(self, optimizer: Optimizer) -> None:
+        """An optimizer stepped for a step that was taken for ended; that is known now, and what it did then is lost."""
+        ended = self.optimizers.ender
+        self.optimizers.is_last(optimizer)
+        step = max(self.clock.step - 1, 0)
+        why = (
+            f"the last optimizer of a step is the {type(optimizer).__name__} that was made before the "
+            f"{type(ended).__name__} that was taken for it; what it trains has no weights, gradients and updates of "
+            f"step {step}, and forwards since then are of the step after it"
+        )
+        self.publisher.problem(f"the end of step {step}", why)
 
     def _skipped_step(self, optimizer: Optimizer) -> None:
         """A GradScaler skipped the optimizer's step: the clock stands still, and what follows is of the same step."""

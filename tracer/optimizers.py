@@ -73,6 +73,7 @@ class Optimizers:
         self._waiting: dict[int, int] = {}  # by place, how often each has stepped since a step ended
         self._shared: dict[tuple[int, int], bool] = {}  # by ids, whether two train the same
         self._trains: dict[int, bool] = {}  # by id, whether each trains what is observed
+        self._late: set[int] = set()  # places of those that once came after the last one
 
     def _put_last(self, place: int) -> None:
         self._place = place
@@ -80,6 +81,11 @@ class Optimizers:
 
     def __bool__(self) -> bool:
         return bool(self.all)
+
+    @property
+    def of_unknown_order(self) -> bool:
+        """Whether there are several, and the given order may not be that in which they step."""
+        return self.found and len(self.all) > 1
 
     @property
     def in_order(self) -> tuple[Optimizer, ...]:
@@ -108,14 +114,45 @@ class Optimizers:
 
     def is_beside(self, optimizer: Optimizer, observed: Observed) -> bool:
         """Whether this is one of several, and trains nothing that is observed, while others may."""
-        return self.found and len(self.all) > 1 and not self.trains(optimizer, observed)
+        return self.of_unknown_order and not self.trains(optimizer, observed)
+
+    def comes_after_last(self, optimizer: Optimizer, observed: Observed, now: set[int], before: set[int]) -> bool:
+        """Whether a found one steps after the one that was taken for the last: for the forwards of the step before.
+
+        Of two, the one that was made first may be the last to step. Then nothing of what it trains had a forward in the
+        open step, but something had in the step that the other one ended.
+
+        Parameters
+        ----------
+        now, before : set of int
+            Ids of the tops that had a training forward in the open step, and in the one before.
+        """
+        if not self.of_unknown_order or optimizer is self.ender or self.ender is None or not before:
+            return False
+        place = self._place_of(optimizer)
+        if place is None or place in self._late or self._share(self.ender, optimizer):
+            return False
+        own = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        trained = {id(top) for _, top in observed.tops if any(id(one) in own for one in nn.Module.parameters(top))}
+        return bool(trained & before) and not trained & now
+
+    def is_last(self, optimizer: Optimizer) -> None:
+        """Let this one, which came after the one that was taken for the last, end steps from now on."""
+        place = self._place_of(optimizer)
+        if place is not None:
+            self._late.add(place)
+            self._stepped.add(place)
+            self._put_last(place)
+
+    def _place_of(self, optimizer: Optimizer) -> int | None:
+        return next((place for place, one in enumerate(self.all) if one is optimizer), None)
 
     def steps_inside(self, optimizer: Optimizer) -> bool:
         """Whether a found one steps in the step of another, which then ends a step in its place.
 
         The other may have been made before: a wrapper that calls ``Optimizer.__init__`` before it makes what it wraps.
         """
-        if not self.found or len(self.all) < 2:
+        if not self.of_unknown_order:
             return False
         frame: FrameType | None = sys._getframe()
         while frame is not None:
@@ -155,7 +192,7 @@ class Optimizers:
             return True
         if not self.found:
             return False
-        place = next((number for number, one in enumerate(self.all) if one is optimizer), None)
+        place = self._place_of(optimizer)
         if place is None:
             return False
         times = self._waiting[place] = self._waiting.get(place, 0) + 1

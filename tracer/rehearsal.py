@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import random
 import subprocess
@@ -29,8 +30,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tracer import launch, termination
-from tracer.budget import ARRAY_BYTES, BASE_BYTES, CHUNK_BYTES, ROW_BYTES, STREAM_BYTES
+from tracer import launch, layout, termination
+from tracer.budget import ARRAY_BYTES, BASE_BYTES, CHUNK_BYTES, ROW_BYTES, STREAM_BYTES, stored_bytes
 from tracer.capture import Capture
 from tracer.certify import Certificate, Steps, Stopwatch, compare, fingerprint
 from tracer.environment import REHEARSAL
@@ -267,6 +268,18 @@ def _in_run(stream: Mapping[str, Any], steps: int) -> float:
     return _due(stream, steps) * per_step
 
 
+def _padding(stream: Mapping[str, Any]) -> float:
+    """What a recorded step's messages of a stream take on the disk besides their data and rows."""
+    shape = next(iter(stream.get("shapes", ())), None)
+    size = stream["bytes_per_message"]
+    if shape is None or not size:
+        return 0.0
+    itemsize = layout.ENCODINGS[stream["dtype"]].dtype.itemsize
+    nbytes = itemsize * math.prod(shape)
+    more: float = size * stored_bytes(tuple(shape), itemsize) / nbytes - size if nbytes else 0.0
+    return more * float(stream["messages_per_recorded_step"])
+
+
 def _reached(streams: Sequence[Mapping[str, Any]], header: int, max_bytes: int) -> int | None:
     """At which step a trace would be full; None: never."""
     arrays = {
@@ -276,10 +289,11 @@ def _reached(streams: Sequence[Mapping[str, Any]], header: int, max_bytes: int) 
         for one in streams
         if one["dtype"] is not None
     }
+    padded = [(one, _padding(one)) for one in streams]
     fixed = BASE_BYTES + header + len(streams) * STREAM_BYTES + len(arrays) * ARRAY_BYTES
 
     def taken(steps: int) -> float:
-        return fixed + sum(_in_run(one, steps) for one in streams)
+        return fixed + sum(_in_run(one, steps) + _due(one, steps) * padding for one, padding in padded)
 
     step, stride = 0, 1
     while taken(step + stride) <= max_bytes:  # up by doubling, then down by halving
