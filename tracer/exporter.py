@@ -591,7 +591,9 @@ class Exporter:
             return self._silent
         fired = {hook.name for _, hook, _ in self._hung.values() if hook.fired}
         names = {hook.name for _, hook, _ in self._hung.values() if hook.method == "_after_forward"}
-        return [name for name in self.publisher.modules if name in names and name not in fired]
+        # a mere list of parameters has no forward
+        calls = (name for name, one in self.publisher.modules.items() if type(one).forward is not nn.Module.forward)
+        return [name for name in calls if name in names and name not in fired]
 
     @property
     def loss_is_silent(self) -> bool:

@@ -222,6 +222,8 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         self._model = model
         self._optimizer = optimizer
         self._loss = loss
+        if not isinstance(capture, Capture | Iterable | None):
+            raise CaptureError(f"capture is a tracer.Capture or several of them, not {capture!r}")
         self._captures = (
             (Capture(),) if capture is None else (capture,) if isinstance(capture, Capture) else tuple(capture)
         )
