@@ -592,7 +592,7 @@ class Exporter:
         fired = {hook.name for _, hook, _ in self._hung.values() if hook.fired}
         names = {hook.name for _, hook, _ in self._hung.values() if hook.method == "_after_forward"}
         # a mere list of parameters has no forward
-        calls = (name for name, one in self.publisher.modules.items() if type(one).forward is not nn.Module.forward)
+        calls = (name for name, one in self.publisher.modules.items() if _has_forward(one))
         return [name for name in calls if name in names and name not in fired]
 
     @property
@@ -1738,6 +1738,10 @@ def _with_hooks(optimizer: Optimizer) -> Optimizer:
         f"{type(optimizer).__name__} takes no hooks, because it does not call Optimizer.__init__; give the optimizer "
         "that it wraps, or optimizer=() and call step() of the run"
     )
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return getattr(type(module), "forward", None) is not nn.Module.forward
 
 
 def _leaves_gradients(optimizer: Optimizer) -> bool:
