@@ -13,6 +13,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -392,7 +393,8 @@ def _read(report: Path, errors: Path, code: int) -> tuple[Steps, dict[str, Any]]
     elif "left" not in told and (told.get("status", code) != 0 or "status" not in told):
         status = told.get("status", code)
         lines = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        last = lines[-1].strip() if lines else "it said nothing"
+        # torch.distributed writes the rank before each line of a traceback; of which rank this is, is told anyway
+        last = re.sub(r"^\[rank\d+\]: *", "", lines[-1].strip()) if lines else "it said nothing"
         steps.error = f"{last} (exit status {status})"
     return steps, told
 
