@@ -195,13 +195,14 @@ def test_trace_record_ends_the_training_or_goes_on(tmp_path: Path, suffix: str, 
     """Without room for the trace a script goes on, and with ``--strict`` it ends with the error."""
     script = tmp_path / "train.py"
     script.write_text(
-        "import torch\n"
+        "import time, torch\n"
         "model = torch.nn.Linear(200, 200)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "for _ in range(60):\n"
+        "for _ in range(200):\n"
         "    optimizer.zero_grad()\n"
         "    model(torch.ones(4, 200)).square().mean().backward()\n"
         "    optimizer.step()\n"
+        "    time.sleep(0.01)\n"  # or it ends before the thread that writes has come so far
         "print('trained to the end')\n"
     )
     command = [sys.executable, "-m", "cli", "record", "--out", f"run{suffix}", "--commit-steps", "2"]
