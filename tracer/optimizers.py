@@ -72,7 +72,7 @@ class Optimizers:
         self._stepped: set[int] = set()  # places of those that have stepped
         self._waiting: dict[int, int] = {}  # by place, how often each has stepped since a step ended
         self._shared: dict[tuple[int, int], bool] = {}  # by ids, whether two train the same
-        self._trains: dict[int, bool] = {}  # by id, whether each trains what is observed
+        self._trains: dict[int, set[int]] = {}  # by id, the ids of the tops that each trains
         self._late: set[int] = set()  # places of those that once came after the last one
 
     def _put_last(self, place: int) -> None:
@@ -100,12 +100,16 @@ class Optimizers:
 
     def trains(self, optimizer: Optimizer, observed: Observed) -> bool:
         """Whether an optimizer has a parameter of what is observed."""
+        return bool(self._tops_of(optimizer, observed))
+
+    def _tops_of(self, optimizer: Optimizer, observed: Observed) -> set[int]:
+        """The ids of the tops that an optimizer has a parameter of."""
         known = self._trains.get(id(optimizer))
         if known is None:
             own = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-            known = self._trains[id(optimizer)] = any(
-                id(one) in own for _, top in observed.tops for one in nn.Module.parameters(top)
-            )
+            known = self._trains[id(optimizer)] = {
+                id(top) for _, top in observed.tops if any(id(one) in own for one in nn.Module.parameters(top))
+            }
         return known
 
     def forget_what_they_train(self) -> None:
@@ -132,9 +136,8 @@ class Optimizers:
         place = self._place_of(optimizer)
         if place is None or place in self._late or self._share(self.ender, optimizer):
             return False
-        own = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-        trained = {id(top) for _, top in observed.tops if any(id(one) in own for one in nn.Module.parameters(top))}
-        return bool(trained & before) and not trained & now
+        trained = self._tops_of(optimizer, observed)
+        return not trained.isdisjoint(before) and trained.isdisjoint(now)
 
     def is_last(self, optimizer: Optimizer) -> None:
         """Let this one, which came after the one that was taken for the last, end steps from now on."""
