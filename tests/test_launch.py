@@ -10,13 +10,16 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 import tracer
 from tracer.capture import Capture
 from tracer.launch import lighter_on_evaluation
+from tracer.optimizers import Optimizers
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -943,6 +946,44 @@ def test_an_optimizer_that_was_made_first_may_step_last(tmp_path: Path, how: str
             before, after = kept[step][number], kept[step + 1][number]
             assert torch.equal(found["weights", module, step], before)
             assert torch.equal(found["weight_updates", module, step], after - before)
+
+
+def test_an_optimizer_that_trained_nothing_observed_is_given_what_is(tmp_path: Path) -> None:
+    """One that trained a mere tensor gets a part of a model that another one's parameters have already shown."""
+    body = """
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    loose = torch.zeros(3, requires_grad=True)
+    first, aside = torch.optim.SGD(net[0].parameters(), lr=0.1), torch.optim.SGD([loose], lr=0.1)
+    kept = []
+    for number in range(6):
+        if number == 2: aside.add_param_group({"params": net[1].parameters()})
+        kept.append(net[1].weight.detach().clone())
+        net.zero_grad(); (net(x) + loose).square().mean().backward(); first.step(); aside.step()
+    kept.append(net[1].weight.detach().clone())
+    torch.save(kept, "kept.pt")
+    """
+    done = record(tmp_path, str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    kept = torch.load(tmp_path / "kept.pt")
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        found = {(one.kind, one.key, one.global_step): one.data for one in trace.messages()}
+    for step in range(2, 6):
+        assert torch.equal(found["weights", "1", step], kept[step]), step
+        assert torch.equal(found["weight_updates", "1", step], kept[step + 1] - kept[step]), step
+
+
+def test_what_an_optimizer_was_given_since_counts() -> None:
+    """Whether one comes after the last depends on what it trains by now, not on what it did when it was asked first."""
+    nets = [nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)]
+    observed = SimpleNamespace(tops=[(str(number), net) for number, net in enumerate(nets)])
+    first, last = (torch.optim.SGD(net.parameters(), lr=0.1) for net in nets[:2])
+    optimizers = Optimizers()
+    optimizers.found = True
+    optimizers.take((first, last))
+    now, before = {id(nets[1])}, {id(nets[2])}
+    assert not optimizers.comes_after_last(first, observed, now, before)
+    first.add_param_group({"params": nets[2].parameters()})
+    assert optimizers.comes_after_last(first, observed, now, before)
 
 
 def test_leaving_a_loader_early_ends_the_epoch(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ class Optimizers:
         self._stepped: set[int] = set()  # places of those that have stepped
         self._waiting: dict[int, int] = {}  # by place, how often each has stepped since a step ended
         self._shared: dict[tuple[int, int], bool] = {}  # by ids, whether two train the same
-        self._trains: dict[int, set[int]] = {}  # by id, the ids of the tops that each trains
+        self._trains: dict[tuple[int, int], set[int]] = {}  # by id and number of parameters, the ids of its tops
         self._late: set[int] = set()  # places of those that once came after the last one
 
     def _put_last(self, place: int) -> None:
@@ -104,10 +104,11 @@ class Optimizers:
 
     def _tops_of(self, optimizer: Optimizer, observed: Observed) -> set[int]:
         """The ids of the tops that an optimizer has a parameter of."""
-        known = self._trains.get(id(optimizer))
+        key = id(optimizer), sum(len(group["params"]) for group in optimizer.param_groups)  # it may get more of them
+        known = self._trains.get(key)
         if known is None:
             own = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-            known = self._trains[id(optimizer)] = {
+            known = self._trains[key] = {
                 id(top) for _, top in observed.tops if any(id(one) in own for one in nn.Module.parameters(top))
             }
         return known
