@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from awscrt.checksums import crc32c
 
+from tracer.checksum import crc32c
 from tracer.memory import LARGE_PAGE, PAGE
 from tracer.stores.direct import DIRECT
 

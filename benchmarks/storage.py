@@ -10,7 +10,8 @@ Beside them stand, for the same bytes: ``os.write`` of pieces of 64 KB into one 
 sequential read of it (also so), and bare ``write_direct_chunk`` calls of h5py. The variants take turns, several rounds
 in one process; what is printed is the median of the rounds, and ratios are formed within a round. Times are CPU time of
 the process, system time included, because the wall clock of a shared machine measures its neighbours; reads come from
-the page cache, into which the disk gave what was written, and what is written has been written and removed once before.
+the page cache, into which a first reading (a replay, where it is a trace) has brought what the disk holds, and what is
+written has been written and removed once before.
 
     python benchmarks/storage.py [--rounds 3] [--scale 1.0] [--only 1MB,4KB,scalars,open] [--folder /tmp] [--json]
 """
@@ -33,9 +34,9 @@ from typing import Any
 import h5py
 import numpy as np
 import torch
-from awscrt.checksums import crc32c
 
 import tracer
+from tracer.checksum import crc32c
 from tracer.memory import new_memory
 from tracer.messages import Message, ModuleMessage, NetworkMessage
 from tracer.reader import TraceReader
@@ -201,8 +202,8 @@ def written(write: Callable[[], float], path: Path) -> float:
     return write()
 
 
-def cache(path: Path) -> None:
-    """Bring all files from the disk into the page cache, as they are there when a run is read that was before.
+def cache(path: Path, read: Callable[[], object]) -> None:
+    """Bring all files from the disk into the page cache by reading them, as when something is read a second time.
 
     What the writer left there is given up first: one wrote past it, and of the others it depends on the pieces in which
     they wrote how fast it is read, and mapped.
@@ -213,7 +214,7 @@ def cache(path: Path) -> None:
                 os.fsync(file.fileno())
                 if hasattr(os, "posix_fadvise"):
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            read_raw(name)
+    read()
 
 
 def remove(path: Path) -> None:
@@ -225,7 +226,7 @@ def one_round(load: Workload, folder: Path) -> dict[str, float]:
     seconds: dict[str, float] = {}
     raw = folder / "raw"
     seconds["write raw"] = written(lambda: write_raw(load, raw), raw)
-    cache(raw)
+    cache(raw, lambda: read_raw(raw))
     seconds["read raw"] = read_raw(raw)
     seconds["read raw crc32c"] = read_raw(raw, checksum=True)
     remove(raw)
@@ -239,7 +240,7 @@ def one_round(load: Workload, folder: Path) -> dict[str, float]:
     for suffix in FORMATS:
         path = folder / f"run{suffix}"
         seconds[f"write {suffix}"] = written(lambda path=path: write_trace(load, path), path)  # type: ignore[misc]
-        cache(path)
+        cache(path, lambda path=path: tracer.replay(path, Nothing()))  # type: ignore[misc]
         seconds[f"arrays {suffix}"] = clocked(lambda path=path: read_arrays(path))
         seconds[f"messages {suffix}"] = clocked(lambda path=path: read_messages(path))
         seconds[f"replay {suffix}"] = clocked(lambda path=path: tracer.replay(path, Nothing()))

@@ -162,6 +162,29 @@ def test_what_is_not_in_memory_is_read(trace: Path, monkeypatch: pytest.MonkeyPa
     assert found == [(True, False)] * STEPS * len(LAYERS)
 
 
+def refusing(address: int, nbytes: int, advice: int) -> int:
+    """A system that is older than the advice."""
+    return -1
+
+
+@pytest.mark.parametrize("madvise", ["the system's", None, refusing])
+@pytest.mark.parametrize("steps", [slice(None), slice(1, None, 3)])
+def test_what_the_disk_holds(trace: Path, monkeypatch: pytest.MonkeyPatch, madvise: Any, steps: slice) -> None:
+    """What is not in memory comes from the disk, whatever the system does when it is asked for large pages."""
+    if madvise != "the system's":
+        monkeypatch.setattr(mapped, "_madvise", madvise)
+    for file in (trace, *trace.rglob("*")):
+        if file.is_file():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    for _ in range(2):  # from the disk, and from where the first reading has left it
+        with TraceReader(trace) as reader:
+            chosen = (steps.start, None, steps.step)
+            found = [(is_right(one), one.global_step) for one in reader.messages(steps=chosen, mapped=True)]
+        assert found == [(True, step) for step in range(STEPS)[steps] for _ in LAYERS]
+
+
 @pytest.mark.parametrize("verify", [True, False])
 def test_what_is_changed_is_ones_own(trace: Path, verify: bool) -> None:
     """Neither the file nor another reading, nor another message, has what somebody wrote into a message's memory."""

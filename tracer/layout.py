@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from awscrt.checksums import crc32c
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tracer.checksum import crc32c
 from tracer.errors import MessageError, TraceCorruptError, TraceError, TraceFormatError
 from tracer.messages import DEFAULT_TAG
 from tracer.stores import PART

@@ -20,12 +20,12 @@ from typing import Any, Final, TypeVar, final
 
 import numpy as np
 import torch
-from awscrt.checksums import crc32c
 from numpy.typing import NDArray
 from torch import Tensor
 
 from tracer import layout
 from tracer.assembly import WHOLE, Block, assembled
+from tracer.checksum import crc32c
 from tracer.errors import CaptureError, TraceCorruptError, TraceError
 from tracer.layout import Column
 from tracer.memory import SMALLEST, Memory
@@ -379,10 +379,10 @@ class TraceReader:
         names = {name: number for number, name in enumerate(layout.ENCODINGS)}
         self._dtype_ids = np.array([names.get(stream.dtype or "", 0) for stream in self._streams], np.int64)
         self._storages = np.array([layout.ENCODINGS[s.dtype].storage if s.dtype else "" for s in self._streams])
-        # by stream, for messages that are read by themselves: the dtype, in which one it is stored, bytes of an element
-        self._kept_as: list[tuple[str, str, int]] = [
-            (stream.dtype or "", str(storage), int(itemsize))
-            for stream, storage, itemsize in zip(self._streams, self._storages, self._itemsizes, strict=True)
+        # by stream, for messages that are read by themselves: the dtype, and the one in which it is stored
+        self._kept_as: list[tuple[str, str, np.dtype[Any]]] = [
+            (stream.dtype or "", str(storage), np.dtype(dtype))
+            for stream, storage, dtype in zip(self._streams, self._storages, dtypes, strict=True)
         ]
         # of the pools that were read: elements in a row, and rows
         self._sizes_of: dict[int, tuple[int, int]] = {}
@@ -799,8 +799,10 @@ class TraceReader:
     ) -> list[_Group]:
         """The data of rows of the journal, verified, in groups of one pool, dtype and shape; each alone if `large`."""
         rows = self.journal[selected]
-        if memory is not None and (large or len(rows) == 1) and rows[:, Column.POOL].min() >= 0:
-            return self._read_apart(rows.tolist(), memory, files)
+        if memory is not None and (large or len(rows) == 1):
+            alone = rows.tolist()
+            if all(row[Column.POOL] >= 0 for row in alone):
+                return self._read_apart(alone, memory, files)
         whole = rows[:, Column.POOL] == WHOLE
         if whole.any():
             places = np.flatnonzero(~whole)
@@ -884,12 +886,13 @@ class TraceReader:
         """
         groups: list[_Group | None] = []
         reads: list[tuple[int, Place | None, NDArray[np.uint8], int]] = []
+        verify, shapes = self._verify, self._shapes
         for row in rows:
             number, pool, offset, count, shape, checksum = _place_of(row)
-            dtype, storage, itemsize = self._kept_as[number]
+            dtype, storage, kept_as = self._kept_as[number]
             name, stored = self._pools[pool]
             size, length = self._sizes_of.get(pool) or self._size_of(pool)
-            nbytes = count * itemsize
+            nbytes = count * kept_as.itemsize
             place = None
             if count == size and offset % size == 0 and offset < length * size and storage == stored:
                 place = self._store_of[pool].place(name, offset // size) if nbytes >= SMALLEST else None
@@ -907,14 +910,14 @@ class TraceReader:
                     continue
                 target = block[:nbytes]
                 reads.append((len(groups), place, target, checksum))
-            data = target.view(storage).reshape(1, *self._shapes[shape])
+            data = target.view(kept_as).reshape(1, *shapes[shape])
             groups.append(_Group(_PLACES[len(groups)], data, dtype, nbytes, row))
         trailer = bytearray(4)
         for one, at, to, checksum in reads:
             if at is None:
-                right = not self._verify or checksum == layout.NONE or crc32c(to) == checksum
+                right = not verify or checksum == layout.NONE or crc32c(to) == checksum
             else:
-                right = _read_at(at, to.data, trailer, checksum, self._verify)
+                right = _read_at(at, to.data, trailer, checksum, verify)
             if not right:
                 groups[one] = None
         return [group or self._read_one(row, memory, at) for group, row, at in zip(groups, rows, _PLACES, strict=False)]
@@ -922,13 +925,13 @@ class TraceReader:
     def _read_one(self, row: list[int], memory: Memory, at: NDArray[np.int64]) -> _Group:
         """The data of one message, which is the one `at` this place in its block."""
         number, pool, offset, count, shape, checksum = _place_of(row)
-        dtype, storage, itemsize = self._kept_as[number]
+        dtype, storage, kept_as = self._kept_as[number]
         name, stored = self._pools[pool]
         size, length = self._sizes_of.get(pool) or self._size_of(pool)
         if offset + count > length * size or storage != stored:
             raise self._misplaced(row)
         low, high = offset // size, -(-(offset + count) // size)
-        nbytes = (high - low) * size * itemsize
+        nbytes = (high - low) * size * kept_as.itemsize
         whole = self._store_of[pool].read(name, low, high, memory.take(nbytes)).reshape(-1)
         begin = offset - low * size
         data = whole[begin : begin + count].reshape(1, *self._shapes[shape])

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 import numpy as np
-from awscrt.checksums import crc32c
 from numpy.typing import NDArray
 
 from tracer import layout
+from tracer.checksum import crc32c
 from tracer.errors import (
     MessageError,
     TraceCorruptError,

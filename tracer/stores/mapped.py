@@ -7,15 +7,22 @@ changes the memory it was given changes what is mapped there. So only bytes are 
 been seen to hold, of files whose system can say that it does, which those of networks cannot; all of them once only, of
 a mapping that belongs to one reading; and only what begins at a page, so that nobody has a page of somebody else's.
 What a consumer changes is its own: the file never has it.
+
+A system that reads a file from its beginning does so in pages of 4 KB, and comes to those of 2 MB only after 44 MB of
+it. A mapping can ask for them at once; so whoever reads the file again finds 512 pages mapped in one step, which makes
+a checksum of them twice as fast, and the first reading takes half the processor's time.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
@@ -41,18 +48,38 @@ _PAUSE: Final = 64
 _NOWAIT: Final[int | None] = getattr(os, "RWF_NOWAIT", None)
 _UNTRACKED: Final[dict[str, Any]] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
+_POPULATE_READ: Final = 22
+"""Of Linux's ``madvise`` since 5.14: bring pages into the page cache, or say that they cannot be had."""
+
+
+def _find_madvise() -> Callable[[int, int, int], int] | None:
+    """The system's ``madvise``, called without Python's lock, which `mmap.mmap.madvise` keeps while it reads."""
+    if sys.platform != "linux":
+        return None
+    try:
+        madvise = ctypes.CDLL(None).madvise
+    except (AttributeError, OSError):
+        return None
+    madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
+    return madvise
+
+
+_madvise: Final = _find_madvise()
 _lock: Final = threading.Lock()
 _mapped: list[weakref.ref[mmap.mmap]] = []
 """All that is mapped now, and what was until it is looked at again."""
+_most_mapped = 0
+"""Bytes of them."""
 
 
 class _Window:
     """A mapped part of a file."""
 
-    __slots__ = ("begin", "data", "left", "used")
+    __slots__ = ("begin", "data", "end", "left", "used")
 
     def __init__(self, begin: int, data: NDArray[np.uint8]) -> None:
         self.begin = begin
+        self.end = begin + data.nbytes
         self.data = data
         self.left = begin
         """From where on nothing was given out."""
@@ -62,12 +89,12 @@ class _Window:
 class MappedFiles:
     """Windows on the files that are read, each of which moves forward as the reading does. For one reading."""
 
-    __slots__ = ("_asked", "_full_until", "_possible", "_trailer", "_windows")
+    __slots__ = ("_asked", "_full_until", "_possible", "_sweep_at", "_trailer", "_windows")
 
     def __init__(self) -> None:
         self._possible = _NOWAIT is not None
         self._windows: dict[tuple[int, int], _Window] = {}
-        self._asked = self._full_until = 0
+        self._asked = self._full_until = self._sweep_at = 0
         self._trailer = bytearray(4)
 
     def take(self, place: Place, nbytes: int) -> tuple[NDArray[np.uint8], int] | None:
@@ -86,39 +113,73 @@ class MappedFiles:
             return None
         trailer = self._trailer
         try:
+            if window is None:
+                window = self._window(file, key, offset, nbytes)
+                if window is None:
+                    return None
             # the last byte is the last that comes into the page cache
             if os.preadv(file, (trailer,), end if checksummed else end - 4, _NOWAIT or 0) != 4:
                 return None
-            if window is None or end > window.begin + window.data.nbytes:
-                window = self._open(file, key, offset, nbytes)
+            if end > window.end:
+                window = self._window(file, key, offset, nbytes)
+                if window is None:
+                    return None
         except BlockingIOError:
             return None
         except (OSError, OverflowError, ValueError):
             self._possible = False
-            return None
-        if window is None:
             return None
         window.left = end
         window.used = self._asked
         begin = offset - window.begin
         return window.data[begin : begin + nbytes], int.from_bytes(trailer, "little") if checksummed else 0
 
-    def _open(self, file: int, key: tuple[int, int], offset: int, nbytes: int) -> _Window | None:
-        """A window that begins near `offset`, in place of the one on that file; None if too much is mapped."""
-        self._windows.pop(key, None)
+    def _window(self, file: int, key: tuple[int, int], offset: int, nbytes: int) -> _Window | None:
+        """A window that begins near `offset`, in place of the one on that file; None if too much is mapped.
+
+        With the first one on a file, the system begins to read it in large pages, if it has not yet.
+        """
+        before = self._windows.pop(key, None)
+        if before is None:
+            # whether the system says what it holds of this file has to be known before it is made to read
+            with suppress(BlockingIOError):
+                os.preadv(file, (self._trailer,), 0, _NOWAIT or 0)
         begin = offset - offset % HUGE
         length = min(max(WINDOW, offset - begin + nbytes), os.fstat(file).st_size - begin)
         if length < offset - begin + nbytes:
             return None
-        # what was read from long ago is read to its end; the others take turns, and would push each other out
-        for old in [one for one, window in self._windows.items() if self._asked - window.used > _OTHERS]:
-            del self._windows[old]
-        with _lock:
-            there = [one for ref in _mapped if (one := ref()) is not None]
-            if len(there) >= WINDOWS or sum(map(len, there)) + length > MOST:
-                self._full_until = self._asked + _PAUSE
-                return None
-            mapped = mmap.mmap(file, length, access=mmap.ACCESS_COPY, offset=begin, **_UNTRACKED)
-            _mapped[:] = [weakref.ref(one) for one in (*there, mapped)]
-        window = self._windows[key] = _Window(begin, np.frombuffer(mapped, np.uint8))
+        if self._asked >= self._sweep_at:
+            # what was read from long ago is read to its end; the others take turns, and would push each other out
+            for old in [one for one, window in self._windows.items() if self._asked - window.used > _OTHERS]:
+                del self._windows[old]
+            self._sweep_at = self._asked + _OTHERS // 16
+        mapped = _map(file, begin, length)
+        if mapped is None:
+            self._full_until = self._asked + _PAUSE
+            return None
+        data = np.frombuffer(mapped, np.uint8)
+        if before is None and _madvise is not None and length > HUGE:
+            with suppress(OSError):  # a system that was built without large pages
+                mapped.madvise(mmap.MADV_HUGEPAGE)
+                # The system goes on with pages of the size that it began with. What lies before, it has read already
+                # where a file begins with an index; what becomes of all of it is asked for each message.
+                _madvise(data.__array_interface__["data"][0] + HUGE, PAGE, _POPULATE_READ)
+        window = self._windows[key] = _Window(begin, data)
         return window
+
+
+def _map(file: int, begin: int, length: int) -> mmap.mmap | None:
+    """A part of a file; None if too much is mapped already."""
+    global _most_mapped
+    with _lock:
+        # what is mapped still is counted only when there may be too much
+        if len(_mapped) >= WINDOWS or _most_mapped + length > MOST:
+            there = [one for ref in _mapped if (one := ref()) is not None]
+            _mapped[:] = map(weakref.ref, there)
+            _most_mapped = sum(map(len, there))
+            if len(there) >= WINDOWS or _most_mapped + length > MOST:
+                return None
+        mapped = mmap.mmap(file, length, access=mmap.ACCESS_COPY, offset=begin, **_UNTRACKED)
+        _mapped.append(weakref.ref(mapped))
+        _most_mapped += length
+    return mapped

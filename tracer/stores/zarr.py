@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from awscrt.checksums import crc32c
 from numpy.typing import NDArray
 
+from tracer.checksum import crc32c
 from tracer.errors import (
     TraceCorruptError,
     TraceError,
@@ -895,7 +895,7 @@ _NOT_COPIED = "open files cannot be copied or pickled; open the trace once more"
 class _ReadShard:
     """A shard that is open for reading, and its index; closed when the last who uses it lets go of it."""
 
-    __slots__ = ("file", "index", "index_at", "key", "last")
+    __slots__ = ("file", "index", "index_at", "key", "last", "settled")
 
     def __init__(self, file: int) -> None:
         self.file = file
@@ -906,6 +906,8 @@ class _ReadShard:
         """Where in the file the index begins."""
         self.last = -1
         """The last chunk that is there."""
+        self.settled: list[int] = []
+        """Where each chunk lies, for arrays with a row in each; -1 unless it is whole and stays there."""
 
     def moved(self, chunk: int) -> bool:
         """Whether a writer has moved a chunk since the index was read, so that another may be where it was.
@@ -1021,6 +1023,8 @@ class ZarrReadStore:
         """Whether what a reading does not need is looked at, too."""
         self.reads = READS
         self._root = os.path.realpath(str(path))
+        # folders that are known to lie within the trace
+        self._within = {str(path)}
         self._arrays: dict[str, _Opened] = {}
         self._assumed: dict[str, int] = {}
         # the shards that were read last, the latest at the end
@@ -1200,10 +1204,8 @@ class ZarrReadStore:
             shard = self._shard(name, array, number)
         except TraceError:
             return None
-        offset, nbytes = shard.index[chunk].tolist()
-        if nbytes != array.chunk_nbytes + 4 or chunk == shard.last:  # the last may move
-            return None
-        return Place(shard.file, offset, True, shard, shard.key)
+        offset = shard.settled[chunk]
+        return None if offset < 0 else Place(shard.file, offset, True, shard, shard.key)
 
     def _open(self, name: str, anew: bool = False) -> _Opened:
         array = self._arrays.get(name)
@@ -1287,8 +1289,18 @@ class ZarrReadStore:
 
     def _inside(self, path: Path) -> None:
         # a link out of the directory would make a trace show what lies elsewhere
-        if not os.path.realpath(path).startswith(self._root + os.sep):
+        if not self._is_inside(str(path)):
             raise TraceFormatError(f"{self.path}: {path} leads out of the trace")
+
+    def _is_inside(self, path: str) -> bool:
+        if os.path.islink(path):
+            return os.path.realpath(path).startswith(self._root + os.sep)
+        folder = os.path.dirname(path)
+        if folder not in self._within:
+            if not self._is_inside(folder):
+                return False
+            self._within.add(folder)
+        return True
 
     def _read(self, name: str, array: _Opened, start: int, stop: int, out: NDArray[np.uint8]) -> None:
         """Fill `out` with rows ``start`` to ``stop``, chunk by chunk."""
@@ -1376,6 +1388,10 @@ class ZarrReadStore:
             shard = _ReadShard(self._open_shard(name, array, number))
             shard.index, shard.index_at = self._read_index(name, array, number, shard.file)
             shard.last = int(np.flatnonzero(shard.index[:, 0] != MISSING).max(initial=-1))
+            if array.in_rows:
+                settled = shard.index[:, 1] == array.chunk_nbytes + 4
+                settled[shard.last] = False  # the last may move
+                shard.settled = np.where(settled, shard.index[:, 0].astype(np.int64), -1).tolist()
             while len(self._shards) >= OPEN_FILES:
                 # another thread may do the same at the same time
                 self._shards.pop(next(iter(self._shards), ("", 0)), None)
