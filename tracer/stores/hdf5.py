@@ -378,6 +378,9 @@ _WRITING: dict[str, Any] = {
     "locking": False,
     "alignment_threshold": ALIGNED_BYTES,
     "alignment_interval": PAGE,
+    # Larger than usual, so that fewer index blocks take the places that chunks are thought to have (`_make_room`), but
+    # no more than a page: what was not written to takes room when a disk is full, and the trace has to say that it is.
+    "meta_block_size": PAGE,
 }
 
 
