@@ -45,7 +45,7 @@ from tracer.stores import (
 )
 from tracer.stores import zarr as zarr_store
 from tracer.stores.direct import DIRECT, DirectIO
-from tracer.stores.zarr import chunks_begin
+from tracer.stores.zarr import ZarrReadStore, chunks_begin
 
 if sys.platform != "win32":
     import fcntl
@@ -602,6 +602,34 @@ def test_zarr_links_out_of_the_store(tmp_path: Path) -> None:
     for name in ("a", "b"):
         with pytest.raises(TraceFormatError, match="leads out"):
             reader.read(name, 0, 2)
+
+
+@pytest.mark.parametrize("linked", ["a", "a/b", "a/b/c", "a/b/c/0", "a/b/zarr.json"])
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("root", ["store.zarr", ".", "../store.zarr/../store.zarr"])
+def test_zarr_links_on_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linked: str, inside: bool, root: str
+) -> None:
+    """Whatever on the way to an array is a link, it is followed within the directory only; wherever one stands."""
+    path = tmp_path / "store.zarr"
+    store = create_store(path)
+    for name in ("a/b", "a/d"):
+        store.create(name, dtype="int8", shape=(), chunk_bytes=8)
+        store.append(name, np.arange(20, dtype=np.int8))
+    store.close()
+    elsewhere = path / "elsewhere" if inside else tmp_path / "elsewhere"
+    (path / linked).rename(elsewhere)
+    (path / linked).symlink_to(elsewhere)
+    monkeypatch.chdir(tmp_path if root == "store.zarr" else path)
+    reader = ZarrReadStore(Path(root))
+    for _ in range(2):
+        if inside:
+            assert reader.read("a/b", 0, 20).tolist() == list(range(20))
+        else:
+            with pytest.raises(TraceFormatError, match="leads out"):
+                reader.read("a/b", 0, 20)
+    if linked != "a":  # what is beside it is read
+        assert reader.read("a/d", 0, 20).tolist() == list(range(20))
 
 
 @pytest.mark.parametrize("place", ["indexes", "chunk", "checksum", "missing", "empty", "short"])

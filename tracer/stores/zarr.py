@@ -1024,7 +1024,7 @@ class ZarrReadStore:
         self.reads = READS
         self._root = os.path.realpath(str(path))
         # folders that are known to lie within the trace
-        self._within = {str(path)}
+        self._within = {os.path.dirname(str(path / "zarr.json"))}
         self._arrays: dict[str, _Opened] = {}
         self._assumed: dict[str, int] = {}
         # the shards that were read last, the latest at the end
@@ -1297,7 +1297,7 @@ class ZarrReadStore:
             return os.path.realpath(path).startswith(self._root + os.sep)
         folder = os.path.dirname(path)
         if folder not in self._within:
-            if not self._is_inside(folder):
+            if folder == path or not self._is_inside(folder):
                 return False
             self._within.add(folder)
         return True
