@@ -4,16 +4,15 @@ A matrix changes as a weight does in training: by a thousandth of its norm each 
 initialisation, whose largest singular values lie close together, or with eight spikes above the bulk, as after
 training. Rows:
 
-- spectral norm: one step from what the step before left, against ``torch.linalg.matrix_norm(W, 2)`` in float32 (the
-  reference of the bar), NumPy's norm, the largest eigenvalue of the Gram matrix in float64, and ikkuna's three power
-  iterations from the vector before, re-implemented from their description. The error is against that eigenvalue.
-- operator norm of a 256x256x3x3 convolution of a 16x16 input with zero padding: seconds for a step from a warm start,
-  beside the exact norm with circular padding by Fourier transform (every frequency's matrix).
+- spectral norm: one step, against ``torch.linalg.matrix_norm(W, 2)`` in float32, NumPy's norm, the largest eigenvalue
+  of the Gram matrix in float64, and ikkuna's three power iterations from the vector before, re-implemented from their
+  description. The error is against that eigenvalue.
+- operator norm of a 256x256x3x3 convolution of a 16x16 input with zero padding: seconds for a step, beside the exact
+  norm with circular padding by Fourier transform (every frequency's matrix).
 - all spectral metrics of one weight in one run, against each by itself: what sharing the singular values saves.
 - power law of 2048 eigenvalues, against a loop over all tails in NumPy, as WeightWatcher's ``WWFit`` has it.
 
-Times are CPU time of the process on one thread, medians of the steps; the candidates take turns step by step. The bars
-stand beside the measured ratios.
+Times are CPU time of the process on one thread, medians of the steps; the candidates take turns step by step.
 
     OMP_NUM_THREADS=1 python benchmarks/metrics_spectra.py [--full] [--json]
 """
@@ -37,8 +36,6 @@ from numpy.typing import NDArray
 import analyze
 from analyze.metrics.lanczos import seeded
 from tracer import ModuleMessage
-
-BARS = {512: 10.0, 2048: 100.0, 4096: 150.0}
 
 
 def clocked(action: Callable[[], Any]) -> tuple[float, Any]:
@@ -80,20 +77,15 @@ def power_iterations(w: NDArray[Any], u: NDArray[Any]) -> tuple[float, NDArray[A
 def spectral(n: int, form: str, steps: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     w = weight(n, form, generator)
-    cold, found = clocked(lambda: analyze.spectral_norm(w, random=seeded(0)))
     u = np.random.default_rng(0).standard_normal(n).astype(np.float32)
     times: dict[str, list[float]] = {}
     errors, low, applied = [], [], []
     for step in range(1, steps + 1):
         w = moved(w, generator)
-        start, array = found.vectors, w.numpy()
-
-        def warm(w: torch.Tensor = w, start: Any = start, step: int = step) -> Any:
-            return analyze.spectral_norm(w, start=start, random=seeded(step))
-
+        array = w.numpy()
         taken: dict[str, Any] = {}
         for name, action in {
-            "warm": warm,
+            "here": lambda w=w, step=step: analyze.spectral_norm(w, random=seeded(step)),
             "torch": lambda w=w: float(torch.linalg.matrix_norm(w, 2)),
             "numpy": lambda array=array: float(np.linalg.norm(array, 2)),
             "gram": lambda array=array: gram(array),
@@ -101,7 +93,7 @@ def spectral(n: int, form: str, steps: int) -> dict[str, Any]:
         }.items():
             seconds, taken[name] = clocked(action)
             times.setdefault(name, []).append(seconds)
-        found = taken["warm"]
+        found = taken["here"]
         low_value, u = taken["power"]
         errors.append(abs(found / taken["gram"] - 1))
         low.append(abs(low_value / taken["gram"] - 1))
@@ -109,10 +101,8 @@ def spectral(n: int, form: str, steps: int) -> dict[str, Any]:
     middle = {name: statistics.median(values) for name, values in times.items()}
     return {
         "metric": f"spectral norm {n} {form}",
-        "seconds": middle["warm"],
-        "cold": cold,
-        "ratio": statistics.median(b / a for a, b in zip(times["warm"], times["torch"], strict=True)),
-        "bar": BARS[n],
+        "seconds": middle["here"],
+        "ratio": statistics.median(b / a for a, b in zip(times["here"], times["torch"], strict=True)),
         "error": max(errors),
         "steps": statistics.median(applied),
         **{f"{name} seconds": middle[name] for name in ("torch", "numpy", "gram", "power")},
@@ -123,14 +113,10 @@ def spectral(n: int, form: str, steps: int) -> dict[str, Any]:
 def operator(n: int, size: int, steps: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     w = torch.nn.init.kaiming_uniform_(torch.empty(n, n, 3, 3), a=math.sqrt(5), generator=generator)
-    cold, found = clocked(lambda: analyze.operator_norm(w, size, random=seeded(0)))
     times, applied = [], []
     for step in range(1, steps + 1):
         w = moved(w, generator)
-        start = found.vectors
-        seconds, found = clocked(
-            lambda w=w, start=start, step=step: analyze.operator_norm(w, size, start=start, random=seeded(step))
-        )
+        seconds, found = clocked(lambda w=w, step=step: analyze.operator_norm(w, size, random=seeded(step)))
         times.append(seconds)
         applied.append(found.steps)
     closer = analyze.operator_norm(w.double(), size, tolerance=1e-10, random=seeded("closer"))
@@ -138,8 +124,6 @@ def operator(n: int, size: int, steps: int) -> dict[str, Any]:
     return {
         "metric": f"operator norm {n}x{n}x3x3 at {size}x{size}",
         "seconds": statistics.median(times),
-        "cold": cold,
-        "bar seconds": 0.15,
         "error": abs(float(found) / float(closer) - 1),
         "steps": statistics.median(applied),
         "circular, exact": circular,

@@ -286,8 +286,8 @@ MEMORYLESS = [name for name in NAMES if type(parse(name)).state_dict is Subscrib
 
 def test_there_are_memoryless_subscribers() -> None:
     """Most metrics have no memory; those that have say so by a state."""
-    assert {"norm", "mean", "ratio", "stable_rank"} <= set(MEMORYLESS)
-    assert {"svcca", "message_mean", "spectral_norm"}.isdisjoint(MEMORYLESS)
+    assert {"norm", "mean", "ratio", "stable_rank", "spectral_norm"} <= set(MEMORYLESS)
+    assert {"svcca", "message_mean", "saturation"}.isdisjoint(MEMORYLESS)
 
 
 @pytest.mark.parametrize("name", NAMES)

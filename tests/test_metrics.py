@@ -294,20 +294,19 @@ def test_spectral_norm_of_known_matrices(w: Any, exact: float) -> None:
         assert analyze.spectral_norm(w * scale) == pytest.approx(exact * scale, rel=1e-12)
 
 
-@pytest.mark.parametrize("found", [0, 2])
-def test_spectral_norm_where_lapack_finds_fewer_eigenvalues(found: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of equal eigenvalues some of LAPACK's kernels give none, or too few: then all are computed."""
+def test_spectral_norm_where_lapack_finds_fewer_eigenvalues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of equal eigenvalues some of LAPACK's kernels give none: then all are computed."""
     eigh, subsets = scipy.linalg.eigh, []
 
     def fewer(*args: Any, subset_by_index: Any = None, **options: Any) -> Any:
         squares, vectors = eigh(*args, subset_by_index=subset_by_index, **options)
         subsets.append(subset_by_index)
-        return (squares, vectors) if subset_by_index is None else (squares[:found], vectors[:, :found])
+        return (squares, vectors) if subset_by_index is None else (squares[:0], vectors[:, :0])
 
     monkeypatch.setattr(scipy.linalg, "eigh", fewer)
     w = np.random.default_rng(0).standard_normal((20, 30))
     assert analyze.spectral_norm(w) == pytest.approx(np.linalg.norm(w, 2), rel=1e-13)
-    assert subsets == [(27, 29), None] or subsets == [(17, 19), None]
+    assert subsets == [(19, 19), None]
 
 
 def test_spectral_norm_equals_svd() -> None:

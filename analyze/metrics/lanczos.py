@@ -1,64 +1,56 @@
-"""The largest singular value of a linear map, by Lanczos from a random vector or from what was known before.
+"""The largest singular value of a linear map, by Lanczos from a random vector, with a proof that no other is larger.
 
-Shapes: ``q_n`` is a vector of the map's domain (n numbers), ``p_m`` one of its range (m numbers); ``q_kn`` and ``p_km``
-are k of them.
+Shapes: ``q_n`` is a vector of the map's domain (n numbers), ``p_m`` a vector of its range (m numbers).
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
 
 from tracer.messages import Message
 
 Map = Callable[[NDArray[Any]], NDArray[Any]]
-Maps = Callable[[NDArray[Any]], tuple[NDArray[Any], NDArray[Any]]]
+"""Takes a vector q (n,) to W'W q (n,), in its dtype; W' is the (conjugate) transpose."""
 
-KEPT = 3
-"""How many singular vectors are remembered: with one, a direction that overtakes it by little is not seen for long."""
+CHANCE = 1e-9
+"""With what probability, over the random vector, a larger singular value goes unseen."""
 
-_RESTART = 6
 _BYTES = 1 << 28
-"""When so many bytes of vectors are held, the iteration begins again with the best few of them."""
+"""So many bytes of vectors are held; beyond, new vectors are kept orthogonal to the latest only."""
 
 _CACHED, _PART = 1 << 21, 1 << 19
 """The second level of a processor's cache, of which a part of a matrix takes a quarter."""
 
-_SEARCH = 4
-"""How many steps a warm start takes from its random vector, before it may stop: a direction that is new on top is found
-by them. Without them the old direction would be confirmed at once."""
-
-_CAUTION = 0.5
-"""Of the tolerance, what the estimate may take: after few steps it is too small by a few times."""
+_FIRST, _NEXT = 8, 1.1
+"""After so many steps it is first looked whether they are enough, and then after so many times as many."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Extreme:
     """What `largest` found.
 
     Attributes
     ----------
     value : float
-        A lower bound of the largest singular value, but for rounding; NaN if the map gave one, or infinity.
+        A lower bound of the largest singular value, but for rounding; NaN if the map gave NaN or infinity.
     residual : float
-        r = |W'u - value q|, measured at the end: some singular value is within r of `value`.
-    vectors : array (k, n)
-        q and the next right singular vectors, as well as they are known, each of norm 1; at most `KEPT`.
+        r = |W'u - value q| for the best q: some singular value is within r of `value`. Rounding is in it.
     steps : int
-        To how many vectors the map was applied.
+        How often the map was applied.
     converged : bool
-        Whether the stopping rule was met before the steps ran out.
+        Whether it is shown that no singular value exceeds ``(1 + tolerance) value``.
     """
 
     value: float
     residual: float
-    vectors: NDArray[Any]
     steps: int
     converged: bool
 
@@ -81,210 +73,146 @@ def stream_of(message: Message) -> tuple[str | None, str, int, str, int]:
 
 
 def generator_of(message: Message) -> np.random.Generator:
-    """The generator of a message's random part: that of its stream and step, so live and replay draw the same."""
+    """The generator of a message's random vector: that of its stream and step, so live and replay draw the same."""
     return seeded(message.kind, *stream_of(message), message.global_step)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Start:
-    """What the iteration begins with.
-
-    Attributes
-    ----------
-    vectors : array (k, n)
-        Orthonormal rows.
-    known : int
-        How many of them, the first, come from a similar map; the others are random.
-    """
-
-    vectors: NDArray[Any]
-    known: int
-
-
-def started(previous: NDArray[Any] | None, size: int, dtype: np.dtype[Any], random: np.random.Generator) -> Start:
-    """The previous vectors and a random one; or, where there are none that fit, `KEPT` random ones."""
-    known_kn = np.empty((0, size)) if previous is None else previous.reshape(-1, previous.shape[-1])
-    if known_kn.shape[1] != size or len(known_kn) >= size:
-        known_kn = np.empty((0, size))
-    shape = min(1 if len(known_kn) else KEPT, size), size
-    random_kn = random.standard_normal(shape)
-    if dtype.kind == "c":
-        random_kn = random_kn + 1j * random.standard_normal(shape)
-    orthonormal, _ = np.linalg.qr(np.concatenate([known_kn, random_kn]).T)
-    return Start(np.ascontiguousarray(orthonormal.T, dtype=dtype), len(known_kn))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LinearMap:
-    """A linear map W, known by what it does to vectors, which are the rows of a matrix.
-
-    Attributes
-    ----------
-    forward : callable
-        Takes rows (k, n) to W's (k, m), in their dtype.
-    both : callable
-        Takes rows (k, n) to W's (k, m), and to what the (conjugate) transpose of W makes of those (k, n).
-    together : int
-        How many rows `both` takes in about the time of one.
-    """
-
-    forward: Map
-    both: Maps
-    together: int = 1
-
-
-def composed(forward: Map, adjoint: Map) -> LinearMap:
-    """A map that is known by what it and its (conjugate) transpose make of one vector."""
-
-    def each(one: Map, rows: NDArray[Any]) -> NDArray[Any]:
-        return one(rows[0])[None] if len(rows) == 1 else np.stack([one(row) for row in rows])
-
-    def both(rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        forth = each(forward, rows)
-        return forth, each(adjoint, forth)
-
-    return LinearMap(lambda rows: each(forward, rows), both)
-
-
-def product(a_mn: NDArray[Any]) -> LinearMap:
-    """The map of a matrix; of a large real one each part is read from memory once, for it and its transpose.
+def product(a_mn: NDArray[Any]) -> Map:
+    """The map of a matrix A: q to A'A q.
 
     Notes
     -----
-    A matrix that the second level of the cache holds, or whose rows do not lie one behind the other, is read as often
-    as it is multiplied, by one vector after the other: parts of it, or all vectors together, would take longer.
+    Each part of a large real matrix is read from memory once, for A and for its transpose. A matrix that the second
+    level of the cache holds, or whose rows do not lie one behind the other, is multiplied as a whole.
     """
-    if a_mn.nbytes <= _CACHED or not a_mn.flags.c_contiguous or a_mn.dtype.kind == "c":
-        a_nm = a_mn.conj().T if a_mn.dtype.kind == "c" else a_mn.T
-        return composed(lambda q_n: a_mn @ q_n, lambda p_m: a_nm @ p_m)
+    if a_mn.dtype.kind == "c":
+        return lambda q_n: ((a_mn @ q_n).conj() @ a_mn).conj()
+    if a_mn.nbytes <= _CACHED or not a_mn.flags.c_contiguous:
+        return lambda q_n: (a_mn @ q_n) @ a_mn
     height = max(1, _PART // (a_mn.shape[1] * a_mn.itemsize))
 
-    def both(q_kn: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        p_km = np.empty((len(q_kn), len(a_mn)), q_kn.dtype)
-        back_kn = np.zeros_like(q_kn)
+    def by_parts(q_n: NDArray[Any]) -> NDArray[Any]:
+        back_n = np.zeros_like(q_n)
         for first in range(0, len(a_mn), height):
             part_ln = a_mn[first : first + height]
-            if len(q_kn) == 1:
-                p_l = part_ln @ q_kn[0]
-                p_km[0, first : first + height] = p_l
-                back_kn[0] += p_l @ part_ln
-            else:
-                p_kl = q_kn @ part_ln.T
-                p_km[:, first : first + height] = p_kl
-                back_kn += p_kl @ part_ln
-        return p_km, back_kn
+            back_n += (part_ln @ q_n) @ part_ln
+        return back_n
 
-    return LinearMap(lambda q_kn: q_kn @ a_mn.T, both, together=2)
+    return by_parts
 
 
-def largest(w: LinearMap, start: Start, *, tolerance: float = 1e-6, steps: int = 300, rows: int = 0) -> Extreme:
-    """The largest singular value of a linear map that is known by what it does to vectors.
+def largest(
+    w: Map,
+    size: int,
+    dtype: np.dtype[Any],
+    random: np.random.Generator,
+    *,
+    tolerance: float = 1e-6,
+    steps: int = 300,
+    rows: int = 0,
+) -> Extreme:
+    r"""The largest singular value of a linear map that is known by what W'W does to vectors.
 
     Parameters
     ----------
-    w : LinearMap
-        W, see `composed` and `product`.
-    start : Start
-        See `started`. Where nothing is known, that is a cold start.
+    w : Map
+        W'W, see `product`.
+    size : int
+        n, the number of elements of a vector.
+    dtype : dtype
+        Of the vectors: float32, float64 or complex.
+    random : numpy.random.Generator
+        What the first vector is drawn from.
     tolerance : float
         The relative error to stop at.
     steps : int
-        To how many vectors the map is applied at most.
+        How often the map is applied at most.
     rows : int
-        How many vectors are held at most, before it goes on with the best of them; 0 for as many as 256 MiB hold.
+        How many vectors are held at most; 0 for as many as 256 MiB hold.
 
     Notes
     -----
-    *Formula*: Rayleigh-Ritz for W'W on the vectors of the start, enlarged by a few Lanczos steps from the random one,
-    which look for a direction that is new on top, then by the residual of the largest Ritz value, with full
-    orthogonalisation (two passes of Gram-Schmidt). A map that takes some vectors in the time of one is given residuals
-    of the next Ritz values, too, and already beside the Lanczos steps. A cold start begins with `KEPT` random vectors
-    and takes as many residuals: what one vector has of two singular vectors whose values nearly tie stays a mixture for
-    long, and says nothing of it. It stops when the residual r is below ``sqrt(tolerance)`` of the spread of the Ritz
-    values (from a cold start a hundredth of that, so that near ties come apart), and either r is below `tolerance` or
-    the estimate of Kato and Temple, r² over the gap to the next Ritz value, is below half of it (half, because few
-    steps see the gap too wide). Ritz values that tie within that count as one.
-    *Source*: B. N. Parlett, "The Symmetric Eigenvalue Problem" (1998), chapters 10-13; E. R. Davidson, "The iterative
-    calculation of a few of the lowest eigenvalues" (1975), without preconditioning.
+    *Formula*: Lanczos for W'W from a normally distributed vector x, with full orthogonalisation. Let
+    :math:`\pi_k` be the k-th Lanczos polynomial, :math:`\theta` its largest zero, the square of the value that is
+    returned. A singular vector u with :math:`\sigma^2\ge\lambda>\theta` has the part
+    :math:`u'q_k=\pi_k(\sigma^2)\,u'x/|x|` in the k-th vector :math:`q_k`. This is at most 1, and :math:`\pi_k` rises
+    beyond :math:`\theta`, so :math:`|u'x|\le|x|/\pi_k(\lambda)`. A normally distributed number is so small with a
+    probability of at most :math:`\sqrt{2/\pi}\,|x|/\pi_k(\lambda)`. The iteration stops when this is below `CHANCE` at
+    :math:`\lambda=(1+\mathrm{tolerance}/2)^2\theta`; the other half of the tolerance is for rounding.
+    Nothing of this depends on what the map was before, or on the gap between singular values.
+    *Source*: B. N. Parlett, "The Symmetric Eigenvalue Problem" (1998), chapters 7 and 13, for the polynomials;
+    J. Kuczyński, H. Woźniakowski, "Estimating the largest eigenvalue by the power and Lanczos algorithms with a random
+    start" (1992), for random starts.
     """
-    (k, size), dtype = start.vectors.shape, start.vectors.dtype
     precision = float(np.finfo(dtype).eps)
-    reach = math.sqrt(tolerance) * (1 if start.known else 1e-2)
-    together = w.together if start.known else max(w.together, k)
-    steps = max(k, min(steps, size))
-    searches, newest = _SEARCH if 0 < start.known < k else 0, k - 1
-    # each vector is held with what the map and its transpose make of it
-    rows = max(rows or _BYTES // (2 * size * dtype.itemsize), k + _SEARCH * together + 2, 2 * _RESTART)
-    room = min(steps, rows, k + 16)
-    basis_kn, back_kn = _grown(start.vectors, room), np.empty((room, size), dtype)
-    first_km, back_kn[:k] = w.both(start.vectors)
-    squares = np.empty((room, room), np.complex128 if dtype.kind == "c" else np.float64)
-    squares[:k, :k] = first_km.conj() @ first_km.T
-    applied = k
-    del first_km
+    rows = max(2, min(rows or _BYTES // (size * dtype.itemsize), steps + 1, size))
+    x_n = random.standard_normal(size)
+    if dtype.kind == "c":
+        x_n = x_n + 1j * random.standard_normal(size)
+    length = math.sqrt(_square(x_n))
+    enough = math.log(math.sqrt(2 / math.pi) * length / CHANCE)
+    basis_kn = np.empty((min(rows, 2 * _FIRST), size), dtype)
+    basis_kn[0] = x_n / length
+    diagonal: list[float] = []
+    beside: list[float] = []
+    look = _FIRST
     while True:
-        squares_kk = squares[:k, :k]
-        if not np.isfinite(squares_kk).all():
-            return Extreme(math.nan, math.nan, start.vectors, applied, False)
-        searching = searches > 0 and applied < steps
-        more: list[NDArray[Any]] = [back_kn[newest]] if searching else []
-        top = float(squares_kk.diagonal().real.max())
-        if len(more) < together or not searching:
-            values_k, vectors_kk = np.linalg.eigh(squares_kk)
-            top = float(values_k[-1])
-            ritz_jk = vectors_kk[:, : -1 - together + len(more) : -1].T.astype(dtype)
-            rest_jn = ritz_jk @ back_kn[:k]
-            rest_jn -= values_k[: -1 - len(ritz_jk) : -1, None].astype(dtype) * (ritz_jk @ basis_kn[:k])
-            residuals = [math.sqrt(_square(rest_n)) for rest_n in rest_jn]
-            if not searching:
-                converged = _met(values_k, residuals[0], reach, tolerance)
-                if converged or applied == steps:
-                    break
-            more += [rest_n for rest_n, length in zip(rest_jn, residuals, strict=True) if length > tolerance * top]
-        more = more[: steps - applied]
-        if k + len(more) > rows:
-            # no more memory: go on with the best
-            best = np.ascontiguousarray(vectors_kk[:, ::-1][:, :_RESTART].T.astype(dtype))
-            k = len(best)
-            basis_kn[:k], back_kn[:k] = best @ basis_kn[: len(squares_kk)], best @ back_kn[: len(squares_kk)]
-            squares[:k, :k] = np.diag(values_k[::-1][:k])
-        if k + len(more) > room:
-            room = min(max(2 * room, k + len(more)), steps, rows)
-            basis_kn, back_kn = _grown(basis_kn, room), _grown(back_kn, room)
-            squares = np.pad(squares, (0, room - len(squares)))
-        end = k
-        for number, rest_n in enumerate(more):
-            for _ in range(2):
-                rest_n = rest_n - (basis_kn[:end].conj() @ rest_n) @ basis_kn[:end]
-            length = math.sqrt(_square(rest_n))
-            if length > 4 * precision * max(top, 0.0):
-                basis_kn[end] = rest_n / rest_n.real.dtype.type(length)
-                end += 1
-            elif searching and number == 0:  # an invariant subspace: the random vector finds nothing more
-                searches = 0
-        if searches > 0:
-            searches, newest = searches - 1, k
-        if end == k:
-            if searching:
-                continue
-            converged = True
-            break
-        p_jm, back_kn[k:end] = w.both(basis_kn[k:end])
-        beside = _wide(basis_kn[:k].conj() @ back_kn[k:end].T)
-        squares[:k, k:end], squares[k:end, :k] = beside, beside.conj().T
-        p_jm = _wide(p_jm)
-        squares[k:end, k:end] = p_jm.conj() @ p_jm.T
-        applied += end - k
-        k = end
-    kept = np.ascontiguousarray(vectors_kk[:, ::-1][:, :KEPT].T.astype(dtype))
-    q_jn = kept @ basis_kn[:k]
-    length = math.sqrt(_square(q_jn[0]))
-    # measured once more: in float32 the Ritz value has gathered the rounding of all products
-    value = math.sqrt(_square(w.forward(q_jn[:1]))) / length
-    if value == 0:
-        return Extreme(0.0, 0.0, q_jn, applied, True)
-    off_n = kept[0] @ back_kn[:k] - dtype.type(value * value) * q_jn[0]
-    return Extreme(value, math.sqrt(_square(off_n)) / (value * length), q_jn, applied, converged)
+        k = len(diagonal)
+        held_kn = basis_kn[: min(k + 1, rows)]
+        q_n = basis_kn[k % rows]
+        rest_n = w(q_n)
+        diagonal.append(float(np.vdot(_wide(q_n), _wide(rest_n)).real))
+        if not math.isfinite(diagonal[-1]):
+            return Extreme(math.nan, math.nan, k + 1, False)
+        rest_n, off = _orthogonal(rest_n, held_kn)
+        beside.append(off)
+        k += 1
+        ended = off == 0 or k == size
+        if k >= look or ended or k == steps:
+            look = math.ceil(k * _NEXT)
+            square, last = _top(diagonal, beside)
+            shown = ended or _growth(diagonal, beside, (1 + tolerance / 2) ** 2 * square) >= enough
+            if shown or k == steps:
+                value = math.sqrt(max(square, 0.0))
+                residual = off * last / value if value else 0.0
+                return Extreme(value, residual + 4 * precision * value, k, shown)
+        if k == len(basis_kn) < rows:
+            basis_kn = _grown(basis_kn, min(2 * k, rows))
+        basis_kn[k % rows] = rest_n / rest_n.real.dtype.type(off)
+
+
+def _orthogonal(rest_n: NDArray[Any], basis_kn: NDArray[Any]) -> tuple[NDArray[Any], float]:
+    """What is left of a vector beside orthonormal ones, and its length: 0 if it is nothing but rounding."""
+    length = before = math.sqrt(_square(rest_n))
+    for _ in range(4):
+        rest_n = rest_n - (basis_kn.conj() @ rest_n) @ basis_kn
+        length, before = math.sqrt(_square(rest_n)), length
+        if length > 0.7 * before:
+            return rest_n, length
+    return rest_n, 0.0
+
+
+def _top(diagonal: Sequence[float], beside: Sequence[float]) -> tuple[float, float]:
+    """The largest eigenvalue of a tridiagonal matrix, and the modulus of the last element of its eigenvector."""
+    last = len(diagonal) - 1
+    if not last:
+        return diagonal[0], 1.0
+    values, vectors = scipy.linalg.eigh_tridiagonal(
+        diagonal, beside[:last], select="i", select_range=(last, last), check_finite=False, lapack_driver="stebz"
+    )
+    return float(values[-1]), abs(float(vectors[-1, -1]))
+
+
+def _growth(diagonal: Sequence[float], beside: Sequence[float], at: float) -> float:
+    """The logarithm of the last Lanczos polynomial at a number above its zeros; infinity below where it has one."""
+    total, pivot, before = 0.0, 1.0, 0.0
+    for here, off in zip(diagonal, beside, strict=True):
+        pivot = at - here - before / pivot
+        if pivot <= 0:
+            return -math.inf
+        total += math.log(pivot / off)
+        before = off * off
+    return total
 
 
 def _wide(x: NDArray[Any]) -> NDArray[Any]:
@@ -302,21 +230,3 @@ def _grown(rows: NDArray[Any], room: int) -> NDArray[Any]:
     more = np.empty((room, rows.shape[1]), rows.dtype)
     more[: len(rows)] = rows
     return more
-
-
-def _met(values_k: NDArray[np.float64], residual: float, reach: float, tolerance: float) -> bool:
-    """The stopping rule, on Ritz values of W'W (rising) and the residual there, which is r times the singular value."""
-    top = float(values_k[-1])
-    if top <= 0:
-        return False
-    if residual <= tolerance * top:
-        return True
-    gaps = top - values_k[-2::-1]
-    # of the spread, not of the size: what is nearly orthogonal has all its singular values near one another
-    if not len(gaps) or residual > reach * gaps[-1]:
-        return False
-    # ties: the first j Ritz values are one, up to their spread, and the gap that counts is the next
-    spread = np.concatenate(([0.0], gaps[:-1]))
-    with np.errstate(divide="ignore"):
-        errors = spread + residual**2 / gaps
-    return bool(errors.min() <= _CAUTION * tolerance * top)

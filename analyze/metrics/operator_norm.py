@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.inputs import Array, answer, as_array, subscription_to
-from analyze.metrics.lanczos import composed, generator_of, largest, seeded, started, stream_of
+from analyze.metrics.lanczos import generator_of, largest, seeded
 from analyze.metrics.spectra import code, power_of_two
 from analyze.metrics.spectral_norm import (
+    SINGLE,
     STATUSES,
-    Past,
     SpectralNormResult,
     Status,
     check_certify,
@@ -34,6 +34,9 @@ Sizes = int | tuple[int, ...] | None
 Padding = int | tuple[int, ...] | Literal["same", "valid", "circular"] | None
 
 _SIZES = ("layer_inputs", "activations")
+_STEPS = 600
+"""How often a convolution is applied at most: some hundreds are enough for what initialisations give."""
+
 _BATCH = 1 << 22
 """Complex numbers of a batch of frequencies: 64 MiB."""
 
@@ -47,7 +50,6 @@ def operator_norm(
     dilation: int | tuple[int, ...] = 1,
     groups: int = 1,
     tolerance: float = 1e-6,
-    start: NDArray[Any] | None = None,
     random: np.random.Generator | None = None,
 ) -> SpectralNormResult:
     """The largest factor by which a layer stretches an input: the norm of the map that it is, its bias left out.
@@ -65,7 +67,7 @@ def operator_norm(
         Zeros on both sides, as in ``torch.nn.Conv2d``; ``"same"`` is dilation · (k - 1) / 2, rounded down on the left
         and up on the right, ``"valid"`` is none. ``"circular"`` wraps around, at stride 1, and is exact: the largest
         singular value over all frequencies.
-    tolerance, start, random
+    tolerance, random
         As in `spectral_norm`.
 
     Returns
@@ -89,7 +91,7 @@ def operator_norm(
     if array.ndim < 2:
         return _elementwise(array)
     if array.ndim == 2:
-        return spectral_norm(w, tolerance=tolerance, start=start, random=random)
+        return spectral_norm(w, tolerance=tolerance, random=random)
     axes = array.ndim - 2
     if axes > 3 or array.dtype.kind == "c":
         raise MessageError(
@@ -111,7 +113,7 @@ def operator_norm(
     if size == 0 or not math.isfinite(size):
         return SpectralNormResult(size, size, "exact" if size == 0 else "nonfinite")
     scale = power_of_two(size)
-    single = array.dtype in (np.float16, np.float32) and 1e-30 < scale < 1e30
+    single = array.dtype in (np.float16, np.float32) and 1e-30 < scale < 1e30 and tolerance >= SINGLE
     kernel: NDArray[Any] = array.astype(np.float32 if single else np.float64)
     kernel /= scale
     if padding == "circular":
@@ -123,11 +125,17 @@ def operator_norm(
             raise MessageError(f"a kernel of {r} positions does not fit into an input of {n} with padding {b} and {a}")
     layer = _Convolution(kernel, sizes, strides, (before, after), dilations, groups)
     generator = seeded("operator_norm") if random is None else random
-    begin = started(start, math.prod(layer.shape), kernel.dtype, generator)
     with np.errstate(all="ignore"):
-        found = largest(composed(layer.forward, layer.adjoint), begin, tolerance=tolerance)
+        found = largest(
+            lambda q: layer.adjoint(layer.forward(q)),
+            math.prod(layer.shape),
+            kernel.dtype,
+            generator,
+            tolerance=tolerance,
+            steps=_STEPS,
+        )
     status: Status = "converged" if found.converged else "unconverged"
-    return SpectralNormResult(found.value * scale, found.residual * scale, status, found.steps, found.vectors)
+    return SpectralNormResult(found.value * scale, found.residual * scale, status, found.steps)
 
 
 def _elementwise(array: NDArray[Any]) -> SpectralNormResult:
@@ -399,20 +407,19 @@ class OperatorNorm(Subscriber):
 
     Notes
     -----
-    *Formula*: as ``spectral_norm``, on the convolution and its transpose, from the singular vectors of the step before;
-    the matrix of the map is never made. With ``"circular"`` padding it is the largest singular value over all
-    frequencies, exactly.
+    *Formula*: as ``spectral_norm``, on the convolution and its transpose; the matrix of the map is never made. With
+    ``"circular"`` padding it is the largest singular value over all frequencies, exactly.
     *Needs*: of convolutions ``layer_inputs`` or ``activations``, or `input_hw`. Stride, padding, dilation and groups
     stand in the trace, if a convolution of ``torch.nn`` was recorded by tracereel. In others the sizes of both kinds
     tell them, and one with dilation, or a transposed one, looks like another: give what it has, and its `modules`.
-    *Cost*: warm about ten convolutions of one input and their transposes.
+    *Cost*: 20 to 300 convolutions of one input and their transposes.
     *Invariant to* the order of outputs, and to the sign; scales with the data. It is from 1 to :math:`\sqrt{hw}` times
     the spectral norm of the reshaped kernel, where the padding is at least half the kernel and the stride is 1.
     *Edge values*: 0 for an empty or zero weight; NaN where NaN occurs, else infinity where infinity occurs; NaN where
     the size is not known. Never raises during a replay.
-    *Memory*: for each stream three vectors of the size of an input, and the sizes of each layer; part of `state_dict`.
-    *Numerics*: relative error below 1e-6 where it converged (a stopping rule, not a proof); a lower bound but for
-    rounding.
+    *Memory*: the sizes of each layer; part of `state_dict`. While it computes, up to 256 MiB of vectors.
+    *Numerics*: relative error below 1e-6 where it converged, but for one random vector in :math:`10^9`; a lower bound
+    but for rounding. Where 600 applications do not show that, the status is 5, and the value may be too small.
     *Source*: H. Sedghi, V. Gupta, P. M. Long, "The Singular Values of Convolutional Layers", arXiv:1805.10408 (circular
     padding); Lanczos as in ``spectral_norm``.
     *Formerly*: none; ikkuna's and torch's spectral norms take the reshaped kernel, 1.5-2.4 times too low.
@@ -430,7 +437,7 @@ class OperatorNorm(Subscriber):
     name = "operator_norm"
     scope = "stream"
     spoiled_by = ("elements", "reduce")
-    version = 3
+    version = 4
     invariances = ("rows", "sign")
 
     def __init__(
@@ -472,7 +479,6 @@ class OperatorNorm(Subscriber):
         super().__init__(subscriptions, produces=(metric, f"{metric}_residual", f"{metric}_status"))
         self.input_hw, self.stride, self.padding, self.dilation = input_hw, stride, padding, dilation
         self.groups, self.tolerance, self.certify = groups, tolerance, certify
-        self._past = Past()
         self._sizes: dict[tuple[str, str | None], tuple[int, ...]] = {}
         self._convolutions: dict[Any, Mapping[str, Any]] = {}
 
@@ -493,17 +499,15 @@ class OperatorNorm(Subscriber):
                 self._sizes[message.kind, message.key] = tuple(message.data.shape)
             return
         found = self._found(message)
-        if found.vectors is not None:
-            self._past.vectors[stream_of(message)] = found.vectors
         for kind, number in zip(self.produces, (found, found.residual, code(found.status, STATUSES)), strict=True):
             yield derived(message, kind, answer(number))
 
     def _found(self, message: Message) -> SpectralNormResult:
         array = as_array(message.data)
-        start, random = self._past.vectors.get(stream_of(message)), generator_of(message)
+        random = generator_of(message)
         if array.ndim == 2:
             certify = bool(self.certify) and message.global_step % self.certify == 0
-            return spectral_norm(array, certify=certify, tolerance=self.tolerance, start=start, random=random)
+            return spectral_norm(array, certify=certify, tolerance=self.tolerance, random=random)
         if array.ndim < 2:
             return operator_norm(array)
         layer = self._layer(message.key, array.shape)
@@ -518,13 +522,12 @@ class OperatorNorm(Subscriber):
                 dilation=layer["dilation"],
                 groups=layer["groups"],
                 tolerance=self.tolerance,
-                start=start,
                 random=random,
             )
         except MessageError:  # what was given does not fit this layer: an answer, not the end of a replay
             return SpectralNormResult(math.nan, math.nan, "unknown_size")
         if layer["guessed"] and found.status in ("converged", "exact"):
-            return SpectralNormResult(float(found), found.residual, "guessed", found.steps, found.vectors)
+            return SpectralNormResult(float(found), found.residual, "guessed", found.steps)
         return found
 
     def _layer(self, module: str | None, shape: tuple[int, ...]) -> dict[str, Any] | None:
@@ -577,11 +580,10 @@ class OperatorNorm(Subscriber):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The singular vectors of each stream, and the sizes of each layer."""
+        """The sizes of each layer."""
         sizes = [{"kind": kind, "module": module, "shape": list(of)} for (kind, module), of in self._sizes.items()]
-        return {**self._past.state_dict(), "sizes": sizes}
+        return {"sizes": sizes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another of the same parameters stopped."""
-        self._past.load_state_dict(state)
         self._sizes = {(one["kind"], one["module"]): tuple(one["shape"]) for one in state["sizes"]}

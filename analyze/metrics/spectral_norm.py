@@ -1,4 +1,4 @@
-"""The spectral norm of a weight: its largest singular value, followed from step to step.
+"""The spectral norm of a weight: its largest singular value.
 
 Shapes: ``w_oi`` is a weight with o outputs (its first axis) and i inputs (all other axes, flattened); ``a_mn`` is it,
 or its transpose if that has the shorter rows.
@@ -7,16 +7,15 @@ or its transpose if that has the shorter rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, final
 
 import numpy as np
 import scipy
-import torch
 from numpy.typing import NDArray
 
 from analyze.metrics.inputs import Array, answer, as_array, subscription_to
-from analyze.metrics.lanczos import KEPT, Extreme, generator_of, largest, product, seeded, started, stream_of
+from analyze.metrics.lanczos import Extreme, generator_of, largest, product, seeded
 from analyze.metrics.spectra import code, matrix, power_of_two
 from tracer.errors import MessageError
 from tracer.messages import DEFAULT_TAG, Message, derived
@@ -25,12 +24,12 @@ from tracer.subscriber import Subscriber
 Status = Literal["converged", "exact", "certified", "corrected", "nonfinite", "unconverged", "unknown_size", "guessed"]
 
 STATUSES: tuple[Status, ...] = (
-    "converged",  # 0: the iteration met its stopping rule
+    "converged",  # 0: by the iteration; that a singular value is larger has a probability below 1e-9
     "exact",  # 1: by the eigenvalues of the Gram matrix
     "certified",  # 2: the iteration's, and a Cholesky factorisation proves that no singular value is larger
     "corrected",  # 3: the factorisation refused the iteration's, so it is the exact one
     "nonfinite",  # 4: NaN or infinity among the elements, as in other metrics
-    "unconverged",  # 5: the steps ran out: a lower bound, within its residual of some singular value
+    "unconverged",  # 5: the steps ran out: a lower bound, which may be too small by more than the tolerance
     "unknown_size",  # 6: (operator norms) the size of the input is not known
     "guessed",  # 7: (operator norms) several strides and paddings fit the recorded sizes: of the likeliest
 )
@@ -39,6 +38,9 @@ STATUSES: tuple[Status, ...] = (
 SMALL = 128
 """Up to this many rows or columns the exact way is the faster one."""
 
+SINGLE = 5e-7
+"""Below this tolerance the rounding of float32 would be too much of it."""
+
 
 class SpectralNormResult(float):
     """A largest singular value: a number with its companions.
@@ -46,25 +48,20 @@ class SpectralNormResult(float):
     Attributes
     ----------
     residual : float
-        r = |W'u - value v|, measured: some singular value is within r of the value.
+        r = |W'u - value v| and what rounding may add: some singular value is within r of the value.
     status : str
         A word of `STATUSES`.
     steps : int
         How often the iteration applied the map; 0 for the exact way.
-    vectors : array (k, min(o, i)) or None
-        The singular vectors of the shorter side, of the largest values, to begin with the next time.
     """
 
     residual: float
     status: Status
     steps: int
-    vectors: NDArray[Any] | None
 
-    def __new__(
-        cls, value: float, residual: float, status: Status, steps: int = 0, vectors: NDArray[Any] | None = None
-    ) -> SpectralNormResult:
+    def __new__(cls, value: float, residual: float, status: Status, steps: int = 0) -> SpectralNormResult:
         self = super().__new__(cls, value)
-        self.residual, self.status, self.steps, self.vectors = residual, status, steps, vectors
+        self.residual, self.status, self.steps = residual, status, steps
         return self
 
 
@@ -74,7 +71,6 @@ def spectral_norm(
     exact: bool = False,
     certify: bool = False,
     tolerance: float = 1e-6,
-    start: NDArray[Any] | None = None,
     random: np.random.Generator | None = None,
 ) -> SpectralNormResult:
     """The largest singular value of a weight, seen as a matrix of its outputs by everything else.
@@ -92,10 +88,8 @@ def spectral_norm(
         if that fails.
     tolerance : float
         The relative error of the iteration.
-    start : array (k, min(o, i)), optional
-        A previous result's `SpectralNormResult.vectors`.
     random : numpy.random.Generator, optional
-        What the random part of the start is drawn from; by default a fixed one.
+        What the iteration's first vector is drawn from; by default a fixed one.
 
     Returns
     -------
@@ -126,11 +120,13 @@ def spectral_norm(
         a_mn = a_mn.astype(np.float64)
     elif a_mn.dtype == np.float16:
         a_mn = a_mn.astype(np.float32)
+    if tolerance < SINGLE and a_mn.dtype.itemsize < (16 if a_mn.dtype.kind == "c" else 8):
+        a_mn = a_mn.astype(np.complex128 if a_mn.dtype.kind == "c" else np.float64)
     if a_mn.size == 0:
         return SpectralNormResult(0.0, 0.0, "exact")
     if exact or a_mn.shape[1] <= SMALL:
         return _exact(a_mn)
-    found = _iterate(a_mn, start, random, tolerance)
+    found = _iterate(a_mn, random, tolerance)
     scale = 1.0
     # with squares out of the range of the dtype, or something that is no number: look closer
     if not 1e-12 < found.value < 1e15:
@@ -139,14 +135,14 @@ def spectral_norm(
             return SpectralNormResult(size, size, "exact" if size == 0 else "nonfinite")
         scale = power_of_two(size)
         a_mn = (a_mn / a_mn.real.dtype.type(scale)) if scale > 1e-30 else (a_mn.astype(np.float64) / scale)
-        found = _iterate(a_mn, start, random, tolerance)
+        found = _iterate(a_mn, random, tolerance)
     status: Status = "converged"
     if certify or not found.converged:
         if not _certified(a_mn, found.value, tolerance):
             right = _exact(a_mn)
-            return SpectralNormResult(right * scale, right.residual * scale, "corrected", found.steps, right.vectors)
+            return SpectralNormResult(right * scale, right.residual * scale, "corrected", found.steps)
         status = "certified"
-    return SpectralNormResult(found.value * scale, found.residual * scale, status, found.steps, found.vectors)
+    return SpectralNormResult(found.value * scale, found.residual * scale, status, found.steps)
 
 
 def check_tolerance(tolerance: object) -> None:
@@ -155,12 +151,10 @@ def check_tolerance(tolerance: object) -> None:
         raise MessageError(f"tolerance is a relative error above 0 and below 1, not {tolerance!r}")
 
 
-def _iterate(
-    a_mn: NDArray[Any], start: NDArray[Any] | None, random: np.random.Generator | None, tolerance: float
-) -> Extreme:
-    begin = started(start, a_mn.shape[1], a_mn.dtype, seeded("spectral_norm") if random is None else random)
+def _iterate(a_mn: NDArray[Any], random: np.random.Generator | None, tolerance: float) -> Extreme:
+    generator = seeded("spectral_norm") if random is None else random
     with np.errstate(all="ignore"):
-        return largest(product(a_mn), begin, tolerance=tolerance)
+        return largest(product(a_mn), a_mn.shape[1], a_mn.dtype, generator, tolerance=tolerance)
 
 
 def _gram(a_mn: NDArray[Any]) -> NDArray[Any]:
@@ -179,16 +173,15 @@ def _exact(a_mn: NDArray[Any]) -> SpectralNormResult:
     scale = power_of_two(size)
     a_mn = a_mn.astype(np.complex128 if a_mn.dtype.kind == "c" else np.float64) / scale
     last = a_mn.shape[1] - 1
-    wanted = (max(0, last - KEPT + 1), last)
+    wanted = (last, last)
     squares, vectors = scipy.linalg.eigh(_gram(a_mn), subset_by_index=wanted, overwrite_a=True, check_finite=False)
-    if len(squares) != wanted[1] - wanted[0] + 1:
+    if len(squares) != 1:
         # LAPACK finds fewer, without a word, of some matrices whose eigenvalues are all the same but for the last bits,
         # such as those of a scaled Hadamard matrix, on some processors
         squares, vectors = scipy.linalg.eigh(_gram(a_mn), overwrite_a=True, check_finite=False, driver="evd")
-        squares, vectors = squares[wanted[0] :], vectors[:, wanted[0] :]
     value, q_n = math.sqrt(max(float(squares[-1]), 0.0)), vectors[:, -1]
     residual = float(np.linalg.norm(a_mn.conj().T @ (a_mn @ q_n) - value**2 * q_n)) / value
-    return SpectralNormResult(value * scale, residual * scale, "exact", 0, np.ascontiguousarray(vectors[:, ::-1].T))
+    return SpectralNormResult(value * scale, residual * scale, "exact")
 
 
 def _certified(a_mn: NDArray[Any], value: float, tolerance: float) -> bool:
@@ -217,7 +210,7 @@ class SpectralNorm(Subscriber):
         A kind with data of shape (o, ...), such as a linear (o, i) or a convolutional (o, c, h, w) weight, flattened to
         (o, c·h·w). A vector is one column.
     exact : bool
-        Whether to take the largest eigenvalue of the Gram matrix in float64 at every step, without memory.
+        Whether to take the largest eigenvalue of the Gram matrix in float64 at every step.
     tolerance : float
         The relative error of the iteration.
     certify : int
@@ -233,26 +226,24 @@ class SpectralNorm(Subscriber):
 
     Notes
     -----
-    *Formula*: Rayleigh-Ritz for W'W on the first three singular vectors of the step before, four Lanczos steps from a
-    random vector, and then residuals, until the estimate of Kato and Temple, r² over the gap to the next Ritz value, is
-    within `tolerance`. What sees another singular value overtake the first is the random vector, drawn from a generator
-    that is seeded by stream and step, and, where it overtakes by little, the vectors beyond the first. Without memory
-    it begins with three random vectors, whose residuals all go on, so that values that nearly tie come apart.
-    *Cost*: warm about ten to fifteen products with W and its transpose, for which a large W is read from memory six to
-    eight times; a certificate one Gram matrix and one Cholesky factorisation in float64; exact :math:`O(\min(o,i)^3)`.
+    *Formula*: Lanczos for W'W, from a random vector that is drawn by a generator seeded by stream and step, until the
+    Lanczos polynomials show that a larger singular value (by more than `tolerance`) could be hidden only by a vector
+    that has nearly nothing of its direction; one in :math:`10^9` has. Each step begins anew, so nothing that a
+    singular value did before, such as growing past another, can hide it. Where 300 steps do not show it, the
+    certificate decides.
+    *Cost*: 20 to 150 products with W and its transpose, for which a large W is read from memory once each; a
+    certificate one Gram matrix and one Cholesky factorisation in float64; exact :math:`O(\min(o,i)^3)`.
     *Invariant to* orthogonal maps of inputs and outputs, so to their order; scales with the data. For a convolution it
     is the norm of the reshaped kernel, which the norm of the convolution as a map exceeds by up to :math:`\sqrt{hw}`:
     see ``operator_norm``.
     *Edge values*: 0 for an empty or zero weight; NaN where NaN occurs, else infinity where infinity occurs. Never
     raises during a replay.
-    *Memory*: for each stream three vectors of min(o, i) numbers; part of `state_dict`. It is a hint only: without it a
-    step costs a few times as much, and the value is the same within `tolerance`.
-    *Numerics*: relative error below 1e-6 by a stopping rule, which is no proof: the certificate is. The value is never
-    above the truth but for rounding. Data in float32 and
-    smaller are multiplied in float32, all others in float64. Where the shorter side is 128 or less, and with `exact`,
-    the error is below 1e-13. A few power iterations are wrong by percents just where people look, after initialisation.
+    *Numerics*: relative error below 1e-6, but for one random vector in :math:`10^9`; with a certificate, always. The
+    value is never above the truth but for rounding. Data in float32 and smaller are multiplied in float32, all others
+    in float64. Where the shorter side is 128 or less, and with `exact`, the error is below 1e-13. A few power
+    iterations are wrong by percents just where people look, after initialisation.
     *Source*: T. Miyato et al., "Spectral Normalization for Generative Adversarial Networks", arXiv:1802.05957, section
-    2.1; B. N. Parlett, "The Symmetric Eigenvalue Problem" (1998), chapters 10-13.
+    2.1; B. N. Parlett, "The Symmetric Eigenvalue Problem" (1998), chapters 7 and 13.
     *Formerly*: ikkuna's ``SpectralNormSubscriber`` (three power iterations, 3-13 % low); weightwatcher's
     ``spectral_norm`` is its square.
 
@@ -267,9 +258,9 @@ class SpectralNorm(Subscriber):
     """
 
     name = "spectral_norm"
-    scope = "stream"
+    scope = "message"
     spoiled_by = ("elements", "reduce")
-    version = 3
+    version = 4
     invariances = ("rows", "sign", "orthogonal")
 
     def __init__(
@@ -291,7 +282,6 @@ class SpectralNorm(Subscriber):
             produces=(metric, f"{metric}_residual", f"{metric}_status"),
         )
         self.exact, self.tolerance, self.certify = exact, tolerance, certify
-        self._past = Past()
 
     def compute(self, message_or_bundle: Message) -> Iterator[Message]:
         """Answer one message with its spectral norm, its residual and its status."""
@@ -301,54 +291,13 @@ class SpectralNorm(Subscriber):
             exact=self.exact,
             certify=bool(self.certify) and message.global_step % self.certify == 0,
             tolerance=self.tolerance,
-            start=self._past.vectors.get(stream_of(message)),
             random=generator_of(message),
         )
-        if not self.exact and found.vectors is not None and found.vectors.shape[1] > SMALL:
-            self._past.vectors[stream_of(message)] = found.vectors
         for kind, number in zip(self.produces, (found, found.residual, code(found.status, STATUSES)), strict=True):
             yield derived(message, kind, answer(number))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The singular vectors of each stream."""
-        return self._past.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another of the same parameters stopped."""
-        self._past.load_state_dict(state)
 
 
 def check_certify(certify: object) -> None:
     """Raise `MessageError` unless a period of certificates is a whole number from 0."""
     if isinstance(certify, bool) or not isinstance(certify, int) or certify < 0:
         raise MessageError(f"certify is 0 or a positive number of steps, not {certify!r}")
-
-
-class Past:
-    """The last singular vectors of each stream."""
-
-    def __init__(self) -> None:
-        self.vectors: dict[tuple[str | None, str, int, str, int], NDArray[Any]] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """The vectors as tensors, with the names of their streams."""
-        return {
-            "vectors": [
-                {
-                    "module": module,
-                    "tag": tag,
-                    "call": call,
-                    "leaf": leaf,
-                    "rank": rank,
-                    "vectors": torch.from_numpy(vectors.copy()),
-                }
-                for (module, tag, call, leaf, rank), vectors in self.vectors.items()
-            ]
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
-        self.vectors = {
-            (one["module"], one["tag"], one["call"], one["leaf"], one["rank"]): one["vectors"].numpy().copy()
-            for one in state["vectors"]
-        }
