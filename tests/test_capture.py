@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -419,10 +421,107 @@ def test_reductions_of_integers(name: str, dtype: torch.dtype) -> None:
     assert float(got) == pytest.approx(float(ORACLES[name](values.double().numpy())), rel=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.uint16, torch.complex64])
 @pytest.mark.parametrize("name", REDUCTIONS)
-def test_reductions_of_nothing_are_nan(name: str) -> None:
-    """An empty tensor has no statistics, and that is no error."""
-    assert torch.isnan(Capture(reduce=name).finish("activations", torch.zeros(0, 3)))
+def test_reductions_of_nothing_are_nan(name: str, dtype: torch.dtype) -> None:
+    """An empty tensor of any dtype has no statistics, and that is no error."""
+    assert torch.isnan(Capture(reduce=name).finish("activations", torch.zeros(0, 3).to(dtype)))
+
+
+def numeric() -> dict[str, torch.dtype]:
+    """Every dtype of this torch to which numbers can be converted."""
+    found = {}
+    for name, dtype in vars(torch).items():
+        if isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{name}":
+            try:
+                with warnings.catch_warnings(action="ignore"):
+                    torch.ones(1).to(dtype)
+            except (NotImplementedError, RuntimeError):  # of bits and of what is smaller than a byte
+                continue
+            found[name] = dtype
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.parametrize("piece", [5, 100])
+@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("dtype", numeric().values(), ids=str)
+def test_reductions_of_every_dtype(dtype: torch.dtype, name: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each statistic is NumPy's of the same numbers, also of those for which torch has no kernels."""
+    monkeypatch.setattr("tracer.capture.PIECE", piece)
+    numbers = [2.0, 0.5, 1.0, 4.0, 0.25, 8.0, 2.0, 1.0]
+    if not dtype.is_floating_point and not dtype.is_complex and dtype is not torch.bool:
+        # the least number of a dtype, whose modulus it has not, and the greatest
+        numbers[0], numbers[1] = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        exact = np.array([int(one) for one in numbers], dtype=str(dtype).removeprefix("torch."))
+        values = torch.from_numpy(exact)
+    else:
+        values = torch.tensor(numbers).to(dtype)
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        exact = (values.float() if dtype.is_floating_point and dtype.itemsize == 1 else values).to(wide).numpy()
+    if dtype.is_complex and name in ("min", "max"):
+        with pytest.raises(CaptureError, match=f"no {name}; absmax"):
+            Capture(reduce=name).finish("input_data", values)
+        return
+    got = Capture(reduce=name).finish("input_data", values)
+    whole = exact.astype(np.longdouble) if exact.dtype.kind in "iu" else exact * 1.0
+    oracle = (lambda x: np.sqrt(np.sum(np.abs(x) ** 2))) if name == "norm" else ORACLES[name]
+    oracle = (lambda x: np.sqrt(np.mean(np.abs(x) ** 2))) if name == "rms" else oracle
+    expected = oracle(whole)
+    rounding = 1e-14 * float(np.abs(whole).sum())
+    assert got.ndim == 0
+    if name in ("min", "max"):
+        assert got.dtype is dtype
+        assert got.item() == expected
+    else:
+        assert complex(got.item()) == pytest.approx(
+            complex(expected), rel=1e-6 if dtype.is_complex else 1e-14, abs=rounding
+        )
+
+
+@pytest.mark.parametrize("piece", [3, 100])
+@pytest.mark.parametrize("scale", [1e-307, 1e-200, 1e200, 1e307])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("name", sorted(set(REDUCTIONS) - {"min", "max"}))
+def test_reductions_stay_in_range(
+    name: str, dtype: torch.dtype, scale: float, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where squares, or sums on the way, leave the range of float64 and the statistic does not, it is right."""
+    monkeypatch.setattr("tracer.capture.PIECE", piece)
+    values = torch.tensor([3.0, -4.0, 9.0, 9.0, -8.0, 1.5, 2.0], dtype=dtype)
+    exact = complex(Capture(reduce=name).finish("weights", values).item())
+    got = complex(Capture(reduce=name).finish("weights", values * scale).item())
+    assert got == pytest.approx(exact * scale, rel=1e-14)
+
+
+def test_a_norm_of_large_numbers_is_finite() -> None:
+    """The reported example and its neighbours; what is infinite or no number stays so."""
+    two = torch.tensor([1e300, 1e300], dtype=torch.float64)
+    assert float(REDUCTIONS["norm"](two)) == pytest.approx(math.sqrt(2) * 1e300, rel=1e-15)
+    assert float(REDUCTIONS["rms"](two * 1.7e8)) == pytest.approx(1.7e308, rel=1e-15)
+    assert float(REDUCTIONS["std"](torch.tensor([1e308, -1e308], dtype=torch.float64))) == pytest.approx(
+        math.sqrt(2) * 1e308, rel=1e-15
+    )
+    for value in (math.inf, -math.inf):
+        odd = torch.tensor([1.0, value], dtype=torch.float64)
+        assert float(REDUCTIONS["norm"](odd)) == float(REDUCTIONS["absmax"](odd)) == math.inf
+        assert float(REDUCTIONS["mean"](odd)) == value
+    assert all(math.isnan(REDUCTIONS[name](torch.tensor([1.0, math.nan]).double())) for name in REDUCTIONS)
+    assert float(REDUCTIONS["norm"](torch.zeros(3, dtype=torch.float64))) == 0
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e8, -1e8, 1e12])
+@pytest.mark.parametrize("piece", [1000, 1 << 24])
+def test_an_offset_takes_no_digits_from_the_deviation(
+    offset: float, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deviation of numbers far from zero is that of the same numbers without the offset, summed exactly."""
+    monkeypatch.setattr("tracer.capture.PIECE", piece)
+    values = torch.randn(5000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + offset
+    rest = (values - offset).tolist()  # exactly
+    mean = math.fsum(rest) / len(rest)
+    exact = math.sqrt(math.fsum((one - mean) ** 2 for one in rest) / (len(rest) - 1))
+    assert float(REDUCTIONS["std"](values)) == pytest.approx(exact, rel=1e-13)
 
 
 def test_targets_are_not_reduced() -> None:

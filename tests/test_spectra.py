@@ -760,11 +760,12 @@ def test_saturation_of_delves_spectra(spectrum: list[float], k: int, delve: int)
     assert int(np.count_nonzero(np.cumsum(spectrum) < 0.99)) == delve
 
 
-@pytest.mark.parametrize("offset", [0.0, 1e4, 1e6])
+@pytest.mark.parametrize("offset", [0.0, 1e4, 1e8, 1e12])
 def test_trace_and_determinant_of_the_covariance(offset: float) -> None:
     """Against NumPy's covariance, whatever the offset."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((400, 7)) @ rng.standard_normal((7, 7))
+    x = (x + offset) - offset  # what the offset leaves of them
     found = analyze.saturation(x + offset)
     covariance = np.cov(x.T)
     assert found.trace == pytest.approx(np.trace(covariance), rel=1e-9)
@@ -1053,11 +1054,12 @@ def test_declared_invariances(name: str, seed: int) -> None:
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.integers(0, 2**31), st.lists(st.integers(0, 30), min_size=1, max_size=5), st.sampled_from([0.0, 1e3]))
+@given(st.integers(0, 2**31), st.lists(st.integers(0, 30), min_size=1, max_size=5), st.sampled_from([0.0, 1e3, 1e12]))
 def test_scatter_of_parts_is_that_of_the_whole(seed: int, sizes: list[int], offset: float) -> None:
     """However the datapoints are divided and joined, the covariance is NumPy's, to 1e-12."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((sum(sizes) + 3, 4)) + offset
+    covariance = np.cov((x - offset).T)  # the difference is exact
     whole = spectra.Scatter(4)
     for part in np.split(x, np.cumsum(sizes)):
         other = spectra.Scatter(4)
@@ -1065,7 +1067,7 @@ def test_scatter_of_parts_is_that_of_the_whole(seed: int, sizes: list[int], offs
         whole.join(other)
     assert whole.count == len(x)
     np.testing.assert_allclose(whole.mean, x.mean(0), rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(whole.products / (len(x) - 1), np.cov(x.T), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(whole.products / (len(x) - 1), covariance, rtol=1e-12, atol=1e-12)
     with pytest.raises(MessageError, match="does not take one of 5"):
         whole.join(spectra.Scatter(5))
 

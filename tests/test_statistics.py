@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+import tracemalloc
 from fractions import Fraction
 from typing import Any
 
@@ -18,7 +19,20 @@ from hypothesis import strategies as st
 import analyze
 from analyze.invariances import INVARIANCES
 from analyze.metrics import moments as moments_module
-from analyze.metrics.moments import BLOCK, NEEDS, ROW, Moments, derive, has, moments, moments_of_channels, needs_of
+from analyze.metrics import reducers
+from analyze.metrics.inputs import as_array
+from analyze.metrics.moments import (
+    BLOCK,
+    NEEDS,
+    ROW,
+    Moments,
+    Need,
+    derive,
+    has,
+    moments,
+    moments_of_channels,
+    needs_of,
+)
 from analyze.metrics.sketch import Sketch, sketch
 from analyze.metrics.statistics import channel_axis
 from tracer import Collect, MessageBus, MessageError, ModuleMessage
@@ -152,6 +166,53 @@ def test_offsets_do_no_harm(offset: float, precision: Any) -> None:
     assert analyze.statistics(x, "variance", precision=precision).variance == pytest.approx(
         exact, rel=1e-12 if precision == "double" else 1e-6
     )
+
+
+def about(rest: list[float]) -> dict[str, float]:
+    """Variance, skewness and kurtosis by exactly rounded sums."""
+    n, mean = len(rest), math.fsum(rest) / len(rest)
+    second, third, fourth = (math.fsum((one - mean) ** power for one in rest) / n for power in (2, 3, 4))
+    return {
+        "variance": second * n / (n - 1),
+        "std": math.sqrt(second * n / (n - 1)),
+        "skewness": third / second**1.5,
+        "kurtosis": fourth / second**2 - 3,
+    }
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4, 1e8, -1e8, 1e12])
+@pytest.mark.parametrize("size", [1000, ROW + 1, 5 * ROW, 2 * BLOCK + 77])
+def test_sums_over_pieces_lose_nothing_to_an_offset(size: int, offset: float) -> None:
+    """Of a tensor, of channels, of complex numbers, of windows and of merged parts: 1e-13, far from zero as near it."""
+    x = np.random.default_rng(size).standard_normal(size) + offset
+    exact = about((x - offset).tolist())  # the difference is exact
+    close = {name: pytest.approx(value, rel=1e-13, abs=1e-13) for name, value in exact.items()}
+    assert analyze.statistics(x, tuple(exact)) == close
+    assert analyze.variance(x) == close["variance"]
+    by_channel = analyze.statistics(np.stack([x, -x, x - offset]), tuple(exact), per="channel")
+    for name, value in exact.items():
+        signs = (1, -1, 1) if name == "skewness" else (1, 1, 1)
+        np.testing.assert_allclose(by_channel[name], np.multiply(signs, value), rtol=1e-13, atol=1e-13)
+    assert analyze.variance(x + 1j * x[::-1]) == pytest.approx(2 * exact["variance"], rel=1e-13)
+    need = needs_of(exact)
+    merged = Moments.empty(need, 1)
+    for part in np.array_split(x, 7):
+        merged = merged.merge(Moments.of_state(moments(part, need).state()))
+    assert {name: float(value[0]) for name, value in derive(merged, exact).items()} == close
+    windows = analyze.Aggregate(over="run", which=tuple(exact))
+    for step, part in enumerate(np.array_split(x, 3)):
+        assert not list(windows.compute(message(torch.from_numpy(part), "loss", step)))
+    told = {said.kind.rpartition("_")[2]: float(said.data) for said in windows.conclude() if said.data is not None}
+    assert told == close
+
+
+def test_a_state_without_a_centre_is_read() -> None:
+    """What was accumulated by a version that had no centres goes on as well as it did there."""
+    x = np.random.default_rng(0).standard_normal(5000) + 3
+    state = moments(x[:3000], Need.HIGHER).state()
+    state["table"] = state["table"][:13]
+    whole = Moments.of_state(state).merge(moments(x[3000:], Need.HIGHER))
+    assert derive(whole, ["variance"])["variance"][0] == pytest.approx(x.var(ddof=1), rel=1e-13)
 
 
 @pytest.mark.parametrize("precision", ["double", "single"])
@@ -529,6 +590,99 @@ def test_quantiles_equal_numpy(size: int, kind: str) -> None:
     }[kind]
     exact = np.quantile(x.astype(np.float64), PROBABILITIES)
     np.testing.assert_allclose(analyze.quantiles(x, PROBABILITIES), exact, rtol=1e-13, atol=1e-300)
+
+
+def many(dtype: str, size: int) -> Any:
+    """Numbers of a dtype, its least and its greatest among them, and many of one."""
+    rng = np.random.default_rng(0)
+    if dtype == "bool":
+        return rng.random(size) > 0.3
+    if np.dtype(dtype).kind == "f":
+        x = rng.standard_normal(size).astype(dtype)
+        x[: size // 4], x[-2:] = 0.5, (INF, -INF)
+        return x
+    bounds = np.iinfo(dtype)
+    x = rng.integers(bounds.min, bounds.max, size, dtype=dtype, endpoint=True)
+    x[: size // 4], x[-2:] = 5, (bounds.min, bounds.max)
+    return x
+
+
+DTYPES = ["float16", "float32", "float64", ">f8", "int8", "int16", "int32", "int64", *("uint8", "uint16", "uint32")]
+
+
+@pytest.mark.parametrize("gathered", [0, 2**20])
+@pytest.mark.parametrize("dtype", [*DTYPES, "uint64", "bool"])
+def test_quantiles_of_many_numbers_of_every_dtype(dtype: str, gathered: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted by their bits, whether or not few are left to sort, they are NumPy's; strided and far from 0, too."""
+    monkeypatch.setattr("analyze.metrics.quantiles._GATHERED", gathered)
+    x = many(dtype, 2**18 + 3)
+    places = (*PROBABILITIES, 0.3)
+    exact = np.quantile(x[np.isfinite(x)].astype(np.float64), places)
+    finite = np.repeat(x[np.isfinite(x)][::-1], 2)[::2]
+    np.testing.assert_allclose(analyze.quantiles(finite, places), exact, rtol=1e-13)
+    if np.dtype(dtype).kind == "f":
+        assert analyze.quantiles(x, (0, 1)).tolist() == [-INF, INF]
+        x[1234] = NAN
+        assert np.isnan(analyze.quantiles(x, places)).all()
+    if dtype == "float64":
+        far = finite + 1e12
+        np.testing.assert_allclose(analyze.quantiles(far, places), np.quantile(far, places), rtol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.uint16, torch.float16])
+def test_quantiles_of_tensors_that_numpy_has_not(dtype: torch.dtype) -> None:
+    """They are converted part by part."""
+    x = (torch.rand(2**18 + 3, generator=torch.Generator().manual_seed(0)) * 100).to(dtype)
+    exact = np.quantile(x.float().double().numpy(), PROBABILITIES)
+    np.testing.assert_allclose(analyze.quantiles(x, PROBABILITIES), exact, rtol=1e-13)
+    assert analyze.quantiles(x[::3], (0.5,)) == np.quantile(x[::3].float().double().numpy(), 0.5)
+
+
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize("dtype", [*DTYPES, "bool"])
+def test_quantiles_take_memory_that_does_not_grow(dtype: str, same: bool) -> None:
+    """Of eight million numbers of any dtype, whether or not they agree, less than 30 MB beside them."""
+    x = np.ones(2**23, dtype) if same else np.resize(many(dtype, 2**20)[:-2], 2**23)
+    tracemalloc.start()
+    try:
+        analyze.quantiles(x, (0.05, 0.25, 0.5, 0.75, 0.95))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 30e6
+
+
+def test_quantiles_of_tensors_convert_parts_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tensor whose dtype NumPy has not, no more is converted at once than a block."""
+    sizes = []
+
+    def spied(x: Any) -> Any:
+        sizes.append(len(x))
+        return as_array(x)
+
+    monkeypatch.setattr("analyze.metrics.quantiles.as_array", spied)
+    analyze.quantiles(torch.arange(2**20).to(torch.bfloat16), (0.5,))
+    assert max(sizes) == BLOCK
+
+
+def test_quantiles_between_numbers_that_are_far_apart() -> None:
+    """Where the difference of two numbers is beyond float64, what lies between them is not."""
+    assert analyze.quantiles([-1e308, 1e308], (0, 0.25, 0.5, 1)).tolist() == [-1e308, -5e307, 0, 1e308]
+    assert analyze.statistics([-1.5e308, 1.5e308, 1.5e308], "median+q0.25") == {"median": 1.5e308, "q0.25": 0.0}
+    one = reducers.Reducer()
+    one.add(np.tile([-1e308, 1e308], 4000))
+    assert one.answer(["median"])["median"] == pytest.approx(0, abs=1e305)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64"])
+def test_the_least_whole_number_has_a_modulus(dtype: str) -> None:
+    """Its modulus is none of its dtype, and is right all the same."""
+    least = np.iinfo(dtype).min
+    x = np.array([[least, 1], [2, 3]], dtype)
+    assert analyze.norm(x, INF) == analyze.statistics(x, "norminf").norminf == -float(least)
+    assert analyze.norm(x, 1) == 6 - float(least)
+    assert analyze.activation_rate(x, threshold=5, units="last").rates.tolist() == [0.5, 0.0]
+    assert analyze.spectral_norm(x) == pytest.approx(np.linalg.norm(x.astype(float), 2), rel=1e-13)
 
 
 def test_edges_of_quantiles() -> None:

@@ -76,7 +76,9 @@ def _counts(array: NDArray[Any], threshold: float, units: Units) -> tuple[NDArra
     others = tuple(number for number in range(array.ndim) if number != axis)
     size = array.size // array.shape[axis] if array.shape[axis] else 0
     with np.errstate(invalid="ignore", over="ignore"):
-        active = np.count_nonzero(np.abs(array) > threshold, axis=others).astype(np.float64)
+        # not by the modulus: the least whole number of a dtype has none in it
+        beyond = np.abs(array) > threshold if array.dtype.kind == "c" else (array > threshold) | (array < -threshold)
+        active = np.count_nonzero(beyond, axis=others).astype(np.float64)
     if array.dtype.kind in "fc":
         active[np.isnan(array).any(axis=others)] = math.nan
     return active, size
@@ -147,6 +149,7 @@ class ActivationRate(Subscriber):
 
     name = "activation_rate"
     scope = "stream"
+    version = 2
     spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign")
 

@@ -136,6 +136,7 @@ class Aggregate(Subscriber):
 
     name = "aggregate"
     scope = "stream"
+    version = 2
     mergeable = True
     invariances = ("order",)
 

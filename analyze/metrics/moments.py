@@ -1,8 +1,9 @@
 """Counts, sums, central moments and extremes of many numbers in one pass: what the elementwise statistics share.
 
 The numbers go through a buffer that stays in a core's second-level cache, as float64, and every sum is taken there over
-rows of at most `ROW` numbers; what the rows give is put together by the formulas of Chan and Pébay. So nothing is lost
-to an offset or to the number of elements, and two accumulators can be merged. Rows are so short that no BLAS takes a
+rows of at most `ROW` numbers; what the rows give is put together by the formulas of Chan and Pébay, with a mean in two
+parts: a centre and the sum of the deviations from it. So nothing is lost to an offset or to the number of elements, and
+two accumulators can be merged. Rows are so short that no BLAS takes a
 second thread for them: on one machine the same numbers give the same bits, whatever the device, the memory layout or
 the number of threads; another processor agrees to about 1e-15.
 """
@@ -48,10 +49,13 @@ def has(need: int, wanted: int) -> bool:
     return need & wanted == wanted
 
 
-_NAMES = ("count", "zeros", "nan", "inf", "exponent", "total", "squares", "absolute", "low", "high", "m2", "m3", "m4")
-COUNT, ZEROS, NAN, INF, EXPONENT, TOTAL, SQUARES, ABSOLUTE, LOW, HIGH, M2, M3, M4 = range(len(_NAMES))
+_NAMES = (
+    *("count", "zeros", "nan", "inf", "exponent", "total", "squares", "absolute", "low", "high"),
+    *("m2", "m3", "m4", "centre", "rest"),
+)
+COUNT, ZEROS, NAN, INF, EXPONENT, TOTAL, SQUARES, ABSOLUTE, LOW, HIGH, M2, M3, M4, CENTRE, REST = range(len(_NAMES))
 _ADDED = (COUNT, ZEROS, NAN, INF, TOTAL, SQUARES, ABSOLUTE)
-_POWERS = {TOTAL: 1, SQUARES: 2, ABSOLUTE: 1, LOW: 1, HIGH: 1, M2: 2, M3: 3, M4: 4}
+_POWERS = {TOTAL: 1, SQUARES: 2, ABSOLUTE: 1, LOW: 1, HIGH: 1, M2: 2, M3: 3, M4: 4, CENTRE: 1, REST: 1}
 _Table: TypeAlias = NDArray[np.float64]
 
 
@@ -63,11 +67,11 @@ class Moments:
     ----------
     need : Need
         What was accumulated; the rows of the table for which it was not asked are without meaning.
-    table : ndarray of float64, (13, sets)
+    table : ndarray of float64, (15, sets)
         Its rows, in this order: the counts of numbers, zeros, NaN and infinities; the exponent, 0 unless powers would
         leave float64: all that follows is of the numbers divided by 2 to this power; the sums of the numbers, of their
         squares and of their moduli; the least and the greatest; the sums of squared deviations from the mean, of their
-        third and of their fourth powers.
+        third and of their fourth powers; a number near the mean, and the sum of the deviations from that.
     """
 
     need: int
@@ -91,15 +95,21 @@ class Moments:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Moments:
-        """From what `state` gave."""
-        return cls(state["need"], state["table"].numpy().copy())
+        """From what `state` gave, or what it gave before there was a centre."""
+        told = state["table"].numpy()
+        table = np.zeros((len(_NAMES), told.shape[1]))
+        table[: len(told)] = told
+        if len(told) < len(_NAMES):
+            _centre(table)
+        return cls(state["need"], table)
 
 
 def _united(tables: NDArray[np.float64]) -> _Table:
-    """The table of the union of groups of numbers, set by set; (groups, 13, sets) → (13, sets).
+    """The table of the union of groups of numbers, set by set; (groups, 15, sets) → (15, sets).
 
     The formulas are those of P. Pébay, "Formulas for robust, one-pass parallel computation of covariances and
-    arbitrary-order statistical moments", SAND2008-6212 (2008), for many groups at once.
+    arbitrary-order statistical moments", SAND2008-6212 (2008), for many groups at once. Means are taken relative to the
+    centre of a group, because the rounding of a mean far from zero may be as large as the distance between two.
     """
     if len(tables) == 1:
         alone: _Table = tables[0]
@@ -113,12 +123,23 @@ def _united(tables: NDArray[np.float64]) -> _Table:
     np.minimum.reduce(tables[:, LOW], axis=0, out=found[LOW])
     np.maximum.reduce(tables[:, HIGH], axis=0, out=found[HIGH])
     counts, m2, m3, m4 = (tables[:, row] for row in (COUNT, M2, M3, M4))
-    delta = tables[:, TOTAL] / np.maximum(counts, 1) - found[TOTAL] / np.maximum(found[COUNT], 1)
+    first = np.argmax(counts > 0, axis=0)
+    origin = np.take_along_axis(tables[:, CENTRE], first[None], axis=0)[0]
+    means = np.where(counts > 0, tables[:, CENTRE] - origin + tables[:, REST] / np.maximum(counts, 1), 0.0)
+    mean = np.add.reduce(counts * means, axis=0) / np.maximum(found[COUNT], 1)
+    found[CENTRE] = origin + mean
+    found[REST] = found[COUNT] * (mean - (found[CENTRE] - origin))
+    delta = means - mean
     weighed = counts * delta
     found[M2] = np.add.reduce(m2 + weighed * delta, axis=0)
     found[M3] = np.add.reduce(m3 + delta * (3 * m2 + weighed * delta), axis=0)
     found[M4] = np.add.reduce(m4 + delta * (4 * m3 + delta * (6 * m2 + weighed * delta)), axis=0)
     return found
+
+
+def _centre(table: _Table) -> None:
+    """Fill the centres by the means, which is precise enough where those are not far from zero."""
+    table[CENTRE], table[REST] = table[TOTAL] / np.maximum(table[COUNT], 1), 0.0
 
 
 def _of_one_exponent(tables: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -169,6 +190,7 @@ def moments(x: Array, need: int, *, single: bool = False) -> Moments:
                 first += len(rows)
         if has(need, Need.SPREAD):
             tables[:, M2] = _second(tables.T)
+            _centre(tables.T)
             again = _cancelled(tables.T, single) if not has(need, Need.HIGHER) else np.ones(len(tables), np.bool_)
             for block in np.unique(np.flatnonzero(again) // (BLOCK // ROW)).tolist():
                 first = block * (BLOCK // ROW)
@@ -176,6 +198,7 @@ def moments(x: Array, need: int, *, single: bool = False) -> Moments:
                     table = tables[first : first + len(rows)].T
                     if single:
                         _sums(rows, Need.SPREAD, table)
+                        _centre(table)
                     _deviations(rows, need, table, _cancelled(table, single))
                     first += len(rows)
         table = _united(tables[:, :, None])
@@ -284,6 +307,7 @@ def _of_rows(rows: NDArray[np.float64], need: int, *, wide: bool) -> _Table:
     if has(need, Need.SPREAD):
         _sums(rows, need & ~Need.ABSOLUTE, table)
         table[M2] = _second(table)
+        _centre(table)
         cancelled = _cancelled(table)
         if has(need, Need.HIGHER) or cancelled.any():
             kept = rows.copy() if need & Need.ABSOLUTE else rows
@@ -303,6 +327,7 @@ def _of_single_rows(rows: NDArray[np.float32], need: int) -> tuple[_Table, NDArr
     wrong = ~((of_each > _SMALL**2) & (of_each < _LARGE**2))
     if has(need, Need.SPREAD):
         table[M2] = _second(table)
+        _centre(table)
         wrong |= _cancelled(table, single=True)
     if need & Need.EXTREMES:
         low, high = extremes_of_rows(rows)
@@ -364,10 +389,12 @@ def _cancelled(table: _Table, single: bool = False) -> NDArray[np.bool_]:
 def _deviations(rows: NDArray[np.float64], need: int, table: _Table, cancelled: NDArray[np.bool_]) -> None:
     """Fill the sums of powers of deviations, of the mean taken off each number first; the rows are overwritten."""
     size = rows.shape[1]
-    rows -= (table[TOTAL] / table[COUNT])[:, None]
-    rest = _dots(rows, _ONES[:size]) / size  # what the rounding of the mean left
+    rows -= table[CENTRE][:, None]
+    total = _dots(rows, _ONES[:size])  # what the rounding of the mean left
+    rest = total / size
     second = np.maximum(_dots(rows, rows) - size * rest * rest, 0.0)
     table[M2] = np.where(cancelled, second, table[M2])
+    table[REST] = np.where(cancelled, total, 0.0)
     if has(need, Need.HIGHER):
         squared = np.square(rows, out=buffer(rows.size, 1).reshape(rows.shape))
         third, fourth = _dots(rows, squared), _dots(squared, squared)

@@ -8,15 +8,22 @@ from typing import Any, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from analyze.metrics.inputs import Array, as_array, as_float64, subscription_to
-from analyze.metrics.sketch import counts_by_key, keys_of_float32
+from analyze.metrics.moments import BLOCK, buffer
 from tracer.errors import MessageError
 from tracer.messages import DEFAULT_TAG, Message, derived
 from tracer.subscriber import Subscriber
 
 _SORTED = 2**18
 """So many elements and more are counted before they are sorted."""
+
+_GATHERED = 2**20
+"""So many elements at most are taken out and sorted, which takes 8 MB."""
+
+_DIGIT = 16
+"""By so many bits of the numbers they are counted at a time."""
 
 
 def quantiles(x: Array, probabilities: Iterable[float] = (0.0, 0.25, 0.5, 0.75, 1.0)) -> NDArray[np.float64]:
@@ -44,13 +51,20 @@ def quantiles(x: Array, probabilities: Iterable[float] = (0.0, 0.25, 0.5, 0.75, 
     [2.0, 3.0, 10.0]
     """
     wanted = check_probabilities(probabilities)
-    array = as_array(x)
-    flat = array.reshape(-1)
-    if flat.size == 0 or flat.dtype.kind == "c":
+    flat = _flat(x)
+    size = flat.numel() if isinstance(flat, Tensor) else flat.size
+    if size == 0 or (flat.is_complex() if isinstance(flat, Tensor) else flat.dtype.kind == "c"):
         return np.full(len(wanted), np.nan)
-    if flat.size < _SORTED or flat.dtype != np.float32:
+    if size < _SORTED:
         return _of_few(as_float64(flat), wanted)
-    return _of_many(flat, wanted)
+    return _of_many(flat, size, wanted)
+
+
+def _flat(x: Array) -> Tensor | NDArray[Any]:
+    """The elements as a vector; a tensor stays one, since NumPy has not each of its dtypes."""
+    if isinstance(x, Tensor) and x.layout == torch.strided and not x.is_quantized:
+        return x.detach().reshape(-1)
+    return as_array(x).reshape(-1)
 
 
 def check_probabilities(probabilities: Iterable[float]) -> tuple[float, ...]:
@@ -72,25 +86,115 @@ def _of_few(values: NDArray[np.float64], wanted: Sequence[float]) -> NDArray[np.
     return _between([(values[low], values[high], share) for low, high, share in ranks])
 
 
-def _of_many(flat: NDArray[Any], wanted: Sequence[float]) -> NDArray[np.float64]:
-    """Of float32: count the numbers by their upper 16 bits, then sort only those that share them with a quantile."""
-    keys = keys_of_float32(flat)
-    counts = counts_by_key(flat)
-    # from the most negative, whose keys begin with a set bit and fall, to the greatest
-    ordered = np.concatenate([np.arange(65535, 32767, -1), np.arange(32768)])
-    ends = np.cumsum(counts[ordered])
-    nans = counts[0x7F81:0x8000].sum() + counts[0xFF81:].sum()
-    if nans or (counts[[0x7F80, 0xFF80]].any() and np.isnan(flat).any()):
+def _of_many(flat: Tensor | NDArray[Any], size: int, wanted: Sequence[float]) -> NDArray[np.float64]:
+    """Count the numbers by their upper bits, and then those that share these with a quantile by the next."""
+    ranks = _ranks(size, wanted)
+    found = _elements(flat, size, sorted({rank for low, high, _ in ranks for rank in (low, high)}))
+    if found is None:
         return np.full(len(wanted), np.nan)
-    known: dict[int, NDArray[Any]] = {}
+    return _between([(found[low], found[high], share) for low, high, share in ranks])
 
-    def at(rank: int) -> float:
-        place = int(np.searchsorted(ends, rank, side="right"))
-        if place not in known:
-            known[place] = np.sort(flat[keys == ordered[place]])
-        return float(known[place][rank - int(ends[place] - counts[ordered[place]])])
 
-    return _between([(at(low), at(high), share) for low, high, share in _ranks(flat.size, wanted)])
+def _elements(flat: Tensor | NDArray[Any], size: int, ranks: Sequence[int]) -> dict[int, float] | None:
+    """The elements of these ranks in rising order; None if there is a NaN.
+
+    Each pass goes through the data in blocks, so memory does not grow with them.
+    """
+    # of each group of numbers that begin with the same bits: which of its elements, from 0, have which rank
+    groups: dict[int, dict[int, int]] = {0: {rank: rank for rank in ranks}}
+    known, width = 0, _DIGIT
+    while known < width:
+        counts: dict[int, NDArray[np.int64]] = {}
+        for start in range(0, size, BLOCK):
+            part = _native(flat[start : start + BLOCK])
+            if not known and part.dtype.kind == "f" and np.isnan(part).any():
+                return None
+            width, keys = 8 * part.dtype.itemsize, _keys(part)
+            digit = min(_DIGIT, width - known)
+            for begin, of_group in _members(keys, keys, groups, width - known):
+                digits = (of_group >> _as(keys, width - known - digit)) & _as(keys, (1 << digit) - 1)
+                numbers = buffer(len(digits), 0).view(np.int64)  # what bincount would else make anew
+                np.copyto(numbers, digits, casting="unsafe")
+                more = np.bincount(numbers, minlength=1 << digit)
+                counts[begin] = counts[begin] + more if begin in counts else more
+        following: dict[int, dict[int, int]] = {}
+        together = 0
+        for begin, places in groups.items():
+            ends = np.cumsum(counts[begin])
+            for rank, place in places.items():
+                at = int(np.searchsorted(ends, place, side="right"))
+                group = following.setdefault(begin << digit | at, {})
+                together += 0 if group else int(counts[begin][at])
+                group[rank] = place - int(ends[at] - counts[begin][at])
+        groups, known = following, known + digit
+        if together <= _GATHERED and known < width:
+            return _gathered(flat, size, groups, width - known)
+    dtype = _native(flat[:1]).dtype
+    return {rank: _number(begin, dtype) for begin, places in groups.items() for rank in places}
+
+
+def _gathered(flat: Tensor | NDArray[Any], size: int, groups: dict[int, dict[int, int]], rest: int) -> dict[int, float]:
+    """The elements of some ranks, by sorting the numbers of their groups."""
+    parts: dict[int, list[NDArray[Any]]] = {begin: [] for begin in groups}
+    for start in range(0, size, BLOCK):
+        part = _native(flat[start : start + BLOCK])
+        for begin, of_group in _members(_keys(part), part, groups, rest):
+            parts[begin].append(of_group)
+    found = {}
+    for begin, places in groups.items():
+        ordered = np.sort(np.concatenate(parts[begin]))
+        found.update({rank: float(ordered[place]) for rank, place in places.items()})
+    return found
+
+
+def _members(
+    keys: NDArray[Any], of: NDArray[Any], groups: Iterable[int], rest: int
+) -> Iterator[tuple[int, NDArray[Any]]]:
+    """Each group, and what its numbers are in `of`: those whose keys begin so, but for the last bits."""
+    if rest == 8 * keys.dtype.itemsize:
+        yield 0, of
+        return
+    upper = keys >> _as(keys, rest)
+    for begin in groups:
+        yield begin, of[upper == _as(keys, begin)]
+
+
+def _native(part: Tensor | NDArray[Any]) -> NDArray[Any]:
+    """A part as NumPy's own numbers of at most 64 bits, one behind the other."""
+    array = as_array(part)
+    dtype = np.dtype(np.float64) if array.dtype.itemsize > 8 else array.dtype.newbyteorder("=")
+    return np.ascontiguousarray(array, dtype)
+
+
+def _keys(part: NDArray[Any]) -> NDArray[Any]:
+    """Whole numbers without sign that rise as the numbers do, of the same size."""
+    if part.dtype.kind == "b":
+        return part.view(np.uint8)
+    if part.dtype.kind == "u":
+        return part
+    last = 8 * part.dtype.itemsize - 1
+    keys: NDArray[Any] = part.view(f"u{part.dtype.itemsize}")
+    sign = _as(keys, 1 << last)
+    if part.dtype.kind == "f":  # all bits of a negative number are turned, of others the sign
+        sign = (part.view(f"i{part.dtype.itemsize}") >> last).view(keys.dtype) | sign
+    turned: NDArray[Any] = keys ^ sign
+    return turned
+
+
+def _number(key: int, dtype: np.dtype[Any]) -> float:
+    """The number that has a key."""
+    last = 8 * dtype.itemsize - 1
+    if dtype.kind in "bu":
+        return float(key)
+    if dtype.kind == "i" or key >> last:
+        key ^= 1 << last
+    else:
+        key ^= (1 << last + 1) - 1
+    return float(np.array(key, dtype=f"u{dtype.itemsize}").view(dtype))
+
+
+def _as(keys: NDArray[Any], number: int) -> Any:
+    return keys.dtype.type(number)
 
 
 def _ranks(size: int, wanted: Sequence[float]) -> list[tuple[int, int, float]]:
@@ -101,9 +205,19 @@ def _ranks(size: int, wanted: Sequence[float]) -> list[tuple[int, int, float]]:
 
 def _between(found: list[tuple[float, float, float]]) -> NDArray[np.float64]:
     lows, highs, shares = (np.array(column, dtype=np.float64) for column in zip(*found, strict=True))
+    return interpolated(lows, highs, shares)
+
+
+def interpolated(
+    lows: NDArray[np.float64], highs: NDArray[np.float64], shares: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """What lies these shares of the way from one number to another, which may be farther apart than float64 reaches."""
     with np.errstate(invalid="ignore", over="ignore"):
+        step = highs - lows
         # as NumPy does: from the nearer end, so that a quantile of equal numbers is that number
-        near = np.where(shares < 0.5, lows + (highs - lows) * shares, highs - (highs - lows) * (1 - shares))
+        near = np.where(shares < 0.5, lows + step * shares, highs - step * (1 - shares))
+        beyond = np.isinf(step) & np.isfinite(lows) & np.isfinite(highs)
+        near = np.where(beyond, lows * (1 - shares) + highs * shares, near)
         return np.where((shares == 0) | (lows == highs), lows, near) + 0.0
 
 
@@ -131,7 +245,8 @@ class Quantiles(Subscriber):
     -----
     *Formula*: with the elements in rising order, :math:`x_{(0)} \ldots x_{(n-1)}`, and :math:`h=(n-1)p`, the point
     :math:`h-\lfloor h\rfloor` of the way from :math:`x_{(\lfloor h\rfloor)}` to the next.
-    *Cost*: one pass that counts, and one for each quantile; five take a third of the time of ``numpy.quantile``.
+    *Cost*: two passes, one that counts and one that takes out what lies near the quantiles; more where very many
+    numbers nearly agree. Besides the data it takes at most 30 MB, whatever their size and dtype.
     *Invariant to* the order and shape of the elements; scales and shifts with the data.
     *Edge values*: NaN for empty or complex data and where NaN occurs. Never raises during a replay.
     *Numerics*: exact selection; only the interpolation between two elements is rounded, in float64.
@@ -153,6 +268,7 @@ class Quantiles(Subscriber):
     name = "quantiles"
     scope = "message"
     spoiled_by = ("reduce",)
+    version = 2
     invariances = ("order",)
 
     def __init__(
@@ -170,7 +286,7 @@ class Quantiles(Subscriber):
     def compute(self, message_or_bundle: Message) -> Iterator[Message]:
         """Answer one message with its quantiles."""
         message = message_or_bundle
-        found = quantiles(as_array(message.data), self.probabilities)
+        found = quantiles(as_array(None) if message.data is None else message.data, self.probabilities)
         yield derived(message, self.produces[0], torch.from_numpy(found))
 
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from analyze.metrics.moments import NEEDS, Moments, derive, moments, needs_of
-from analyze.metrics.quantiles import quantiles
+from analyze.metrics.quantiles import interpolated, quantiles
 from tracer.errors import MessageError
 
 KEPT = 4096
@@ -168,9 +168,7 @@ class Reducer:
         places = np.array(probabilities) * (self._folded - 1)
         ends, middles = np.cumsum(self._counts), _middles(self._bins).clip(least, greatest)
         low, high = (middles[np.searchsorted(ends, of, side="right")] for of in (np.floor(places), np.ceil(places)))
-        with np.errstate(invalid="ignore"):
-            between = low + (high - low) * (places - np.floor(places))
-        found: NDArray[np.float64] = np.where(low == high, low, between)
+        found = interpolated(low, high, places - np.floor(places))
         found[np.array(probabilities) == 0], found[np.array(probabilities) == 1] = least, greatest
         return found
 

@@ -226,7 +226,7 @@ class Saturation(Subscriber):
 
     name = "saturation"
     scope: Scope = "stream"
-    version = 2
+    version = 3
     spoiled_by = ("elements", "reduce")
     mergeable = True
     invariances = ("rows", "sign", "scale", "offset", "orthogonal")
@@ -302,6 +302,7 @@ class Saturation(Subscriber):
                     "count": 0 if one.scatter is None else one.scatter.count,
                     "finite": one.scatter is None or one.scatter.finite,
                     "mean": None if one.scatter is None else torch.from_numpy(one.scatter.mean.copy()),
+                    "rest": None if one.scatter is None else torch.from_numpy(one.scatter.rest.copy()),
                     "products": None if one.scatter is None else torch.from_numpy(one.scatter.products.copy()),
                 }
                 for key, one in self._open.items()
@@ -379,4 +380,6 @@ def _restored(stored: Mapping[str, Any]) -> tuple[_Key, _Epoch]:
     scatter = Scatter(len(stored["mean"]))
     scatter.count, scatter.finite = stored["count"], stored["finite"]
     scatter.mean, scatter.products = stored["mean"].numpy().copy(), stored["products"].numpy().copy()
+    if stored.get("rest") is not None:
+        scatter.rest = stored["rest"].numpy().copy()
     return key, _Epoch(last, scatter, stored["status"])

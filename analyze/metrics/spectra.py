@@ -162,8 +162,9 @@ class Scatter:
     Notes
     -----
     *Formula*: each part is centred on its own mean, and parts are joined as in T. F. Chan, G. H. Golub,
-    R. J. LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979), so an offset of
-    the data, however large, takes no digits from the spread.
+    R. J. LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979). A mean has two
+    parts, `mean` and what its rounding left, `rest`, so an offset of the data, however large, takes no digits from the
+    spread.
 
     Examples
     --------
@@ -179,6 +180,7 @@ class Scatter:
     def __init__(self, size: int) -> None:
         self.count = 0
         self.mean = np.zeros(size)
+        self.rest = np.zeros(size)
         self.products = np.zeros((size, size))
         self.finite = True
 
@@ -190,24 +192,31 @@ class Scatter:
             with np.errstate(over="ignore", invalid="ignore"):
                 mean = part.sum(axis=0) / len(part)
                 part -= mean
-                self._join(len(part), mean, part.T @ part)
+                rest = part.sum(axis=0) / len(part)
+                part -= rest
+                self._join(len(part), mean, rest, part.T @ part)
 
     def join(self, other: Scatter) -> None:
         """Take in what another one of the same size saw."""
         if len(other.mean) != len(self.mean):
             raise MessageError(f"scatter of {len(self.mean)} neurons does not take one of {len(other.mean)}")
         with np.errstate(over="ignore", invalid="ignore"):
-            self._join(other.count, other.mean, other.products)
+            self._join(other.count, other.mean, other.rest, other.products)
 
-    def _join(self, count: int, mean: NDArray[np.float64], products: NDArray[np.float64]) -> None:
+    def _join(
+        self, count: int, mean: NDArray[np.float64], rest: NDArray[np.float64], products: NDArray[np.float64]
+    ) -> None:
         if not count:
             return
         total = self.count + count
-        step = mean - self.mean
         self.products += products
         if self.count:
+            step = (mean - self.mean) + (rest - self.rest)
             self.products += np.outer(step, step) * (self.count * count / total)
-        self.mean = self.mean + step * (count / total)
+            further = self.rest + step * (count / total)
+            mean = self.mean + further
+            rest = further - (mean - self.mean)
+        self.mean, self.rest = mean.copy(), rest.copy()
         self.count = total
         self.finite = self.finite and bool(np.isfinite(self.products.sum()))
 

@@ -319,6 +319,7 @@ class Statistics(Subscriber):
     name = "statistics"
     scope = "message"
     spoiled_by = ("reduce",)
+    version = 2
     invariances = ("order",)
 
     def __init__(
