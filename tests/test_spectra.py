@@ -450,6 +450,16 @@ CONVOLUTIONS: dict[str, dict[str, Any]] = {
     "three axes": {"shape": (3, 2, 3, 2, 3), "size": (4, 3, 4), "padding": 1},
     "1 x 1": {"shape": (4, 3, 1, 1), "size": (3, 3), "padding": 0, "stride": 2},
 }
+PADDED: dict[str, dict[str, Any]] = {
+    "plain": {"kernel_size": 3, "padding": 1},
+    "wide": {"kernel_size": 3, "padding": (3, 4), "size": (4, 5)},
+    "stride": {"kernel_size": (3, 4), "padding": (1, 2), "stride": (2, 3), "size": (8, 7)},
+    "dilation": {"kernel_size": 3, "padding": 2, "dilation": 2, "stride": 2},
+    "same, even kernel": {"kernel_size": (2, 4), "padding": "same"},
+    "valid": {"kernel_size": 3, "padding": "valid", "stride": 2},
+    "groups": {"kernel_size": 3, "padding": 2, "groups": 2},
+    "depthwise": {"kernel_size": 5, "padding": 2, "groups": 4, "stride": 3},
+}
 
 
 @pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
@@ -470,6 +480,38 @@ def test_operator_norm_equals_the_dense_operator(options: dict[str, Any], dtype:
         dense = convolve(eye, kernel.double(), padding=given["padding"], **with_options)
     exact = np.linalg.norm(dense.reshape(len(eye), -1).numpy(), 2)
     assert analyze.operator_norm(kernel, size, **given) == pytest.approx(exact, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+@pytest.mark.parametrize("options", PADDED.values(), ids=PADDED)
+def test_operator_norm_of_padded_convolutions(options: dict[str, Any], mode: Any, axes: int) -> None:
+    """With whatever around the input, it is the largest singular value of torch's layer as a dense matrix."""
+    given = {key: value[0] if isinstance(value, tuple) and axes != 2 else value for key, value in options.items()}
+    size = given.pop("size", (6, 5))
+    size = size if axes == 2 else (size,) * axes if isinstance(size, int) else (size[0],) * axes
+    torch.manual_seed(0)
+    layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1](4, 4, padding_mode=mode, bias=False, **given).double()
+    eye = torch.eye(4 * math.prod(size), dtype=torch.float64).reshape(-1, 4, *size)
+    with torch.no_grad():
+        exact = np.linalg.norm(layer(eye).reshape(len(eye), -1).numpy(), 2)
+    given.pop("kernel_size")
+    found = analyze.operator_norm(layer.weight, size, padding_mode=mode, **given)
+    assert found == pytest.approx(exact, rel=1e-6)
+    assert found.status == "converged"
+
+
+@pytest.mark.parametrize("size", [8, 9])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_strided_circular_padding_is_part_of_the_unstrided(stride: int, size: int) -> None:
+    """Its outputs are those at every stride-th position of the wrapped convolution, whose norm is no smaller."""
+    kernel = torch.randn(3, 2, 3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = analyze.operator_norm(kernel, size, padding="circular", stride=stride)
+    eye = torch.eye(2 * size**2, dtype=torch.float64).reshape(-1, 2, size, size)
+    dense = F.conv2d(F.pad(eye, (0, 1, 1, 1), mode="circular"), kernel)[..., ::stride, ::stride]
+    assert found == pytest.approx(np.linalg.norm(dense.reshape(len(eye), -1).numpy(), 2), rel=1e-6)
+    assert found.status == ("exact" if stride == 1 else "converged")
 
 
 @pytest.mark.parametrize("how", ["suddenly", "by 0.01 a step", "and falls"])
@@ -521,7 +563,10 @@ def test_operator_norm_of_other_layers() -> None:
         ({"input_hw": 8, "stride": 0}, "stride is a whole number from 1"),
         ({"input_hw": 8, "padding": -1}, "padding is a whole number from 0"),
         ({"input_hw": 8, "padding": "reflect"}, "padding is a number, one for each axis, 'same'"),
-        ({"input_hw": 8, "padding": "circular", "stride": 2}, "circular padding is for stride 1"),
+        ({"input_hw": 8, "padding_mode": "mirror"}, "padding_mode is one of 'zeros', 'reflect', 'replicate'"),
+        ({"input_hw": 8, "padding": "circular", "padding_mode": "reflect"}, "contradicts padding_mode 'reflect'"),
+        ({"input_hw": 3, "padding": 3, "padding_mode": "reflect"}, "an input of 3 has at most 2 of reflect padding"),
+        ({"input_hw": 3, "padding": 4, "padding_mode": "circular"}, "at most 3 of circular padding on a side, not 4"),
         ({"input_hw": 8, "groups": 3}, "groups is a positive divisor of the 1 outputs"),
         ({"input_hw": 2, "padding": 0}, "does not fit into an input of 2"),
         ({"input_hw": 8, "tolerance": 0}, "tolerance"),
@@ -1171,6 +1216,10 @@ LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "depthwise": (lambda: nn.Conv2d(4, 4, 3, groups=4, padding="same"), (6, 5)),
     "valid": (lambda: nn.Conv1d(2, 3, 4, stride=3, padding="valid", padding_mode="reflect"), (12,)),
     "circular": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (6, 5)),
+    "circular, strided": (lambda: nn.Conv2d(2, 3, 3, 2, padding=1, padding_mode="circular"), (5, 7)),
+    "circular, wide": (lambda: nn.Conv1d(2, 3, 3, padding=4, padding_mode="circular"), (6,)),
+    "reflect": (lambda: nn.Conv2d(2, 4, 3, padding=2, groups=2, padding_mode="reflect"), (6, 5)),
+    "replicate": (lambda: nn.Conv3d(1, 2, 3, (2, 1, 1), padding=1, padding_mode="replicate"), (3, 4, 3)),
     "transposed": (lambda: nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, output_padding=1), (4, 5)),
     "transposed, in groups": (lambda: nn.ConvTranspose1d(4, 6, 5, stride=3, groups=2, dilation=2), (5,)),
     "three axes": (lambda: nn.Conv3d(1, 2, 2, stride=(1, 2, 1)), (3, 4, 3)),
@@ -1233,7 +1282,7 @@ def test_a_batch_knows_what_a_convolution_is(tmp_path: Path) -> None:
     )
     assert found == right
     status = {row.module: STATUSES[int(row.value)] for row in rows if row.kind.endswith("_status")}
-    assert status == {"0": "converged", "1": "unknown_size"}  # its circle is one longer than its input
+    assert status == {"0": "converged", "1": "converged"}
 
 
 def test_what_a_header_says_of_convolutions_is_not_believed_blindly() -> None:
@@ -1272,8 +1321,14 @@ def test_what_a_header_says_of_convolutions_is_not_believed_blindly() -> None:
     def said_to_be(**change: Any) -> dict[str, Any]:
         return {"modules": [{"name": "m", "convolution": {**good, **change}}]}
 
-    assert math.isnan(answers(said_to_be(padding_mode="reflect"))[0])
-    assert math.isnan(answers(said_to_be(padding_mode="circular", padding=[2, 1]))[0])
+    assert math.isnan(answers(said_to_be(padding_mode="mirror"))[0])
+    assert math.isnan(answers(said_to_be(padding_mode="reflect", transposed=True))[0])
+    assert math.isnan(answers(said_to_be(padding_mode="reflect", padding=[6, 6]))[0])
+    for mode in ("reflect", "replicate", "circular"):
+        right = float(analyze.operator_norm(kernel, 6, padding=(2, 1), padding_mode=mode))
+        told = answers(said_to_be(padding_mode=mode, padding=[2, 1]))
+        assert told == (pytest.approx(right, rel=1e-6), "converged")
+        assert answers({}, padding=(2, 1), stride=1, padding_mode=mode) == told
     assert math.isnan(answers(said_to_be(transposed=True, output_padding=[1, 1]))[0])
     assert math.isnan(answers(said_to_be(groups="x"))[0])
     circular = float(analyze.operator_norm(kernel, 6, padding="circular"))

@@ -32,6 +32,15 @@ from tracer.subscription import Subscription
 
 Sizes = int | tuple[int, ...] | None
 Padding = int | tuple[int, ...] | Literal["same", "valid", "circular"] | None
+Mode = Literal["zeros", "reflect", "replicate", "circular"]
+
+_MODES: Mapping[Mode, Literal["reflect", "edge", "wrap"] | None] = {
+    "zeros": None,
+    "reflect": "reflect",
+    "replicate": "edge",
+    "circular": "wrap",
+}
+"""How torch calls what is around an input, and how NumPy does."""
 
 _SIZES = ("layer_inputs", "activations")
 _STEPS = 600
@@ -47,6 +56,7 @@ def operator_norm(
     *,
     stride: int | tuple[int, ...] = 1,
     padding: Padding = "same",
+    padding_mode: Mode = "zeros",
     dilation: int | tuple[int, ...] = 1,
     groups: int = 1,
     tolerance: float = 1e-6,
@@ -64,9 +74,11 @@ def operator_norm(
     stride, dilation, groups
         As in ``torch.nn.Conv2d``.
     padding : int, tuple of int, or {"same", "valid", "circular"}
-        Zeros on both sides, as in ``torch.nn.Conv2d``; ``"same"`` is dilation · (k - 1) / 2, rounded down on the left
-        and up on the right, ``"valid"`` is none. ``"circular"`` wraps around, at stride 1, and is exact: the largest
-        singular value over all frequencies.
+        How much there is on both sides, as in ``torch.nn.Conv2d``; ``"same"`` is dilation · (k - 1) / 2, rounded down
+        on the left and up on the right, ``"valid"`` is none. ``"circular"`` is ``"same"`` with that `padding_mode`; at
+        stride 1 it is exact: the largest singular value over all frequencies.
+    padding_mode : {"zeros", "reflect", "replicate", "circular"}
+        What is there, as in ``torch.nn.Conv2d``: zeros, or elements of the input.
     tolerance, random
         As in `spectral_norm`.
 
@@ -105,7 +117,17 @@ def operator_norm(
     )
     if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or array.shape[0] % groups:
         raise MessageError(f"groups is a positive divisor of the {array.shape[0]} outputs, not {groups!r}")
-    before, after = _padded(padding, array.shape[2:], strides, dilations)
+    before, after = _padded(padding, array.shape[2:], dilations)
+    if padding_mode not in _MODES:
+        raise MessageError(f"padding_mode is one of {', '.join(map(repr, _MODES))}, not {padding_mode!r}")
+    if padding == "circular":
+        if padding_mode not in ("zeros", "circular"):
+            raise MessageError(f"padding 'circular' contradicts padding_mode {padding_mode!r}")
+        padding_mode = "circular"
+    for n, widest in zip(sizes, map(max, before, after), strict=True):
+        most = {"reflect": n - 1, "circular": n}.get(padding_mode, widest)
+        if widest > most:
+            raise MessageError(f"an input of {n} has at most {most} of {padding_mode} padding on a side, not {widest}")
     if array.size == 0:
         return SpectralNormResult(0.0, 0.0, "exact")
     with np.errstate(invalid="ignore", over="ignore"):
@@ -116,14 +138,14 @@ def operator_norm(
     single = array.dtype in (np.float16, np.float32) and 1e-30 < scale < 1e30 and tolerance >= SINGLE
     kernel: NDArray[Any] = array.astype(np.float32 if single else np.float64)
     kernel /= scale
-    if padding == "circular":
+    if padding == "circular" and set(strides) == {1}:
         value, residual = _circular(kernel.astype(np.float64), sizes, dilations, groups)
         return SpectralNormResult(value * scale, residual * scale, "exact")
     reach = [(k - 1) * d + 1 for k, d in zip(array.shape[2:], dilations, strict=True)]
     for n, r, b, a in zip(sizes, reach, before, after, strict=True):
         if n + b + a < r:
             raise MessageError(f"a kernel of {r} positions does not fit into an input of {n} with padding {b} and {a}")
-    layer = _Convolution(kernel, sizes, strides, (before, after), dilations, groups)
+    layer = _Convolution(kernel, sizes, strides, (before, after), dilations, groups, padding_mode)
     generator = seeded("operator_norm") if random is None else random
     with np.errstate(all="ignore"):
         found = largest(
@@ -157,26 +179,22 @@ def _per_axis(given: Any, axes: int, what: str, least: int) -> tuple[int, ...]:
 
 
 def _padded(
-    padding: Padding, kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]
+    padding: Padding, kernel: Sequence[int], dilations: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Zeros before and after each axis."""
+    """How many elements are put before and after those of each axis."""
     if padding == "valid":
         return (0,) * len(kernel), (0,) * len(kernel)
-    if padding == "circular":
-        if any(stride != 1 for stride in strides):
-            raise MessageError("circular padding is for stride 1")
-        return (0,) * len(kernel), (0,) * len(kernel)
-    if padding == "same":
+    if padding in ("same", "circular"):
         both = [d * (k - 1) for k, d in zip(kernel, dilations, strict=True)]
         return tuple(b // 2 for b in both), tuple(b - b // 2 for b in both)
     if isinstance(padding, str) or padding is None:
         raise MessageError(f"padding is a number, one for each axis, 'same', 'valid' or 'circular', not {padding!r}")
-    zeros = _per_axis(padding, len(kernel), "padding", 0)
-    return zeros, zeros
+    sides = _per_axis(padding, len(kernel), "padding", 0)
+    return sides, sides
 
 
 class _Convolution:
-    """A convolution of one input with zeros around it, and its transpose, as a product of matrices for each position.
+    """A convolution of one padded input, and its transpose, as a product of matrices for each position.
 
     Of a kernel (o, c / groups, ...): `forward` takes the flat input (c, ...) to the flat output (o, ...), `adjoint`
     back.
@@ -187,17 +205,28 @@ class _Convolution:
         kernel: NDArray[Any],
         sizes: tuple[int, ...],
         strides: tuple[int, ...],
-        zeros: tuple[tuple[int, ...], tuple[int, ...]],
+        padding: tuple[tuple[int, ...], tuple[int, ...]],
         dilations: tuple[int, ...],
         groups: int,
+        mode: Mode,
     ) -> None:
         outputs, channels, places = kernel.shape[0] // groups, kernel.shape[1], kernel.shape[2:]
-        before, after = zeros
+        before, after = padding
         w_kgoc = np.moveaxis(kernel.reshape(groups, outputs, channels, math.prod(places)), 3, 0)
         self._w = [np.ascontiguousarray(w_goc) for w_goc in w_kgoc]
         self.shape = (groups, channels, *sizes)
         self._wide = (groups, channels, *(n + b + a for n, b, a in zip(sizes, before, after, strict=True)))
         self._inside = (slice(None), slice(None), *(slice(b, b + n) for b, n in zip(before, sizes, strict=True)))
+        # which slice of the padded input is a copy of which other one, axis by axis
+        self._copies: list[tuple[tuple[slice | int, ...], tuple[slice | int, ...]]] = []
+        how = _MODES[mode]
+        if how is not None:
+            for axis, (n, b, a) in enumerate(zip(sizes, before, after, strict=True), start=2):
+                along = (slice(None),) * axis
+                sources = np.pad(np.arange(n), (b, a), mode=how).tolist()
+                self._copies += [
+                    ((*along, to), (*along, b + source)) for to, source in enumerate(sources) if not b <= to < b + n
+                ]
         counts = [
             (n - (k - 1) * d - 1) // s + 1
             for n, k, d, s in zip(self._wide[2:], places, dilations, strides, strict=True)
@@ -220,6 +249,8 @@ class _Convolution:
     def forward(self, q: NDArray[Any]) -> NDArray[Any]:
         x = np.zeros(self._wide, q.dtype)
         x[self._inside] = q.reshape(self.shape)
+        for to, source in self._copies:
+            x[to] = x[source]
         y = np.zeros(self._outputs, q.dtype)
         for w_goc, seen in zip(self._w, self._seen, strict=True):
             y += w_goc @ x[seen].reshape(*self.shape[:2], -1)
@@ -230,6 +261,8 @@ class _Convolution:
         x = np.zeros(self._wide, p.dtype)
         for w_goc, seen in zip(self._w, self._seen, strict=True):
             x[seen] += (w_goc.transpose(0, 2, 1) @ y).reshape(self._parts)
+        for to, source in reversed(self._copies):
+            x[source] += x[to]
         return x[self._inside].reshape(-1)
 
 
@@ -321,10 +354,8 @@ def _recorded(said: Mapping[str, Any], kernel: Sequence[int]) -> dict[str, Any] 
         strides = _per_axis(said["stride"], axes, "stride", 1)
         dilations = _per_axis(said["dilation"], axes, "dilation", 1)
         further = _per_axis(said["output_padding"], axes, "output_padding", 0)
-        before, after = _padded(said["padding"], kernel, strides, dilations)
-        groups, transposed = said["groups"], said["transposed"]
-        zeros = said["padding_mode"] == "zeros" or not any(before + after)
-        around = said["padding_mode"] == "circular"
+        before, after = _padded(said["padding"], kernel, dilations)
+        groups, transposed, mode = said["groups"], said["transposed"], said["padding_mode"]
     except (KeyError, TypeError, MessageError):
         return {}
     found = {
@@ -334,14 +365,19 @@ def _recorded(said: Mapping[str, Any], kernel: Sequence[int]) -> dict[str, Any] 
         "groups": groups,
         "transposed": transposed is True,
         "output_padding": further,
+        "padding_mode": mode if any(before + after) else "zeros",
     }
-    if zeros:
+    if transposed is True:
         # where an output has more than a stride of its own, it is no transpose of what `operator_norm` has
-        fits = all(p < s for p, s in zip(further, strides, strict=True))
+        fits = mode == "zeros" and all(p < s for p, s in zip(further, strides, strict=True))
         return found if fits else None
+    if mode not in _MODES:
+        return None
     spans = [d * (k - 1) for k, d in zip(kernel, dilations, strict=True)]
     whole = [b + a for b, a in zip(before, after, strict=True)] == spans
-    return {**found, "padding": "circular"} if around and whole and set(strides) == {1} else None
+    if mode == "circular" and whole and set(strides) == {1}:
+        return {**found, "padding": "circular"}
+    return found
 
 
 def _inputs_of(
@@ -357,12 +393,10 @@ def _inputs_of(
         strides, dilations = (
             _per_axis(given, len(kernel), what, 1) for given, what in ((stride, "stride"), (dilation, "dilation"))
         )
-        before, after = _padded(padding, kernel, strides, dilations)
+        before, after = _padded(padding, kernel, dilations)
         outputs = _per_axis(outputs, len(kernel), "input_hw", 1)
     except MessageError:  # given for another number of axes than this layer has
         return None
-    if padding == "circular":
-        return tuple(outputs)
     more = further or (0,) * len(kernel)
     parts = zip(outputs, kernel, strides, dilations, before, after, more, strict=True)
     sizes = tuple((m - 1) * s + (k - 1) * d + 1 - b - a + f for m, k, s, d, b, a, f in parts)
@@ -374,11 +408,10 @@ class OperatorNorm(Subscriber):
     r"""Operator norm of each layer: :math:`\max_{|x|=1} |W * x|`, of a convolution at the size of its recorded input.
 
     Answers ``{kind}_operator_norm``: a float64 scalar, in the unit of the data, for each message; beside it
-    ``{kind}_operator_norm_residual``, r = |W'u − σv| in the same unit: some singular value of the layer lies within
-    r; and ``{kind}_operator_norm_status``: 0 converged, 1 exact, 2 certified, 3 corrected by the certificate, 4
-    NaN or infinity in the data, 5 unconverged, 6 without a known size, or no layer that this metric knows (padding that
-    is neither zero nor circular at stride 1), 7 several strides and paddings fit the recorded sizes, so it may be the
-    norm of another layer: give `stride` and `padding`.
+    ``{kind}_operator_norm_residual``, r = |W'u − σv| in the same unit: some singular value of the layer lies within r;
+    and ``{kind}_operator_norm_status``: 0 converged, 1 exact, 2 certified, 3 corrected by the certificate, 4 NaN or
+    infinity in the data, 5 unconverged, 6 without a known size, or no layer that this metric knows, 7 several strides
+    and paddings fit the recorded sizes, so it may be the norm of another layer: give `stride` and `padding`.
 
     Parameters
     ----------
@@ -389,12 +422,12 @@ class OperatorNorm(Subscriber):
         The size of the input of all convolutions, one number or one for each spatial axis. None: each layer's own, as
         its last recorded ``layer_inputs`` had it, under any tag; or, with `stride` and `padding` given, the smallest
         that gives its last recorded ``activations``. These are read then too.
-    stride, padding, dilation, groups : int, tuple of int, or None
-        Of all convolutions; `padding` also ``"same"``, ``"valid"`` or ``"circular"``, see `operator_norm`. None: what
-        the recording says of each layer, which knows transposed ones, too. Where it does not (see *Needs*), `groups` is
-        what the channels of the inputs tell, `dilation` is 1, and `stride` and `padding` are those that the sizes of
-        the layer's recorded input and ``activations`` tell (see `inferred`); where no outputs are recorded, stride 1
-        and ``"same"``, and the status says that it is a guess.
+    stride, padding, padding_mode, dilation, groups : int, tuple of int, str, or None
+        Of all convolutions, see `operator_norm`; with `padding` alone it is of zeros. None: what the recording says of
+        each layer, which knows transposed ones, too. Where it does not (see *Needs*), `groups` is what the channels of
+        the inputs tell, `dilation` is 1, and `stride` and `padding` are those that the sizes of the layer's recorded
+        input and ``activations`` tell (see `inferred`); where no outputs are recorded, stride 1 and ``"same"``, and the
+        status says that it is a guess.
     tolerance, certify
         As in ``spectral_norm``; only matrices are certified.
     tag, subsample, modules
@@ -447,6 +480,7 @@ class OperatorNorm(Subscriber):
         input_hw: int | tuple[int, ...] | None = None,
         stride: int | tuple[int, ...] | None = None,
         padding: int | str | tuple[int, ...] | None = None,
+        padding_mode: str | None = None,
         dilation: int | tuple[int, ...] | None = None,
         groups: int | None = None,
         tolerance: float = 1e-6,
@@ -472,13 +506,15 @@ class OperatorNorm(Subscriber):
             raise MessageError(
                 f"padding is a number, one for each axis, 'same', 'valid' or 'circular', not {padding!r}"
             )
+        if padding_mode is not None and padding_mode not in _MODES:
+            raise MessageError(f"padding_mode is one of {', '.join(map(repr, _MODES))}, not {padding_mode!r}")
         subscriptions = [subscription_to(kind, tag, subsample, modules)]
         if input_hw is None:
             subscriptions.append(Subscription(_SIZES, None, subsample, modules))
         metric = f"{kind}_operator_norm"
         super().__init__(subscriptions, produces=(metric, f"{metric}_residual", f"{metric}_status"))
         self.input_hw, self.stride, self.padding, self.dilation = input_hw, stride, padding, dilation
-        self.groups, self.tolerance, self.certify = groups, tolerance, certify
+        self.groups, self.padding_mode, self.tolerance, self.certify = groups, padding_mode, tolerance, certify
         self._sizes: dict[tuple[str, str | None], tuple[int, ...]] = {}
         self._convolutions: dict[Any, Mapping[str, Any]] = {}
 
@@ -519,6 +555,7 @@ class OperatorNorm(Subscriber):
                 layer["input_hw"],
                 stride=layer["stride"],
                 padding=layer["padding"],
+                padding_mode=layer["padding_mode"],
                 dilation=layer["dilation"],
                 groups=layer["groups"],
                 tolerance=self.tolerance,
@@ -574,6 +611,7 @@ class OperatorNorm(Subscriber):
             "input_hw": size,
             "stride": 1 if stride is None else stride,
             "padding": "same" if padding is None else padding,
+            "padding_mode": self.padding_mode or (of.get("padding_mode", "zeros") if self.padding is None else "zeros"),
             "dilation": dilation,
             "groups": groups,
             "guessed": guessed,
