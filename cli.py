@@ -1248,7 +1248,10 @@ def convert(src: str, dst: str, chunk_bytes: int, compression: tuple[str, ...], 
 @click.option("--markdown", is_flag=True, help="Print the page docs/metrics.md, which describes all built-in metrics.")
 @_as_json
 def subscribers(name: str | None, markdown: bool, as_json: bool) -> None:
-    """List the metrics that can be asked; with a NAME, its parameters and what it needs."""
+    """List the metrics that can be asked; with a NAME, its parameters and what it needs.
+
+    With other words, such as "dead units", list the metrics that speak of them.
+    """
     from analyze import catalogue, registry
 
     if markdown:
@@ -1257,7 +1260,12 @@ def subscribers(name: str | None, markdown: bool, as_json: bool) -> None:
         click.echo(catalogue.markdown(), nl=False)
         return
     with _wrong_usage():
-        told = [registry.describe(one) for one in ([name] if name else registry.subscribers())]
+        try:
+            told = [registry.describe(one) for one in ([name] if name else registry.subscribers())]
+        except UnknownNameError:
+            told, name = catalogue.search(str(name)), None
+            if not told:
+                raise
     if as_json:
         _print_json(told[0] if name else told)
     elif name:

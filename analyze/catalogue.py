@@ -19,6 +19,7 @@ HEADINGS = (
     "Edge values",
     "Memory",
     "Numerics",
+    "Found by",
     "Source",
     "Formerly",
 )
@@ -186,6 +187,44 @@ def headings(docstring: str) -> dict[str, str]:
     return {name: " ".join(said.split()) for name, said in zip(pieces[1::2], pieces[2::2], strict=True)}
 
 
+def search(words: str) -> list[dict[str, Any]]:
+    """The metrics that speak of some words, as `analyze.registry.describe` describes them.
+
+    Parameters
+    ----------
+    words : str
+        Such as ``"dead units"``. A metric speaks of a word that begins as the given one does, but for its last letters.
+
+    Returns
+    -------
+    list of dict
+        Those that have all words in their name, summary, search words or former names; if there are none, those that
+        have them anywhere in their docstring.
+
+    Examples
+    --------
+    >>> [found["name"] for found in search("dead units")], search("nothing of the kind")
+    (['activation_rate'], [])
+    """
+    beginnings = [word[: max(4, len(word) - 2)] for word in re.findall(r"\w+", words.casefold())]
+    if not beginnings:
+        return []
+    told = [registry.describe(name) for name in registry.subscribers()]
+    return [one for one in told if _speaks(_about(one), beginnings)] or [
+        one for one in told if _speaks(one["docstring"], beginnings)
+    ]
+
+
+def _about(told: dict[str, Any]) -> str:
+    said = headings(told["docstring"])
+    return " ".join((told["name"], told["summary"], said.get("Found by", ""), said.get("Formerly", "")))
+
+
+def _speaks(text: str, beginnings: list[str]) -> bool:
+    known = re.findall(r"[^\W_]+", text.casefold())
+    return all(any(word.startswith(one) for word in known) for one in beginnings)
+
+
 def example(function: Any) -> list[str]:
     """The lines of the examples in the docstring of a pure function.
 
@@ -212,7 +251,8 @@ _INTRODUCTION = """# Metrics
 
 Every metric is asked by its name, live (`tracer.record(..., receivers=[...])`) or of a trace
 (`trace replay run.zarr --subscriber NAME:key=value,...`), and answers the same; its pure function is `analyze.NAME`.
-`trace subscribers NAME` shows what stands here, and its parameters.
+`trace subscribers NAME` shows what stands here, and its parameters; `trace subscribers "dead units"` finds the metrics
+that speak of these words.
 
 *Remembers* says what a metric has to have heard: one that remembers nothing gives the same values when only some steps
 or modules are replayed; the others measure from where the replay begins, unless they are given a saved state.

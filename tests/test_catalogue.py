@@ -155,3 +155,33 @@ def test_the_table_of_old_names_is_complete() -> None:
     monitorch += " ParameterDifferenceGeometry ParameterNorm ParameterCond LossModule ExplicitCall"
     assert {("ikkuna", f"{name}Subscriber") for name in ikkuna.split()} <= set(names)
     assert {("monitorch", name) for name in monitorch.split()} <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("saturated", {"activation_rate", "saturation"}),
+        ("saturated units", {"activation_rate", "saturation"}),
+        ("Dead neurons", {"activation_rate"}),
+        ("dying relu", {"activation_rate"}),
+        ("intrinsic dimension", {"saturation"}),
+        ("vanishing gradients", {"norm"}),
+        ("lsat", {"saturation"}),
+        ("Chan Golub", {"statistics", "variance"}),
+        ("spectral_nrom", set()),
+        ("", set()),
+    ],
+)
+def test_metrics_are_found_by_what_people_look_for(words: str, found: set[str]) -> None:
+    """By words of the summary, the search words or a former name; if none has them, by words anywhere."""
+    assert {one["name"] for one in catalogue.search(words)} >= found
+    assert bool(catalogue.search(words)) == bool(found)
+
+
+def test_saturation_tells_from_saturated_units() -> None:
+    """Layer saturation says what it is not, and where that is; there, a saturated tanh is counted."""
+    said = catalogue.headings(registry.describe("saturation")["docstring"])["Found by"]
+    assert "not about saturated units" in said
+    assert "activation_rate" in said
+    outputs = torch.tanh(torch.tensor([[9.0, 0.1, -9.0], [9.0, 0.2, 0.3]]))
+    assert analyze.activation_rate(outputs, threshold=0.99).rates.tolist() == [1.0, 0.0, 0.5]

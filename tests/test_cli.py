@@ -193,6 +193,18 @@ def test_subscribers() -> None:
         assert fact in page
 
 
+def test_subscribers_are_found_by_words() -> None:
+    """What is no name is looked for in what the metrics say of themselves; what is nowhere there is an error."""
+    listed = run("subscribers", "saturated units").stdout
+    assert "activation_rate" in listed
+    assert "saturation" in listed
+    assert "spectral_norm" not in listed
+    assert [one["name"] for one in json.loads(run("subscribers", "dead", "--json").stdout)] == ["activation_rate"]
+    unknown = run("subscribers", "spectral_nrom")
+    assert unknown.exit_code == 2
+    assert "did you mean 'spectral_norm'" in unknown.output
+
+
 def test_replay_prints_a_table(trace: Path) -> None:
     """Without ``--out`` the answers are on stdout; the spectral norms are those that NumPy finds."""
     import numpy as np

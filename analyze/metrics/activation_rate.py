@@ -133,6 +133,8 @@ class ActivationRate(Subscriber):
     *Edge values*: NaN for empty data; where NaN occurs the activation rate is NaN, and so is the death rate. A window
     begins anew when the number of units changes. Never raises during a replay.
     *Memory*: the counts of the last `window` messages of each stream; part of `state_dict`.
+    *Found by*: dead units, dead neurons, dying ReLU, sparsity of activations; saturated units of tanh: the share of
+    elements beyond ``threshold=0.99``.
     *Source*: L. Lu et al., "Dying ReLU and Initialization", arXiv:1903.06733, for the death of units.
     *Formerly*: monitorch ``OutputActivation`` and ``GradientActivation`` (1e-8, one batch).
 

@@ -131,6 +131,7 @@ class Norm(Subscriber):
     replay.
     *Numerics*: float64 throughout, rescaled by a power of two where powers would overflow or underflow. (A float32
     ``torch.linalg.vector_norm`` is wrong by 6.5e-4 at 2^24 elements.)
+    *Found by*: exploding gradients, vanishing gradients.
     *Source*: the p-norm of the elements.
     *Formerly*: ikkuna's ``NormSubscriber``; monitorch's OutputNorm and ParameterNorm; cockpit's norms.
 

@@ -209,8 +209,11 @@ class Saturation(Subscriber):
     *Memory*: none; with epochs for each stream the mean and the scatter of its datapoints, d (d + 1) float64. They can
     be merged.
     *Numerics*: parts are centred before they are squared and joined by Chan's formula, so an offset takes no digits.
-    *Source*: M. L. Richter, J. Shenk, W. Byttner, A. Arpteg, M. Huss, "Feature Space Saturation during Training",
-    arXiv:2006.08679, section 3.
+    *Found by*: layer saturation, intrinsic dimension. It is not about saturated units, whose outputs stay at the ends
+    of tanh or sigmoid: see ``activation_rate``, for tanh with ``threshold=0.99``.
+    *Source*: J. Shenk, M. L. Richter, A. Arpteg, M. Huss, "Spectral Analysis of Latent Representations",
+    arXiv:1907.08589; M. L. Richter, J. Shenk, W. Byttner, A. Arpteg, M. Huss, "Feature Space Saturation during
+    Training", arXiv:2006.08679, section 3.
     *Formerly*: delve's ``lsat``, ``idim``, ``cov``, ``trc`` and ``det`` (whose k is one too small in most cases: it
     leaves the crossing direction out), and its ``conv_method``: ``"channelwise"`` is ``positions="datapoints"``.
 

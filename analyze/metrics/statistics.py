@@ -298,6 +298,7 @@ class Statistics(Subscriber):
     powers would overflow or underflow the data is divided by a power of two: errors of about 1e-13. With
     ``precision="single"`` float32 sums of at most 512 numbers, put together in float64: about 1e-7. The same bits on
     the same machine; another processor agrees to these errors.
+    *Found by*: NaN, infinities, zeros, sparsity, moments.
     *Source*: Chan, Golub, LeVeque, "Algorithms for computing the sample variance", The American Statistician 37 (1983);
     P. Pébay, SAND2008-6212 (2008), for higher moments.
     *Formerly*: ikkuna's Mean-, Variance-, Sum- and NormSubscriber; monitorch's OutputNorm, ParameterNorm
