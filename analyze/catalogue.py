@@ -203,7 +203,7 @@ def search(words: str) -> list[dict[str, Any]]:
 
     Examples
     --------
-    >>> [found["name"] for found in search("dead units")], search("nothing of the kind")
+    >>> [found["name"] for found in search("dead units")], search("telepathy")
     (['activation_rate'], [])
     """
     beginnings = [word[: max(4, len(word) - 2)] for word in re.findall(r"\w+", words.casefold())]
