@@ -159,9 +159,8 @@ def sketch(x: Array) -> Sketch:
             below = _how_many(flat, lambda part: part < 0) - int(counts[_SIGN + 1 :].sum()) - found.negative_infinities
         counts[0], counts[_SIGN] = tiny - below, below
     found.counts = counts
-    finite = flat if not (found.nan or any(infinite)) else flat[np.isfinite(flat)]
-    if finite.size:
-        found.low, found.high = extremes(finite)
+    if found.finite:
+        found.low, found.high = extremes(flat) if not (found.nan or any(infinite)) else _finite_extremes(flat)
     return found
 
 
@@ -179,6 +178,18 @@ def counts_by_key(flat: NDArray[Any]) -> NDArray[np.int64]:
 def _how_many(flat: NDArray[Any], such: Callable[[NDArray[Any]], NDArray[np.bool_]]) -> int:
     """How many numbers of a vector are such, block by block in the cache."""
     return sum(int(np.count_nonzero(such(flat[start : start + BLOCK]))) for start in range(0, flat.size, BLOCK))
+
+
+def _finite_extremes(flat: NDArray[Any]) -> tuple[float, float]:
+    """The least and the greatest finite number of a vector, block by block in the cache."""
+    low, high = np.inf, -np.inf
+    for start in range(0, flat.size, BLOCK):
+        part = flat[start : start + BLOCK]
+        part = part[np.isfinite(part)]
+        if part.size:
+            least, greatest = extremes(part)
+            low, high = min(low, least), max(high, greatest)
+    return low, high
 
 
 def _as_float32(part: NDArray[Any]) -> NDArray[np.float32]:
