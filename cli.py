@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -59,7 +60,7 @@ class Failure(click.ClickException):
     """One sentence on stderr, and an exit code."""
 
     def __init__(self, sentence: str, exit_code: int = FAILED) -> None:
-        super().__init__(sentence)
+        super().__init__(_as_typed(sentence))
         # click reads it from the instance, but declares it for the class
         vars(self)["exit_code"] = exit_code
 
@@ -101,6 +102,25 @@ class Command(click.Command):
             if ctx.meta.get("debug"):
                 raise
             raise Failure.of(error) from error
+
+
+def _as_typed(text: str) -> str:
+    """A sentence for the user, with paths below the working directory as he types them; the library gives full ones."""
+    ctx = click.get_current_context(silent=True)
+    paths = () if ctx is None else [one.name for one in ctx.command.params if isinstance(one.type, click.Path)]
+    given = [] if ctx is None else [ctx.params.get(name or "") for name in paths]
+    typed = [path for one in given if one for path in ([one] if isinstance(one, str) else one)]
+    try:
+        here = os.path.join(os.getcwd(), "")
+    except OSError:  # it was removed
+        return text
+    if here == os.sep or not any(not os.path.isabs(path) for path in typed):
+        return text
+    return re.sub(rf"(?<![\w.\-/]){re.escape(here)}", "", text)
+
+
+def _complain(sentence: str) -> None:
+    click.echo(_as_typed(sentence), err=True)
 
 
 def _nobody_reads() -> bool:
@@ -147,7 +167,7 @@ def _plain_warnings() -> Iterator[None]:
     """Warnings as one sentence on stderr, without the line of code that gave them."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        click.echo(f"Warning: {message}", err=True)
+        _complain(f"Warning: {message}")
 
     with warnings.catch_warnings():
         warnings.showwarning = show
@@ -410,7 +430,7 @@ def main() -> None:
 
 
 @main.command(cls=Command)
-@click.option("--out", metavar="DIR", default="demo-run", show_default=True, help="Where the files go.")
+@click.option("--out", metavar="DIR", type=click.Path(), default="demo-run", show_default=True, help="Where the files go.")
 @click.option("--epochs", type=click.IntRange(min=1), default=10, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @_overwrite
@@ -506,7 +526,7 @@ def _wrong_settings() -> Iterator[None]:
     options_metavar="[OPTIONS]",
     no_args_is_help=True,
 )
-@click.option("--out", metavar="PATH", help="Trace to make, .zarr or .h5.  [default: the program's name with .zarr]")
+@click.option("--out", metavar="PATH", type=click.Path(), help="Trace to make, .zarr or .h5.  [default: the program's name with .zarr]")
 @click.option("-k", "--kind", "kinds", metavar="KIND", multiple=True, help="Record this kind; may be repeated.")
 @click.option(
     "-m", "--modules", "modules", metavar="GLOB", multiple=True, help="Record modules that match; repeatable."
@@ -726,10 +746,7 @@ def record(
         certificate=certificate,
         strict=strict,
         **recording,
-        # the script may go to another folder
-        ended=functools.partial(
-            _say_what_was_recorded, target.absolute() if isinstance(target, Path) else target, target
-        ),
+        ended=functools.partial(_say_what_was_recorded, target, out or f"{name}.zarr"),
     )
     click.get_current_context().exit(code)
 
@@ -775,7 +792,7 @@ def _print_dry_run(told: Mapping[str, Any]) -> None:
         click.echo("overhead: not known, because the script took less than two steps")
 
 
-def _say_what_was_recorded(path: Location, called: Location) -> None:
+def _say_what_was_recorded(path: Location, called: str) -> None:
     from tracer.parts import this_process
     from tracer.stores import exists
 
@@ -828,7 +845,7 @@ def info(trace: str, as_json: bool) -> None:
         _print_json(told)
         return
     for name, value in _info_rows(told):
-        click.echo(f"{_printable(name):<12}{_printable(value)}")
+        click.echo(f"{_printable(name):<12}{_printable(_as_typed(value))}")
 
 
 def _info_rows(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -1127,7 +1144,7 @@ def verify(trace: str, as_json: bool) -> None:
         _print_json(report.describe())
     else:
         for problem in report.problems[:_PROBLEMS]:
-            click.echo(str(problem))
+            click.echo(_as_typed(str(problem)))
         if len(report.problems) > _PROBLEMS:
             click.echo(f"and {len(report.problems) - _PROBLEMS:,} more problems (--json tells all)")
         checked = f"{report.messages:,} messages, {report.chunks:,} chunks, {_size(report.bytes)}"
@@ -1183,7 +1200,7 @@ def recover(src: str, dst: str, as_json: bool) -> None:
         _print_json(loss.describe())
     else:
         for problem in loss.problems[:_PROBLEMS]:
-            click.echo(problem, err=True)
+            _complain(problem)
         if loss.streams:
             rows = [
                 (one.kind, one.module if one.module != "" else "(root)", one.tag, one.saved, one.lost, _span(one.steps))
@@ -1233,7 +1250,7 @@ def convert(src: str, dst: str, chunk_bytes: int, compression: tuple[str, ...], 
             **_reading(filters),
         )
     for problem in told["problems"]:
-        click.echo(problem, err=True)
+        _complain(problem)
     code = click.get_current_context().meta[VERDICT] = DAMAGED if told["problems"] else 0
     if as_json:
         _print_json(told)
@@ -1305,8 +1322,8 @@ def _without_formulas(summary: str) -> str:
     "path/to/file.py:ClassName[:key=value,...].",
 )  # fmt: skip
 @_filters
-@click.option("--out", metavar="FILE", help="Write the answers: .parquet, .csv, .jsonl, or as a trace: .zarr, .h5.")
-@click.option("--tensorboard", metavar="DIR", help="Write the answers for TensorBoard too.")
+@click.option("--out", metavar="FILE", type=click.Path(), help="Write the answers: .parquet, .csv, .jsonl, or as a trace: .zarr, .h5.")
+@click.option("--tensorboard", metavar="DIR", type=click.Path(), help="Write the answers for TensorBoard too.")
 @_overwrite
 @click.option("--follow", is_flag=True, help="Go on with a run that is being recorded until it ends.")
 @click.option("--plan", "only_plan", is_flag=True, help="Only say what would be read, and what is missing.")
@@ -1332,7 +1349,7 @@ def replay(
     if out is not None:
         if "://" in out:
             raise Failure(f"{out}: answers are written to a path, and not to a URL", WRONG_USAGE)
-        target = Path(out)
+        target = Path(out).absolute()  # a subscriber of the user's may go to another folder
         _check_new(out, RESULT_SUFFIXES, overwrite)
         _check_apart(out, trace)
         if target.suffix == ".parquet":
@@ -1372,15 +1389,15 @@ def replay(
             return
         for rank, subscribers, plan in able:
             if damage is None and follow:
-                damage = _followed(results, reader, rank, subscribers, filters, as_json)
+                damage = _followed(results, reader, trace, rank, subscribers, filters, as_json)
             elif damage is None:
-                damage = _asked(results, reader, rank, subscribers, plan, filters)
+                damage = _asked(results, reader, trace, rank, subscribers, plan, filters)
         if follow:
             _note_status(reader)
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
         results.write(target, overwrite=overwrite)
-        click.echo(f"{len(results):,} rows written to {target}", err=True)
+        click.echo(f"{len(results):,} rows written to {out}", err=True)
     if tensorboard is not None:
         results.to_tensorboard(tensorboard)
         click.echo(f"events written to {tensorboard}", err=True)
@@ -1412,6 +1429,7 @@ def _note_silent(results: Results, asked: Iterable[Subscriber]) -> None:
 def _asked(
     results: Results,
     reader: TraceReader,
+    trace: str,
     rank: int,
     asked: Sequence[Subscriber],
     plan: Plan,
@@ -1422,7 +1440,7 @@ def _asked(
         counter = _Counter({stream.kind for stream in (*plan.streams, *plan.derived)}, advance)
         listeners: list[Receiver] = [
             *asked,
-            results.sink(asked, str(reader.path)),
+            results.sink(asked, trace),
             *([counter] if _is_terminal(sys.stderr) else []),
         ]
         try:
@@ -1435,13 +1453,14 @@ def _asked(
 def _followed(
     results: Results,
     reader: TraceReader,
+    trace: str,
     rank: int,
     asked: Sequence[Subscriber],
     filters: Mapping[str, Any],
     as_json: bool,
 ) -> TraceCorruptError | None:
     """Gather the answers and print each when it comes, until the run ends or the user has seen enough."""
-    sink = results.sink(asked, str(reader.path))
+    sink = results.sink(asked, trace)
     try:
         tracer.replay(reader, *asked, sink, _Printer(sink, as_json), rank=rank, follow=True, **_reading(filters))
     except TraceCorruptError as error:
@@ -1523,7 +1542,7 @@ class _Counter:
     help="Ask this metric of each trace; may be repeated. Also path/to/file.py:ClassName[:key=value,...].",
 )  # fmt: skip
 @click.option(
-    "--out", metavar="DIR", required=True, help="The folder of the results; also a URL (s3://bucket/results)."
+    "--out", metavar="DIR", type=click.Path(), required=True, help="The folder of the results; also a URL (s3://bucket/results)."
 )
 @_options(_kinds, _modules, _steps, _tags)
 @click.option(
@@ -1642,13 +1661,13 @@ def _print_estimate(told: Mapping[str, Any], as_json: bool) -> None:
 
 def _note_problems(reader: TraceReader) -> None:
     for problem in reader.problems:
-        click.echo(problem, err=True)
+        _complain(problem)
 
 
 def _note_status(reader: TraceReader) -> None:
     _note_problems(reader)
     if reader.status != "finished":
-        click.echo(f"{reader.path} is of a run that is {reader.status}: this is what it holds so far", err=True)
+        _complain(f"{reader.path} is of a run that is {reader.status}: this is what it holds so far")
 
 
 def _print_plan(plan: Plan, as_json: bool) -> None:

@@ -182,4 +182,4 @@ def _inside(trace: str, folder: Path | Url | None) -> bool:
     place = location(trace)
     if isinstance(place, Url) or isinstance(folder, Url):
         return str(place).startswith(f"{folder}/")
-    return Path(os.path.abspath(place)).is_relative_to(os.path.abspath(folder))
+    return Path(os.path.normpath(place)).is_relative_to(os.path.normpath(folder))

@@ -1021,3 +1021,21 @@ def test_answers_about_a_path_that_is_not_utf8(tmp_path: Path) -> None:
     told = run("batch", tmp_path, "-s", "statistics:kind=loss", "--out", tmp_path / "results")
     assert told.exit_code == 0, told.output
     assert json.loads((tmp_path / "results" / "manifest.json").read_bytes())["traces"][0]["trace"] == str(odd)
+
+
+def test_paths_are_told_as_they_are_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path stays relative in errors, in `info` and in tables; a full one stays full; JSON has full ones."""
+    write(tmp_path / "run.zarr")
+    monkeypatch.chdir(tmp_path)
+    for typed, found in (("none.zarr", "none.zarr"), (str(tmp_path / "none.zarr"), str(tmp_path / "none.zarr"))):
+        assert f" {found}" in (stderr := run("ls", typed).stderr)
+        assert (str(tmp_path) in stderr) is (found == str(tmp_path / "none.zarr"))
+    assert "run.zarr (" in run("info", "run.zarr").stdout.splitlines()[0]
+    assert str(tmp_path) not in run("info", "run.zarr").stdout
+    assert json.loads(run("info", "run.zarr", "--json").stdout)["path"] == str(tmp_path / "run.zarr")
+    row = json.loads(run("replay", "run.zarr", "-s", "loss", "--json").stdout.splitlines()[0])
+    assert row["trace"] == "run.zarr"
+    damage(tmp_path / "run.zarr")
+    damaged = run("verify", "run.zarr")
+    assert damaged.exit_code == 3
+    assert str(tmp_path) not in damaged.output
