@@ -34,6 +34,7 @@ from tracer.errors import (
 )
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from rich.table import Table
 
     from analyze.results import Results, Sink
@@ -430,7 +431,9 @@ def main() -> None:
 
 
 @main.command(cls=Command)
-@click.option("--out", metavar="DIR", type=click.Path(), default="demo-run", show_default=True, help="Where the files go.")
+@click.option(
+    "--out", metavar="DIR", type=click.Path(), default="demo-run", show_default=True, help="Where the files go."
+)
 @click.option("--epochs", type=click.IntRange(min=1), default=10, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @_overwrite
@@ -526,7 +529,12 @@ def _wrong_settings() -> Iterator[None]:
     options_metavar="[OPTIONS]",
     no_args_is_help=True,
 )
-@click.option("--out", metavar="PATH", type=click.Path(), help="Trace to make, .zarr or .h5.  [default: the program's name with .zarr]")
+@click.option(
+    "--out",
+    metavar="PATH",
+    type=click.Path(),
+    help="Trace to make, .zarr or .h5.  [default: the program's name with .zarr]",
+)
 @click.option("-k", "--kind", "kinds", metavar="KIND", multiple=True, help="Record this kind; may be repeated.")
 @click.option(
     "-m", "--modules", "modules", metavar="GLOB", multiple=True, help="Record modules that match; repeatable."
@@ -1024,31 +1032,44 @@ def _stream_facts(stream: StreamInfo) -> dict[str, Any]:
     return {name: getattr(stream, name) for name in names}
 
 
-def _message_facts(message: Message, values: int) -> dict[str, Any]:
+def _message_facts(
+    stream: StreamInfo | Message, counters: Sequence[int], dtype: str | None, data: NDArray[Any] | None, values: int
+) -> dict[str, Any]:
+    """A message as JSON values; `counters` are its global step, train step, epoch and call."""
     told: dict[str, Any] = {
-        "kind": message.kind,
-        "module": message.key,
-        "tag": message.tag,
-        "global_step": message.global_step,
-        "train_step": message.train_step,
-        "epoch": message.epoch,
-        "call": message.call,
-        "leaf": message.leaf,
-        "rank": message.rank,
+        "kind": stream.kind,
+        "module": getattr(stream, "module", None),
+        "tag": stream.tag,
+        **dict(zip(("global_step", "train_step", "epoch", "call"), counters, strict=True)),
+        "leaf": stream.leaf,
+        "rank": stream.rank,
     }
-    data = message.data
     if data is None:
         return told
-    told |= {"dtype": str(data.dtype).removeprefix("torch."), "shape": list(data.shape)}
-    if data.numel() and not data.is_complex():
-        # in float64, because the mean of many float16 is not one; but not all of int64 are there
-        numbers = data.double()
-        low, high = (data if told["dtype"] == "int64" else numbers).aminmax()
-        told |= {"min": low.item(), "mean": numbers.mean().item(), "max": high.item()}
+    told |= {"dtype": dtype, "shape": list(data.shape)}
+    if data.size and data.dtype.kind != "c":
+        # in float64, because the mean of many float16 is not one; but not all of int64 and uint64 are there
+        import numpy as np
+
+        numbers = data.astype(np.float64)
+        ends = data if data.dtype.kind in "iu" else numbers
+        with np.errstate(all="ignore"):  # sums of what is not finite
+            told |= {"min": ends.min().item(), "mean": numbers.mean().item(), "max": ends.max().item()}
     if values:
-        numbers = data.flatten()[:values]
-        told["values"] = [str(z) for z in numbers.tolist()] if data.is_complex() else numbers.tolist()
+        first = data.reshape(-1)[:values].tolist()
+        told["values"] = list(map(str, first)) if data.dtype.kind == "c" else first
     return told
+
+
+def _answer_facts(message: Message) -> dict[str, Any]:
+    """A message of a replay as JSON values, with a few of its numbers."""
+    from tracer.layout import encode, readable
+
+    counters = message.global_step, message.train_step, message.epoch, message.call
+    if message.data is None:
+        return _message_facts(message, counters, None, None, 0)
+    dtype = str(message.data.dtype).removeprefix("torch.")
+    return _message_facts(message, counters, dtype, readable(encode(message.data), dtype), 8)
 
 
 def _message_line(told: Mapping[str, Any]) -> str:
@@ -1115,11 +1136,16 @@ def cat(trace: str, limit: int | None, values: int, as_json: bool, **filters: An
     """
     from itertools import islice
 
+    from tracer.layout import Column
+
+    facts = [Column.STREAM, Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
     with tracer.open(trace) as reader:
         chosen = [stream.id for stream in _chosen_streams(reader, filters)]
         _note_problems(reader)
-        for message in islice(reader.messages(streams=chosen, steps=filters["steps"]), limit):
-            told = _message_facts(message, values)
+        streams, journal = reader.streams, reader.journal
+        for row, data in islice(reader.values(streams=chosen, steps=filters["steps"]), limit):
+            number, *counters = journal[row, facts].tolist()
+            told = _message_facts(streams[number], counters, streams[number].dtype, data, values)
             if as_json:
                 _print_json(told, indent=None)
             else:
@@ -1322,7 +1348,12 @@ def _without_formulas(summary: str) -> str:
     "path/to/file.py:ClassName[:key=value,...].",
 )  # fmt: skip
 @_filters
-@click.option("--out", metavar="FILE", type=click.Path(), help="Write the answers: .parquet, .csv, .jsonl, or as a trace: .zarr, .h5.")
+@click.option(
+    "--out",
+    metavar="FILE",
+    type=click.Path(),
+    help="Write the answers: .parquet, .csv, .jsonl, or as a trace: .zarr, .h5.",
+)
 @click.option("--tensorboard", metavar="DIR", type=click.Path(), help="Write the answers for TensorBoard too.")
 @_overwrite
 @click.option("--follow", is_flag=True, help="Go on with a run that is being recorded until it ends.")
@@ -1493,7 +1524,7 @@ class _Printer:
             for row in rows:
                 _print_json(as_json(row), indent=None)
         else:
-            click.echo(_message_line(_message_facts(message, 8)))
+            click.echo(_message_line(_answer_facts(message)))
         sys.stdout.flush()
         return ()
 
@@ -1542,7 +1573,11 @@ class _Counter:
     help="Ask this metric of each trace; may be repeated. Also path/to/file.py:ClassName[:key=value,...].",
 )  # fmt: skip
 @click.option(
-    "--out", metavar="DIR", type=click.Path(), required=True, help="The folder of the results; also a URL (s3://bucket/results)."
+    "--out",
+    metavar="DIR",
+    type=click.Path(),
+    required=True,
+    help="The folder of the results; also a URL (s3://bucket/results).",
 )
 @_options(_kinds, _modules, _steps, _tags)
 @click.option(

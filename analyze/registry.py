@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -73,6 +74,9 @@ BUILT_IN: Mapping[str, str] = {
     "weightwatcher": "analyze.metrics.power_law:WeightWatcher",
 }
 """Registry name → where the class is. A name here wins over an entry point of the same name."""
+
+DESCRIPTIONS = Path(__file__).with_name("descriptions.json")
+"""What `describe_class` says of each built-in subscriber: made by `make docs`, and compared in the tests."""
 
 _LABEL = "as"
 """The parameter that every subscriber has; no constructor can have one of this name, which is a keyword of Python."""
@@ -182,6 +186,8 @@ def parse(text: str) -> Subscriber:
 def describe(name: str) -> dict[str, Any]:
     """What there is to know of a subscriber: for help and documentation, in JSON values.
 
+    Of a built-in one, that stands in a file that `make docs` writes, because importing its class imports torch.
+
     Parameters
     ----------
     name : str
@@ -205,6 +211,14 @@ def describe(name: str) -> dict[str, Any]:
     [('kind', 'weights'), ('exact', False), ('tolerance', 1e-06), ('certify', 100), ('tag', 'default'),
      ('subsample', 1), ('modules', None)]
     """
+    if name not in BUILT_IN:
+        return describe_class(name)
+    described: dict[str, dict[str, Any]] = json.loads(DESCRIPTIONS.read_text(encoding="utf-8"))
+    return described[name]
+
+
+def describe_class(name: str) -> dict[str, Any]:
+    """As `describe`, of the class as it is now."""
     cls = find(name)
     parameters = _parameters(cls)
     needs: list[str] = []

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from analyze.registry import instances
+from analyze.tables import ResultsTable, mean_of, sparkline
 from tracer.bus import describe
 from tracer.errors import MessageError, TraceError, TraceExistsError, TraceNotFoundError, TracerError, UnknownNameError
 from tracer.messages import Message, ModuleMessage, NetworkMessage
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    import torch
 
     from tracer.reader import TraceReader
     from tracer.subscriber import Subscriber
@@ -78,7 +78,19 @@ class _Stream(NamedTuple):
 
 
 class Series(NamedTuple):
-    """A stream of answers at a glance; minimum and maximum are of the finite values."""
+    """A stream of answers at a glance.
+
+    ==============  ==============================================================================================
+    n               how many answers
+    first, last     values; of answers that are arrays, the means of their finite numbers
+    min, max        the least and the greatest finite number
+    trend           the course of the values, as `sparkline` draws it
+    min_step        the global step of the least number, the first time; None where none is finite
+    max_step        the same of the greatest
+    nans, infs      how many numbers are NaN, and how many infinite
+    first_strange   the first global step with a number that is not finite; None without
+    ==============  ==============================================================================================
+    """
 
     trace: str
     kind: str
@@ -91,6 +103,11 @@ class Series(NamedTuple):
     min: float
     max: float
     trend: str
+    min_step: int | None = None
+    max_step: int | None = None
+    nans: int = 0
+    infs: int = 0
+    first_strange: int | None = None
 
 
 @final
@@ -268,7 +285,7 @@ class Results:
             if data.ndim == 0:
                 values.append(float(data))
             else:
-                values.frombytes(data.detach().cpu().to(torch.float64).contiguous().numpy().tobytes())
+                values.frombytes(data.detach().cpu().double().contiguous().numpy().tobytes())
         self._kept.add(self._kept.number(stream), counters, shape, values)
 
     def extend(self, other: Results) -> None:
@@ -336,6 +353,8 @@ class Results:
 
     def messages(self) -> Iterator[Message]:
         """The answers as messages again, with their shape and dtype."""
+        import torch
+
         kept = self._kept
         for position, shape in enumerate(kept.shapes):
             stream = kept.streams[kept.stream[position]]
@@ -381,7 +400,7 @@ class Results:
     def summary(self) -> list[Series]:
         """Each series at a glance: how many answers, first, last, least and greatest value, and a line of its course.
 
-        Of answers that are arrays the course is that of their means over the finite values.
+        Of answers that are arrays the course is that of their means over the finite numbers.
         """
         kept = self._kept
         positions: dict[tuple[str, str, str, str, int], list[int]] = {}
@@ -393,9 +412,12 @@ class Results:
         values = np.array(kept.values, dtype=np.float64)
         series = []
         for (trace, kind, module, tag, rank), these in positions.items():
-            course = np.array([_middle(values[kept.starts[at] : kept.starts[at + 1]]) for at in these])
-            inside = np.concatenate([values[kept.starts[at] : kept.starts[at + 1]] for at in these])
-            finite = inside[np.isfinite(inside)]
+            answers = [values[kept.starts[at] : kept.starts[at + 1]] for at in these]
+            course = np.array([mean_of(answer) for answer in answers])
+            inside = np.concatenate(answers)
+            steps = np.repeat([kept.global_step[at] for at in these], [len(answer) for answer in answers])
+            is_finite = np.isfinite(inside)
+            finite, strange = inside[is_finite], steps[~is_finite]
             series.append(
                 Series(
                     trace,
@@ -409,39 +431,21 @@ class Results:
                     float(finite.min()) if finite.size else math.nan,
                     float(finite.max()) if finite.size else math.nan,
                     sparkline(course),
+                    int(steps[is_finite][finite.argmin()]) if finite.size else None,
+                    int(steps[is_finite][finite.argmax()]) if finite.size else None,
+                    int(np.isnan(inside).sum()),
+                    int(np.isinf(inside).sum()),
+                    int(strange[0]) if strange.size else None,
                 )
             )
         return series
 
-    def to_table(self, rows: int = 40) -> Table:
-        """A table for a terminal: every row if there are no more than `rows`, else one line for each series."""
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
+    def to_table(self, rows: int = 40) -> ResultsTable:
+        """For a terminal, by kind: every row if there are no more than `rows`, else one line for each series.
 
-        shown: list[Row] | list[Series]
-        if len(self) <= rows:
-            shown = list(self)
-            names = [*Row._fields]
-            names.remove("subscriber")
-            names.remove("train_step")
-        else:
-            shown = self.summary()
-            names = [*Series._fields]
-        # a column that says the same in every line, and says the usual, says nothing
-        for name, usual in (("tag", "default"), ("rank", 0), ("call", 0), ("index", "")):
-            if name in names and all(getattr(one, name) == usual for one in shown):
-                names.remove(name)
-        if len(self.traces) < 2:
-            names.remove("trace")
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
-        for name in names:
-            wordy = name in ("trace", "kind", "module", "tag", "index", "trend")
-            folds = name in ("trace", "kind", "module")
-            table.add_column(name, justify="left" if wordy else "right", no_wrap=not folds, overflow="fold")
-        for one in shown:
-            table.add_row(*(Text(_shown(getattr(one, name))) for name in names))  # Text: a name is not markup
-        return table
+        What is shortened there is whole in `summary`, and in the files.
+        """
+        return ResultsTable(list(self) if len(self) <= rows else self.summary())
 
     # -- writing --------------------------------------------------------------------------------------------
 
@@ -653,55 +657,10 @@ def as_json(row: Row | Series) -> dict[str, Any]:
     return {name: _finite(value) for name, value in row._asdict().items()}
 
 
-def sparkline(values: Sequence[float] | NDArray[np.float64], width: int = 12) -> str:
-    """The course of a series in a line of blocks, each the mean of a stretch of it; a gap where nothing is finite.
-
-    Examples
-    --------
-    >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7])
-    '▁▂▃▄▅▆▇█'
-    >>> sparkline([1, float("nan"), 1])
-    '▄ ▄'
-    """
-    course = np.asarray(values, dtype=np.float64)
-    if not course.size:
-        return ""
-    stretches = np.array([_middle(part) for part in np.array_split(course, min(width, len(course)))])
-    finite = stretches[np.isfinite(stretches)]
-    if not finite.size:
-        return " " * len(stretches)
-    low, high = float(finite.min()), float(finite.max())
-    line = ""
-    for value in stretches:
-        if not math.isfinite(value):
-            line += " "
-        elif high == low:
-            line += "▄"
-        else:
-            # halves, because the difference of two float64 may be beyond float64
-            line += "▁▂▃▄▅▆▇█"[min(int((value / 2 - low / 2) / (high / 2 - low / 2) * 8), 7)]
-    return line
-
-
-def _middle(values: NDArray[np.float64]) -> float:
-    """The mean of the finite values; of a single value, itself."""
-    if len(values) == 1:
-        return float(values[0])
-    finite = values[np.isfinite(values)]
-    return float(np.sum(finite / len(finite))) if finite.size else math.nan
-
-
 def _finite(value: Any) -> Any:
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    text = str(value)  # a module may have any name: on one line, and without effect on a terminal
-    return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
 @lru_cache(maxsize=256)
@@ -802,7 +761,7 @@ def _for_tensorboard(results: Results, writer: Any) -> None:
 
 
 def _add_histogram(writer: Any, name: str, counts: torch.Tensor, edges: torch.Tensor, step: int) -> None:
-    if not bool(torch.isfinite(edges).all()):
+    if not bool(edges.isfinite().all()):
         return
     centres = (edges[:-1] + edges[1:]) / 2
     writer.add_histogram_raw(

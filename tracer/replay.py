@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from tracer.bus import MessageBus, Receiver, describe, in_order, tell_of_model
@@ -481,6 +480,8 @@ def _derivable(
 
 def _dtype_of_difference(dtype: str | None) -> str:
     """The dtype of what is derived from weights of a dtype."""
+    import torch
+
     assert dtype is not None  # weights are never events
     weight = torch.empty(0, dtype=ENCODINGS[dtype].dtype, device="cpu")
     return str(difference(weight, weight).dtype).removeprefix("torch.")
