@@ -79,14 +79,82 @@ class Failure(click.ClickException):
         return cls(sentence, FAILED)
 
 
+EXAMPLES: Mapping[str, Sequence[str]] = {
+    "demo": ("trace demo --out demo-run --epochs 3",),
+    "record": (
+        "trace record train.py --epochs 5",
+        "trace record --every 10 --out run.zarr -k weights -k weight_gradients train.py",
+        "trace record --certify 20 --max-bytes 2GiB train.py",
+        "trace record --module my.training --lr 0.1",
+        "trace record torchrun --nproc-per-node 2 train.py",
+    ),
+    "info": ("trace info run.zarr", "trace info runs/", "trace info a.zarr b.h5 --json"),
+    "ls": ("trace ls run.zarr -k weights -m 'encoder.*'",),
+    "cat": ("trace cat run.zarr -k loss --steps 0:100:10", "trace cat run.zarr -k weights --values 3 --limit 5"),
+    "verify": ("trace verify run.zarr",),
+    "recover": ("trace recover damaged.zarr saved.zarr",),
+    "convert": ("trace convert run.zarr run.h5", "trace convert run.zarr some.zarr -k weights --steps :1000"),
+    "subscribers": ("trace subscribers", "trace subscribers spectral_norm"),
+    "replay": (
+        "trace replay run.zarr -s spectral_norm",
+        "trace replay run.zarr -s norm:kind=weight_gradients,order=1 -m 'fc*' --out norms.csv",
+        "trace replay run.zarr -s svcca:tag=probe --plan",
+        "trace replay run.zarr -s ratio --follow",
+    ),
+    "batch": (
+        "trace batch runs/ -s norm -s spectral_norm --out answers --table answers.parquet",
+        "trace batch a.zarr b.zarr -s svcca:tag=probe --pairs all --out answers",
+    ),
+}
+"""By the name of a command, how it is used: each is a command line that it takes."""
+
+GROUPS: Mapping[str, Sequence[str]] = {
+    "What is asked": ("specs", "pairs"),
+    "What is recorded": (
+        *("kinds", "modules", "every", "start", "stop", "rows", "positions", "elements", "dtype", "config"),
+        "replicated",
+    ),
+    "What is read": ("kinds", "modules", "steps", "tags", "ranks", "follow", "no_verify", "limit"),
+    "Where it is computed": (
+        *("workers", "scheduler", "slurm", "part", "memory", "part_bytes", "force"),
+    ),
+    "What is written": (
+        *("out", "table", "tensorboard", "overwrite", "resume", "first_step", "max_bytes", "compression"),
+        *("chunk_bytes", "queue_bytes", "on_full", "commit_steps", "commit_seconds", "durable"),
+    ),
+    "Before it is done": ("only_plan", "dry_run", "certify_steps", "require_identical", "only_dry_run", "run_steps"),
+}  # fmt: skip
+"""Headings of `--help`, and the options below each; options of one name mean the same in every command but `record`."""
+
+
 class Command(click.Command):
-    """A command with ``--debug``, whose errors are one sentence."""
+    """A command with ``--debug``, whose errors are one sentence, and whose help has groups of options and examples."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.params.append(
             click.Option(["--debug"], is_flag=True, expose_value=False, callback=_remember_debug, help=_DEBUG_HELP)
         )
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options below their headings."""
+        groups: dict[str, list[tuple[str, str]]] = {heading: [] for heading in [*GROUPS, "Options"]}
+        left_out = "What is read" if self.name == "record" else "What is recorded"
+        heading_of = {name: heading for heading, names in GROUPS.items() if heading != left_out for name in names}
+        for option in self.get_params(ctx):
+            line = option.get_help_record(ctx) if isinstance(option, click.Option) else None
+            if line is not None:
+                groups[heading_of.get(option.name or "", "Options")].append(line)
+        for heading, lines in groups.items():
+            if lines:
+                with formatter.section(heading):
+                    formatter.write_dl(lines)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write examples."""
+        with formatter.section("Examples"):
+            for line in EXAMPLES[self.name or ""]:
+                formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run it; turn what it raises into a sentence and an exit code, unless ``--debug`` was given."""
@@ -326,6 +394,11 @@ def _table(
     return made
 
 
+def _is_plain() -> bool:
+    """Whether the user wants neither colours nor anything else that is drawn: https://no-color.org."""
+    return bool(os.environ.get("NO_COLOR"))
+
+
 def _is_terminal(stream: TextIO | None) -> bool:
     """Whether somebody looks at a stream; Python has none where it is closed."""
     return stream is not None and stream.isatty()
@@ -352,7 +425,7 @@ def _show(*parts: Any) -> None:
         from rich.console import Console
 
         if _is_terminal(sys.stdout):
-            Console(file=sys.stdout, highlight=False).print(part)
+            Console(file=sys.stdout, highlight=False, color_system=None if _is_plain() else "auto").print(part)
         else:
             console = Console(file=sys.stdout, width=100_000, highlight=False, color_system=None)
             with console.capture() as capture:
@@ -404,8 +477,8 @@ def _print_json(value: Any, *, indent: int | None = 2) -> None:
 
 @contextmanager
 def _progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr where that is a terminal, and nothing where it is not; called with how much is done."""
-    if not _is_terminal(sys.stderr):
+    """A bar on stderr where that is a terminal, and nothing elsewhere, or with NO_COLOR; called with what is done."""
+    if not _is_terminal(sys.stderr) or _is_plain():
         yield lambda done: None
         return
     from rich.console import Console
@@ -840,20 +913,69 @@ def _read_config(path: str) -> list[dict[str, Any]]:
 
 
 @main.command(cls=Command)
-@_trace_argument
+@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path(path_type=str))
 @_as_json
-def info(trace: str, as_json: bool) -> None:
-    """Show what a trace is, at a glance."""
-    with tracer.open(trace) as reader:
-        counts: dict[str, int] = {}
-        for stream in reader.streams:
-            counts[stream.kind] = counts.get(stream.kind, 0) + stream.count
-        told = {**reader.info, "kinds": counts, "tags": sorted({stream.tag for stream in reader.streams})}
+def info(traces: tuple[str, ...], as_json: bool) -> None:
+    """Show what a trace is, at a glance; of several, a line each.
+
+    TRACE is a trace, a folder with traces below it, a glob, a URL, or @FILE with one of these on each line. With
+    --json, one trace is an object, and several, or a folder, are a list. Where some of several cannot be read, the
+    exit code is 4.
+    """
+    if len(traces) > 1 or _means_several(traces[0]):
+        _info_of_several(traces, as_json)
+        return
+    told = _info(traces[0])
     if as_json:
         _print_json(told)
         return
     for name, value in _info_rows(told):
         click.echo(f"{_printable(name):<12}{_printable(_as_typed(value))}")
+
+
+def _info(trace: str) -> dict[str, Any]:
+    """`TraceReader.info`, with how many messages there are of each kind, and the tags."""
+    with tracer.open(trace) as reader:
+        counts: dict[str, int] = {}
+        for stream in reader.streams:
+            counts[stream.kind] = counts.get(stream.kind, 0) + stream.count
+        return {**reader.info, "kinds": counts, "tags": sorted({stream.tag for stream in reader.streams})}
+
+
+def _means_several(trace: str) -> bool:
+    """Whether it is a list, a glob, or a folder of traces, on a disk or at a URL, and no trace itself."""
+    if Path(trace).suffix.lower() in TRACE_SUFFIXES and not set("*?[").intersection(trace):
+        return trace.startswith("@") and not Path(trace).exists()
+    return trace.startswith("@") or "://" in trace or bool(set("*?[").intersection(trace)) or Path(trace).is_dir()
+
+
+def _info_of_several(traces: Sequence[str], as_json: bool) -> None:
+    from analyze.traces import find_traces
+
+    with _wrong_usage():
+        found = find_traces(traces)
+    told: list[dict[str, Any]] = []
+    rows = []
+    for trace in found:
+        try:
+            one = _info(trace)
+        except TracerError as error:
+            path = trace if "://" in trace else os.path.abspath(trace)
+            one = {"path": path, "status": "unreadable", "problems": [str(error)]}
+            rows.append((trace, "unreadable", None, None, None, None, 1))
+            _complain(str(error))
+        else:
+            spans = [_span(one[name]) for name in ("steps", "epochs")]
+            size = _size(one["stored_bytes"])
+            rows.append((trace, one["status"], *spans, one["messages"], size, len(one["problems"]) or None))
+        told.append(one)
+    if as_json:
+        _print_json(told)
+    else:
+        columns = ("trace", "status", "steps", "epochs", "messages", "on disk", "problems")
+        _show(_table(None, columns, rows, right=("messages", "on disk", "problems")))
+    if any(one["status"] == "unreadable" for one in told):
+        raise click.exceptions.Exit(SOME_FAILED)
 
 
 def _info_rows(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -1354,7 +1476,9 @@ def _without_formulas(summary: str) -> str:
     type=click.Path(),
     help="Write the answers: .parquet, .csv, .jsonl, or as a trace: .zarr, .h5.",
 )
-@click.option("--tensorboard", metavar="DIR", type=click.Path(), help="Write the answers for TensorBoard too.")
+@click.option(
+    "--tensorboard", metavar="DIR", type=click.Path(), help="Write the answers for TensorBoard too: a run in DIR."
+)
 @_overwrite
 @click.option("--follow", is_flag=True, help="Go on with a run that is being recorded until it ends.")
 @click.option("--plan", "only_plan", is_flag=True, help="Only say what would be read, and what is missing.")
@@ -1394,7 +1518,7 @@ def replay(
         raise click.UsageError("--plan tells what there is to read, and --follow waits for more: give one of them")
     with tracer.open(trace, ranks=filters["ranks"] or None, verify=not no_verify) as reader, _plain_warnings():
         from analyze import registry
-        from analyze.results import Results
+        from analyze.results import Results, times_of
 
         if not follow:
             _chosen_streams(reader, filters)
@@ -1425,12 +1549,13 @@ def replay(
                 damage = _asked(results, reader, trace, rank, subscribers, plan, filters)
         if follow:
             _note_status(reader)
+        times = times_of(reader)
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
         results.write(target, overwrite=overwrite)
         click.echo(f"{len(results):,} rows written to {out}", err=True)
     if tensorboard is not None:
-        results.to_tensorboard(tensorboard)
+        results.to_tensorboard(tensorboard, times={} if times is None else {trace: times})
         click.echo(f"events written to {tensorboard}", err=True)
     if as_json:
         from analyze.results import as_json as row_as_json

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from types import TracebackType
 from typing import IO, Any, Protocol, final
@@ -92,5 +93,5 @@ class Live:
 
 
 def display(stream: IO[str]) -> Display:
-    """What suits a stream."""
-    return Live(stream) if stream.isatty() else Lines(stream)
+    """What suits a stream: with NO_COLOR, nothing is drawn on a terminal either."""
+    return Live(stream) if stream.isatty() and not os.environ.get("NO_COLOR") else Lines(stream)

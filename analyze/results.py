@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import datetime as dt
 import itertools
 import json
 import math
@@ -546,11 +547,18 @@ class Results:
             for message in self.messages():
                 writer.write(message)
 
-    def to_tensorboard(self, logdir: PathLike) -> None:
+    def to_tensorboard(self, logdir: PathLike, *, times: Mapping[str, Callable[[int], float]] | None = None) -> None:
         """Write event files that TensorBoard shows: each number is a scalar ``kind/module`` at its global step.
 
-        The tag is added to the name unless it is ``default``, the rank where there are several, and the position of
-        numbers in arrays. Counts with edges (of ``histogram``) become histograms.
+        Each trace is a run of its own, in a folder below `logdir` that has the trace's path without its suffix; of
+        several ranks, each has a folder in that. The tag is added to the name unless it is ``default``, and the
+        position of numbers in arrays. Counts with edges (of ``histogram``) become histograms.
+
+        Parameters
+        ----------
+        logdir : path
+        times : mapping of str to callable, optional
+            By trace, when a global step was, in seconds since 1970; see `times_of`. By default, the time of writing.
 
         Raises
         ------
@@ -561,8 +569,20 @@ class Results:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise _needs("writing for TensorBoard", "tensorboard", "tensorboard") from error
-        with SummaryWriter(os.fspath(logdir)) as writer:
-            _for_tensorboard(self, writer)
+        several_ranks = len({stream.rank for stream in self._kept.streams}) > 1
+        with contextlib.ExitStack() as stack:
+            writers: dict[tuple[str, int], Any] = {}
+            for stream, message in zip(self._streams(), self.messages(), strict=True):
+                key = stream.trace, stream.rank
+                if key not in writers:
+                    folder = Path(logdir, _run_of(stream.trace), f"rank{stream.rank}" if several_ranks else "")
+                    when = (times or {}).get(stream.trace)
+                    writers[key] = _TensorBoard(stack.enter_context(SummaryWriter(os.fspath(folder))), self, when)
+                writers[key].add(stream, message)
+
+    def _streams(self) -> Iterator[_Stream]:
+        """The stream of each message."""
+        return (self._kept.streams[number] for number in self._kept.stream)
 
 
 @final
@@ -727,40 +747,73 @@ def _new_file(path: PathLike, overwrite: bool) -> Iterator[Path]:
                 left.unlink(missing_ok=True)
 
 
-def _for_tensorboard(results: Results, writer: Any) -> None:
-    streams = {(stream.trace, stream.kind) for stream in results._kept.streams}
-    several = len(results.traces) > 1
-    several_ranks = len({stream.rank for stream in results._kept.streams}) > 1
-    # the edges of a histogram may have a label after them: weights_histogram_edges_fine
-    edges_of = {(trace, kind.replace("_edges", "", 1)): kind for trace, kind in streams if "_edges" in kind}
-    counted: dict[tuple[Any, ...], torch.Tensor] = {}
-    for position, message in enumerate(results.messages()):
-        stream = results._kept.streams[results._kept.stream[position]]
+def times_of(reader: TraceReader) -> Callable[[int], float] | None:
+    """When each global step of a trace was, in seconds since 1970, as far as is known; None of a run without an end.
+
+    A trace says when its run began and ended, and nothing of its steps: they are spread evenly between the two.
+    """
+    info = reader.info
+    if info["created"] is None or info["ended"] is None or info["steps"] is None:
+        return None
+    try:
+        began, ended = (dt.datetime.fromisoformat(info[name]).timestamp() for name in ("created", "ended"))
+    except (TypeError, ValueError):  # another writer may call anything so
+        return None
+    first, last = info["steps"]
+    return lambda step: began + (ended - began) * (step - first + 1) / (last - first + 1)
+
+
+def _run_of(trace: str) -> str:
+    """What TensorBoard calls the run of a trace: a folder below its own.
+
+    Examples
+    --------
+    >>> _run_of("runs/a.zarr"), _run_of("/data/../b.h5"), _run_of("../c.zarr"), _run_of("s3://bucket/d.zarr")
+    ('runs/a', 'b', 'c', 'bucket/d')
+    """
+    _, _, path = trace.rpartition("://")
+    parts = Path(os.path.normpath(path)).with_suffix("").parts if path else ()
+    return os.path.join("", *(part for part in parts if part not in (os.sep, "..")))
+
+
+@final
+class _TensorBoard:
+    """Writes the answers of a trace's rank as events; counts wait for their edges."""
+
+    def __init__(self, writer: Any, results: Results, when: Callable[[int], float] | None) -> None:
+        self._writer = writer
+        self._when = when
+        streams = {(stream.trace, stream.kind) for stream in results._kept.streams}
+        # the edges of a histogram may have a label after them: weights_histogram_edges_fine
+        self._edges_of = {(trace, kind.replace("_edges", "", 1)): kind for trace, kind in streams if "_edges" in kind}
+        self._counted: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def add(self, stream: _Stream, message: Message) -> None:
+        """Write an answer."""
+        if message.data is None:
+            return
         name = "/".join(filter(None, (stream.kind, stream.place)))
         if stream.tag != "default":
             name += f"@{stream.tag}"
-        if several_ranks:
-            name += f"@rank{stream.rank}"
         if message.call:
             name += f":{message.call}"
-        if several:
-            name = f"{stream.trace}/{name}"
-        place = (stream.trace, stream.rank, stream.module, stream.tag, stream.leaf, message.call, message.global_step)
-        if message.data is None:
-            continue
-        if (stream.trace, stream.kind) in edges_of:
-            counted[(*place, edges_of[stream.trace, stream.kind], name)] = message.data
-            continue
-        waiting = next((key for key in counted if key[:-1] == (*place, stream.kind)), None)
+        step = message.global_step
+        when = None if self._when is None else self._when(step)
+        place = (stream.module, stream.tag, stream.leaf, message.call, step)
+        if (stream.trace, stream.kind) in self._edges_of:
+            self._counted[(*place, self._edges_of[stream.trace, stream.kind], name)] = message.data
+            return
+        waiting = next((key for key in self._counted if key[:-1] == (*place, stream.kind)), None)
         if waiting is not None:
-            _add_histogram(writer, waiting[-1], counted.pop(waiting), message.data, message.global_step)
-            continue
-        flat = message.data.reshape(-1).tolist()
-        for index, value in zip(_positions(tuple(message.data.shape)), flat, strict=True):
-            writer.add_scalar(name + index, value, message.global_step)
+            _add_histogram(self._writer, waiting[-1], self._counted.pop(waiting), message.data, step, when)
+            return
+        for index, value in zip(_positions(tuple(message.data.shape)), message.data.reshape(-1).tolist(), strict=True):
+            self._writer.add_scalar(name + index, value, step, when)
 
 
-def _add_histogram(writer: Any, name: str, counts: torch.Tensor, edges: torch.Tensor, step: int) -> None:
+def _add_histogram(
+    writer: Any, name: str, counts: torch.Tensor, edges: torch.Tensor, step: int, when: float | None
+) -> None:
     if not bool(edges.isfinite().all()):
         return
     centres = (edges[:-1] + edges[1:]) / 2
@@ -774,6 +827,7 @@ def _add_histogram(writer: Any, name: str, counts: torch.Tensor, edges: torch.Te
         bucket_limits=edges[1:].tolist(),
         bucket_counts=counts.tolist(),
         global_step=step,
+        walltime=when,
     )
 
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -21,7 +22,7 @@ import torch
 from click.testing import CliRunner, Result
 
 import tracer
-from cli import Size, main
+from cli import EXAMPLES, GROUPS, Size, main
 from tracer.messages import Message, ModuleMessage, NetworkMessage
 from tracer.writer import TraceWriter
 
@@ -88,6 +89,78 @@ def test_each_command_has_help(name: str) -> None:
     for option in command.params:
         if isinstance(option, click.Option) and option.name not in ("epochs", "seed"):
             assert option.help, f"{name} {option.opts[0]} has no help"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_has_examples(name: str) -> None:
+    """They stand in its help, and are command lines that it takes."""
+    shown = run(name, "--help").stdout
+    examples = shown.partition("Examples:\n")[2].splitlines()
+    assert [line.strip() for line in examples if line] == list(EXAMPLES[name])
+    for line in EXAMPLES[name]:
+        program, command, *arguments = shlex.split(line)
+        assert (program, command) == ("trace", name)
+        main.commands[name].make_context(name, arguments)
+
+
+def test_options_stand_in_groups() -> None:
+    """Each heading is followed by its options, and no option that is named there has gone."""
+    known = {option.name for command in main.commands.values() for option in command.params}
+    assert {option for options in GROUPS.values() for option in options} <= known
+    for name, first, second in (("replay", "What is read:", "--kind"), ("record", "What is recorded:", "--every")):
+        lines = run(name, "--help").stdout.splitlines()
+        assert second in " ".join(lines[lines.index(first) : lines.index(first) + 5])
+        assert f"  -{second}" not in lines[lines.index("Options:") :]
+
+
+def test_info_of_several(trace: Path, tmp_path: Path) -> None:
+    """Of a folder, a glob or several traces there is a line each, and a list of JSON; a damaged one is told."""
+    for name in ("a", "b"):
+        write(tmp_path / name / f"run{trace.suffix}")
+    folder = run("info", tmp_path)
+    assert folder.exit_code == 0, folder.output
+    header, *lines = folder.stdout.splitlines()
+    assert header.split() == ["trace", "status", "steps", "epochs", "messages", "on", "disk", "problems"]
+    expected = [str(tmp_path / name / f"run{trace.suffix}") for name in ("a", "b")]
+    assert [line.split()[:9] for line in lines] == [
+        [path, "finished", *f"0 to {STEPS - 1}".split(), "0", "to", "1", str(len(messages()))] for path in expected
+    ]
+    told = json.loads(run("info", tmp_path, "--json").stdout)
+    assert [one["path"] for one in told] == expected
+    assert [one["messages"] for one in told] == [len(messages())] * 2
+    assert told[0]["kinds"] == json.loads(run("info", expected[0], "--json").stdout)["kinds"]
+    assert json.loads(run("info", *expected, "--json").stdout) == told
+    assert json.loads(run("info", tmp_path / "*" / f"run{trace.suffix}", "--json").stdout) == told
+    (tmp_path / "c.h5").write_bytes(b"not what it seems")
+    some = run("info", tmp_path)
+    assert some.exit_code == 4
+    assert len(some.stdout.splitlines()) == 4
+    assert "c.h5 is not an HDF5 file" in some.stderr
+    assert [one["status"] for one in json.loads(run("info", tmp_path, "--json").stdout)] == [
+        "finished", "finished", "unreadable",
+    ]  # fmt: skip
+    assert run("info", tmp_path / "nothing").exit_code == 1
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_no_color(trace: Path, plain: bool, tmp_path: Path) -> None:
+    """On a terminal NO_COLOR leaves out colours, bold and the bar, and nothing else."""
+    parent, child = os.openpty()
+    environment = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
+    environment |= {"TERM": "xterm-256color", "COLUMNS": "80"} | ({"NO_COLOR": "1"} if plain else {})
+    done = subprocess.Popen(
+        spawn("replay", trace, "-s", "norm"), stdout=child, stderr=child, env=environment, cwd=tmp_path
+    )
+    os.close(child)
+    shown = b""
+    with suppress(OSError):  # the terminal is closed by the process that ended
+        while part := os.read(parent, 65536):
+            shown += part
+    assert done.wait() == 0
+    os.close(parent)
+    assert b"weights_norm2" in shown
+    assert (b"\x1b" in shown) is not plain
+    assert (b"replaying" in shown) is not plain
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import datetime as dt
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from rich.console import Console
 
 import analyze
 import tracer
-from analyze.results import COLUMNS, FORMATS, Row, as_json, sparkline
+from analyze.results import COLUMNS, FORMATS, Row, as_json, sparkline, times_of
 from tracer import (
     MessageBus,
     MessageError,
@@ -427,8 +428,8 @@ def tensorboard(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         def __exit__(self, *_: object) -> None:
             calls.append(("close",))
 
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            calls.append((name, value, step))
+        def add_scalar(self, name: str, value: float, step: int, walltime: float | None) -> None:
+            calls.append((name, value, step) if walltime is None else (name, value, step, walltime))
 
         def add_histogram_raw(self, name: str, **fields: Any) -> None:
             calls.append((name, fields["num"], fields["bucket_limits"], fields["bucket_counts"], fields["global_step"]))
@@ -474,12 +475,50 @@ def test_tensorboard_keeps_ranks_apart(tensorboard: list[tuple[Any, ...]], tmp_p
         for one in ones:
             answers.add(one)
     answers.to_tensorboard(tmp_path)
-    assert tensorboard[1:-1] == [
-        ("loss_value@rank0", 0.0, 3),
-        ("loss_value@rank1", 10.0, 3),
-        ("weights_histogram/fc@rank0", 3, [2.0, 4.0], [2, 1], 6),
-        ("weights_histogram/fc@rank1", 3, [4.0, 8.0], [2, 1], 6),
+    assert tensorboard == [
+        ("open", str(tmp_path / "rank0")),
+        ("loss_value", 0.0, 3),
+        ("open", str(tmp_path / "rank1")),
+        ("loss_value", 10.0, 3),
+        ("weights_histogram/fc", 3, [2.0, 4.0], [2, 1], 6),
+        ("weights_histogram/fc", 3, [4.0, 8.0], [2, 1], 6),
+        ("close",),
+        ("close",),
     ]
+
+
+def test_tensorboard_has_a_run_for_each_trace(tensorboard: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    """Its folder has the trace's path, and its steps lie between the beginning and the end of the run."""
+    answers = analyze.Results()
+    for name in ("a", "b"):
+        with tracer.TraceWriter(
+            tmp_path / name / "run.zarr", header={"created": "2026-01-02T03:00:00+00:00"}
+        ) as writer:
+            for step in range(4):
+                writer.write(message("loss", float(step), step, None))
+                answers.add(message("loss_value", float(step), step, None), f"{name}/run.zarr", "loss")
+    with tracer.open(tmp_path / "a" / "run.zarr") as reader:
+        times = times_of(reader)
+        ended = dt.datetime.fromisoformat(reader.info["ended"]).timestamp()
+    assert times is not None
+    began = dt.datetime(2026, 1, 2, 3, tzinfo=dt.UTC).timestamp()
+    quarter = (ended - began) / 4
+    answers.to_tensorboard(tmp_path / "events", times={"a/run.zarr": times})
+    of_a = [("loss_value", float(step), step, pytest.approx(began + (step + 1) * quarter)) for step in range(4)]
+    assert tensorboard == [
+        ("open", str(tmp_path / "events" / "a" / "run")), *of_a,
+        ("open", str(tmp_path / "events" / "b" / "run")), *(("loss_value", float(step), step) for step in range(4)),
+        ("close",), ("close",),
+    ]  # fmt: skip
+
+
+def test_a_run_without_an_end_has_no_times(tmp_path: Path) -> None:
+    """Of a run that is still being recorded, it is not known when its steps were."""
+    with tracer.TraceWriter(tmp_path / "run.zarr") as writer:
+        writer.write(message("loss", 1.0, 0, None))
+        writer.commit()
+        with tracer.open(tmp_path / "run.zarr") as reader:
+            assert times_of(reader) is None
 
 
 # -- for people ---------------------------------------------------------------------------------------------
