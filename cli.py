@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar
 import click
 
 import tracer
+from analyze.escapes import in_json, printable
 from tracer.errors import (
     CaptureError,
     MessageError,
@@ -390,7 +391,7 @@ def _table(
         made.add_column(column, justify=justify, overflow="fold", no_wrap=column in ("kind", "name"))  # type: ignore[arg-type]
     for row in rows:
         # Text, because a module named "[bold]" is not markup
-        made.add_row(*(Text(_printable(_cell(value))) for value in row))
+        made.add_row(*(Text(printable(_cell(value))) for value in row))
     return made
 
 
@@ -410,7 +411,7 @@ _LONG = 300
 
 def _columns(columns: Sequence[str], rows: Sequence[Sequence[Any]], right: frozenset[str]) -> str:
     """A long table as plain text."""
-    cells = [tuple(columns), *(tuple(_printable(_cell(value)) for value in row) for row in rows)]
+    cells = [tuple(columns), *(tuple(printable(_cell(value)) for value in row) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     form = " ".join(f"{{:{'>' if name in right else '<'}{width}}}" for name, width in zip(columns, widths, strict=True))
     return "\n".join(form.format(*row).rstrip() for row in cells)
@@ -471,7 +472,7 @@ def _jsonable(value: Any) -> Any:
 
 
 def _print_json(value: Any, *, indent: int | None = 2) -> None:
-    text = json.dumps(_jsonable(value), indent=indent, ensure_ascii=False, default=str)
+    text = in_json(json.dumps(_jsonable(value), indent=indent, ensure_ascii=False, default=str))
     click.echo(text.encode(errors="backslashreplace").decode())  # a path need not be UTF-8, and JSON has to be
 
 
@@ -841,7 +842,7 @@ def _print_dry_run(told: Mapping[str, Any]) -> None:
     columns = ("kind", "module", "tag", "dtype", "shape", "bytes a message", "a step", "recorded")
     rows = []
     for one in told["streams"]:
-        path = "" if one["module"] is None else _printable(one["module"]) or "(root)"
+        path = "" if one["module"] is None else printable(one["module"]) or "(root)"
         where = f"{path} [{one['leaf']}]".strip() if one["leaf"] else path
         shapes = ", ".join(map(_shape, one["shapes"][:3])) + (", …" if len(one["shapes"]) > 3 else "")
         steps = _CLOCKS.get(one["clock"]) or ("every step" if one["every"] == 1 else f"every {one['every']}")
@@ -930,7 +931,7 @@ def info(traces: tuple[str, ...], as_json: bool) -> None:
         _print_json(told)
         return
     for name, value in _info_rows(told):
-        click.echo(f"{_printable(name):<12}{_printable(_as_typed(value))}")
+        click.echo(f"{printable(name):<12}{printable(_as_typed(value))}")
 
 
 def _info(trace: str) -> dict[str, Any]:
@@ -1064,7 +1065,7 @@ def _certificate(told: Mapping[str, Any]) -> str:
             f"; CPU time ×{overhead['cpu_ratio']:.3f} over {overhead.get('steps')} steps, "
             f"{overhead.get('recorded_steps')} of them recorded (without a recorder ×{overhead.get('bare_ratio'):.3f})"
         )
-    return f"{told.get('verdict')}: {_printable(str(told.get('reason')))}{cost}"
+    return f"{told.get('verdict')}: {printable(str(told.get('reason')))}{cost}"
 
 
 def _capture(settings: Mapping[str, Any]) -> str:
@@ -1133,13 +1134,8 @@ def _reading(filters: Mapping[str, Any]) -> dict[str, Any]:
     return {name: filters[name] or None for name in ("kinds", "modules", "steps", "tags")}
 
 
-def _printable(text: str) -> str:
-    """The same on one line and without effect on a terminal: a module may have any name."""
-    return text if text.isprintable() else text.encode("unicode_escape").decode()
-
-
 def _where(stream: StreamInfo) -> str:
-    path = "" if stream.module is None else _printable(stream.module) or "(root)"
+    path = "" if stream.module is None else printable(stream.module) or "(root)"
     return f"{path} [{stream.leaf}]".strip() if stream.leaf else path
 
 
@@ -1196,12 +1192,12 @@ def _answer_facts(message: Message) -> dict[str, Any]:
 
 def _message_line(told: Mapping[str, Any]) -> str:
     module = told["module"]
-    words = [f"step {told['global_step']}", _printable(told["kind"])]
+    words = [f"step {told['global_step']}", printable(told["kind"])]
     if module is not None:
-        words.append(_printable(module) or "(root)")
-    words += [f"{name} {_printable(str(told[name]))}" for name in ("leaf", "call", "rank") if told[name]]
+        words.append(printable(module) or "(root)")
+    words += [f"{name} {printable(str(told[name]))}" for name in ("leaf", "call", "rank") if told[name]]
     if told["tag"] != "default":
-        words.append(f"tag {_printable(told['tag'])}")
+        words.append(f"tag {printable(told['tag'])}")
     if "shape" in told:
         words += [told["dtype"], _shape(told["shape"])]
     if "mean" in told:
@@ -1791,7 +1787,7 @@ def batch(
             f"failed, in {results.seconds:.1f} s: {results.out}"
         )
     for note in results.notes:
-        click.echo(_printable(note), err=True)
+        click.echo(printable(note), err=True)
     if results.failures:
         for failure in results.failures:
             click.echo(_failure_line(failure), err=True)
@@ -1800,7 +1796,7 @@ def batch(
 
 def _failure_line(failure: Any) -> str:
     who = f" {failure.spec}" if failure.spec else ""
-    return _printable(f"{failure.status}: {failure.trace}{who}: {failure.reason}")
+    return printable(f"{failure.status}: {failure.trace}{who}: {failure.reason}")
 
 
 def _print_estimate(told: Mapping[str, Any], as_json: bool) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import IO, Any, Protocol, final
 
+from analyze.escapes import in_json
+
 
 class Display(Protocol):
     """Is called with what `analyze.batch` tells; a context manager."""
@@ -30,7 +32,7 @@ class Lines:
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         if event["event"] != "planning":
-            line = json.dumps(event, ensure_ascii=False) + "\n"
+            line = in_json(json.dumps(event, ensure_ascii=False)) + "\n"
             self._stream.write(line.encode(errors="backslashreplace").decode())
             self._stream.flush()
 

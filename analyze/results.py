@@ -14,11 +14,12 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from analyze.escapes import in_cell, in_json
 from analyze.registry import instances
 from analyze.tables import ResultsTable, mean_of, sparkline
 from tracer.bus import describe
@@ -472,15 +473,18 @@ class Results:
     def to_csv(self, path: PathLike, *, overwrite: bool = False) -> None:
         """Write comma-separated values, UTF-8, with a header line.
 
-        Values are written so that they read back as the same float64; also ``nan``, ``inf`` and ``-inf``.
+        Values are written so that they read back as the same float64; also ``nan``, ``inf`` and ``-inf``. Texts that a
+        spreadsheet would compute (``=1+1``) have an apostrophe before them, see `analyze.escapes.in_cell`; whoever
+        reads the file takes the first apostrophe of a text off.
         """
         with (
             _new_file(path, overwrite) as temporary,
             temporary.open("w", encoding="utf-8", errors=_ODD, newline="") as file,
         ):
-            writer = csv.writer(file, lineterminator="\n")
+            writer = csv.writer(_Lines(file), lineterminator=_CRLF)
             writer.writerow(COLUMNS)
-            writer.writerows(self)  # a csv writer writes floats by repr
+            # a csv writer writes floats by repr
+            writer.writerows((*map(in_cell, row[:5]), *row[5:]) for row in self)
 
     def to_jsonl(self, path: PathLike, *, overwrite: bool = False) -> None:
         """Write JSON lines, UTF-8: an object of all columns for each row.
@@ -490,7 +494,7 @@ class Results:
         """
         with _new_file(path, overwrite) as temporary, temporary.open("w", encoding="utf-8", errors=_ODD) as file:
             for row in self:
-                file.write(json.dumps(as_json(row), ensure_ascii=False, allow_nan=False) + "\n")
+                file.write(in_json(json.dumps(as_json(row), ensure_ascii=False, allow_nan=False)) + "\n")
 
     def to_parquet(self, path: PathLike, *, overwrite: bool = False) -> None:
         """Write Parquet: words as strings, counters as int64, ``value`` as double.
@@ -689,6 +693,20 @@ def _positions(shape: tuple[int, ...]) -> Sequence[str]:
     if shape == ():
         return ("",)
     return [json.dumps(position) for position in np.ndindex(shape)]
+
+
+_CRLF = "\r\n"
+
+
+class _Lines:
+    """A file whose lines end with LF, for a csv writer that ends them with CRLF: it quotes no CR otherwise."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, line: str) -> int:
+        """Write a line."""
+        return self._file.write(line.removesuffix(_CRLF) + "\n")
 
 
 _ODD = "backslashreplace"

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
+from analyze.escapes import printable
+
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
@@ -41,7 +43,7 @@ def sparkline(values: Sequence[float] | NDArray[np.float64], width: int = 12) ->
     >>> sparkline([1, float("nan"), 1])
     '▄ ▄'
     >>> sparkline([1.0] * 500 + [9.0] + [1.0] * 499)
-    '▁▁▁▁▁▁█▁▁▁▁▁'
+    '▁▁▁▁▁█▁▁▁▁▁▁'
     """
     course = np.asarray(values, dtype=np.float64)
     finite = course[np.isfinite(course)]
@@ -90,11 +92,6 @@ def number(value: float) -> str:
     ('0.3333', '-1.235e5', '2e-7', 'inf')
     """
     return re.sub(r"e([+-])0*", lambda found: "e-" if found[1] == "-" else "e", f"{value + 0.0:.4g}")
-
-
-def printable(text: str) -> str:
-    """The same on one line and without effect on a terminal: a module may have any name."""
-    return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1096,6 +1096,25 @@ def test_answers_about_a_path_that_is_not_utf8(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "results" / "manifest.json").read_bytes())["traces"][0]["trace"] == str(odd)
 
 
+@pytest.mark.parametrize(
+    "character", [*"\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\u061c\x9b\x7f\u2028"]
+)
+def test_json_has_no_effect_on_a_terminal(tmp_path: Path, character: str) -> None:
+    """What turns the direction of a text, or moves the cursor, is escaped in every JSON, and says the same."""
+    name = f"a{character}b"
+    path = tmp_path / f"run{character}.zarr"
+    with TraceWriter(path, header={"argv": [name]}) as writer:
+        where = {"global_step": 0, "train_step": 0, "epoch": 0}
+        writer.write(ModuleMessage(kind="weights", module=name, data=torch.ones(2), **where))
+    for command in (["info"], ["ls"], ["cat"], ["verify"], ["replay", "-s", "norm"]):
+        result = run(command[0], path, *command[1:], "--json")
+        assert result.exit_code == 0, result.output
+        assert character not in result.stdout
+        if command[0] != "verify":
+            assert character in json.dumps(json.loads(result.stdout), ensure_ascii=False)
+    assert character not in "".join(run(command, path).output for command in ("info", "ls", "cat"))
+
+
 def test_paths_are_told_as_they_are_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A relative path stays relative in errors, in `info` and in tables; a full one stays full; JSON has full ones."""
     write(tmp_path / "run.zarr")

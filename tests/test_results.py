@@ -285,6 +285,24 @@ def test_tables_read_back(results: analyze.Results, tmp_path: Path, suffix: str)
     assert os.listdir(tmp_path) == [path.name]
 
 
+ODD_NAMES = ("=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "'=1", "'", "＝1", "fc.0", "a=b", " =1", "")
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_spreadsheet_computes_no_name(name: str, tmp_path: Path) -> None:
+    """No text of a CSV file begins as a formula; without the first apostrophe it is what it was; numbers stay so."""
+    results = analyze.Results()
+    results.add(message("=kind", -1.5, 3, name, tag=name), f"{name}.zarr", f"{name}norm")
+    results.write(tmp_path / "table.csv")
+    with (tmp_path / "table.csv").open(encoding="utf-8", newline="") as file:
+        _, row = csv.reader(file)
+    assert not any(cell[:1] in ("=", "+", "@", "\t", "\r", "\n", "＝") for cell in row)
+    assert not any(cell.startswith("-") for cell in row[:-1])
+    assert row[5:] == ["0", "0", "3", "3", "0", "", "-1.5"]
+    (original,) = results
+    assert [cell.removeprefix("'") for cell in row[:5]] == list(original[:5])
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(), max_size=20))
 def test_floats_read_back(tmp_path_factory: pytest.TempPathFactory, values: list[float]) -> None:
