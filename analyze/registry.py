@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from tracer.errors import MessageError, TracerError, UnknownNameError
+from tracer.errors import MessageError, TracerError, UnknownNameError, did_you_mean
 
 if TYPE_CHECKING:
     from tracer.subscriber import Subscriber
@@ -168,7 +168,8 @@ def parse(text: str) -> Subscriber:
         if key in given:
             raise MessageError(f"{text!r} gives {key} twice")
         if key not in parameters and key != _LABEL and not _takes_any(cls):
-            raise MessageError(f"{name} has no parameter {key!r}; it has {', '.join(parameters) or 'none'}")
+            has = f"it has {', '.join(parameters) or 'none'}{did_you_mean(key, parameters)}"
+            raise MessageError(f"{name} has no parameter {key!r}; {has}")
         given[key] = value if key == _LABEL else _value(value, parameters.get(key), f"{name}'s {key}")
     missing = [key for key, one in parameters.items() if one.default is one.empty and key not in given]
     if missing:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tracer import layout
 from tracer.assembly import WHOLE, Block, assembled
 from tracer.checksum import crc32c
-from tracer.errors import CaptureError, TraceCorruptError, TraceError
+from tracer.errors import CaptureError, TraceCorruptError, TraceError, did_you_mean
 from tracer.layout import Column
 from tracer.memory import SMALLEST, Memory
 from tracer.messages import DEFAULT_TAG, Message, checked
@@ -251,7 +251,11 @@ class TraceReader:
             asked = self.unreadable.keys() if self._only is None else self.unreadable.keys() & self._only
             if asked:
                 raise self.unreadable[min(asked)]
-            raise CaptureError(f"{self.path} has no messages of rank {_list(self._only)}")
+            rest = (*self._others, *self._later)
+            there = {part.rank for part in rest} | {stream.rank for part in rest for stream in part.streams}
+            raise CaptureError(
+                f"{self.path} has no messages of rank {_list(self._only)}; it has {_list(there) or 'none'}"
+            )
         foreign = of_another_run((*self._parts, *self._others, *self._later))
         for name, run in foreign.items():
             self._told.append(f"{self.path}: {name} is a part of another run, {run}, and is left out")
@@ -1153,7 +1157,8 @@ class TraceReader:
             names = sorted({_stream_name(s.kind, s.module, s.tag, s.leaf) for s in self._streams})
             shown = ", ".join(names[:20]) + (f", and {len(names) - 20} more" if len(names) > 20 else "")
             what = _stream_name(kind, module, tag, leaf) + ("" if rank is None else f" of rank {rank}")
-            raise CaptureError(f"{self.path} has no {what}; it has {shown or 'no streams'}")
+            has = f"it has {shown or 'no streams'}{self._meant(kind, module, tag, leaf)}"
+            raise CaptureError(f"{self.path} has no {what}; {has}")
         if all(self._streams[number].dtype is None for number in found):
             raise CaptureError(f"{self.path}: {kind} messages are events, and carry no data")
         selected = self.select(steps=steps, streams=found)
@@ -1177,6 +1182,16 @@ class TraceReader:
             return global_steps, whole
         carrying = [row for row in selected.tolist() if row in arrays]
         return self.journal[carrying, Column.GLOBAL_STEP], [arrays[row] for row in carrying]
+
+    def _meant(self, kind: str, module: str | None, tag: str, leaf: str) -> str:
+        """What may be meant by the first of the names of a stream that is not there, among those that go with it."""
+        found = self._streams
+        for name, wanted in (("kind", kind), ("module", module or ""), ("tag", tag), ("leaf", leaf)):
+            there = {getattr(stream, name) or "" for stream in found}
+            if wanted not in there:
+                return did_you_mean(wanted, there)
+            found = [stream for stream in found if (getattr(stream, name) or "") == wanted]
+        return ""
 
     def __copy__(self) -> TraceReader:
         same = object.__new__(TraceReader)
