@@ -26,14 +26,17 @@ lint: $(INSTALLED) ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: $(INSTALLED) ## docs/metrics.md, from the docstrings of the metrics
+docs: $(INSTALLED) ## docs/metrics.md and what `trace subscribers` says, from the docstrings of the metrics
 	$(BIN)/trace subscribers --markdown > docs/metrics.md.new
 	mv docs/metrics.md.new docs/metrics.md
+	$(BIN)/python -c 'from analyze.catalogue import descriptions; print(descriptions(), end="")' > descriptions.new
+	mv descriptions.new analyze/descriptions.json
 
 bench: $(INSTALLED) ## what recording and storing cost, measured in one run
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/hooks.py
 	$(BIN)/python benchmarks/storage.py
+	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/batch.py
 	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/memory.py

@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar
 import click
 
 import tracer
+from analyze.escapes import in_json, printable
 from tracer.errors import (
     CaptureError,
     MessageError,
@@ -33,6 +35,7 @@ from tracer.errors import (
 )
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from rich.table import Table
 
     from analyze.results import Results, Sink
@@ -59,7 +62,7 @@ class Failure(click.ClickException):
     """One sentence on stderr, and an exit code."""
 
     def __init__(self, sentence: str, exit_code: int = FAILED) -> None:
-        super().__init__(sentence)
+        super().__init__(_as_typed(sentence))
         # click reads it from the instance, but declares it for the class
         vars(self)["exit_code"] = exit_code
 
@@ -77,14 +80,82 @@ class Failure(click.ClickException):
         return cls(sentence, FAILED)
 
 
+EXAMPLES: Mapping[str, Sequence[str]] = {
+    "demo": ("trace demo --out demo-run --epochs 3",),
+    "record": (
+        "trace record train.py --epochs 5",
+        "trace record --every 10 --out run.zarr -k weights -k weight_gradients train.py",
+        "trace record --certify 20 --max-bytes 2GiB train.py",
+        "trace record --module my.training --lr 0.1",
+        "trace record torchrun --nproc-per-node 2 train.py",
+    ),
+    "info": ("trace info run.zarr", "trace info runs/", "trace info a.zarr b.h5 --json"),
+    "ls": ("trace ls run.zarr -k weights -m 'encoder.*'",),
+    "cat": ("trace cat run.zarr -k loss --steps 0:100:10", "trace cat run.zarr -k weights --values 3 --limit 5"),
+    "verify": ("trace verify run.zarr",),
+    "recover": ("trace recover damaged.zarr saved.zarr",),
+    "convert": ("trace convert run.zarr run.h5", "trace convert run.zarr some.zarr -k weights --steps :1000"),
+    "subscribers": ("trace subscribers", "trace subscribers spectral_norm"),
+    "replay": (
+        "trace replay run.zarr -s spectral_norm",
+        "trace replay run.zarr -s norm:kind=weight_gradients,order=1 -m 'fc*' --out norms.csv",
+        "trace replay run.zarr -s svcca:tag=probe --plan",
+        "trace replay run.zarr -s ratio --follow",
+    ),
+    "batch": (
+        "trace batch runs/ -s norm -s spectral_norm --out answers --table answers.parquet",
+        "trace batch a.zarr b.zarr -s svcca:tag=probe --pairs all --out answers",
+    ),
+}
+"""By the name of a command, how it is used: each is a command line that it takes."""
+
+GROUPS: Mapping[str, Sequence[str]] = {
+    "What is asked": ("specs", "pairs"),
+    "What is recorded": (
+        *("kinds", "modules", "every", "start", "stop", "rows", "positions", "elements", "dtype", "config"),
+        "replicated",
+    ),
+    "What is read": ("kinds", "modules", "steps", "tags", "ranks", "follow", "no_verify", "limit"),
+    "Where it is computed": (
+        *("workers", "scheduler", "slurm", "part", "memory", "part_bytes", "force"),
+    ),
+    "What is written": (
+        *("out", "table", "tensorboard", "overwrite", "resume", "first_step", "max_bytes", "compression"),
+        *("chunk_bytes", "queue_bytes", "on_full", "commit_steps", "commit_seconds", "durable"),
+    ),
+    "Before it is done": ("only_plan", "dry_run", "certify_steps", "require_identical", "only_dry_run", "run_steps"),
+}  # fmt: skip
+"""Headings of `--help`, and the options below each; options of one name mean the same in every command but `record`."""
+
+
 class Command(click.Command):
-    """A command with ``--debug``, whose errors are one sentence."""
+    """A command with ``--debug``, whose errors are one sentence, and whose help has groups of options and examples."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.params.append(
             click.Option(["--debug"], is_flag=True, expose_value=False, callback=_remember_debug, help=_DEBUG_HELP)
         )
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options below their headings."""
+        groups: dict[str, list[tuple[str, str]]] = {heading: [] for heading in [*GROUPS, "Options"]}
+        left_out = "What is read" if self.name == "record" else "What is recorded"
+        heading_of = {name: heading for heading, names in GROUPS.items() if heading != left_out for name in names}
+        for option in self.get_params(ctx):
+            line = option.get_help_record(ctx) if isinstance(option, click.Option) else None
+            if line is not None:
+                groups[heading_of.get(option.name or "", "Options")].append(line)
+        for heading, lines in groups.items():
+            if lines:
+                with formatter.section(heading):
+                    formatter.write_dl(lines)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write examples."""
+        with formatter.section("Examples"):
+            for line in EXAMPLES[self.name or ""]:
+                formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run it; turn what it raises into a sentence and an exit code, unless ``--debug`` was given."""
@@ -101,6 +172,25 @@ class Command(click.Command):
             if ctx.meta.get("debug"):
                 raise
             raise Failure.of(error) from error
+
+
+def _as_typed(text: str) -> str:
+    """A sentence for the user, with paths below the working directory as he types them; the library gives full ones."""
+    ctx = click.get_current_context(silent=True)
+    paths = () if ctx is None else [one.name for one in ctx.command.params if isinstance(one.type, click.Path)]
+    given = [] if ctx is None else [ctx.params.get(name or "") for name in paths]
+    typed = [path for one in given if one for path in ([one] if isinstance(one, str) else one)]
+    try:
+        here = os.path.join(os.getcwd(), "")
+    except OSError:  # it was removed
+        return text
+    if here == os.sep or not any(not os.path.isabs(path) for path in typed):
+        return text
+    return re.sub(rf"(?<![\w.\-/]){re.escape(here)}", "", text)
+
+
+def _complain(sentence: str) -> None:
+    click.echo(_as_typed(sentence), err=True)
 
 
 def _nobody_reads() -> bool:
@@ -147,7 +237,7 @@ def _plain_warnings() -> Iterator[None]:
     """Warnings as one sentence on stderr, without the line of code that gave them."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        click.echo(f"Warning: {message}", err=True)
+        _complain(f"Warning: {message}")
 
     with warnings.catch_warnings():
         warnings.showwarning = show
@@ -301,8 +391,13 @@ def _table(
         made.add_column(column, justify=justify, overflow="fold", no_wrap=column in ("kind", "name"))  # type: ignore[arg-type]
     for row in rows:
         # Text, because a module named "[bold]" is not markup
-        made.add_row(*(Text(_printable(_cell(value))) for value in row))
+        made.add_row(*(Text(printable(_cell(value))) for value in row))
     return made
+
+
+def _is_plain() -> bool:
+    """Whether the user wants neither colours nor anything else that is drawn: https://no-color.org."""
+    return bool(os.environ.get("NO_COLOR"))
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
@@ -316,7 +411,7 @@ _LONG = 300
 
 def _columns(columns: Sequence[str], rows: Sequence[Sequence[Any]], right: frozenset[str]) -> str:
     """A long table as plain text."""
-    cells = [tuple(columns), *(tuple(_printable(_cell(value)) for value in row) for row in rows)]
+    cells = [tuple(columns), *(tuple(printable(_cell(value)) for value in row) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     form = " ".join(f"{{:{'>' if name in right else '<'}{width}}}" for name, width in zip(columns, widths, strict=True))
     return "\n".join(form.format(*row).rstrip() for row in cells)
@@ -331,7 +426,7 @@ def _show(*parts: Any) -> None:
         from rich.console import Console
 
         if _is_terminal(sys.stdout):
-            Console(file=sys.stdout, highlight=False).print(part)
+            Console(file=sys.stdout, highlight=False, color_system=None if _is_plain() else "auto").print(part)
         else:
             console = Console(file=sys.stdout, width=100_000, highlight=False, color_system=None)
             with console.capture() as capture:
@@ -377,14 +472,14 @@ def _jsonable(value: Any) -> Any:
 
 
 def _print_json(value: Any, *, indent: int | None = 2) -> None:
-    text = json.dumps(_jsonable(value), indent=indent, ensure_ascii=False, default=str)
+    text = in_json(json.dumps(_jsonable(value), indent=indent, ensure_ascii=False, default=str))
     click.echo(text.encode(errors="backslashreplace").decode())  # a path need not be UTF-8, and JSON has to be
 
 
 @contextmanager
 def _progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr where that is a terminal, and nothing where it is not; called with how much is done."""
-    if not _is_terminal(sys.stderr):
+    """A bar on stderr where that is a terminal, and nothing elsewhere, or with NO_COLOR; called with what is done."""
+    if not _is_terminal(sys.stderr) or _is_plain():
         yield lambda done: None
         return
     from rich.console import Console
@@ -410,7 +505,9 @@ def main() -> None:
 
 
 @main.command(cls=Command)
-@click.option("--out", metavar="DIR", default="demo-run", show_default=True, help="Where the files go.")
+@click.option(
+    "--out", metavar="DIR", type=click.Path(), default="demo-run", show_default=True, help="Where the files go."
+)
 @click.option("--epochs", type=click.IntRange(min=1), default=10, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @_overwrite
@@ -506,7 +603,12 @@ def _wrong_settings() -> Iterator[None]:
     options_metavar="[OPTIONS]",
     no_args_is_help=True,
 )
-@click.option("--out", metavar="PATH", help="Trace to make, .zarr or .h5.  [default: the program's name with .zarr]")
+@click.option(
+    "--out",
+    metavar="PATH",
+    type=click.Path(),
+    help="Trace to make, .zarr or .h5.  [default: the program's name with .zarr]",
+)
 @click.option("-k", "--kind", "kinds", metavar="KIND", multiple=True, help="Record this kind; may be repeated.")
 @click.option(
     "-m", "--modules", "modules", metavar="GLOB", multiple=True, help="Record modules that match; repeatable."
@@ -726,10 +828,7 @@ def record(
         certificate=certificate,
         strict=strict,
         **recording,
-        # the script may go to another folder
-        ended=functools.partial(
-            _say_what_was_recorded, target.absolute() if isinstance(target, Path) else target, target
-        ),
+        ended=functools.partial(_say_what_was_recorded, target, out or f"{name}.zarr"),
     )
     click.get_current_context().exit(code)
 
@@ -743,7 +842,7 @@ def _print_dry_run(told: Mapping[str, Any]) -> None:
     columns = ("kind", "module", "tag", "dtype", "shape", "bytes a message", "a step", "recorded")
     rows = []
     for one in told["streams"]:
-        path = "" if one["module"] is None else _printable(one["module"]) or "(root)"
+        path = "" if one["module"] is None else printable(one["module"]) or "(root)"
         where = f"{path} [{one['leaf']}]".strip() if one["leaf"] else path
         shapes = ", ".join(map(_shape, one["shapes"][:3])) + (", …" if len(one["shapes"]) > 3 else "")
         steps = _CLOCKS.get(one["clock"]) or ("every step" if one["every"] == 1 else f"every {one['every']}")
@@ -775,7 +874,7 @@ def _print_dry_run(told: Mapping[str, Any]) -> None:
         click.echo("overhead: not known, because the script took less than two steps")
 
 
-def _say_what_was_recorded(path: Location, called: Location) -> None:
+def _say_what_was_recorded(path: Location, called: str) -> None:
     from tracer.parts import this_process
     from tracer.stores import exists
 
@@ -815,20 +914,69 @@ def _read_config(path: str) -> list[dict[str, Any]]:
 
 
 @main.command(cls=Command)
-@_trace_argument
+@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path(path_type=str))
 @_as_json
-def info(trace: str, as_json: bool) -> None:
-    """Show what a trace is, at a glance."""
-    with tracer.open(trace) as reader:
-        counts: dict[str, int] = {}
-        for stream in reader.streams:
-            counts[stream.kind] = counts.get(stream.kind, 0) + stream.count
-        told = {**reader.info, "kinds": counts, "tags": sorted({stream.tag for stream in reader.streams})}
+def info(traces: tuple[str, ...], as_json: bool) -> None:
+    """Show what a trace is, at a glance; of several, a line each.
+
+    TRACE is a trace, a folder with traces below it, a glob, a URL, or @FILE with one of these on each line. With
+    --json, one trace is an object, and several, or a folder, are a list. Where some of several cannot be read, the
+    exit code is 4.
+    """
+    if len(traces) > 1 or _means_several(traces[0]):
+        _info_of_several(traces, as_json)
+        return
+    told = _info(traces[0])
     if as_json:
         _print_json(told)
         return
     for name, value in _info_rows(told):
-        click.echo(f"{_printable(name):<12}{_printable(value)}")
+        click.echo(f"{printable(name):<12}{printable(_as_typed(value))}")
+
+
+def _info(trace: str) -> dict[str, Any]:
+    """`TraceReader.info`, with how many messages there are of each kind, and the tags."""
+    with tracer.open(trace) as reader:
+        counts: dict[str, int] = {}
+        for stream in reader.streams:
+            counts[stream.kind] = counts.get(stream.kind, 0) + stream.count
+        return {**reader.info, "kinds": counts, "tags": sorted({stream.tag for stream in reader.streams})}
+
+
+def _means_several(trace: str) -> bool:
+    """Whether it is a list, a glob, or a folder of traces, on a disk or at a URL, and no trace itself."""
+    if Path(trace).suffix.lower() in TRACE_SUFFIXES and not set("*?[").intersection(trace):
+        return trace.startswith("@") and not Path(trace).exists()
+    return trace.startswith("@") or "://" in trace or bool(set("*?[").intersection(trace)) or Path(trace).is_dir()
+
+
+def _info_of_several(traces: Sequence[str], as_json: bool) -> None:
+    from analyze.traces import find_traces
+
+    with _wrong_usage():
+        found = find_traces(traces)
+    told: list[dict[str, Any]] = []
+    rows = []
+    for trace in found:
+        try:
+            one = _info(trace)
+        except TracerError as error:
+            path = trace if "://" in trace else os.path.abspath(trace)
+            one = {"path": path, "status": "unreadable", "problems": [str(error)]}
+            rows.append((trace, "unreadable", None, None, None, None, 1))
+            _complain(str(error))
+        else:
+            spans = [_span(one[name]) for name in ("steps", "epochs")]
+            size = _size(one["stored_bytes"])
+            rows.append((trace, one["status"], *spans, one["messages"], size, len(one["problems"]) or None))
+        told.append(one)
+    if as_json:
+        _print_json(told)
+    else:
+        columns = ("trace", "status", "steps", "epochs", "messages", "on disk", "problems")
+        _show(_table(None, columns, rows, right=("messages", "on disk", "problems")))
+    if any(one["status"] == "unreadable" for one in told):
+        raise click.exceptions.Exit(SOME_FAILED)
 
 
 def _info_rows(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -917,7 +1065,7 @@ def _certificate(told: Mapping[str, Any]) -> str:
             f"; CPU time ×{overhead['cpu_ratio']:.3f} over {overhead.get('steps')} steps, "
             f"{overhead.get('recorded_steps')} of them recorded (without a recorder ×{overhead.get('bare_ratio'):.3f})"
         )
-    return f"{told.get('verdict')}: {_printable(str(told.get('reason')))}{cost}"
+    return f"{told.get('verdict')}: {printable(str(told.get('reason')))}{cost}"
 
 
 def _capture(settings: Mapping[str, Any]) -> str:
@@ -986,13 +1134,8 @@ def _reading(filters: Mapping[str, Any]) -> dict[str, Any]:
     return {name: filters[name] or None for name in ("kinds", "modules", "steps", "tags")}
 
 
-def _printable(text: str) -> str:
-    """The same on one line and without effect on a terminal: a module may have any name."""
-    return text if text.isprintable() else text.encode("unicode_escape").decode()
-
-
 def _where(stream: StreamInfo) -> str:
-    path = "" if stream.module is None else _printable(stream.module) or "(root)"
+    path = "" if stream.module is None else printable(stream.module) or "(root)"
     return f"{path} [{stream.leaf}]".strip() if stream.leaf else path
 
 
@@ -1007,41 +1150,54 @@ def _stream_facts(stream: StreamInfo) -> dict[str, Any]:
     return {name: getattr(stream, name) for name in names}
 
 
-def _message_facts(message: Message, values: int) -> dict[str, Any]:
+def _message_facts(
+    stream: StreamInfo | Message, counters: Sequence[int], dtype: str | None, data: NDArray[Any] | None, values: int
+) -> dict[str, Any]:
+    """A message as JSON values; `counters` are its global step, train step, epoch and call."""
     told: dict[str, Any] = {
-        "kind": message.kind,
-        "module": message.key,
-        "tag": message.tag,
-        "global_step": message.global_step,
-        "train_step": message.train_step,
-        "epoch": message.epoch,
-        "call": message.call,
-        "leaf": message.leaf,
-        "rank": message.rank,
+        "kind": stream.kind,
+        "module": getattr(stream, "module", None),
+        "tag": stream.tag,
+        **dict(zip(("global_step", "train_step", "epoch", "call"), counters, strict=True)),
+        "leaf": stream.leaf,
+        "rank": stream.rank,
     }
-    data = message.data
     if data is None:
         return told
-    told |= {"dtype": str(data.dtype).removeprefix("torch."), "shape": list(data.shape)}
-    if data.numel() and not data.is_complex():
-        # in float64, because the mean of many float16 is not one; but not all of int64 are there
-        numbers = data.double()
-        low, high = (data if told["dtype"] == "int64" else numbers).aminmax()
-        told |= {"min": low.item(), "mean": numbers.mean().item(), "max": high.item()}
+    told |= {"dtype": dtype, "shape": list(data.shape)}
+    if data.size and data.dtype.kind != "c":
+        # in float64, because the mean of many float16 is not one; but not all of int64 and uint64 are there
+        import numpy as np
+
+        numbers = data.astype(np.float64)
+        ends = data if data.dtype.kind in "iu" else numbers
+        with np.errstate(all="ignore"):  # sums of what is not finite
+            told |= {"min": ends.min().item(), "mean": numbers.mean().item(), "max": ends.max().item()}
     if values:
-        numbers = data.flatten()[:values]
-        told["values"] = [str(z) for z in numbers.tolist()] if data.is_complex() else numbers.tolist()
+        first = data.reshape(-1)[:values].tolist()
+        told["values"] = list(map(str, first)) if data.dtype.kind == "c" else first
     return told
+
+
+def _answer_facts(message: Message) -> dict[str, Any]:
+    """A message of a replay as JSON values, with a few of its numbers."""
+    from tracer.layout import encode, readable
+
+    counters = message.global_step, message.train_step, message.epoch, message.call
+    if message.data is None:
+        return _message_facts(message, counters, None, None, 0)
+    dtype = str(message.data.dtype).removeprefix("torch.")
+    return _message_facts(message, counters, dtype, readable(encode(message.data), dtype), 8)
 
 
 def _message_line(told: Mapping[str, Any]) -> str:
     module = told["module"]
-    words = [f"step {told['global_step']}", _printable(told["kind"])]
+    words = [f"step {told['global_step']}", printable(told["kind"])]
     if module is not None:
-        words.append(_printable(module) or "(root)")
-    words += [f"{name} {_printable(str(told[name]))}" for name in ("leaf", "call", "rank") if told[name]]
+        words.append(printable(module) or "(root)")
+    words += [f"{name} {printable(str(told[name]))}" for name in ("leaf", "call", "rank") if told[name]]
     if told["tag"] != "default":
-        words.append(f"tag {_printable(told['tag'])}")
+        words.append(f"tag {printable(told['tag'])}")
     if "shape" in told:
         words += [told["dtype"], _shape(told["shape"])]
     if "mean" in told:
@@ -1098,11 +1254,16 @@ def cat(trace: str, limit: int | None, values: int, as_json: bool, **filters: An
     """
     from itertools import islice
 
+    from tracer.layout import Column
+
+    facts = [Column.STREAM, Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
     with tracer.open(trace) as reader:
         chosen = [stream.id for stream in _chosen_streams(reader, filters)]
         _note_problems(reader)
-        for message in islice(reader.messages(streams=chosen, steps=filters["steps"]), limit):
-            told = _message_facts(message, values)
+        streams, journal = reader.streams, reader.journal
+        for row, data in islice(reader.values(streams=chosen, steps=filters["steps"]), limit):
+            number, *counters = journal[row, facts].tolist()
+            told = _message_facts(streams[number], counters, streams[number].dtype, data, values)
             if as_json:
                 _print_json(told, indent=None)
             else:
@@ -1127,7 +1288,7 @@ def verify(trace: str, as_json: bool) -> None:
         _print_json(report.describe())
     else:
         for problem in report.problems[:_PROBLEMS]:
-            click.echo(str(problem))
+            click.echo(_as_typed(str(problem)))
         if len(report.problems) > _PROBLEMS:
             click.echo(f"and {len(report.problems) - _PROBLEMS:,} more problems (--json tells all)")
         checked = f"{report.messages:,} messages, {report.chunks:,} chunks, {_size(report.bytes)}"
@@ -1183,7 +1344,7 @@ def recover(src: str, dst: str, as_json: bool) -> None:
         _print_json(loss.describe())
     else:
         for problem in loss.problems[:_PROBLEMS]:
-            click.echo(problem, err=True)
+            _complain(problem)
         if loss.streams:
             rows = [
                 (one.kind, one.module if one.module != "" else "(root)", one.tag, one.saved, one.lost, _span(one.steps))
@@ -1233,7 +1394,7 @@ def convert(src: str, dst: str, chunk_bytes: int, compression: tuple[str, ...], 
             **_reading(filters),
         )
     for problem in told["problems"]:
-        click.echo(problem, err=True)
+        _complain(problem)
     code = click.get_current_context().meta[VERDICT] = DAMAGED if told["problems"] else 0
     if as_json:
         _print_json(told)
@@ -1313,8 +1474,15 @@ def _without_formulas(summary: str) -> str:
     "path/to/file.py:ClassName[:key=value,...].",
 )  # fmt: skip
 @_filters
-@click.option("--out", metavar="FILE", help="Write the answers: .parquet, .csv, .jsonl, or as a trace: .zarr, .h5.")
-@click.option("--tensorboard", metavar="DIR", help="Write the answers for TensorBoard too.")
+@click.option(
+    "--out",
+    metavar="FILE",
+    type=click.Path(),
+    help="Write the answers: .parquet, .csv, .jsonl, or as a trace: .zarr, .h5.",
+)
+@click.option(
+    "--tensorboard", metavar="DIR", type=click.Path(), help="Write the answers for TensorBoard too: a run in DIR."
+)
 @_overwrite
 @click.option("--follow", is_flag=True, help="Go on with a run that is being recorded until it ends.")
 @click.option("--plan", "only_plan", is_flag=True, help="Only say what would be read, and what is missing.")
@@ -1340,7 +1508,7 @@ def replay(
     if out is not None:
         if "://" in out:
             raise Failure(f"{out}: answers are written to a path, and not to a URL", WRONG_USAGE)
-        target = Path(out)
+        target = Path(out).absolute()  # a subscriber of the user's may go to another folder
         _check_new(out, RESULT_SUFFIXES, overwrite)
         _check_apart(out, trace)
         if target.suffix == ".parquet":
@@ -1354,7 +1522,7 @@ def replay(
         raise click.UsageError("--plan tells what there is to read, and --follow waits for more: give one of them")
     with tracer.open(trace, ranks=filters["ranks"] or None, verify=not no_verify) as reader, _plain_warnings():
         from analyze import registry
-        from analyze.results import Results
+        from analyze.results import Results, times_of
 
         if not follow:
             _chosen_streams(reader, filters)
@@ -1380,17 +1548,18 @@ def replay(
             return
         for rank, subscribers, plan in able:
             if damage is None and follow:
-                damage = _followed(results, reader, rank, subscribers, filters, as_json)
+                damage = _followed(results, reader, trace, rank, subscribers, filters, as_json)
             elif damage is None:
-                damage = _asked(results, reader, rank, subscribers, plan, filters)
+                damage = _asked(results, reader, trace, rank, subscribers, plan, filters)
         if follow:
             _note_status(reader)
+        times = times_of(reader)
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
         results.write(target, overwrite=overwrite)
-        click.echo(f"{len(results):,} rows written to {target}", err=True)
+        click.echo(f"{len(results):,} rows written to {out}", err=True)
     if tensorboard is not None:
-        results.to_tensorboard(tensorboard)
+        results.to_tensorboard(tensorboard, times={} if times is None else {trace: times})
         click.echo(f"events written to {tensorboard}", err=True)
     if as_json:
         from analyze.results import as_json as row_as_json
@@ -1420,6 +1589,7 @@ def _note_silent(results: Results, asked: Iterable[Subscriber]) -> None:
 def _asked(
     results: Results,
     reader: TraceReader,
+    trace: str,
     rank: int,
     asked: Sequence[Subscriber],
     plan: Plan,
@@ -1430,7 +1600,7 @@ def _asked(
         counter = _Counter({stream.kind for stream in (*plan.streams, *plan.derived)}, advance)
         listeners: list[Receiver] = [
             *asked,
-            results.sink(asked, str(reader.path)),
+            results.sink(asked, trace),
             *([counter] if _is_terminal(sys.stderr) else []),
         ]
         try:
@@ -1443,13 +1613,14 @@ def _asked(
 def _followed(
     results: Results,
     reader: TraceReader,
+    trace: str,
     rank: int,
     asked: Sequence[Subscriber],
     filters: Mapping[str, Any],
     as_json: bool,
 ) -> TraceCorruptError | None:
     """Gather the answers and print each when it comes, until the run ends or the user has seen enough."""
-    sink = results.sink(asked, str(reader.path))
+    sink = results.sink(asked, trace)
     try:
         tracer.replay(reader, *asked, sink, _Printer(sink, as_json), rank=rank, follow=True, **_reading(filters))
     except TraceCorruptError as error:
@@ -1482,7 +1653,7 @@ class _Printer:
             for row in rows:
                 _print_json(as_json(row), indent=None)
         else:
-            click.echo(_message_line(_message_facts(message, 8)))
+            click.echo(_message_line(_answer_facts(message)))
         sys.stdout.flush()
         return ()
 
@@ -1531,7 +1702,11 @@ class _Counter:
     help="Ask this metric of each trace; may be repeated. Also path/to/file.py:ClassName[:key=value,...].",
 )  # fmt: skip
 @click.option(
-    "--out", metavar="DIR", required=True, help="The folder of the results; also a URL (s3://bucket/results)."
+    "--out",
+    metavar="DIR",
+    type=click.Path(),
+    required=True,
+    help="The folder of the results; also a URL (s3://bucket/results).",
 )
 @_options(_kinds, _modules, _steps, _tags)
 @click.option(
@@ -1620,7 +1795,7 @@ def batch(
             f"failed, in {results.seconds:.1f} s: {results.out}"
         )
     for note in results.notes:
-        click.echo(_printable(note), err=True)
+        click.echo(printable(note), err=True)
     if results.failures:
         for failure in results.failures:
             click.echo(_failure_line(failure), err=True)
@@ -1629,7 +1804,7 @@ def batch(
 
 def _failure_line(failure: Any) -> str:
     who = f" {failure.spec}" if failure.spec else ""
-    return _printable(f"{failure.status}: {failure.trace}{who}: {failure.reason}")
+    return printable(f"{failure.status}: {failure.trace}{who}: {failure.reason}")
 
 
 def _print_estimate(told: Mapping[str, Any], as_json: bool) -> None:
@@ -1650,13 +1825,13 @@ def _print_estimate(told: Mapping[str, Any], as_json: bool) -> None:
 
 def _note_problems(reader: TraceReader) -> None:
     for problem in reader.problems:
-        click.echo(problem, err=True)
+        _complain(problem)
 
 
 def _note_status(reader: TraceReader) -> None:
     _note_problems(reader)
     if reader.status != "finished":
-        click.echo(f"{reader.path} is of a run that is {reader.status}: this is what it holds so far", err=True)
+        _complain(f"{reader.path} is of a run that is {reader.status}: this is what it holds so far")
 
 
 def _print_plan(plan: Plan, as_json: bool) -> None:

@@ -337,8 +337,8 @@ def plan_batch(
     if isinstance(part_bytes, bool) or not isinstance(part_bytes, int) or part_bytes < 1:
         raise CaptureError(f"part_bytes is a positive number of bytes, not {part_bytes!r}")
     selection = Selection(kinds=_tuple(kinds), modules=_tuple(modules), steps=steps_of(steps), tags=_tuple(tags))
-    asked = questions([subscribers] if isinstance(subscribers, str) else subscribers)
     found = find_traces(traces, outside=out)
+    asked = questions([subscribers] if isinstance(subscribers, str) else subscribers)
     say = progress or (lambda event: None)
     if pairs is not None:
         planned = plan_pairs(found, asked, pairs, selection, part_bytes=part_bytes)

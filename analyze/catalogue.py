@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -245,6 +246,15 @@ def markdown() -> str:
     return "\n".join(_page()) + "\n"
 
 
+def descriptions() -> str:
+    """The file ``analyze/descriptions.json``: what `analyze.describe` says of each built-in metric, one a line."""
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(registry.describe_class(name), ensure_ascii=False)}"
+        for name in sorted(registry.BUILT_IN)
+    ]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
 _INTRODUCTION = """# Metrics
 
 <!-- made by `make docs` (`trace subscribers --markdown`) from the docstrings: change those, not this page -->
@@ -284,7 +294,7 @@ Every subscriber of ikkuna, every preprocessor of monitorch and the quantities o
 
 
 def _page() -> Iterator[str]:
-    told = [registry.describe(name) for name in sorted(registry.BUILT_IN)]
+    told = [registry.describe_class(name) for name in sorted(registry.BUILT_IN)]
     yield _INTRODUCTION
     for one in told:
         says = _plain(one["summary"]).replace("|", "\\|")

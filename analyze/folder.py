@@ -47,7 +47,7 @@ class Folder:
             self.objects = Objects(found)
             self.path = found
         else:
-            self.path = Path(os.path.abspath(found))
+            self.path = Path(os.path.normpath(found))
             if self.path.exists() and not self.path.is_dir():
                 raise TraceExistsError(f"{found} is a file; a batch writes a folder of results")
 

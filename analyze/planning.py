@@ -364,7 +364,7 @@ def of_modules(chain: Sequence[Subscriber], modules: Iterable[Module] | None) ->
 def where(trace: Anywhere) -> str:
     """The name of a trace in a batch, which is the same from every working directory: its full path or its URL."""
     place = location(trace)
-    return str(place) if isinstance(place, Url) else os.path.abspath(place)
+    return str(place) if isinstance(place, Url) else os.path.normpath(place)
 
 
 def plan_trace(

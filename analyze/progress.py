@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from types import TracebackType
 from typing import IO, Any, Protocol, final
+
+from analyze.escapes import in_json
 
 
 class Display(Protocol):
@@ -29,7 +32,7 @@ class Lines:
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         if event["event"] != "planning":
-            line = json.dumps(event, ensure_ascii=False) + "\n"
+            line = in_json(json.dumps(event, ensure_ascii=False)) + "\n"
             self._stream.write(line.encode(errors="backslashreplace").decode())
             self._stream.flush()
 
@@ -92,5 +95,5 @@ class Live:
 
 
 def display(stream: IO[str]) -> Display:
-    """What suits a stream."""
-    return Live(stream) if stream.isatty() else Lines(stream)
+    """What suits a stream: with NO_COLOR, nothing is drawn on a terminal either."""
+    return Live(stream) if stream.isatty() and not os.environ.get("NO_COLOR") else Lines(stream)

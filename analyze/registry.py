@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from tracer.errors import MessageError, TracerError, UnknownNameError
+from tracer.errors import MessageError, TracerError, UnknownNameError, did_you_mean
 
 if TYPE_CHECKING:
     from tracer.subscriber import Subscriber
@@ -73,6 +74,9 @@ BUILT_IN: Mapping[str, str] = {
     "weightwatcher": "analyze.metrics.power_law:WeightWatcher",
 }
 """Registry name → where the class is. A name here wins over an entry point of the same name."""
+
+DESCRIPTIONS = Path(__file__).with_name("descriptions.json")
+"""What `describe_class` says of each built-in subscriber: made by `make docs`, and compared in the tests."""
 
 _LABEL = "as"
 """The parameter that every subscriber has; no constructor can have one of this name, which is a keyword of Python."""
@@ -164,7 +168,8 @@ def parse(text: str) -> Subscriber:
         if key in given:
             raise MessageError(f"{text!r} gives {key} twice")
         if key not in parameters and key != _LABEL and not _takes_any(cls):
-            raise MessageError(f"{name} has no parameter {key!r}; it has {', '.join(parameters) or 'none'}")
+            has = f"it has {', '.join(parameters) or 'none'}{did_you_mean(key, parameters)}"
+            raise MessageError(f"{name} has no parameter {key!r}; {has}")
         given[key] = value if key == _LABEL else _value(value, parameters.get(key), f"{name}'s {key}")
     missing = [key for key, one in parameters.items() if one.default is one.empty and key not in given]
     if missing:
@@ -181,6 +186,8 @@ def parse(text: str) -> Subscriber:
 
 def describe(name: str) -> dict[str, Any]:
     """What there is to know of a subscriber: for help and documentation, in JSON values.
+
+    Of a built-in one, that stands in a file that `make docs` writes, because importing its class imports torch.
 
     Parameters
     ----------
@@ -205,6 +212,14 @@ def describe(name: str) -> dict[str, Any]:
     [('kind', 'weights'), ('exact', False), ('tolerance', 1e-06), ('certify', 100), ('tag', 'default'),
      ('subsample', 1), ('modules', None)]
     """
+    if name not in BUILT_IN:
+        return describe_class(name)
+    described: dict[str, dict[str, Any]] = json.loads(DESCRIPTIONS.read_text(encoding="utf-8"))
+    return described[name]
+
+
+def describe_class(name: str) -> dict[str, Any]:
+    """As `describe`, of the class as it is now."""
     cls = find(name)
     parameters = _parameters(cls)
     needs: list[str] = []

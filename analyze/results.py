@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import datetime as dt
 import itertools
 import json
 import math
@@ -13,19 +14,20 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO, TypeAlias, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from analyze.escapes import in_cell, in_json
 from analyze.registry import instances
+from analyze.tables import ResultsTable, mean_of, sparkline
 from tracer.bus import describe
 from tracer.errors import MessageError, TraceError, TraceExistsError, TraceNotFoundError, TracerError, UnknownNameError
 from tracer.messages import Message, ModuleMessage, NetworkMessage
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    import torch
 
     from tracer.reader import TraceReader
     from tracer.subscriber import Subscriber
@@ -78,7 +80,19 @@ class _Stream(NamedTuple):
 
 
 class Series(NamedTuple):
-    """A stream of answers at a glance; minimum and maximum are of the finite values."""
+    """A stream of answers at a glance.
+
+    ==============  ==============================================================================================
+    n               how many answers
+    first, last     values; of answers that are arrays, the means of their finite numbers
+    min, max        the least and the greatest finite number
+    trend           the course of the values, as `sparkline` draws it
+    min_step        the global step of the least number, the first time; None where none is finite
+    max_step        the same of the greatest
+    nans, infs      how many numbers are NaN, and how many infinite
+    first_strange   the first global step with a number that is not finite; None without
+    ==============  ==============================================================================================
+    """
 
     trace: str
     kind: str
@@ -91,6 +105,11 @@ class Series(NamedTuple):
     min: float
     max: float
     trend: str
+    min_step: int | None = None
+    max_step: int | None = None
+    nans: int = 0
+    infs: int = 0
+    first_strange: int | None = None
 
 
 @final
@@ -268,7 +287,7 @@ class Results:
             if data.ndim == 0:
                 values.append(float(data))
             else:
-                values.frombytes(data.detach().cpu().to(torch.float64).contiguous().numpy().tobytes())
+                values.frombytes(data.detach().cpu().double().contiguous().numpy().tobytes())
         self._kept.add(self._kept.number(stream), counters, shape, values)
 
     def extend(self, other: Results) -> None:
@@ -336,6 +355,8 @@ class Results:
 
     def messages(self) -> Iterator[Message]:
         """The answers as messages again, with their shape and dtype."""
+        import torch
+
         kept = self._kept
         for position, shape in enumerate(kept.shapes):
             stream = kept.streams[kept.stream[position]]
@@ -381,7 +402,7 @@ class Results:
     def summary(self) -> list[Series]:
         """Each series at a glance: how many answers, first, last, least and greatest value, and a line of its course.
 
-        Of answers that are arrays the course is that of their means over the finite values.
+        Of answers that are arrays the course is that of their means over the finite numbers.
         """
         kept = self._kept
         positions: dict[tuple[str, str, str, str, int], list[int]] = {}
@@ -393,9 +414,12 @@ class Results:
         values = np.array(kept.values, dtype=np.float64)
         series = []
         for (trace, kind, module, tag, rank), these in positions.items():
-            course = np.array([_middle(values[kept.starts[at] : kept.starts[at + 1]]) for at in these])
-            inside = np.concatenate([values[kept.starts[at] : kept.starts[at + 1]] for at in these])
-            finite = inside[np.isfinite(inside)]
+            answers = [values[kept.starts[at] : kept.starts[at + 1]] for at in these]
+            course = np.array([mean_of(answer) for answer in answers])
+            inside = np.concatenate(answers)
+            steps = np.repeat([kept.global_step[at] for at in these], [len(answer) for answer in answers])
+            is_finite = np.isfinite(inside)
+            finite, strange = inside[is_finite], steps[~is_finite]
             series.append(
                 Series(
                     trace,
@@ -409,39 +433,21 @@ class Results:
                     float(finite.min()) if finite.size else math.nan,
                     float(finite.max()) if finite.size else math.nan,
                     sparkline(course),
+                    int(steps[is_finite][finite.argmin()]) if finite.size else None,
+                    int(steps[is_finite][finite.argmax()]) if finite.size else None,
+                    int(np.isnan(inside).sum()),
+                    int(np.isinf(inside).sum()),
+                    int(strange[0]) if strange.size else None,
                 )
             )
         return series
 
-    def to_table(self, rows: int = 40) -> Table:
-        """A table for a terminal: every row if there are no more than `rows`, else one line for each series."""
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
+    def to_table(self, rows: int = 40) -> ResultsTable:
+        """For a terminal, by kind: every row if there are no more than `rows`, else one line for each series.
 
-        shown: list[Row] | list[Series]
-        if len(self) <= rows:
-            shown = list(self)
-            names = [*Row._fields]
-            names.remove("subscriber")
-            names.remove("train_step")
-        else:
-            shown = self.summary()
-            names = [*Series._fields]
-        # a column that says the same in every line, and says the usual, says nothing
-        for name, usual in (("tag", "default"), ("rank", 0), ("call", 0), ("index", "")):
-            if name in names and all(getattr(one, name) == usual for one in shown):
-                names.remove(name)
-        if len(self.traces) < 2:
-            names.remove("trace")
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
-        for name in names:
-            wordy = name in ("trace", "kind", "module", "tag", "index", "trend")
-            folds = name in ("trace", "kind", "module")
-            table.add_column(name, justify="left" if wordy else "right", no_wrap=not folds, overflow="fold")
-        for one in shown:
-            table.add_row(*(Text(_shown(getattr(one, name))) for name in names))  # Text: a name is not markup
-        return table
+        What is shortened there is whole in `summary`, and in the files.
+        """
+        return ResultsTable(list(self) if len(self) <= rows else self.summary())
 
     # -- writing --------------------------------------------------------------------------------------------
 
@@ -467,15 +473,18 @@ class Results:
     def to_csv(self, path: PathLike, *, overwrite: bool = False) -> None:
         """Write comma-separated values, UTF-8, with a header line.
 
-        Values are written so that they read back as the same float64; also ``nan``, ``inf`` and ``-inf``.
+        Values are written so that they read back as the same float64; also ``nan``, ``inf`` and ``-inf``. Texts that a
+        spreadsheet would compute (``=1+1``) have an apostrophe before them, see `analyze.escapes.in_cell`; whoever
+        reads the file takes the first apostrophe of a text off.
         """
         with (
             _new_file(path, overwrite) as temporary,
             temporary.open("w", encoding="utf-8", errors=_ODD, newline="") as file,
         ):
-            writer = csv.writer(file, lineterminator="\n")
+            writer = csv.writer(_Lines(file), lineterminator=_CRLF)
             writer.writerow(COLUMNS)
-            writer.writerows(self)  # a csv writer writes floats by repr
+            # a csv writer writes floats by repr
+            writer.writerows((*map(in_cell, row[:5]), *row[5:]) for row in self)
 
     def to_jsonl(self, path: PathLike, *, overwrite: bool = False) -> None:
         """Write JSON lines, UTF-8: an object of all columns for each row.
@@ -485,7 +494,7 @@ class Results:
         """
         with _new_file(path, overwrite) as temporary, temporary.open("w", encoding="utf-8", errors=_ODD) as file:
             for row in self:
-                file.write(json.dumps(as_json(row), ensure_ascii=False, allow_nan=False) + "\n")
+                file.write(in_json(json.dumps(as_json(row), ensure_ascii=False, allow_nan=False)) + "\n")
 
     def to_parquet(self, path: PathLike, *, overwrite: bool = False) -> None:
         """Write Parquet: words as strings, counters as int64, ``value`` as double.
@@ -542,11 +551,18 @@ class Results:
             for message in self.messages():
                 writer.write(message)
 
-    def to_tensorboard(self, logdir: PathLike) -> None:
+    def to_tensorboard(self, logdir: PathLike, *, times: Mapping[str, Callable[[int], float]] | None = None) -> None:
         """Write event files that TensorBoard shows: each number is a scalar ``kind/module`` at its global step.
 
-        The tag is added to the name unless it is ``default``, the rank where there are several, and the position of
-        numbers in arrays. Counts with edges (of ``histogram``) become histograms.
+        Each trace is a run of its own, in a folder below `logdir` that has the trace's path without its suffix; of
+        several ranks, each has a folder in that. The tag is added to the name unless it is ``default``, and the
+        position of numbers in arrays. Counts with edges (of ``histogram``) become histograms.
+
+        Parameters
+        ----------
+        logdir : path
+        times : mapping of str to callable, optional
+            By trace, when a global step was, in seconds since 1970; see `times_of`. By default, the time of writing.
 
         Raises
         ------
@@ -557,8 +573,20 @@ class Results:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise _needs("writing for TensorBoard", "tensorboard", "tensorboard") from error
-        with SummaryWriter(os.fspath(logdir)) as writer:
-            _for_tensorboard(self, writer)
+        several_ranks = len({stream.rank for stream in self._kept.streams}) > 1
+        with contextlib.ExitStack() as stack:
+            writers: dict[tuple[str, int], Any] = {}
+            for stream, message in zip(self._streams(), self.messages(), strict=True):
+                key = stream.trace, stream.rank
+                if key not in writers:
+                    folder = Path(logdir, _run_of(stream.trace), f"rank{stream.rank}" if several_ranks else "")
+                    when = (times or {}).get(stream.trace)
+                    writers[key] = _TensorBoard(stack.enter_context(SummaryWriter(os.fspath(folder))), self, when)
+                writers[key].add(stream, message)
+
+    def _streams(self) -> Iterator[_Stream]:
+        """The stream of each message."""
+        return (self._kept.streams[number] for number in self._kept.stream)
 
 
 @final
@@ -653,55 +681,10 @@ def as_json(row: Row | Series) -> dict[str, Any]:
     return {name: _finite(value) for name, value in row._asdict().items()}
 
 
-def sparkline(values: Sequence[float] | NDArray[np.float64], width: int = 12) -> str:
-    """The course of a series in a line of blocks, each the mean of a stretch of it; a gap where nothing is finite.
-
-    Examples
-    --------
-    >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7])
-    '▁▂▃▄▅▆▇█'
-    >>> sparkline([1, float("nan"), 1])
-    '▄ ▄'
-    """
-    course = np.asarray(values, dtype=np.float64)
-    if not course.size:
-        return ""
-    stretches = np.array([_middle(part) for part in np.array_split(course, min(width, len(course)))])
-    finite = stretches[np.isfinite(stretches)]
-    if not finite.size:
-        return " " * len(stretches)
-    low, high = float(finite.min()), float(finite.max())
-    line = ""
-    for value in stretches:
-        if not math.isfinite(value):
-            line += " "
-        elif high == low:
-            line += "▄"
-        else:
-            # halves, because the difference of two float64 may be beyond float64
-            line += "▁▂▃▄▅▆▇█"[min(int((value / 2 - low / 2) / (high / 2 - low / 2) * 8), 7)]
-    return line
-
-
-def _middle(values: NDArray[np.float64]) -> float:
-    """The mean of the finite values; of a single value, itself."""
-    if len(values) == 1:
-        return float(values[0])
-    finite = values[np.isfinite(values)]
-    return float(np.sum(finite / len(finite))) if finite.size else math.nan
-
-
 def _finite(value: Any) -> Any:
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    text = str(value)  # a module may have any name: on one line, and without effect on a terminal
-    return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
 @lru_cache(maxsize=256)
@@ -710,6 +693,20 @@ def _positions(shape: tuple[int, ...]) -> Sequence[str]:
     if shape == ():
         return ("",)
     return [json.dumps(position) for position in np.ndindex(shape)]
+
+
+_CRLF = "\r\n"
+
+
+class _Lines:
+    """A file whose lines end with LF, for a csv writer that ends them with CRLF: it quotes no CR otherwise."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, line: str) -> int:
+        """Write a line."""
+        return self._file.write(line.removesuffix(_CRLF) + "\n")
 
 
 _ODD = "backslashreplace"
@@ -768,41 +765,74 @@ def _new_file(path: PathLike, overwrite: bool) -> Iterator[Path]:
                 left.unlink(missing_ok=True)
 
 
-def _for_tensorboard(results: Results, writer: Any) -> None:
-    streams = {(stream.trace, stream.kind) for stream in results._kept.streams}
-    several = len(results.traces) > 1
-    several_ranks = len({stream.rank for stream in results._kept.streams}) > 1
-    # the edges of a histogram may have a label after them: weights_histogram_edges_fine
-    edges_of = {(trace, kind.replace("_edges", "", 1)): kind for trace, kind in streams if "_edges" in kind}
-    counted: dict[tuple[Any, ...], torch.Tensor] = {}
-    for position, message in enumerate(results.messages()):
-        stream = results._kept.streams[results._kept.stream[position]]
+def times_of(reader: TraceReader) -> Callable[[int], float] | None:
+    """When each global step of a trace was, in seconds since 1970, as far as is known; None of a run without an end.
+
+    A trace says when its run began and ended, and nothing of its steps: they are spread evenly between the two.
+    """
+    info = reader.info
+    if info["created"] is None or info["ended"] is None or info["steps"] is None:
+        return None
+    try:
+        began, ended = (dt.datetime.fromisoformat(info[name]).timestamp() for name in ("created", "ended"))
+    except (TypeError, ValueError):  # another writer may call anything so
+        return None
+    first, last = info["steps"]
+    return lambda step: began + (ended - began) * (step - first + 1) / (last - first + 1)
+
+
+def _run_of(trace: str) -> str:
+    """What TensorBoard calls the run of a trace: a folder below its own.
+
+    Examples
+    --------
+    >>> _run_of("runs/a.zarr"), _run_of("/data/../b.h5"), _run_of("../c.zarr"), _run_of("s3://bucket/d.zarr")
+    ('runs/a', 'b', 'c', 'bucket/d')
+    """
+    _, _, path = trace.rpartition("://")
+    parts = Path(os.path.normpath(path)).with_suffix("").parts if path else ()
+    return os.path.join("", *(part for part in parts if part not in (os.sep, "..")))
+
+
+@final
+class _TensorBoard:
+    """Writes the answers of a trace's rank as events; counts wait for their edges."""
+
+    def __init__(self, writer: Any, results: Results, when: Callable[[int], float] | None) -> None:
+        self._writer = writer
+        self._when = when
+        streams = {(stream.trace, stream.kind) for stream in results._kept.streams}
+        # the edges of a histogram may have a label after them: weights_histogram_edges_fine
+        self._edges_of = {(trace, kind.replace("_edges", "", 1)): kind for trace, kind in streams if "_edges" in kind}
+        self._counted: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def add(self, stream: _Stream, message: Message) -> None:
+        """Write an answer."""
+        if message.data is None:
+            return
         name = "/".join(filter(None, (stream.kind, stream.place)))
         if stream.tag != "default":
             name += f"@{stream.tag}"
-        if several_ranks:
-            name += f"@rank{stream.rank}"
         if message.call:
             name += f":{message.call}"
-        if several:
-            name = f"{stream.trace}/{name}"
-        place = (stream.trace, stream.rank, stream.module, stream.tag, stream.leaf, message.call, message.global_step)
-        if message.data is None:
-            continue
-        if (stream.trace, stream.kind) in edges_of:
-            counted[(*place, edges_of[stream.trace, stream.kind], name)] = message.data
-            continue
-        waiting = next((key for key in counted if key[:-1] == (*place, stream.kind)), None)
+        step = message.global_step
+        when = None if self._when is None else self._when(step)
+        place = (stream.module, stream.tag, stream.leaf, message.call, step)
+        if (stream.trace, stream.kind) in self._edges_of:
+            self._counted[(*place, self._edges_of[stream.trace, stream.kind], name)] = message.data
+            return
+        waiting = next((key for key in self._counted if key[:-1] == (*place, stream.kind)), None)
         if waiting is not None:
-            _add_histogram(writer, waiting[-1], counted.pop(waiting), message.data, message.global_step)
-            continue
-        flat = message.data.reshape(-1).tolist()
-        for index, value in zip(_positions(tuple(message.data.shape)), flat, strict=True):
-            writer.add_scalar(name + index, value, message.global_step)
+            _add_histogram(self._writer, waiting[-1], self._counted.pop(waiting), message.data, step, when)
+            return
+        for index, value in zip(_positions(tuple(message.data.shape)), message.data.reshape(-1).tolist(), strict=True):
+            self._writer.add_scalar(name + index, value, step, when)
 
 
-def _add_histogram(writer: Any, name: str, counts: torch.Tensor, edges: torch.Tensor, step: int) -> None:
-    if not bool(torch.isfinite(edges).all()):
+def _add_histogram(
+    writer: Any, name: str, counts: torch.Tensor, edges: torch.Tensor, step: int, when: float | None
+) -> None:
+    if not bool(edges.isfinite().all()):
         return
     centres = (edges[:-1] + edges[1:]) / 2
     writer.add_histogram_raw(
@@ -815,6 +845,7 @@ def _add_histogram(writer: Any, name: str, counts: torch.Tensor, edges: torch.Te
         bucket_limits=edges[1:].tolist(),
         bucket_counts=counts.tolist(),
         global_step=step,
+        walltime=when,
     )
 
 

@@ -19,7 +19,6 @@ from itertools import islice
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
-import torch
 
 from analyze import registry
 from analyze.folder import Folder
@@ -73,6 +72,8 @@ def run(document: Mapping[str, Any]) -> dict[str, Any]:
     dict
         ``outcomes``: for each unit its id, status, rows, seconds, and why it is not ``"computed"``; ``where``.
     """
+    import torch
+
     torch.set_num_threads(1)  # a worker has one processor; what else would do it differs from engine to engine
     task = Task.of(document["task"])
     folder = Folder(document["out"])
@@ -93,6 +94,8 @@ def _run(task: Task, folder: Folder, replace: bool) -> list[Outcome]:
 
 
 def _attempt(task: Task, units: Sequence[Unit], folder: Folder, replace: bool) -> list[Outcome]:
+    import torch
+
     began = time.perf_counter()
     heard: list[_Heard] = []
     status, reason, told = "computed", "", ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,6 +17,7 @@ from tracer.stores import SCHEMES, STORES, Anywhere, Url, location, whole_of
 
 GLOB: Final = frozenset("*?[")
 SUFFIXES: Final = tuple(STORES)
+_COMMENT: Final = re.compile(r"(^|[ \t])#.*", re.DOTALL)
 
 
 def find_traces(sources: Anywhere | Iterable[Anywhere], *, outside: Anywhere | None = None) -> list[str]:
@@ -25,8 +27,9 @@ def find_traces(sources: Anywhere | Iterable[Anywhere], *, outside: Anywhere | N
     ----------
     sources : path, URL or iterable of them
         A trace; a glob (``runs/*.zarr``, ``runs/**/*.h5``; in a URL in its last part only); a folder or the URL of one,
-        of which all traces below are meant; or ``@list.txt``, a file with one of these on each line, where ``#`` begins
-        a comment.
+        of which all traces below are meant; or ``@list.txt``, a file in UTF-8 with one of these on each line. Lines end
+        with LF or CRLF. A ``#`` at the start of a line, or after a space or a tab, begins a comment; in a name it is
+        part of the name.
     outside : path or URL, optional
         A folder whose traces are not meant: that of the results.
 
@@ -92,12 +95,13 @@ def _listed(name: str, lists: tuple[str, ...]) -> Iterator[str]:
     if name in lists:
         raise CaptureError(f"the list of traces {name} lists itself")
     try:
-        lines = Path(name).read_text(encoding="utf-8").splitlines()
+        # as bytes, because other ends of lines than these two may be in a name; a byte order mark is no part of one
+        lines = Path(name).read_bytes().decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise TraceNotFoundError(f"the list of traces {name} cannot be read: {why}") from error
     for line in lines:
-        entry = line.partition("#")[0].strip() if line.lstrip().startswith("#") or " #" in line else line.strip()
+        entry = _COMMENT.sub("", line.removesuffix("\r"), count=1).strip(" \t")
         if entry:
             yield from _meant(entry, (*lists, name))
 
@@ -182,4 +186,4 @@ def _inside(trace: str, folder: Path | Url | None) -> bool:
     place = location(trace)
     if isinstance(place, Url) or isinstance(folder, Url):
         return str(place).startswith(f"{folder}/")
-    return Path(os.path.abspath(place)).is_relative_to(os.path.abspath(folder))
+    return Path(os.path.normpath(place)).is_relative_to(os.path.normpath(folder))

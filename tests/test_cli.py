@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -21,7 +22,7 @@ import torch
 from click.testing import CliRunner, Result
 
 import tracer
-from cli import Size, main
+from cli import EXAMPLES, GROUPS, Size, main
 from tracer.messages import Message, ModuleMessage, NetworkMessage
 from tracer.writer import TraceWriter
 
@@ -88,6 +89,78 @@ def test_each_command_has_help(name: str) -> None:
     for option in command.params:
         if isinstance(option, click.Option) and option.name not in ("epochs", "seed"):
             assert option.help, f"{name} {option.opts[0]} has no help"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_has_examples(name: str) -> None:
+    """They stand in its help, and are command lines that it takes."""
+    shown = run(name, "--help").stdout
+    examples = shown.partition("Examples:\n")[2].splitlines()
+    assert [line.strip() for line in examples if line] == list(EXAMPLES[name])
+    for line in EXAMPLES[name]:
+        program, command, *arguments = shlex.split(line)
+        assert (program, command) == ("trace", name)
+        main.commands[name].make_context(name, arguments)
+
+
+def test_options_stand_in_groups() -> None:
+    """Each heading is followed by its options, and no option that is named there has gone."""
+    known = {option.name for command in main.commands.values() for option in command.params}
+    assert {option for options in GROUPS.values() for option in options} <= known
+    for name, first, second in (("replay", "What is read:", "--kind"), ("record", "What is recorded:", "--every")):
+        lines = run(name, "--help").stdout.splitlines()
+        assert second in " ".join(lines[lines.index(first) : lines.index(first) + 5])
+        assert f"  -{second}" not in lines[lines.index("Options:") :]
+
+
+def test_info_of_several(trace: Path, tmp_path: Path) -> None:
+    """Of a folder, a glob or several traces there is a line each, and a list of JSON; a damaged one is told."""
+    for name in ("a", "b"):
+        write(tmp_path / name / f"run{trace.suffix}")
+    folder = run("info", tmp_path)
+    assert folder.exit_code == 0, folder.output
+    header, *lines = folder.stdout.splitlines()
+    assert header.split() == ["trace", "status", "steps", "epochs", "messages", "on", "disk", "problems"]
+    expected = [str(tmp_path / name / f"run{trace.suffix}") for name in ("a", "b")]
+    assert [line.split()[:9] for line in lines] == [
+        [path, "finished", *f"0 to {STEPS - 1}".split(), "0", "to", "1", str(len(messages()))] for path in expected
+    ]
+    told = json.loads(run("info", tmp_path, "--json").stdout)
+    assert [one["path"] for one in told] == expected
+    assert [one["messages"] for one in told] == [len(messages())] * 2
+    assert told[0]["kinds"] == json.loads(run("info", expected[0], "--json").stdout)["kinds"]
+    assert json.loads(run("info", *expected, "--json").stdout) == told
+    assert json.loads(run("info", tmp_path / "*" / f"run{trace.suffix}", "--json").stdout) == told
+    (tmp_path / "c.h5").write_bytes(b"not what it seems")
+    some = run("info", tmp_path)
+    assert some.exit_code == 4
+    assert len(some.stdout.splitlines()) == 4
+    assert "c.h5 is not an HDF5 file" in some.stderr
+    assert [one["status"] for one in json.loads(run("info", tmp_path, "--json").stdout)] == [
+        "finished", "finished", "unreadable",
+    ]  # fmt: skip
+    assert run("info", tmp_path / "nothing").exit_code == 1
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_no_color(trace: Path, plain: bool, tmp_path: Path) -> None:
+    """On a terminal NO_COLOR leaves out colours, bold and the bar, and nothing else."""
+    parent, child = os.openpty()
+    environment = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
+    environment |= {"TERM": "xterm-256color", "COLUMNS": "80"} | ({"NO_COLOR": "1"} if plain else {})
+    done = subprocess.Popen(
+        spawn("replay", trace, "-s", "norm"), stdout=child, stderr=child, env=environment, cwd=tmp_path
+    )
+    os.close(child)
+    shown = b""
+    with suppress(OSError):  # the terminal is closed by the process that ended
+        while part := os.read(parent, 65536):
+            shown += part
+    assert done.wait() == 0
+    os.close(parent)
+    assert b"weights_norm2" in shown
+    assert (b"\x1b" in shown) is not plain
+    assert (b"replaying" in shown) is not plain
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -1033,3 +1106,40 @@ def test_answers_about_a_path_that_is_not_utf8(tmp_path: Path) -> None:
     told = run("batch", tmp_path, "-s", "statistics:kind=loss", "--out", tmp_path / "results")
     assert told.exit_code == 0, told.output
     assert json.loads((tmp_path / "results" / "manifest.json").read_bytes())["traces"][0]["trace"] == str(odd)
+
+
+@pytest.mark.parametrize(
+    "character", [*"\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\u061c\x9b\x7f\u2028"]
+)
+def test_json_has_no_effect_on_a_terminal(tmp_path: Path, character: str) -> None:
+    """What turns the direction of a text, or moves the cursor, is escaped in every JSON, and says the same."""
+    name = f"a{character}b"
+    path = tmp_path / f"run{character}.zarr"
+    with TraceWriter(path, header={"argv": [name]}) as writer:
+        where = {"global_step": 0, "train_step": 0, "epoch": 0}
+        writer.write(ModuleMessage(kind="weights", module=name, data=torch.ones(2), **where))
+    for command in (["info"], ["ls"], ["cat"], ["verify"], ["replay", "-s", "norm"]):
+        result = run(command[0], path, *command[1:], "--json")
+        assert result.exit_code == 0, result.output
+        assert character not in result.stdout
+        if command[0] != "verify":
+            assert character in json.dumps(json.loads(result.stdout), ensure_ascii=False)
+    assert character not in "".join(run(command, path).output for command in ("info", "ls", "cat"))
+
+
+def test_paths_are_told_as_they_are_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path stays relative in errors, in `info` and in tables; a full one stays full; JSON has full ones."""
+    write(tmp_path / "run.zarr")
+    monkeypatch.chdir(tmp_path)
+    for typed, found in (("none.zarr", "none.zarr"), (str(tmp_path / "none.zarr"), str(tmp_path / "none.zarr"))):
+        assert f" {found}" in (stderr := run("ls", typed).stderr)
+        assert (str(tmp_path) in stderr) is (found == str(tmp_path / "none.zarr"))
+    assert "run.zarr (" in run("info", "run.zarr").stdout.splitlines()[0]
+    assert str(tmp_path) not in run("info", "run.zarr").stdout
+    assert json.loads(run("info", "run.zarr", "--json").stdout)["path"] == str(tmp_path / "run.zarr")
+    row = json.loads(run("replay", "run.zarr", "-s", "loss", "--json").stdout.splitlines()[0])
+    assert row["trace"] == "run.zarr"
+    damage(tmp_path / "run.zarr")
+    damaged = run("verify", "run.zarr")
+    assert damaged.exit_code == 3
+    assert str(tmp_path) not in damaged.output

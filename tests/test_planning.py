@@ -343,3 +343,30 @@ def test_what_means_no_trace_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_plans_of_nothing() -> None:
     """No traces, no tasks."""
     assert fused([TracePlan(run=None)], Selection(), 4) == []
+
+
+NAMES = ["a#b", "#c", "d e", "f\u2028g", "h\x0bi", "j\x85k", "l\xa0", "m\rn", "\ufeffo", "p\x1cq"]
+
+
+@pytest.mark.parametrize("bom", ["", "\ufeff"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_lists_name_traces_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, bom: str) -> None:
+    """Lines end with LF or CRLF, a comment begins after white space, and all else is in the name."""
+    monkeypatch.chdir(tmp_path)
+    for name in NAMES:
+        Path(f"{name}.zarr").mkdir()
+    lines = [
+        "# a list",
+        "\t# of traces",
+        *(f"{name}.zarr" for name in NAMES if name != "#c"),
+        "./#c.zarr",
+        "",
+        "  # end",
+    ]
+    lines[3] += "  # and this"
+    lines[4] += "\t#that"
+    Path("list.txt").write_bytes((bom + end.join(lines)).encode())
+    expected = [f"{name}.zarr" for name in NAMES if name != "#c"] + ["./#c.zarr"]
+    assert find_traces("@list.txt") == expected
+    Path("list.txt").write_bytes((bom + end.join([*lines, ""])).encode())
+    assert find_traces("@list.txt") == expected

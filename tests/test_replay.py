@@ -580,3 +580,41 @@ def test_parts_of_tensors_are_not_taken_for_tensors(
         warnings.simplefilter("always")
         tracer.replay(tmp_path / "run.zarr", *asked)
     assert [str(one.message) for one in caught] == planned.partial
+
+
+def test_nearest_names_are_suggested(tmp_path: Path) -> None:
+    """What is misspelt in a filter of Python's or the command line's is answered with what may be meant."""
+    path = tmp_path / "run.zarr"
+    with tracer.TraceWriter(path) as writer:
+        for module in ("features.conv1", "features.conv2", "classifier"):
+            data = torch.ones(2)
+            writer.write(ModuleMessage(kind="weights", module=module, global_step=0, train_step=0, epoch=0, data=data))
+    with tracer.open(path) as reader:
+        for name, call in {
+            "'weights'": lambda: reader.array("wieghts", "classifier"),
+            "'classifier'": lambda: reader.array("weights", "clasifier"),
+            "'features.conv1'": lambda: reader.array("weights", "conv1"),
+            "'default'": lambda: reader.array("weights", "classifier", tag="defualt"),
+        }.items():
+            with pytest.raises(CaptureError, match=rf"has no .*; it has weights of.*; did you mean {name}"):
+                call()
+    for name, filters in {
+        "'weights'": {"kinds": "wieghts"},
+        "'classifier'": {"modules": ["features.*", "clasifier"]},
+        "'default'": {"tags": "defualt"},
+    }.items():
+        with pytest.raises((UnknownNameError, CaptureError), match=f"did you mean {name}"):
+            tracer.replay(path, parse("norm"), **filters | {"modules": filters.get("modules", [])[1:] or None})
+        with pytest.raises(UnknownNameError, match=f"did you mean {name}"):
+            tracer.convert(path, tmp_path / "copy.zarr", **filters)
+        ((option, value),) = filters.items()
+        value = value if isinstance(value, str) else value[-1]
+        option = {"kinds": "--kind", "modules": "--modules", "tags": "--tag"}[option]
+        told = CliRunner().invoke(main, ["ls", str(path), option, value])
+        assert told.exit_code == 2
+        assert f"did you mean {name}" in told.stderr
+    assert not tracer.plan(path, Collect(), modules="encoder.*").messages
+    with pytest.raises(CaptureError, match="has no messages of rank 3; it has 0"):
+        tracer.open(path, ranks=[3])
+    with pytest.raises(tracer.MessageError, match=r"no parameter 'ordr'; it has kind.*; did you mean 'order'\?"):
+        parse("norm:ordr=1")

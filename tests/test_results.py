@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import datetime as dt
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from rich.console import Console
 
 import analyze
 import tracer
-from analyze.results import COLUMNS, FORMATS, Row, as_json, sparkline
+from analyze.results import COLUMNS, FORMATS, Row, as_json, sparkline, times_of
 from tracer import (
     MessageBus,
     MessageError,
@@ -284,6 +285,24 @@ def test_tables_read_back(results: analyze.Results, tmp_path: Path, suffix: str)
     assert os.listdir(tmp_path) == [path.name]
 
 
+ODD_NAMES = ("=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "'=1", "'", "＝1", "fc.0", "a=b", " =1", "")
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_spreadsheet_computes_no_name(name: str, tmp_path: Path) -> None:
+    """No text of a CSV file begins as a formula; without the first apostrophe it is what it was; numbers stay so."""
+    results = analyze.Results()
+    results.add(message("=kind", -1.5, 3, name, tag=name), f"{name}.zarr", f"{name}norm")
+    results.write(tmp_path / "table.csv")
+    with (tmp_path / "table.csv").open(encoding="utf-8", newline="") as file:
+        _, row = csv.reader(file)
+    assert not any(cell[:1] in ("=", "+", "@", "\t", "\r", "\n", "＝") for cell in row)
+    assert not any(cell.startswith("-") for cell in row[:-1])
+    assert row[5:] == ["0", "0", "3", "3", "0", "", "-1.5"]
+    (original,) = results
+    assert [cell.removeprefix("'") for cell in row[:5]] == list(original[:5])
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(), max_size=20))
 def test_floats_read_back(tmp_path_factory: pytest.TempPathFactory, values: list[float]) -> None:
@@ -427,8 +446,8 @@ def tensorboard(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         def __exit__(self, *_: object) -> None:
             calls.append(("close",))
 
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            calls.append((name, value, step))
+        def add_scalar(self, name: str, value: float, step: int, walltime: float | None) -> None:
+            calls.append((name, value, step) if walltime is None else (name, value, step, walltime))
 
         def add_histogram_raw(self, name: str, **fields: Any) -> None:
             calls.append((name, fields["num"], fields["bucket_limits"], fields["bucket_counts"], fields["global_step"]))
@@ -474,35 +493,76 @@ def test_tensorboard_keeps_ranks_apart(tensorboard: list[tuple[Any, ...]], tmp_p
         for one in ones:
             answers.add(one)
     answers.to_tensorboard(tmp_path)
-    assert tensorboard[1:-1] == [
-        ("loss_value@rank0", 0.0, 3),
-        ("loss_value@rank1", 10.0, 3),
-        ("weights_histogram/fc@rank0", 3, [2.0, 4.0], [2, 1], 6),
-        ("weights_histogram/fc@rank1", 3, [4.0, 8.0], [2, 1], 6),
+    assert tensorboard == [
+        ("open", str(tmp_path / "rank0")),
+        ("loss_value", 0.0, 3),
+        ("open", str(tmp_path / "rank1")),
+        ("loss_value", 10.0, 3),
+        ("weights_histogram/fc", 3, [2.0, 4.0], [2, 1], 6),
+        ("weights_histogram/fc", 3, [4.0, 8.0], [2, 1], 6),
+        ("close",),
+        ("close",),
     ]
+
+
+def test_tensorboard_has_a_run_for_each_trace(tensorboard: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    """Its folder has the trace's path, and its steps lie between the beginning and the end of the run."""
+    answers = analyze.Results()
+    for name in ("a", "b"):
+        with tracer.TraceWriter(
+            tmp_path / name / "run.zarr", header={"created": "2026-01-02T03:00:00+00:00"}
+        ) as writer:
+            for step in range(4):
+                writer.write(message("loss", float(step), step, None))
+                answers.add(message("loss_value", float(step), step, None), f"{name}/run.zarr", "loss")
+    with tracer.open(tmp_path / "a" / "run.zarr") as reader:
+        times = times_of(reader)
+        ended = dt.datetime.fromisoformat(reader.info["ended"]).timestamp()
+    assert times is not None
+    began = dt.datetime(2026, 1, 2, 3, tzinfo=dt.UTC).timestamp()
+    quarter = (ended - began) / 4
+    answers.to_tensorboard(tmp_path / "events", times={"a/run.zarr": times})
+    of_a = [("loss_value", float(step), step, pytest.approx(began + (step + 1) * quarter)) for step in range(4)]
+    assert tensorboard == [
+        ("open", str(tmp_path / "events" / "a" / "run")), *of_a,
+        ("open", str(tmp_path / "events" / "b" / "run")), *(("loss_value", float(step), step) for step in range(4)),
+        ("close",), ("close",),
+    ]  # fmt: skip
+
+
+def test_a_run_without_an_end_has_no_times(tmp_path: Path) -> None:
+    """Of a run that is still being recorded, it is not known when its steps were."""
+    with tracer.TraceWriter(tmp_path / "run.zarr") as writer:
+        writer.write(message("loss", 1.0, 0, None))
+        writer.commit()
+        with tracer.open(tmp_path / "run.zarr") as reader:
+            assert times_of(reader) is None
 
 
 # -- for people ---------------------------------------------------------------------------------------------
 
 
-def printed(results: analyze.Results, **more: Any) -> str:
-    """The table as a terminal of 200 columns shows it."""
-    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115 - a sink for the terminal
+def printed(results: analyze.Results, width: int = 200, **more: Any) -> str:
+    """The table as a terminal of so many columns shows it."""
+    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115 - a sink for the terminal
     with console.file:
         console.print(results.to_table(**more))
         return console.export_text()
 
 
 def test_short_tables_show_every_row() -> None:
-    """Few rows are shown as they are, without columns that say nothing."""
+    """Few rows are shown as they are, under their kind, without columns that say nothing."""
     results = analyze.Results()
     for step in range(3):
         results.add(message("weights_norm2", 1 / (step + 3), step, "[bold]odd[/bold]"), "run.zarr", "norm")
-    text = printed(results)
-    assert text.split("\n")[1].split() == ["kind", "module", "epoch", "global_step", "value"]
-    assert "[bold]odd[/bold]" in text
-    assert "0.3333" in text
-    assert "0.2" in text
+    lines = printed(results).split("\n")
+    assert lines[0] == "weights_norm2"
+    assert lines[1].split() == ["module", "epoch", "step", "value"]
+    assert [line.split() for line in lines[2:5]] == [
+        ["[bold]odd[/bold]", "0", str(step), f"{1 / (step + 3):.4g}"] for step in range(3)
+    ]
+    results.add(message("weights_norm2", [1.0, 2.0], 3, "a"), "run.zarr", "norm")
+    assert printed(results).split("\n")[1].split() == ["module", "epoch", "step", "index", "value"]
 
 
 def test_long_tables_are_summed_up(results: analyze.Results) -> None:
@@ -510,10 +570,65 @@ def test_long_tables_are_summed_up(results: analyze.Results) -> None:
     for step in range(100):
         results.add(message("weights_norm2", float(step), step, "conv"), "run.zarr", "norm")
     lines = printed(results).split("\n")
-    assert lines[1].split() == ["kind", "module", "tag", "n", "first", "last", "min", "max", "trend"]
-    (conv,) = [line.split() for line in lines if " conv " in line]
-    assert conv == ["weights_norm2", "conv", "default", "100", "0", "99", "0", "99", "▁▁▂▃▄▄▅▆▆▇██"]
+    assert lines[0] == "weights_norm2"
+    assert lines[1].split("  not finite")[0].split() == [
+        *("module", "n", "first", "last", "min", "at", "max", "at", "trend"),
+    ]  # fmt: skip
+    (conv,) = [line.split() for line in lines if line.startswith("conv ")]
+    assert conv == ["conv", "100", "0", "99", "0", "@0", "99", "@99", "▁▁▂▃▃▄▅▆▇▇██"]
     assert len(results.summary()) == 6
+
+
+def deep_and_strange() -> analyze.Results:
+    """A spike of one step in a layer with a long path, a constant, numbers of all sizes, and what is not finite."""
+    results = analyze.Results()
+    for step in range(400):
+        spiked = 1.0 + step % 7 / 1000 + (50.0 if step == 217 else 0.0)
+        results.add(message("weights_norm2", spiked, step, "features.denseblock3.denselayer16.conv2"), "a.zarr", "norm")
+        results.add(message("weights_norm2", -1234567.8 * (step + 1) * 1e-200, step, "b"), "a.zarr", "norm")
+        results.add(message("weights_norm2", 1.0, step, "constant", tag="probe"), "a.zarr", "norm")
+        results.add(
+            message("a_kind_of_which_the_name_is_rather_long_and_goes_on_for_a_while", 1.0, step, None), "a.zarr"
+        )
+        strange = INF if step >= 123 and step % 3 == 0 else NAN if step >= 350 else -1e-9 * step
+        results.add(message("weight_gradients_mean", strange, step, "head"), "a.zarr", "mean")
+    return results
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 160])
+def test_tables_fit_the_terminal(width: int) -> None:
+    """No line is wider, no word or heading is broken, and no row takes more than four lines."""
+    lines = printed(deep_and_strange(), width).split("\n")
+    assert max(map(len, lines)) <= width
+    words = [word for line in lines for word in line.split()]
+    for heading in ("module", "first", "last", "min", "max", "at", "trend"):
+        assert heading in words
+    assert "weight_gradients_mean" in lines
+    assert any(line.startswith("a_kind_of_which_the_name_is_") for line in lines)
+    deep = next(at for at, line in enumerate(lines) if line.startswith("feat"))
+    row = lines[deep : deep + (1 if width == 160 else 2)]
+    assert ("…" in row[0]) is (width == 60 or width == 80)
+    assert row[0].split()[0].endswith("conv2")
+    assert {"1", "51", "@0", "@217", "▁▁▁▁▁▁█▁▁▁▁▁"} <= {word for line in row for word in line.split()}
+    head = next(at for at, line in enumerate(lines) if line.startswith("head "))
+    told = " ".join(" ".join(lines[head : head + 4]).split())
+    steps = range(123, 400)
+    infinite = sum(step % 3 == 0 for step in steps)
+    nans = sum(step >= 350 and step % 3 != 0 for step in steps)
+    for fact in (f"{nans} NaN", f"{infinite} inf", "from @123", "-3.49e-7", "@349"):
+        assert fact in told
+    tables = [table for _, table in deep_and_strange().to_table().lines(width)]
+    assert len(tables[2]) <= 2 + 4  # the heading, and one row
+
+
+def test_series_say_where_they_are_extreme() -> None:
+    """The steps of the least and greatest number are the first ones; what is not finite is counted, in arrays too."""
+    results = analyze.Results()
+    for step, values in enumerate([[2.0, 1.0], [5.0, 1.0], [NAN, 5.0], [INF, -INF]]):
+        results.add(message("x", values, step, "a"))
+    (one,) = results.summary()
+    assert (one.min, one.min_step, one.max, one.max_step) == (1.0, 0, 5.0, 1)
+    assert (one.nans, one.infs, one.first_strange) == (1, 2, 2)
 
 
 def test_summary_of_strange_values(results: analyze.Results) -> None:
@@ -546,6 +661,10 @@ def test_sparkline() -> None:
     assert sparkline([]) == ""
     assert sparkline([NAN]) == " "
     assert sparkline([2, 2, INF, 2]) == "▄▄ ▄"
+    # of 0.1 the mean of three is another number than that of ten
+    assert sparkline([0.1] * 100) == "▄" * 12
+    assert sparkline([0.1 + 0.2, 0.3] * 50) == "▄" * 12
+    assert sparkline([1.0] * 700 + [-1.0] + [1.0] * 299) == "████████▁███"
     assert sparkline([-1.7e308, 1.7e308]) == "▁█"
     assert len(sparkline(range(1000))) == 12
     assert sparkline(range(1000))[0] == "▁"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import analyze
 from tracer import (
     CallbackSubscriber,
     Collect,
@@ -213,6 +214,42 @@ def test_what_is_lacking_is_told(subscription: Subscription, lacking: str | None
         return
     (sentence,) = sentences
     assert sentence.startswith(f"Doubled needs {lacking}, but the trace has only weights")
+
+
+@pytest.mark.parametrize(
+    ("subscription", "hint"),
+    [
+        (Subscription("wieghts"), "; did you mean 'weights'?"),
+        (Subscription("loss", "evl"), "; did you mean 'eval'?"),
+        (Subscription("loss", "nothing"), "; Doubled:tag=eval takes what is there"),
+        (Subscription("loss", "!eval"), "; Doubled:tag=eval takes what is there"),
+        (Subscription("weights", modules="bb"), "; did you mean 'b'?"),
+        (Subscription("quantiles"), ""),
+    ],
+)
+def test_what_is_meant_is_suggested(subscription: Subscription, hint: str) -> None:
+    """The nearest kinds, modules and tags, and how the messages of another tag are taken."""
+    (sentence,) = unmet([Doubled(subscription)], OFFERED, "it")
+    assert sentence.partition(" has only ")[2].partition(";")[1:] == (hint[:1], hint[1:])
+
+
+def test_a_metric_without_its_probe_says_how_to_record_it() -> None:
+    """What compares the same inputs at several steps says so, and what its answers mean under the tag that is there."""
+    offered = [("activations", "fc", "default"), ("network_output", None, "default"), ("activations", "fc", "eval")]
+    for name in ("svcca", "cka", "procrustes"):
+        (sentence,) = unmet([analyze.parse(name)], offered[:1], "it")
+        assert "run.probe(name, inputs, every=N), or trace record --probe N" in sentence
+        assert (
+            f"{name}:tag=default compares different inputs at each step, so it means something only where" in sentence
+        )
+        analyze.parse(f"{name}:tag=default")
+        (sentence,) = unmet([analyze.parse(name)], offered, "it")
+        assert f"{name}:tag=eval compares passes tagged eval" in sentence
+    (sentence,) = unmet([analyze.parse("churn")], offered, "it")
+    assert "churn:tag=default compares different inputs" in sentence
+    # layers of one step are of the same inputs, whichever these are
+    (sentence,) = unmet([analyze.parse("cka:against=layers")], offered[:1], "it")
+    assert sentence.endswith("; cka:tag=default takes what is there")
 
 
 def test_answers_of_others_are_not_lacking() -> None:

@@ -38,10 +38,12 @@ from tracer.errors import (
     TraceNotFoundError,
     TraceUnreadableError,
 )
+from tracer.integrations.recording import Recording
 from tracer.layout import Column
 from tracer.messages import Message, ModuleMessage, NetworkMessage
 from tracer.parts import Part
 from tracer.reader import TraceReader
+from tracer.recorders import ForwardOutput
 from tracer.writer import TraceWriter
 
 FORMATS = (".zarr", ".h5")
@@ -1033,3 +1035,85 @@ def test_a_long_kind_with_a_long_tag(suffix: str, tmp_path: Path) -> None:
     with tracer.open(tmp_path / f"run{suffix}") as reader:
         assert [one.tag[-1] for one in reader] == ["x", "y"]
         assert all(torch.equal(one.data, sent) for one in reader)
+
+
+def two_runs_of_one_name(folder: Path, suffix: str) -> None:
+    """The runs ``a/run`` and ``b/run``, with a loss of 0 and of 1."""
+    for value, name in enumerate("ab"):
+        with TraceWriter(folder / name / f"run{suffix}") as writer:
+            writer.write(network("loss", 0, float(value)))
+
+
+@every_format
+def test_a_reader_stays_with_its_run(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path means what it meant when the trace was opened, whichever folder the program goes to."""
+    two_runs_of_one_name(tmp_path, suffix)
+    monkeypatch.chdir(tmp_path / "a")
+    with TraceReader(f"run{suffix}") as reader:
+        monkeypatch.chdir(tmp_path / "b")
+        reader.refresh()
+        readers = [reader, copy.copy(reader), copy.deepcopy(reader), pickle.loads(pickle.dumps(reader))]
+        readers += [reader.of_rank(0), pickle.loads(pickle.dumps(reader.of_rank(0)))]
+        assert [one.array("loss")[1].tolist() for one in readers] == [[0.0]] * len(readers)
+        assert {one.info["path"] for one in readers} == {str(tmp_path / "a" / f"run{suffix}")}
+        monkeypatch.chdir("/")
+        assert pickle.loads(pickle.dumps(reader)).array("loss")[1].tolist() == [0.0]
+    for one in readers[1:]:
+        one.close()
+
+
+@every_format
+def test_a_reader_follows_its_run_from_elsewhere(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is committed after the program went to another folder is of the same run, for the writer and the reader."""
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with TraceWriter(f"run{suffix}") as writer:
+        writer.write(network("loss", 0, 0.0))
+        writer.commit()
+        with TraceReader(f"run{suffix}") as reader:
+            monkeypatch.chdir("b")
+            writer.write(network("loss", 1, 1.0))
+            writer.write(module("weights", "late", 1, [1.0]))  # an array that was not there
+            writer.commit()
+            assert reader.refresh()
+            assert reader.array("loss")[1].tolist() == [0.0, 1.0]
+            assert reader.array("weights", "late")[1].tolist() == [[1.0]]
+    assert os.listdir(tmp_path / "b") == []
+
+
+@every_format
+def test_a_recording_stays_in_its_folder(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training that goes to another folder, also before its recording begins, goes on with its trace."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recording = tracer.record(f"run{suffix}", model, optimizer)
+    callback = Recording(f"trainer{suffix}", {})
+    recorder = ForwardOutput(trace=f"outputs{suffix}")
+    monkeypatch.chdir("elsewhere")
+    with recording:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    with recorder.modules(model):
+        model(torch.ones(1, 2))
+    callback.begin(model, [optimizer], step=0, epoch=0)
+    callback.end()
+    assert os.listdir() == []
+    for name in ("run", "trainer", "outputs"):
+        with TraceReader(tmp_path / f"{name}{suffix}") as reader:
+            assert reader.status == "finished"
+
+
+def test_a_path_from_nowhere_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder that was removed, a relative path leads nowhere; a full one still does."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    two_runs_of_one_name(tmp_path, ".zarr")
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(TraceUnreadableError, match=r"run\.zarr leads nowhere: the working directory was removed"):
+        TraceReader("run.zarr")
+    with TraceReader(tmp_path / "a" / "run.zarr") as reader:
+        assert len(reader) == 1
+    monkeypatch.chdir(tmp_path)

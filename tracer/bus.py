@@ -8,12 +8,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from typing import Any, Literal, Protocol, runtime_checkable
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from tracer.errors import CaptureError, MessageError, raised_by_signal, warn_only
 from tracer.messages import DEFAULT_TAG, MODULE_KINDS, NETWORK_KINDS, Message, ModuleMessage, NetworkMessage
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Topic = Literal["network", "module", "any"]
 

@@ -246,8 +246,9 @@ def _streams(
     for what, names, known in (
         ("kind", kinds, {stream.kind for stream in streams}),
         ("tag", tags, {stream.tag for stream in streams}),
+        ("module", modules, {stream.module for stream in streams if stream.module is not None}),
     ):
         for name in names or ():
-            if name not in known and not (what == "tag" and set("!*?[").intersection(name)):
+            if name not in known and not (what != "kind" and set("!*?[").intersection(name)):
                 raise UnknownNameError.of(f"recorded {what}", name, known)
     return [stream.id for stream in streams if passes(stream, kinds, modules, tags)]

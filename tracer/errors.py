@@ -26,7 +26,7 @@ import functools
 import signal
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -96,11 +96,38 @@ class UnknownNameError(TracerError, LookupError):
     @classmethod
     def of(cls, what: str, name: str, known: Iterable[str]) -> UnknownNameError:
         """Build the error for `name`, one of `what`, suggesting the closest of the `known` names."""
-        names = sorted(known)
-        close = difflib.get_close_matches(name, names, n=1)
-        names = [one if one.isprintable() else repr(one) for one in names]
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        return cls(f"there is no {what} {name!r}{hint} (known: {', '.join(names) or 'none'})")
+        names = sorted(set(known))
+        shown = [one if one.isprintable() else repr(one) for one in names[:_MOST_NAMES]]
+        shown += [f"and {len(names) - _MOST_NAMES:,} more"] if len(names) > _MOST_NAMES else []
+        return cls(f"there is no {what} {name!r}{did_you_mean(name, names)} (known: {', '.join(shown) or 'none'})")
+
+
+_MOST_NAMES = 60
+"""Names that an error lists."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about a name that is not among the known ones: those that are nearest to it; or nothing.
+
+    Of dotted names the last part alone may be meant, and upper case is as lower case.
+
+    Examples
+    --------
+    >>> did_you_mean("wieghts", ["weights", "biases", "loss"]), did_you_mean("Conv1", ["features.conv1", "fc"])
+    ("; did you mean 'weights'?", "; did you mean 'features.conv1'?")
+    >>> did_you_mean("weight", ["weights", "weight_updates"]), did_you_mean("x", ["weights"])
+    ("; did you mean 'weights' or 'weight_updates'?", '')
+    """
+    names = sorted(set(known))
+    wanted = name.lower()
+    close = _closest(wanted, {one.lower(): one for one in reversed(names)})
+    if not close:
+        close = _closest(wanted.rpartition(".")[2], {one.rpartition(".")[2].lower(): one for one in reversed(names)})
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def _closest(name: str, known: Mapping[str, str]) -> list[str]:
+    return [known[one] for one in difflib.get_close_matches(name, [one for one in known if one], n=3, cutoff=0.6)]
 
 
 def raised_by_signal(error: BaseException) -> bool:

@@ -16,18 +16,21 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from tracer.checksum import crc32c
 from tracer.errors import MessageError, TraceCorruptError, TraceError, TraceFormatError
 from tracer.messages import DEFAULT_TAG
 from tracer.stores import PART
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 FORMAT = "tracereel"
 """Root attribute ``format``: what makes a store a trace."""
@@ -101,7 +104,7 @@ JOURNAL_BLOCK = 8192
 """Rows of the journal that are checksummed at once, because more would not stay in a processor's cache."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Encoding:
     """How tensors of one dtype are stored.
 
@@ -109,41 +112,77 @@ class Encoding:
     ----------
     name : str
         The logical dtype: torch's name without ``torch.``.
-    dtype : torch.dtype
     storage : str
         The numpy dtype that the elements have in a pool.
-    bits : torch.dtype or None
-        The dtype that the elements are viewed as before numpy sees them, where numpy has no such dtype.
     readable : str
         The numpy dtype that represents every value and that computing works with.
     """
 
     name: str
-    dtype: torch.dtype
     storage: str
-    bits: torch.dtype | None
     readable: str
 
+    @property
+    def is_native(self) -> bool:
+        """Whether numpy has the dtype, too; where it has not, a pool holds the bits as integers."""
+        return self.storage == self.name
 
-def _encodings() -> dict[str, Encoding]:
-    native = (
-        *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
-        *("float16", "float32", "float64", "complex64", "complex128"),
-    )
-    table = {name: Encoding(name, getattr(torch, name), name, None, name) for name in native}
-    as_bits = {"bfloat16": ("uint16", "float32"), "complex32": ("uint32", "complex64")}
-    # every version of torch has other 8 bit floats; a trace holds the bits of any of them
-    as_bits |= {name: ("uint8", "float32") for name in sorted(dir(torch)) if re.fullmatch(r"float8_e\w+", name)}
-    for name, (storage, readable) in as_bits.items():
-        table[name] = Encoding(name, getattr(torch, name), storage, getattr(torch, storage), readable)
-    return table
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype of torch.
+
+        Raises
+        ------
+        MessageError
+            If this version of torch lacks it.
+        """
+        import torch
+
+        found: torch.dtype | None = getattr(torch, self.name, None)
+        if found is None:
+            raise MessageError(f"torch {torch.__version__} lacks the dtype {self.name}")
+        return found
+
+    @cached_property
+    def bits(self) -> torch.dtype | None:
+        """The dtype that tensors are viewed as before numpy sees them; None where numpy has theirs."""
+        import torch
+
+        return None if self.is_native else getattr(torch, self.storage)
 
 
-ENCODINGS: Mapping[str, Encoding] = _encodings()
-"""Every dtype that a trace can hold, by logical name."""
+_NATIVE = (
+    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
+_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+ENCODINGS: dict[str, Encoding] = {
+    **{name: Encoding(name, name, name) for name in _NATIVE},
+    "bfloat16": Encoding("bfloat16", "uint16", "float32"),
+    "complex32": Encoding("complex32", "uint32", "complex64"),
+    **{name: Encoding(name, "uint8", "float32") for name in _FLOAT8},
+}
+"""Every dtype that a trace can hold, by logical name; `is_encoded` may add to it."""
 STORAGE_DTYPES: tuple[str, ...] = tuple(dict.fromkeys(encoding.storage for encoding in ENCODINGS.values()))
 """Every numpy dtype that a pool can have."""
-_BY_DTYPE: Mapping[torch.dtype, Encoding] = {encoding.dtype: encoding for encoding in ENCODINGS.values()}
+
+
+@cache
+def _by_dtype() -> Mapping[torch.dtype, Encoding]:
+    """The encodings by the dtypes of the installed torch, which may have other 8 bit floats than are known here."""
+    import torch
+
+    for name in sorted(dir(torch)):
+        if re.fullmatch(r"float8_e\w+", name):
+            ENCODINGS.setdefault(name, Encoding(name, "uint8", "float32"))
+    return {one.dtype: one for one in ENCODINGS.values() if hasattr(torch, one.name)}
+
+
+def is_encoded(dtype: str) -> bool:
+    """Whether a trace can hold a logical dtype; torch is imported only for one that is not known by itself."""
+    if dtype not in ENCODINGS and dtype.startswith("float8_e"):
+        _by_dtype()
+    return dtype in ENCODINGS
 
 
 def encoding_of(tensor: Tensor) -> Encoding:
@@ -154,7 +193,9 @@ def encoding_of(tensor: Tensor) -> Encoding:
     MessageError
         If a trace cannot hold such tensors: quantized, sparse, without memory, or of an exotic dtype.
     """
-    encoding = _BY_DTYPE.get(tensor.dtype)
+    import torch
+
+    encoding = _by_dtype().get(tensor.dtype)
     if encoding is None:
         raise MessageError(f"a trace cannot hold tensors of dtype {tensor.dtype}; it can hold {', '.join(ENCODINGS)}")
     if tensor.layout is not torch.strided:
@@ -174,7 +215,9 @@ def encode(tensor: Tensor) -> NDArray[Any]:
     MessageError
         If a trace cannot hold such tensors.
     """
-    encoding = _BY_DTYPE.get(tensor.dtype)
+    import torch
+
+    encoding = _by_dtype().get(tensor.dtype)
     if encoding is None or tensor.layout is not torch.strided or not tensor.is_cpu:
         encoding = encoding_of(tensor)  # which says what it cannot hold
     elif tensor.is_contiguous():
@@ -200,10 +243,13 @@ def decode(array: NDArray[Any], dtype: str, shape: Iterable[int]) -> Tensor:
 
     Examples
     --------
+    >>> import torch
     >>> decode(encode(torch.tensor([[1.5], [-2.0]], dtype=torch.bfloat16)), "bfloat16", (2, 1))
     tensor([[ 1.5000],
             [-2.0000]], dtype=torch.bfloat16)
     """
+    import torch
+
     encoding = ENCODINGS[dtype]
     if not array.size:
         # numpy gives empty arrays strides that torch then cannot view as another dtype
@@ -212,6 +258,32 @@ def decode(array: NDArray[Any], dtype: str, shape: Iterable[int]) -> Tensor:
     if encoding.bits is not None:
         tensor = tensor.view(encoding.dtype)
     return tensor.reshape(tuple(shape))
+
+
+def readable(array: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Stored elements as numbers that numpy computes with: as they are, or as float32 or complex64, which hold each.
+
+    Parameters
+    ----------
+    array : numpy.ndarray
+        Contiguous.
+    dtype : str
+        The logical dtype.
+
+    Examples
+    --------
+    >>> readable(np.array([[0x3FC0], [0xC000]], np.uint16), "bfloat16").tolist()
+    [[1.5], [-2.0]]
+    """
+    encoding = ENCODINGS[dtype]
+    if encoding.is_native:
+        return array
+    if dtype == "bfloat16":  # the upper half of a float32
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    if dtype == "complex32":
+        halves = array.reshape(-1).view(np.float16).astype(np.float32)
+        return halves.view(np.complex64).reshape(array.shape)
+    return decode(array, dtype, array.shape).float().numpy()
 
 
 SHORT = 8 * COLUMNS

@@ -10,12 +10,13 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
-
-import torch
-from torch import Tensor
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
 
 from tracer.errors import MessageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DEFAULT_TAG = "default"
 """The tag of training passes."""
@@ -23,6 +24,14 @@ EVAL_TAG = "eval"
 """The tag of passes in eval mode or without gradients, unless the user names another."""
 LARGEST: Final = 2**63 - 1
 """The largest number of a step."""
+
+
+@cache
+def _tensor_class() -> type[Tensor]:
+    """`torch.Tensor`; torch is imported by the first message with data, so that a trace can be looked at without it."""
+    from torch import Tensor
+
+    return Tensor
 
 
 def _counts(number: Any) -> bool:
@@ -148,7 +157,7 @@ class Message(ABC):
                     f"call={self.call}, rank={self.rank}"
                 )
         if self.data is not None:
-            if not isinstance(self.data, Tensor):
+            if not isinstance(self.data, _tensor_class()):
                 raise MessageError(f"a {self.kind} message's data is a tensor or None, not {type(self.data).__name__}")
             if self.data.requires_grad:
                 raise MessageError(f"a {self.kind} message's data must be detached, but it requires a gradient")
@@ -293,6 +302,8 @@ def difference(now: Tensor, before: Tensor, out: Tensor | None = None) -> Tensor
         return now.short() - before.short()
     if out is None or now.dtype is not before.dtype:
         return now - before
+    import torch
+
     return torch.sub(now, before, out=out)
 
 
@@ -439,6 +450,8 @@ def derived(source: Message | MessageBundle, kind: str, data: Tensor | float) ->
     >>> answer.kind, answer.global_step, answer.key, float(answer.data)
     ('loss_squared', 3, None, 0.25)
     """
+    import torch
+
     fields: dict[str, Any] = {
         "kind": kind,
         "global_step": source.global_step,
@@ -448,7 +461,9 @@ def derived(source: Message | MessageBundle, kind: str, data: Tensor | float) ->
         "call": source.call,
         "leaf": source.leaf,
         "rank": source.rank,
-        "data": data.detach() if isinstance(data, Tensor) else torch.as_tensor(data, dtype=torch.float64, device="cpu"),
+        "data": data.detach()
+        if isinstance(data, torch.Tensor)
+        else torch.as_tensor(data, dtype=torch.float64, device="cpu"),
     }
     if source.key is None:
         return NetworkMessage(**fields)

@@ -14,13 +14,13 @@ import math
 import os
 import platform
 import re
+import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from tracer import layout
@@ -240,7 +240,7 @@ class Part:
 
     def _stream(self, value: Mapping[str, Any]) -> Stream:
         dtype, module, rank = value["dtype"], value["module"], value["rank"]
-        if dtype is not None and dtype not in layout.ENCODINGS:
+        if dtype is not None and not layout.is_encoded(dtype):
             raise TraceError(f"{self.path}: stream {value['id']} has the dtype {dtype}, which this torch lacks")
         if value["network"] is not (module is None) or not value["kind"] or (dtype is None and module is not None):
             raise ValueError(f"stream {value['id']} contradicts itself")
@@ -588,8 +588,13 @@ def this_process(environment: Mapping[str, str] = os.environ) -> Process:
     Process(rank=0, size=1, launch=None)
     """
     rank, size = 0, 1
-    distributed = torch.distributed
-    if environment is os.environ and distributed.is_available() and distributed.is_initialized():
+    distributed = sys.modules.get("torch.distributed")  # which a program that uses it has imported
+    if (
+        distributed is not None
+        and environment is os.environ
+        and distributed.is_available()
+        and distributed.is_initialized()
+    ):
         rank, size = distributed.get_rank(), distributed.get_world_size()
     else:
         for of_rank, of_size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):

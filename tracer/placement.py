@@ -9,18 +9,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from tracer.layout import is_shape
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_PARTS = 4096
 """Parts of one tensor, at most: more are not put together."""
 _MOST_REPLICAS = 1 << 20
-_ORDINARY = (Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +135,17 @@ def cover(shape: Sequence[int], parts: Sequence[tuple[Sequence[int], Sequence[in
     return sorted(first.values())
 
 
+@cache
+def _ordinary() -> tuple[type[Tensor], ...]:
+    """The classes of tensors that are surely whole."""
+    from torch import Tensor, nn
+
+    return Tensor, nn.Parameter
+
+
 def is_distributed(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor."""
-    if type(tensor) in _ORDINARY:
+    if type(tensor) in _ordinary():
         return False
     module = sys.modules.get("torch.distributed.tensor")  # not imported for this: that takes half a second
     return module is not None and isinstance(tensor, module.DTensor)
@@ -147,7 +156,7 @@ def local(tensor: Tensor) -> Tensor:
 
     Nothing is sent, and nothing is awaited but what the training itself has sent for.
     """
-    if type(tensor) in _ORDINARY:
+    if type(tensor) in _ordinary():
         return tensor
     found: Any = tensor._local_tensor if is_distributed(tensor) else tensor  # type: ignore[attr-defined]  # of a DTensor
     if hasattr(found, "trigger_wait"):  # the training's own collective is not over; its result is used next
@@ -160,6 +169,7 @@ def placement_of(tensor: Tensor) -> dict[str, Any] | None:
     """What `local` gives of a DTensor, as JSON: see rule 22 of the trace's format; None for other tensors."""
     if not is_distributed(tensor):
         return None
+    import torch
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     spec: Any = tensor._spec  # type: ignore[attr-defined]

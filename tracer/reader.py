@@ -16,17 +16,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from tracer import layout
 from tracer.assembly import WHOLE, Block, assembled
 from tracer.checksum import crc32c
-from tracer.errors import CaptureError, TraceCorruptError, TraceError
+from tracer.errors import CaptureError, TraceCorruptError, TraceError, did_you_mean
 from tracer.layout import Column
 from tracer.memory import SMALLEST, Memory
 from tracer.messages import DEFAULT_TAG, Message, checked
@@ -46,6 +44,9 @@ from tracer.parts import (
 from tracer.stores import STORES, Anywhere, Place, ReadStore, location, open_parts, part_in
 from tracer.stores.mapped import MappedFiles
 from tracer.subscription import passes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BLOCK_BYTES: Final = 8 << 20
 """Bytes of data that `TraceReader.messages` reads at a time."""
@@ -250,7 +251,11 @@ class TraceReader:
             asked = self.unreadable.keys() if self._only is None else self.unreadable.keys() & self._only
             if asked:
                 raise self.unreadable[min(asked)]
-            raise CaptureError(f"{self.path} has no messages of rank {_list(self._only)}")
+            rest = (*self._others, *self._later)
+            there = {part.rank for part in rest} | {stream.rank for part in rest for stream in part.streams}
+            raise CaptureError(
+                f"{self.path} has no messages of rank {_list(self._only)}; it has {_list(there) or 'none'}"
+            )
         foreign = of_another_run((*self._parts, *self._others, *self._later))
         for name, run in foreign.items():
             self._told.append(f"{self.path}: {name} is a part of another run, {run}, and is left out")
@@ -675,6 +680,30 @@ class TraceReader:
         """
         return self._as_it_is()._arrays(self.select(kinds, modules, steps, tags, streams, where, ranks))
 
+    def values(
+        self,
+        kinds: str | Iterable[str] | None = None,
+        modules: str | Iterable[str] | None = None,
+        steps: Steps | None = None,
+        tags: str | Iterable[str] | None = None,
+        streams: Iterable[int] | None = None,
+        where: NDArray[np.bool_] | None = None,
+        ranks: int | Iterable[int] | None = None,
+    ) -> Iterator[tuple[int, NDArray[Any] | None]]:
+        """The messages that pass all filters in their order, without torch: a row of the journal, and its data.
+
+        Data is as in `Batch`, and None for events. Parameters and errors are those of `messages`.
+        """
+        return self._as_it_is()._values(self.select(kinds, modules, steps, tags, streams, where, ranks))
+
+    def _values(self, selected: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[Any] | None]]:
+        for rows, groups in self._blocks(selected):
+            data: dict[int, NDArray[Any]] = {}
+            for group in groups:
+                data |= zip(group.places.tolist(), layout.readable(group.data, group.dtype), strict=True)
+            for place, row in enumerate(rows.tolist()):
+                yield row, data.pop(place, None)
+
     def _as_it_is(self) -> TraceReader:
         """This reader as it is now, for what is read little by little: `refresh` gives rows other numbers."""
         return copy.copy(self)
@@ -682,12 +711,7 @@ class TraceReader:
     def _arrays(self, selected: NDArray[np.int64]) -> Iterator[Batch]:
         for rows, groups in self._blocks(selected):
             for group in groups:
-                encoding = layout.ENCODINGS[group.dtype]
-                data = group.data
-                if encoding.bits is not None:
-                    tensor = layout.decode(data, group.dtype, data.shape)
-                    data = tensor.to(layout.ENCODINGS[encoding.readable].dtype).numpy()
-                yield Batch(rows[group.places], data)
+                yield Batch(rows[group.places], layout.readable(group.data, group.dtype))
 
     def _iterate(self, selected: NDArray[np.int64], mapped: bool) -> Iterator[Message]:
         streams = self._streams
@@ -1133,7 +1157,8 @@ class TraceReader:
             names = sorted({_stream_name(s.kind, s.module, s.tag, s.leaf) for s in self._streams})
             shown = ", ".join(names[:20]) + (f", and {len(names) - 20} more" if len(names) > 20 else "")
             what = _stream_name(kind, module, tag, leaf) + ("" if rank is None else f" of rank {rank}")
-            raise CaptureError(f"{self.path} has no {what}; it has {shown or 'no streams'}")
+            has = f"it has {shown or 'no streams'}{self._meant(kind, module, tag, leaf)}"
+            raise CaptureError(f"{self.path} has no {what}; {has}")
         if all(self._streams[number].dtype is None for number in found):
             raise CaptureError(f"{self.path}: {kind} messages are events, and carry no data")
         selected = self.select(steps=steps, streams=found)
@@ -1157,6 +1182,16 @@ class TraceReader:
             return global_steps, whole
         carrying = [row for row in selected.tolist() if row in arrays]
         return self.journal[carrying, Column.GLOBAL_STEP], [arrays[row] for row in carrying]
+
+    def _meant(self, kind: str, module: str | None, tag: str, leaf: str) -> str:
+        """What may be meant by the first of the names of a stream that is not there, among those that go with it."""
+        found = self._streams
+        for name, wanted in (("kind", kind), ("module", module or ""), ("tag", tag), ("leaf", leaf)):
+            there = {getattr(stream, name) or "" for stream in found}
+            if wanted not in there:
+                return did_you_mean(wanted, there)
+            found = [stream for stream in found if (getattr(stream, name) or "") == wanted]
+        return ""
 
     def __copy__(self) -> TraceReader:
         same = object.__new__(TraceReader)
@@ -1238,6 +1273,8 @@ def _in_order(groups: list[_Group], count: int) -> tuple[list[int], list[Iterato
 
 def _tensor(group: _Group) -> Tensor:
     """The only message of a group that was read for it alone."""
+    import torch
+
     if group.whole_nbytes > _KEPT * group.data.nbytes:
         return next(_tensors(group))
     encoding = layout.ENCODINGS[group.dtype]
@@ -1247,6 +1284,8 @@ def _tensor(group: _Group) -> Tensor:
 
 def _tensors(group: _Group) -> Iterator[Tensor]:
     """The messages of a group, each in memory of its own or in a part of a block that is not many times its size."""
+    import torch
+
     data, encoding = group.data, layout.ENCODINGS[group.dtype]
     if not data.size:
         for _ in range(len(data)):

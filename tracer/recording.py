@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -421,8 +420,6 @@ def start(
     """
     options = options if options is not None else Options()
     resume, overwrite, max_bytes = options.resume, options.overwrite, options.max_bytes
-    if isinstance(path, Path):  # the program may go to another folder meanwhile
-        path = path.absolute()
     process = this_process()
     recorded = sorted(set(range(process.size) if options.ranks is None else options.ranks))
     if not recorded or not all(type(one) is int and 0 <= one < process.size for one in recorded):

@@ -7,14 +7,14 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from tracer.bus import MessageBus, Receiver, describe, in_order, tell_of_model
-from tracer.errors import CaptureError, UnknownNameError
+from tracer.errors import CaptureError, UnknownNameError, did_you_mean
 from tracer.layout import ENCODINGS, Column
 from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message, difference
 from tracer.reader import Steps, StreamInfo, TraceReader
@@ -296,6 +296,8 @@ def _plan(
     missing = unmet(
         asking, [(one.kind, one.module, one.tag) for one in [*offered, *derivable]], f"{reader.path}{narrowed}"
     )
+    if missing:
+        missing[-1] += _meant_modules(streams, modules)
     journal = reader.journal
     where = np.zeros(len(journal), dtype=np.bool_)
     recent = np.arange(len(journal)) >= since if since else None
@@ -351,6 +353,16 @@ def _check_names(reader: TraceReader, kinds: tuple[str, ...] | None, tags: tuple
         for tag in tags:
             if tag not in known and not set("!*?[").intersection(tag):
                 raise UnknownNameError.of("tag", tag, known)
+
+
+def _meant_modules(streams: Iterable[StreamInfo], modules: tuple[str, ...] | None) -> str:
+    """The end of a sentence about filters that leave nothing: for those that match no module, which may be meant."""
+    known = {stream.module for stream in streams if stream.module is not None} if modules else set()
+    return "".join(
+        did_you_mean(pattern, known).replace("did you mean", f"for module {pattern!r}, did you mean")
+        for pattern in modules or ()
+        if not any(fnmatchcase(module, pattern) for module in known)
+    )
 
 
 def _memories(receivers: Iterable[Receiver]) -> dict[str, Scope]:
@@ -481,6 +493,8 @@ def _derivable(
 
 def _dtype_of_difference(dtype: str | None) -> str:
     """The dtype of what is derived from weights of a dtype."""
+    import torch
+
     assert dtype is not None  # weights are never events
     weight = torch.empty(0, dtype=ENCODINGS[dtype].dtype, device="cpu")
     return str(difference(weight, weight).dtype).removeprefix("torch.")

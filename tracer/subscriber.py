@@ -6,10 +6,11 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from tracer.bus import Receiver, describe
-from tracer.errors import MessageError
+from tracer.errors import MessageError, did_you_mean
 from tracer.messages import DEFAULT_TAG, Message, MessageBundle
 from tracer.subscription import Subscription, SynchronizedSubscription, matches_tag
 
@@ -47,6 +48,9 @@ class Subscriber(ABC):
     invariances : tuple of str
         What can be done to the data of its messages without changing an answer beyond rounding; the words are those of
         `analyze.invariances`, whose functions the tests apply.
+    same_inputs : bool
+        Whether answers compare what is said of the same inputs at several steps, as of a probe. An object may need
+        less than its class.
     spoiled_by : tuple of str
         What a recorder may keep of a tensor (``"elements"``, ``"reduce"``; see `tracer.Capture`) that makes an answer
         one about something else. A plan tells where a trace holds that, and a replay warns.
@@ -69,6 +73,7 @@ class Subscriber(ABC):
     mergeable: ClassVar[bool] = False
     version: ClassVar[int] = 1
     invariances: ClassVar[tuple[str, ...]] = ()
+    same_inputs: bool = False
     spoiled_by: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
@@ -265,6 +270,8 @@ def unmet(
     sentences = []
     for receiver in receivers:
         lacking: dict[str, None] = {}
+        hints: dict[str, None] = {}
+        others = answers - set(getattr(receiver, "produces", ()))
         for subscription in getattr(receiver, "subscriptions", ()):
             absent = [
                 kind
@@ -277,10 +284,17 @@ def unmet(
             needs_all = isinstance(subscription, SynchronizedSubscription)
             if absent and (needs_all or len(absent) == len(subscription.kinds)):
                 modules = "" if subscription.modules is None else f" of modules {', '.join(subscription.modules)}"
+                of_kind = {kind: {module for known, module, _ in offered if known == kind} for kind in absent}
                 for kind in absent:
+                    if not of_kind[kind]:
+                        hints[did_you_mean(kind, others | {known for known, _, _ in offered})] = None
+                    elif subscription.modules is not None:
+                        hints |= dict.fromkeys(_other_modules(subscription.modules, of_kind[kind]))
                     tags = sorted({tag for known, _, tag in offered if known == kind and tag is not None})
                     elsewhere = tags and not any(matches_tag(subscription.tag, tag) for tag in tags)
                     there = f"; there is tag {', '.join(tags)}" if elsewhere else ""
+                    if elsewhere:
+                        hints[_other_tags(receiver, subscription.tag, tags)] = None
                     tag = "" if subscription.tag is None else f" (tag {subscription.tag}{there})"
                     lacking[f"{kind}{tag}{modules}"] = None
             elif needs_all and len(observed := [kind for kind in subscription.kinds if kind not in answers]) > 1:
@@ -295,8 +309,35 @@ def unmet(
                 if not set.intersection(*places):
                     lacking[f"{' and '.join(observed)} of one and the same module"] = None
         if lacking:
-            sentences.append(f"{describe(receiver)} needs {', '.join(lacking)}, but {source} has {_summary(offered)}")
+            told = f"{describe(receiver)} needs {', '.join(lacking)}, but {source} has {_summary(offered)}"
+            sentences.append(told + "".join(hints))
     return sentences
+
+
+def _other_modules(patterns: Iterable[str], modules: Iterable[str | None]) -> Iterator[str]:
+    """For each pattern that matches no module, those that may be meant."""
+    there = [module for module in modules if module is not None]
+    for pattern in patterns:
+        if not any(fnmatchcase(module, pattern) for module in there):
+            yield did_you_mean(pattern, there)
+
+
+def _other_tags(receiver: Receiver, wanted: str | None, tags: Sequence[str]) -> str:
+    """How a subscriber takes messages of another tag than it asks for, and what that means."""
+    hint = did_you_mean(wanted or "", tags)
+    if hint and not set("!*?[").intersection(wanted or ""):
+        return hint
+    name, tag = describe(receiver), next((tag for tag in tags if tag != DEFAULT_TAG), DEFAULT_TAG)
+    if not getattr(receiver, "same_inputs", False):
+        return f"; {name}:tag={tag} takes what is there"
+    if tag == DEFAULT_TAG:
+        other = "different inputs at each step, so it means something only where every step sees the same batch"
+    else:
+        other = f"passes tagged {tag}, so it means something only where these see the same inputs in the same order"
+    return (
+        f"; {name} compares the same inputs at different steps, as a probe records them: run.probe(name, inputs, "
+        f"every=N), or trace record --probe N; {name}:tag={tag} compares {other}"
+    )
 
 
 def _summary(offered: Sequence[tuple[str, str | None, str | None]]) -> str:

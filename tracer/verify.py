@@ -511,7 +511,7 @@ class Survey:
             names = (value["kind"], value["tag"], value["leaf"], "" if module is None else module)
             if not all(isinstance(name, str) for name in names) or value["network"] is not (module is None):
                 raise ValueError(f"stream {value['id']} contradicts itself")
-            if (dtype is None and module is not None) or (dtype is not None and dtype not in layout.ENCODINGS):
+            if (dtype is None and module is not None) or (dtype is not None and not layout.is_encoded(dtype)):
                 raise ValueError(f"stream {value['id']} has the dtype {dtype}")
             rank = value["rank"]
             if type(rank) is not int or rank < 0:

@@ -15,12 +15,10 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from tracer import layout
 from tracer.compression import Compression
@@ -41,6 +39,9 @@ from tracer.stores import (
     remove_part,
     store_files,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ROW: Final = struct.Struct(f"<{layout.COLUMNS}q")
 PACKED_BYTES: Final = 32768
@@ -64,8 +65,8 @@ _FIELDS: Final = 7
 # the dtypes of which torch.stack copies the bits
 _STACKED: Final = frozenset(
     {
-        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+        *("bool", "uint8", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
     }
 )
 
@@ -343,6 +344,8 @@ class TraceWriter:
 
     def _write_some(self, batch: Iterator[tuple[Message, Mapping[str, Any] | None]]) -> bool:
         """Write messages until so many wait that they should be committed or copied; whether there are more."""
+        import torch
+
         limit = min(
             _FIRST_BYTES if self._rows == self.messages else _BATCH_BYTES, self._commit_bytes - self._pending_bytes
         )
@@ -428,7 +431,7 @@ class TraceWriter:
         if place is None:
             place = self._places[pool.id, shape_id, encoding.name] = _Place(pool, shape_id, shape, encoding)
         stream.shape, stream.place = shape, place
-        stream.packs = place.nbytes <= PACKED_BYTES and encoding.dtype in _STACKED
+        stream.packs = place.nbytes <= PACKED_BYTES and encoding.name in _STACKED
 
     def _open(self, entry: tuple[int, int, int, int]) -> int:
         """Begin messages that stand together in a pool; their number in this batch."""
@@ -448,6 +451,8 @@ class TraceWriter:
         if len(tensors) == 1:
             rows = layout.encode(tensors[0])[None]
         else:
+            import torch
+
             rows = layout.encode(torch.stack(tensors))
         tensors.clear()
         self._append(place, place.number, rows, len(rows))
@@ -770,6 +775,8 @@ def _now() -> str:
 
 
 def _complete(header: Mapping[str, Any]) -> dict[str, Any]:
+    import torch
+
     created = _now()
     added = {
         "run_id": uuid.uuid4().hex[:12],

@@ -136,6 +136,7 @@ class Churn(Subscriber):
 
     name = "churn"
     scope = "stream"
+    same_inputs = True
     invariances = ("rows",)
 
     def __init__(

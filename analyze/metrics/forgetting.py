@@ -185,6 +185,7 @@ class Forgetting(Subscriber):
 
     name = "forgetting"
     scope = "stream"
+    same_inputs = True
     invariances = ("rows",)
 
     def __init__(

@@ -131,6 +131,7 @@ class Similarity(Subscriber):
     symmetric: ClassVar[bool] = True
     fourier: ClassVar[bool] = False
     scope: Scope = "stream"
+    same_inputs: bool = True
     spoiled_by = ("elements", "reduce")
 
     def __init__(
@@ -158,6 +159,7 @@ class Similarity(Subscriber):
         super().__init__(subscription_to(kind, tag, subsample, modules), produces)
         self.against, self.lag, self.calls, self.details = against, lag, calls, details
         self.channels, self.positions = channels, positions
+        self.same_inputs = against != "layers"  # which are compared at one step
         self.scope = _SCOPES[against]  # the class says that of its default; an instance may reach elsewhere
         self.statuses: Counter[str] = Counter()
         self._past: dict[tuple[Any, ...], deque[Any]] = {}

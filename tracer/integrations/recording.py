@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from tracer.errors import CaptureError, TraceError, UnknownNameError
 from tracer.losses import LOSS_FUNCTIONS
 from tracer.recording import Run, end, record
-from tracer.stores import Anywhere
+from tracer.stores import Anywhere, location
 from tracer.termination import Ending, what_ends_the_program
 
 _FROM_THE_TRAINER = frozenset({"self", "path", "model", "optimizer", "first_step", "first_epoch"})
@@ -42,7 +42,7 @@ class Recording:
         for name in options:
             if name not in known:
                 raise UnknownNameError.of("option of a trace callback", name, known)
-        self._path = path
+        self._path = location(path)  # the script may go to another folder before the training begins
         # the functions that losses are made of, unless one is named: all of torch.nn's modules call them
         self._options = {"loss": LOSS_FUNCTIONS, **options}
         self._run: Run | None = None

@@ -337,17 +337,19 @@ class ReadStore(Protocol):
 
 
 def location(path: Anywhere) -> Location:
-    """Where a path or a URL leads.
+    """Where a path or a URL leads: a full path, so that it leads there from every working directory.
 
     Raises
     ------
     TraceFormatError
         If it is a URL that no trace can be at, or a path that the system does not take: too long, or with a null.
+    TraceUnreadableError
+        If it is a relative path, and the working directory was removed.
 
     Examples
     --------
-    >>> location("s3://bucket/runs/1.zarr"), location("runs/1.zarr")
-    (Url(scheme='s3', bucket='bucket', key='runs/1.zarr'), PosixPath('runs/1.zarr'))
+    >>> location("s3://bucket/runs/1.zarr"), location("/runs/1.zarr")
+    (Url(scheme='s3', bucket='bucket', key='runs/1.zarr'), PosixPath('/runs/1.zarr'))
     """
     if isinstance(path, Url):
         return path
@@ -355,7 +357,10 @@ def location(path: Anywhere) -> Location:
     found = re.fullmatch(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)(.*)", text, re.DOTALL)
     if found is None or not (found[2] or found[1] in SCHEMES):
         _check_name(text)
-        return Path(path)
+        try:
+            return Path(path).absolute()
+        except FileNotFoundError:
+            raise TraceUnreadableError(f"{text} leads nowhere: the working directory was removed") from None
     if not found[2]:
         raise TraceFormatError(f"{text} was a URL before it was made a Path, which joins slashes; give it as text")
     if found[1] not in SCHEMES:
