@@ -31,6 +31,7 @@ from tracer.errors import (
     TracerError,
     UnknownNameError,
 )
+from tracer.secrets import masked
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -587,6 +588,10 @@ def _wrong_settings() -> Iterator[None]:
     "--run-steps", type=click.IntRange(min=1), metavar="N",
     help="With --dry-run: how many steps the whole run has, to tell its bytes.",
 )  # fmt: skip
+@click.option(
+    "--no-command", is_flag=True,
+    help="Leave the command line out of the trace. What it says of passwords, keys and tokens is *** there anyway.",
+)  # fmt: skip
 @_as_json
 @click.argument("program", metavar="SCRIPT.py [ARGS]...", nargs=-1, type=click.UNPROCESSED)
 def record(
@@ -608,6 +613,7 @@ def record(
     require_identical: bool,
     only_dry_run: bool,
     run_steps: int | None,
+    no_command: bool,
     as_json: bool,
     replicated: Literal["once", "every"],
     program: tuple[str, ...],
@@ -724,6 +730,7 @@ def record(
         first_step=first_step,
         max_bytes=max_bytes,
         certificate=certificate,
+        command=not no_command,
         strict=strict,
         **recording,
         # the script may go to another folder
@@ -824,6 +831,9 @@ def info(trace: str, as_json: bool) -> None:
         for stream in reader.streams:
             counts[stream.kind] = counts.get(stream.kind, 0) + stream.count
         told = {**reader.info, "kinds": counts, "tags": sorted({stream.tag for stream in reader.streams})}
+    command = masked(told["header"].get("argv"))  # older releases kept all of it
+    if command:
+        told["header"] = {**told["header"], "argv": command}
     if as_json:
         _print_json(told)
         return

@@ -24,7 +24,8 @@ STORAGE = {
 }
 RUNNING = {"tracer.exporter", "tracer.recorder", "tracer.recording", "tracer.replay", "tracer.launch"}
 MAY_IMPORT: dict[str, set[str]] = {
-    "tracer.errors": set(),
+    "tracer.secrets": set(),
+    "tracer.errors": {"tracer.secrets"},
     "tracer.messages": set(),
     "tracer.subscription": {"tracer.messages"},
     "tracer.bus": {"tracer.messages", "tracer.subscription"},
@@ -33,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.capture": {"tracer.messages", "tracer.subscription"},
     "tracer.memory": set(),
     "tracer.checksum": set(),
-    "tracer.stores": {"tracer.memory"},
+    "tracer.stores": {"tracer.memory", "tracer.secrets"},
     "tracer.stores.*": {
         *("tracer.stores", "tracer.stores.codecs", "tracer.stores.direct", "tracer.stores.torn", "tracer.memory"),
         *("tracer.stores.flipped", "tracer.checksum"),
@@ -43,7 +44,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.layout": {"tracer.messages", "tracer.stores", "tracer.checksum"},
     "tracer.placement": {"tracer.layout"},
     "tracer.parts": {"tracer.messages", "tracer.layout", "tracer.stores", "tracer.placement"},
-    "tracer.writer": {"tracer.messages", "tracer.parts", "tracer.layout", "tracer.stores", "tracer.compression"},
+    "tracer.writer": {
+        *("tracer.messages", "tracer.parts", "tracer.layout", "tracer.stores", "tracer.compression", "tracer.secrets"),
+    },
     "tracer.reader": {
         *("tracer.messages", "tracer.parts", "tracer.layout", "tracer.stores", "tracer.assembly", "tracer.memory"),
         *("tracer.subscription", "tracer.stores.mapped", "tracer.checksum"),

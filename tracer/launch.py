@@ -83,6 +83,7 @@ def run(
     certificate: Certificate | None = None,
     began: Callable[[Run], None] | None = None,
     replicated: Literal["once", "every"] = "once",
+    command: bool = True,
     ended: Callable[[], None] | None = None,
 ) -> int:
     """Run a training script, or a module as ``python -m`` does, and record it.
@@ -110,7 +111,7 @@ def run(
         The global step that the script's checkpoint goes on with; by default as its optimizer counted.
     compression : str or mapping
         How the data is compressed; as in `tracer.record`.
-    queue_bytes, on_full, commit_steps, commit_seconds, durable, replicated, max_bytes, certificate
+    queue_bytes, on_full, commit_steps, commit_seconds, durable, replicated, max_bytes, certificate, command
         As in `tracer.record`.
     began : callable, optional
         Called with the recording before the script begins.
@@ -152,6 +153,7 @@ def run(
         compression=compression,
         max_bytes=max_bytes,
         certificate=certificate,
+        command=command,
     )
     code, main = _load_module(script) if module else _load_script(script)
     _not_hidden(code, os.getcwd() if module else os.path.dirname(os.path.abspath(script)))

@@ -145,6 +145,8 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         whatever the bound is.
     certificate : Certificate, optional
         What `tracer.certify` said of this training; it is kept in the trace.
+    command : bool
+        Whether the header has the command line; what it says of passwords, keys and tokens is ``***`` there.
 
     Raises
     ------
@@ -199,6 +201,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         compression: str | Mapping[str, str] = "auto",
         max_bytes: int | str | None = None,
         certificate: Certificate | None = None,
+        command: bool = True,
     ) -> None:
         if not resume and (first_step is not None or first_epoch is not None):
             raise CaptureError("first_step and first_epoch say where to resume; give resume=True with them")
@@ -217,6 +220,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
             compression=compression,
             max_bytes=environment.bound_or(None if max_bytes is None else environment.size_of(max_bytes)),
             certificate=certificate,
+            command=command,
             disabled=environment.disabled(),
         )
         self._model = model
@@ -309,6 +313,7 @@ class Options:
     compression: str | Mapping[str, str] = "auto"
     max_bytes: int | None = None
     certificate: Certificate | None = None
+    command: bool = True
     disabled: bool = False
 
     def __post_init__(self) -> None:
@@ -470,6 +475,8 @@ def start(
         if options.certificate is not None:
             part["certificate"] = options.certificate.describe()
         about = header(exporter, options.seeds)
+        if not options.command:
+            del about["argv"]
         if budget is not None:
             budget.spent += len(declaration("header", about))
             budget.spent += already_spent(path, process.rank) if attempt else 0
@@ -514,7 +521,7 @@ def start(
         for one in (recorder, *ordered):
             exporter.message_bus.register(one)
     except BaseException as error:
-        recorder.close(f"failed: {type(error).__name__}: {error}")
+        recorder.close(f"failed: {summary(error)}")
         raise
     return Run(path, exporter, recorder)
 
