@@ -622,7 +622,8 @@ def record(
     """Run a training script as it is, and record it.
 
     Everything after SCRIPT.py goes to the script. The exit code is the script's. In the place of SCRIPT.py there may be
-    torchrun with its options and its script: then each of its processes is recorded, into one trace.
+    torchrun or accelerate launch, with its options and its script: then each of its processes is recorded, into one
+    trace. Behind mpirun, srun and their like stands trace record itself: srun trace record SCRIPT.py.
 
     --certify and --dry-run run the script's first steps in processes of their own, which begin with the same seeds, and
     end it with SystemExit. Their output is thrown away, but what they write to files, or send, they write and send;
@@ -648,21 +649,22 @@ def record(
         raise click.UsageError("--json is for --dry-run; a script that is recorded has its own output")
     if only_dry_run and certify_steps is not None:
         raise click.UsageError("--dry-run records nothing that could be certified: give --certify or --dry-run")
-    if module == "torch.distributed.run" or (module is None and program[:1] == ("torchrun",)):
-        if only_dry_run:
-            raise click.UsageError("--dry-run runs a script of one process: give it without torchrun")
-        from tracer.launch import torchrun
+    from tracer import launchers
 
+    with _wrong_usage():
+        launcher = launchers.launcher_of(program, module)
+    if launcher is not None:
+        if only_dry_run:
+            raise click.UsageError(f"--dry-run runs a script of one process: give it without {launcher.name}")
         with _wrong_usage():
             options = click.get_current_context().meta.get("options", [])
-            torchrun(program[module is None :], options, program=os.path.abspath(__file__))
+            launchers.become(launcher, options, program=os.path.abspath(__file__))
     arguments = program if module is not None else program[1:]
     name = module.rpartition(".")[2] if module is not None else Path(program[0]).stem
     if module is None and not Path(program[0]).is_file():
-        hint = ""
-        if Path(program[0]).name.startswith("python"):
-            hint = "; leave it out: trace record SCRIPT.py, and --module NAME in the place of -m NAME"
-        raise Failure(f"{program[0]} is not a file, so there is no script to run{hint}")
+        raise Failure(f"{program[0]} is not a file, so there is no script to run{launchers.hint_for(program[0])}")
+    if module is None and launchers.PYTHON.fullmatch(Path(program[0]).name):
+        raise Failure(f"{program[0]} is no script{launchers.hint_for(program[0])}")
     from tracer.environment import DISABLE, bound_or, disabled
 
     with _wrong_usage():

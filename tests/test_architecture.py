@@ -98,6 +98,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | STORAGE
     | {"tracer.losses", "tracer.recording", "tracer.termination", "tracer.integrations.*"},
     "tracer.epochs": {"tracer.exporter", "tracer.identity"},
+    "tracer.launchers": set(),
     "tracer.launch": FOUNDATION
     | STORAGE
     | RUNNING
@@ -105,6 +106,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tracer",
         "tracer.epochs",
         "tracer.identity",
+        "tracer.launchers",
         "tracer.losses",
         "tracer.patches",
         "tracer.wrappers",

@@ -40,6 +40,7 @@ from tracer.epochs import Epochs
 from tracer.errors import CaptureError, TraceError, TracerError
 from tracer.exporter import Exporter
 from tracer.identity import WeakIdentitySet
+from tracer.launchers import refuse_other_languages
 from tracer.losses import LOSS_FUNCTIONS
 from tracer.messages import EVAL_TAG
 from tracer.parts import heads, refuse_living, this_process
@@ -236,37 +237,6 @@ def unwatched(script: str, arguments: Sequence[str] = (), *, module: bool = Fals
     except BaseException as error:
         return _status(error)
     return 0
-
-
-def torchrun(arguments: Sequence[str], options: Sequence[str], *, program: str) -> NoReturn:
-    """Become torchrun, with processes that each record the script that they run.
-
-    Parameters
-    ----------
-    arguments : sequence of str
-        Of torchrun: its options, the script or (after ``-m``) the module, and what goes to that.
-    options : sequence of str
-        Of ``trace record``.
-    program : str
-        The file of ``trace``: by its name, torchrun would take a module of the script's folder that is called so, too.
-
-    Raises
-    ------
-    CaptureError
-        If what torchrun is to run is no Python.
-    """
-    from torch.distributed.run import get_args_parser
-
-    given = get_args_parser().parse_args(list(arguments))
-    if given.no_python:
-        raise CaptureError("with --no-python, torchrun runs any program; what is recorded is a Python script or module")
-    before = list(arguments[: len(arguments) - len(given.training_script_args) - 1])
-    before = [one for one in before if one not in ("-m", "--module")]
-    script = [*(["--module"] if given.module else []), given.training_script, *given.training_script_args]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    command = [sys.executable, "-m", "torch.distributed.run", *before, program, "record", *options, *script]
-    os.execv(sys.executable, command)
 
 
 def lighter_on_evaluation(capture: Capture) -> tuple[Capture, ...]:
@@ -629,6 +599,7 @@ def _load_script(script: str) -> tuple[CodeType, ModuleType]:
     path = os.path.abspath(script)
     if not os.path.isfile(path):
         raise CaptureError(f"there is no script {script}" + (": it is a folder" if os.path.isdir(path) else ""))
+    refuse_other_languages(path)
     with io.open_code(path) as file:
         code = _compiled(file.read(), path)
     main = ModuleType("__main__")
