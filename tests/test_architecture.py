@@ -115,7 +115,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.rehearsal": FOUNDATION
     | STORAGE
     | RUNNING
-    | {"tracer.budget", "tracer.certify", "tracer.environment", "tracer.optimizers", "tracer.termination"},
+    | {"tracer.budget", "tracer.certify", "tracer.environment", "tracer.optimizers", "tracer.termination"}
+    | {"tracer.secrets"},
     "analyze.metrics": set(),
     "analyze.metrics.*": {"tracer.messages", "tracer.subscription", "tracer.subscriber", "analyze.metrics.*"},
     "analyze.*": {"tracer", "tracer.*", "analyze", "analyze.*"},

@@ -100,8 +100,13 @@ def test_a_recorded_script_does_what_it_does_alone(tmp_path: Path) -> None:
     [
         ("sys.exit(3)", 3, "failed: SystemExit: 3"),
         ("sys.exit(0)", 0, "finished"),
-        ("sys.exit('enough')", 1, "failed: SystemExit: enough"),
+        ("sys.exit('enough')", 1, "finished"),
+        ("def main():\n    for _ in range(2):\n        pass\n    sys.exit('bye')\nmain()", 1, "finished"),
+        ("for _ in range(2):\n    sys.exit('diverged')", 1, "failed: SystemExit: diverged"),
+        ("def bad():\n    sys.exit('nan')\nwhile True:\n    bad()", 1, "failed: SystemExit: nan"),
+        ("net.train(); net(x); sys.exit('no loss')", 1, "failed: SystemExit: no loss"),
         ("raise ValueError('bad data')", 1, "failed: ValueError: bad data"),
+        (r"raise ValueError('\n\x1b[1;31mbad\x1b[0m \x1b]0;x\x07data\u202e\x00')", 1, "failed: ValueError: bad data"),
         ("raise KeyboardInterrupt", 130, "failed: KeyboardInterrupt"),
     ],
 )

@@ -46,7 +46,7 @@ from tracer.messages import EVAL_TAG
 from tracer.parts import heads, refuse_living, this_process
 from tracer.patches import Backward
 from tracer.recorder import COMMIT_SECONDS, QUEUE_BYTES
-from tracer.recording import Options, Resume, Run, end, start
+from tracer.recording import Options, Resume, Run, concluded, end, start
 from tracer.stores import Anywhere, Location, location, store_module
 from tracer.wrappers import unwrap
 from tracer.writer import check_target
@@ -498,7 +498,7 @@ class _Session:
 
     def close(self, error: BaseException | None) -> None:
         """End the last epoch, and the trace."""
-        clean = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        clean = concluded(self.exporter, error)
         closed, self._closed = self._closed, True  # it may have been interrupted at that
         if clean and not closed and self.exporter.train_step > 0:
             self.exporter.finish_step()

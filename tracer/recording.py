@@ -23,7 +23,7 @@ from tracer.budget import Budget, already_spent
 from tracer.bus import MessageBus, Receiver, in_order
 from tracer.capture import Capture
 from tracer.compression import Compression
-from tracer.errors import CaptureError, TraceError, summary, warn_only
+from tracer.errors import CaptureError, TraceError, plain, summary, warn_only
 from tracer.exporter import Exporter
 from tracer.layout import Column, declaration, part_name
 from tracer.messages import DEFAULT_TAG, KINDS
@@ -264,7 +264,13 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
     ) -> None:
         run, self._run = self._run, None
         if run is not None:
-            end(run, error)
+            end(run, None if concluded(run.exporter, error) else error)
+
+
+def concluded(exporter: Exporter, error: BaseException | None) -> bool:
+    """Whether a training has come to its end where this left it: without an error, or with ``sys.exit("bye")``."""
+    last_word = isinstance(error, SystemExit) and isinstance(error.code, str)
+    return termination.ends_in_order(error) and not (last_word and (exporter.clock.open or not exporter.steps_seen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -582,10 +588,11 @@ def end(run: Run, error: BaseException | None = None, *, wait: bool = True) -> N
 def notes(exporter: Exporter) -> Iterator[Mapping[str, Any]]:
     """What a reader of the trace should know about how it was observed."""
     for problem in exporter.problems:
-        yield {"problem": problem}
+        yield {"problem": {**problem, "why": plain(problem["why"])}}
     for receiver, error in exporter.message_bus.failures:
         name = getattr(receiver, "name", type(receiver).__name__)
-        yield {"problem": {"what": f"subscriber {name}", "why": f"{type(error).__name__}: {error}", "count": 1}}
+        why = plain(f"{type(error).__name__}: {error}")
+        yield {"problem": {"what": f"subscriber {name}", "why": why, "count": 1}}
     if exporter.loss_is_silent:
         yield {"problem": {"what": "loss", "why": "it was never called by the name it was given by", "count": 1}}
     silent = exporter.silent

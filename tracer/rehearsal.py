@@ -36,12 +36,13 @@ from tracer.budget import ARRAY_BYTES, BASE_BYTES, CHUNK_BYTES, ROW_BYTES, STREA
 from tracer.capture import Capture
 from tracer.certify import Certificate, Steps, Stopwatch, compare, fingerprint
 from tracer.environment import REHEARSAL
-from tracer.errors import CaptureError, TracerError
+from tracer.errors import CaptureError, TracerError, plain
 from tracer.messages import DEFAULT_TAG, KINDS
 from tracer.optimizers import steps_within
 from tracer.parts import VERDICTS, this_process
 from tracer.reader import TraceReader
 from tracer.recording import Run
+from tracer.secrets import masked_text
 
 DRY_RUN_STEPS: Final = 8
 """How many steps a dry run takes."""
@@ -394,7 +395,7 @@ def _read(report: Path, errors: Path, code: int) -> tuple[Steps, dict[str, Any]]
         status = told.get("status", code)
         lines = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         # torch.distributed writes the rank before each line of a traceback; of which rank this is, is told anyway
-        last = re.sub(r"^\[rank\d+\]: *", "", lines[-1].strip()) if lines else "it said nothing"
+        last = re.sub(r"^\[rank\d+\]: *", "", masked_text(plain(lines[-1])).strip()) if lines else "it said nothing"
         steps.error = f"{last} (exit status {status})"
     return steps, told
 
