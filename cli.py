@@ -549,7 +549,11 @@ def _wrong_settings() -> Iterator[None]:
     help="And after S seconds at the latest.",
 )
 @click.option("--durable", is_flag=True, help="Safe against a power failure too (fsync).  [default: no]")
-@click.option("--strict", is_flag=True, help="End the training if it can no longer be recorded.  [default: go on]")
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="End the training if it can no longer be recorded, and exit with 1 if nothing of one was.  [default: go on]",
+)
 @click.option("--module", "module", metavar="NAME", help="Run a module, as python -m does; its arguments follow.")
 @_compression
 @_overwrite
@@ -734,6 +738,7 @@ def record(
         certificate=certificate,
         command=not no_command,
         strict=strict,
+        required=strict,
         **recording,
         # the script may go to another folder
         ended=functools.partial(

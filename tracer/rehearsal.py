@@ -473,6 +473,7 @@ class _Rehearsal:
             capture=all_steps,
             module=module,
             began=self._began,
+            required=True,
             **request["recording"],
         )
         if request["purpose"] == "dry-run":
