@@ -593,6 +593,16 @@ def _wrong_settings() -> Iterator[None]:
     help="With --dry-run: how many steps the whole run has, to tell its bytes.",
 )  # fmt: skip
 @click.option(
+    "--probe", type=click.IntRange(min=1), metavar="N",
+    help="Also run the model, in eval mode and without a trace in the training, on the first N datapoints that it was "
+    "given (in an evaluation, if one comes before the first probe, else in training), and record that under the tag "
+    "probe: for svcca, cka and their like.",
+)  # fmt: skip
+@click.option(
+    "--probe-every", type=click.IntRange(min=1), metavar="N", default=100, show_default=True,
+    help="With --probe: steps between two of these runs; the last one is at the end.",
+)  # fmt: skip
+@click.option(
     "--no-command", is_flag=True,
     help="Leave the command line out of the trace. What it says of passwords, keys and tokens is *** there anyway.",
 )  # fmt: skip
@@ -618,6 +628,8 @@ def record(
     only_dry_run: bool,
     run_steps: int | None,
     no_command: bool,
+    probe: int | None,
+    probe_every: int,
     as_json: bool,
     replicated: Literal["once", "every"],
     program: tuple[str, ...],
@@ -697,6 +709,7 @@ def record(
     recording: dict[str, Any] = {
         "compression": dict(codecs), "queue_bytes": queue_bytes, "on_full": on_full, "commit_steps": commit_steps,
         "commit_seconds": commit_seconds, "durable": durable, "replicated": replicated,
+        "probe": probe, "probe_every": probe_every,
     }  # fmt: skip
     if only_dry_run or certify_steps is not None:
         from tracer import rehearsal

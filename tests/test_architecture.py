@@ -109,6 +109,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tracer.launchers",
         "tracer.losses",
         "tracer.patches",
+        "tracer.probes",
         "tracer.wrappers",
         "tracer.termination",
     },

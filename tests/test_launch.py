@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import json
 import os
 import signal
 import subprocess
@@ -1156,3 +1157,30 @@ def test_resuming_what_is_still_recorded_is_refused_before_the_script_trains(tmp
         living.communicate()
     assert (refused.returncode, "is being recorded by process" in refused.stderr) == (1, True), refused.stderr
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_recorded_script_is_probed(tmp_path: Path) -> None:
+    """Certified, equal in what it prints, and svcca has its answers."""
+    path = script(tmp_path, PLAIN)
+    options = ["--probe", "10", "--probe-every", "2", "--certify", "4"]
+    alone, done = run(tmp_path, str(path)), record(tmp_path, *options, str(path))
+    assert (done.returncode, done.stdout) == (0, alone.stdout), done.stderr
+    assert "certificate: identical" in done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        steps, values = trace.array("activations", "0", tag="probe")
+        assert steps.tolist() == [2, 4, 6]
+        assert values.shape == (3, 10, 8)
+    answers = run(tmp_path, "-m", "cli", "replay", "--json", "run.zarr", "-s", "svcca:tag=probe")
+    assert answers.returncode == 0, answers.stderr
+    assert {json.loads(line)["module"] for line in answers.stdout.splitlines()} >= {"0", "3"}
+    told = record(tmp_path, "--probe", "10", "--probe-every", "3", "--dry-run", "--json", str(path))
+    assert told.returncode == 0, told.stderr
+    streams = [one for one in json.loads(told.stdout)["streams"] if one["tag"] == "probe"]
+    assert {(one["every"], one["clock"]) for one in streams} == {(3, "step")}
+
+
+def test_a_capture_that_takes_nothing_of_a_probe_is_refused(tmp_path: Path) -> None:
+    """Before the script runs."""
+    done = record(tmp_path, "--probe", "10", "-k", "weights", str(script(tmp_path, "print('ran')")))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "a probe gives layer_inputs, activations, network_output, and the capture takes none of them" in done.stderr

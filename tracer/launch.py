@@ -47,6 +47,7 @@ from tracer.losses import LOSS_FUNCTIONS
 from tracer.messages import EVAL_TAG
 from tracer.parts import heads, refuse_living, this_process
 from tracer.patches import Backward
+from tracer.probes import PROBED
 from tracer.recorder import COMMIT_SECONDS, QUEUE_BYTES
 from tracer.recording import Options, Resume, Run, concluded, end, start
 from tracer.stores import Anywhere, Location, location, store_module
@@ -58,6 +59,9 @@ if TYPE_CHECKING:
 
 _before: ModuleType | None = None
 """The ``__main__`` that a script has taken the place of: what runs in it goes on afterwards."""
+PROBE = "probe"
+"""The tag of the passes that `probe` asks for; it is the one that metrics of representations listen to."""
+PROBE_EVERY = 100
 _OUTCOMES = ("network_output", "input_labels", "loss")
 _FEW = 8
 """Optimizers at each of which, as they are made, models are looked for."""
@@ -88,6 +92,8 @@ def run(
     replicated: Literal["once", "every"] = "once",
     command: bool = True,
     required: bool = False,
+    probe: int | None = None,
+    probe_every: int = PROBE_EVERY,
     ended: Callable[[], None] | None = None,
 ) -> int:
     """Run a training script, or a module as ``python -m`` does, and record it.
@@ -119,6 +125,10 @@ def run(
         As in `tracer.record`.
     required : bool
         Whether it is an error that nothing of a training was recorded. If not, it is said on stderr.
+    probe : int, optional
+        Record under the tag ``probe`` what the model makes of so many datapoints: see `Exporter.probe_first`.
+    probe_every : int
+        Steps between two of these passes.
     began : callable, optional
         Called with the recording before the script begins.
     ended : callable, optional
@@ -168,7 +178,11 @@ def run(
     Compression(options.compression).load(plainly=location(out).suffix.lower() == ".zarr")
     if capture is None or isinstance(capture, Capture):
         capture = lighter_on_evaluation(capture if capture is not None else Capture())
+    if probe is not None and not any(one.kinds is None or {*one.kinds} & {*PROBED} for one in capture):
+        raise CaptureError(f"a probe gives {', '.join(PROBED)}, and the capture takes none of them")
     session = _Session(script, location(out), tuple(capture), options, strict=strict)
+    if probe is not None:
+        session.exporter.probe_first(PROBE, probe, every=probe_every)
     if began is not None:
         began(session.run)
     argv = [str(main.__file__) if module else script, *arguments]

@@ -452,6 +452,7 @@ class _Rehearsal:
         self._recording: Run | None = None
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._models: dict[str, weakref.ref[nn.Module]] | None = None
+        self._probe_every = launch.PROBE_EVERY
         hashed = self._hashed if request["purpose"] == "certify" else dict
         self._stopwatch = Stopwatch(request["steps"], hashed, lambda: self._recording)
 
@@ -466,6 +467,11 @@ class _Rehearsal:
         all_steps = captures
         if request["purpose"] == "dry-run":  # so that what is recorded later is seen in the first steps
             all_steps = tuple(replace(one, every=1, start=0, stop=None) for one in captures)
+        # so often that some of the probes are seen
+        often = 1 if request["purpose"] == "dry-run" else max(1, request["steps"] // 2)
+        recording = dict(request["recording"])
+        self._probe_every = recording.get("probe_every", launch.PROBE_EVERY)
+        recording["probe_every"] = min(often, self._probe_every)
         status = launch.run(
             script,
             arguments,
@@ -474,7 +480,7 @@ class _Rehearsal:
             module=module,
             began=self._began,
             required=True,
-            **request["recording"],
+            **recording,
         )
         if request["purpose"] == "dry-run":
             self._tell_streams(captures)
@@ -495,12 +501,13 @@ class _Rehearsal:
                 taken = exporter.publisher.capture_of(one.kind, one.module, one.tag) if one.kind in KINDS else None
                 capture = by_capture[id(taken)] if taken is not None else Capture()
                 clock = KINDS[one.kind].clock if one.kind in KINDS else "global_step"
+                probed = one.tag == launch.PROBE
                 thinned = one.tag == DEFAULT_TAG and one.kind in KINDS and clock == "global_step"
                 streams.append(
                     {name: getattr(one, name) for name in ("kind", "module", "leaf", "tag", "dtype", "count", "bytes")}
                     | {"shapes": [list(shape) for shape in one.shapes]}
-                    | {"every": 1, "start": 0, "stop": None}
-                    | {"clock": "epoch" if clock == "epoch" else "step" if thinned else "aside"}
+                    | {"every": self._probe_every if probed else 1, "start": 0, "stop": None}
+                    | {"clock": "epoch" if clock == "epoch" else "step" if thinned or probed else "aside"}
                     | ({name: getattr(capture, name) for name in ("every", "start", "stop")} if thinned else {})
                 )
         self._tell(streams=streams, header=header)
