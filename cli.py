@@ -31,7 +31,7 @@ from tracer.errors import (
     TracerError,
     UnknownNameError,
 )
-from tracer.secrets import masked
+from tracer.secrets import masked, masked_urls
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -60,7 +60,7 @@ class Failure(click.ClickException):
     """One sentence on stderr, and an exit code."""
 
     def __init__(self, sentence: str, exit_code: int = FAILED) -> None:
-        super().__init__(sentence)
+        super().__init__(masked_urls(sentence))
         # click reads it from the instance, but declares it for the class
         vars(self)["exit_code"] = exit_code
 

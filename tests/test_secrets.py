@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import cli
 import tracer
 from tracer.errors import TraceError, summary
 from tracer.secrets import masked, masked_command, masked_text
@@ -168,6 +169,12 @@ def test_trace_record_keeps_no_secret(tmp_path: Path, suffix: str) -> None:
         assert trace.status == "failed: ValueError: refused: Namespace(api_key=***)"
     with tracer.open(run("--no-command")) as trace:
         assert "argv" not in trace.header
+
+
+def test_the_command_line_prints_no_secret() -> None:
+    """Whatever library an error is of."""
+    failure = cli.Failure.of(OSError(f"no answer from https://me:{S}@host/x?sig={S}"))
+    assert failure.message == "OSError: no answer from https://***@host/x?sig=*** (--debug shows where)"
 
 
 def test_record_can_leave_the_command_out(tmp_path: Path) -> None:
