@@ -33,6 +33,7 @@ from tracer.errors import (
     TracerError,
     UnknownNameError,
 )
+from tracer.secrets import masked, masked_urls
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -62,7 +63,7 @@ class Failure(click.ClickException):
     """One sentence on stderr, and an exit code."""
 
     def __init__(self, sentence: str, exit_code: int = FAILED) -> None:
-        super().__init__(_as_typed(sentence))
+        super().__init__(masked_urls(_as_typed(sentence)))
         # click reads it from the instance, but declares it for the class
         vars(self)["exit_code"] = exit_code
 
@@ -650,7 +651,11 @@ def _wrong_settings() -> Iterator[None]:
     help="And after S seconds at the latest.",
 )
 @click.option("--durable", is_flag=True, help="Safe against a power failure too (fsync).  [default: no]")
-@click.option("--strict", is_flag=True, help="End the training if it can no longer be recorded.  [default: go on]")
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="End the training if it can no longer be recorded, and exit with 1 if nothing of one was.  [default: go on]",
+)
 @click.option("--module", "module", metavar="NAME", help="Run a module, as python -m does; its arguments follow.")
 @_compression
 @_overwrite
@@ -689,6 +694,20 @@ def _wrong_settings() -> Iterator[None]:
     "--run-steps", type=click.IntRange(min=1), metavar="N",
     help="With --dry-run: how many steps the whole run has, to tell its bytes.",
 )  # fmt: skip
+@click.option(
+    "--probe", type=click.IntRange(min=1), metavar="N",
+    help="Also run the model, in eval mode and without a trace in the training, on the first N datapoints that it was "
+    "given (in an evaluation, if one comes before the first probe, else in training), and record that under the tag "
+    "probe: for svcca, cka and their like.",
+)  # fmt: skip
+@click.option(
+    "--probe-every", type=click.IntRange(min=1), metavar="N", default=100, show_default=True,
+    help="With --probe: steps between two of these runs; the last one is at the end.",
+)  # fmt: skip
+@click.option(
+    "--no-command", is_flag=True,
+    help="Leave the command line out of the trace. What it says of passwords, keys and tokens is *** there anyway.",
+)  # fmt: skip
 @_as_json
 @click.argument("program", metavar="SCRIPT.py [ARGS]...", nargs=-1, type=click.UNPROCESSED)
 def record(
@@ -710,6 +729,9 @@ def record(
     require_identical: bool,
     only_dry_run: bool,
     run_steps: int | None,
+    no_command: bool,
+    probe: int | None,
+    probe_every: int,
     as_json: bool,
     replicated: Literal["once", "every"],
     program: tuple[str, ...],
@@ -718,7 +740,8 @@ def record(
     """Run a training script as it is, and record it.
 
     Everything after SCRIPT.py goes to the script. The exit code is the script's. In the place of SCRIPT.py there may be
-    torchrun with its options and its script: then each of its processes is recorded, into one trace.
+    torchrun or accelerate launch, with its options and its script: then each of its processes is recorded, into one
+    trace. Behind mpirun, srun and their like stands trace record itself: srun trace record SCRIPT.py.
 
     --certify and --dry-run run the script's first steps in processes of their own, which begin with the same seeds, and
     end it with SystemExit. Their output is thrown away, but what they write to files, or send, they write and send;
@@ -744,21 +767,22 @@ def record(
         raise click.UsageError("--json is for --dry-run; a script that is recorded has its own output")
     if only_dry_run and certify_steps is not None:
         raise click.UsageError("--dry-run records nothing that could be certified: give --certify or --dry-run")
-    if module == "torch.distributed.run" or (module is None and program[:1] == ("torchrun",)):
-        if only_dry_run:
-            raise click.UsageError("--dry-run runs a script of one process: give it without torchrun")
-        from tracer.launch import torchrun
+    from tracer import launchers
 
+    with _wrong_usage():
+        launcher = launchers.launcher_of(program, module)
+    if launcher is not None:
+        if only_dry_run:
+            raise click.UsageError(f"--dry-run runs a script of one process: give it without {launcher.name}")
         with _wrong_usage():
             options = click.get_current_context().meta.get("options", [])
-            torchrun(program[module is None :], options, program=os.path.abspath(__file__))
+            launchers.become(launcher, options, program=os.path.abspath(__file__))
     arguments = program if module is not None else program[1:]
     name = module.rpartition(".")[2] if module is not None else Path(program[0]).stem
     if module is None and not Path(program[0]).is_file():
-        hint = ""
-        if Path(program[0]).name.startswith("python"):
-            hint = "; leave it out: trace record SCRIPT.py, and --module NAME in the place of -m NAME"
-        raise Failure(f"{program[0]} is not a file, so there is no script to run{hint}")
+        raise Failure(f"{program[0]} is not a file, so there is no script to run{launchers.hint_for(program[0])}")
+    if module is None and launchers.PYTHON.fullmatch(Path(program[0]).name):
+        raise Failure(f"{program[0]} is no script{launchers.hint_for(program[0])}")
     from tracer.environment import DISABLE, bound_or, disabled
 
     with _wrong_usage():
@@ -787,6 +811,7 @@ def record(
     recording: dict[str, Any] = {
         "compression": dict(codecs), "queue_bytes": queue_bytes, "on_full": on_full, "commit_steps": commit_steps,
         "commit_seconds": commit_seconds, "durable": durable, "replicated": replicated,
+        "probe": probe, "probe_every": probe_every,
     }  # fmt: skip
     if only_dry_run or certify_steps is not None:
         from tracer import rehearsal
@@ -826,7 +851,9 @@ def record(
         first_step=first_step,
         max_bytes=max_bytes,
         certificate=certificate,
+        command=not no_command,
         strict=strict,
+        required=strict,
         **recording,
         ended=functools.partial(_say_what_was_recorded, target, out or f"{name}.zarr"),
     )
@@ -940,7 +967,11 @@ def _info(trace: str) -> dict[str, Any]:
         counts: dict[str, int] = {}
         for stream in reader.streams:
             counts[stream.kind] = counts.get(stream.kind, 0) + stream.count
-        return {**reader.info, "kinds": counts, "tags": sorted({stream.tag for stream in reader.streams})}
+        told = {**reader.info, "kinds": counts, "tags": sorted({stream.tag for stream in reader.streams})}
+    command = masked(told["header"].get("argv"))  # older releases kept all of it
+    if command:
+        told["header"] = {**told["header"], "argv": command}
+    return told
 
 
 def _means_several(trace: str) -> bool:

@@ -28,6 +28,7 @@ from tracer.layout import Column
 from tracer.messages import Message
 from tracer.reader import Steps, TraceReader
 from tracer.replay import Plan, plan
+from tracer.secrets import masked_text
 from tracer.stores import Anywhere, Url, location
 from tracer.subscriber import Scope, Subscriber
 
@@ -153,7 +154,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What was asked and could not be answered, and why.
+    """What was asked and could not be answered, and why, without secrets (see `tracer.secrets`).
 
     Attributes
     ----------
@@ -182,6 +183,10 @@ class Failure:
     reason: str
     where: str = ""
     traceback: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("trace", "reason", "traceback"):  # they are printed and written
+            object.__setattr__(self, name, masked_text(getattr(self, name)))
 
 
 @dataclass(slots=True, kw_only=True)

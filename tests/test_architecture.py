@@ -24,7 +24,8 @@ STORAGE = {
 }
 RUNNING = {"tracer.exporter", "tracer.recorder", "tracer.recording", "tracer.replay", "tracer.launch"}
 MAY_IMPORT: dict[str, set[str]] = {
-    "tracer.errors": set(),
+    "tracer.secrets": set(),
+    "tracer.errors": {"tracer.secrets"},
     "tracer.messages": set(),
     "tracer.subscription": {"tracer.messages"},
     "tracer.bus": {"tracer.messages", "tracer.subscription"},
@@ -33,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.capture": {"tracer.messages", "tracer.subscription"},
     "tracer.memory": set(),
     "tracer.checksum": set(),
-    "tracer.stores": {"tracer.memory"},
+    "tracer.stores": {"tracer.memory", "tracer.secrets"},
     "tracer.stores.*": {
         *("tracer.stores", "tracer.stores.codecs", "tracer.stores.direct", "tracer.stores.torn", "tracer.memory"),
         *("tracer.stores.flipped", "tracer.checksum"),
@@ -43,7 +44,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.layout": {"tracer.messages", "tracer.stores", "tracer.checksum"},
     "tracer.placement": {"tracer.layout"},
     "tracer.parts": {"tracer.messages", "tracer.layout", "tracer.stores", "tracer.placement"},
-    "tracer.writer": {"tracer.messages", "tracer.parts", "tracer.layout", "tracer.stores", "tracer.compression"},
+    "tracer.writer": {
+        *("tracer.messages", "tracer.parts", "tracer.layout", "tracer.stores", "tracer.compression", "tracer.secrets"),
+    },
     "tracer.reader": {
         *("tracer.messages", "tracer.parts", "tracer.layout", "tracer.stores", "tracer.assembly", "tracer.memory"),
         *("tracer.subscription", "tracer.stores.mapped", "tracer.checksum"),
@@ -95,6 +98,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | STORAGE
     | {"tracer.losses", "tracer.recording", "tracer.termination", "tracer.integrations.*"},
     "tracer.epochs": {"tracer.exporter", "tracer.identity"},
+    "tracer.launchers": set(),
     "tracer.launch": FOUNDATION
     | STORAGE
     | RUNNING
@@ -102,15 +106,18 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tracer",
         "tracer.epochs",
         "tracer.identity",
+        "tracer.launchers",
         "tracer.losses",
         "tracer.patches",
+        "tracer.probes",
         "tracer.wrappers",
         "tracer.termination",
     },
     "tracer.rehearsal": FOUNDATION
     | STORAGE
     | RUNNING
-    | {"tracer.budget", "tracer.certify", "tracer.environment", "tracer.optimizers", "tracer.termination"},
+    | {"tracer.budget", "tracer.certify", "tracer.environment", "tracer.optimizers", "tracer.termination"}
+    | {"tracer.secrets"},
     "analyze.metrics": set(),
     "analyze.metrics.*": {"tracer.messages", "tracer.subscription", "tracer.subscriber", "analyze.metrics.*"},
     "analyze.*": {"tracer", "tracer.*", "analyze", "analyze.*"},

@@ -478,7 +478,10 @@ def as_one_process() -> list[dict[Any, Tensor]]:
 
 
 @needs_gloo
-@pytest.mark.parametrize("form", ["torchrun", "--module torch.distributed.run", "torchrun inside"])
+@pytest.mark.parametrize(
+    "form",
+    ["torchrun", "--module torch.distributed.run", "torchrun inside", "torchrun by its path", "python"],
+)
 def test_trace_record_under_torchrun(tmp_path: Path, form: str, alone: Path) -> None:
     """The launcher around the recorder, or the recorder around the launcher: one trace with a part for each rank.
 
@@ -490,7 +493,11 @@ def test_trace_record_under_torchrun(tmp_path: Path, form: str, alone: Path) -> 
     if form == "torchrun":
         torchrun("-m", "cli", *options, str(script), str(end))
     else:
-        launcher = ["torchrun"] if form.endswith("inside") else form.split()
+        launcher = {
+            "torchrun inside": ["torchrun"],
+            "torchrun by its path": [str(tmp_path / "bin" / "torchrun")],  # there may be none: what counts is the name
+            "python": [sys.executable, "-u", "-m", "torch.distributed.run"],
+        }.get(form, form.split())
         launcher += ["--standalone", "--nproc-per-node", "2"]
         (tmp_path / "cli.py").write_text("raise SystemExit('a script of the user that is called so, too')")
         ran = subprocess.run(

@@ -276,6 +276,51 @@ def test_two_optimizers_resume_at_the_recorders_step(tmp_path: Path) -> None:
     assert finished == [(step, step % 5, step // 5) for step in range(10)]
 
 
+@pytest.mark.parametrize("fail_at", [None, 3, 7])
+def test_two_optimizers_resume_from_a_checkpoint_written_afterwards(tmp_path: Path, fail_at: int | None) -> None:
+    """The callback knows its step also when `fit` has ended or failed: no step is left out, none comes twice."""
+    path, checkpoint = tmp_path / "run.zarr", tmp_path / "after.ckpt"
+
+    class Fails(Duel):
+        def training_step(self, batch: list[Tensor], index: int) -> None:
+            if fail_at is not None and self.trainer.fit_loop.total_batch_idx == fail_at:
+                raise ValueError("as the test wants it")
+            super().training_step(batch, index)
+
+    first = trainer(TraceCallback(path), max_epochs=2 if fail_at else 1)
+    if fail_at is None:
+        first.fit(Fails(), loader())
+    else:
+        with pytest.raises(ValueError, match="as the test wants it"):
+            first.fit(Fails(), loader())
+    done = fail_at or 5
+    assert first.global_step == 2 * done  # one for each optimizer
+    first.save_checkpoint(checkpoint)
+    # one that is made of it without training keeps the step, too
+    for _ in range(2):
+        second = trainer(TraceCallback(path, resume=True), max_epochs=3)
+        second.fit(Duel(), loader(), ckpt_path=checkpoint)
+    finished = [one.global_step for one in read(path, "batch_finished")]
+    assert finished == list(range(second.global_step // 2))
+
+
+def test_two_optimizers_go_on_in_one_program(tmp_path: Path) -> None:
+    """`fit` is called again with the same callback: from where it ended, or, with another trainer, from the start."""
+    path = tmp_path / "run.zarr"
+    callback = TraceCallback(path, resume=True)
+    model = Duel()
+    first = trainer(callback, max_epochs=1)
+    first.fit(model, loader())
+    first.fit_loop.max_epochs = 2
+    first.fit(model, loader())
+    assert [one.global_step for one in read(path, "batch_finished")] == list(range(10))
+    fresh = tmp_path / "fresh.zarr"
+    callback = TraceCallback(fresh, overwrite=True)
+    for _ in range(2):
+        trainer(callback, max_epochs=1).fit(Duel(), loader())
+        assert [one.global_step for one in read(fresh, "batch_finished")] == list(range(5))
+
+
 def test_a_new_trace_of_a_run_that_goes_on(tmp_path: Path) -> None:
     """It has the trainer's counters, too."""
     path = tmp_path / "run.zarr"

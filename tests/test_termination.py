@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import tracer
 from tracer import termination
 from tracer.errors import TraceError
 from tracer.integrations.recording import Recording
@@ -97,6 +98,7 @@ def test_a_handler_of_the_program_decides(tmp_path: Path, mode: str) -> None:
 FORKING = """
 import os, signal, sys, threading, time
 os.register_at_fork(after_in_child=lambda: time.sleep(0.5))  # as long as another library may need
+import tracer
 from tracer import termination
 
 def fork():
@@ -261,6 +263,7 @@ def test_sigterm_does_not_wait_for_threads_that_train(tmp_path: Path) -> None:
 
 IGNORED = """
 import signal, time
+import tracer
 from tracer import termination
 
 class Dropped:
@@ -284,6 +287,7 @@ def test_sigterm_is_not_lost_where_python_ignores_exceptions() -> None:
 AFTERWARDS = """
 import signal, sys
 import torch
+import tracer
 from tracer import termination
 from tracer.integrations.recording import Recording
 from tracer.recorders import ForwardOutput
@@ -529,3 +533,35 @@ def test_what_is_dropped_anywhere_is_closed(tmp_path: Path, where: str, monkeypa
         assert len([*reader.messages("batch_finished")]) >= 1
     recorder.close()
     assert recorder._close_at_exit not in termination._endings
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (None, "finished"),
+        (0, "finished"),
+        ("bye", "finished"),
+        (2, "failed: SystemExit: 2"),
+        (1.5, "failed: SystemExit: 1.5"),
+    ],
+)
+def test_how_a_program_leaves_its_recording(tmp_path: Path, code: object, status: str) -> None:
+    """`sys.exit` in the ``with`` block ends the training as it does the program; the exception goes on."""
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(SystemExit), tracer.record(tmp_path / "run.zarr", model, ()) as run:
+        for _ in range(3):
+            run.step()
+        sys.exit(code)  # type: ignore[arg-type]
+    with TraceReader(tmp_path / "run.zarr") as reader:
+        assert reader.status == status
+
+
+def test_a_last_word_within_a_loop_ends_it(tmp_path: Path) -> None:
+    """Nobody knows what would have come."""
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(SystemExit), tracer.record(tmp_path / "run.zarr", model, ()) as run:
+        for _ in range(3):
+            run.step()
+            sys.exit("diverged")
+    with TraceReader(tmp_path / "run.zarr") as reader:
+        assert reader.status == "failed: SystemExit: diverged"

@@ -23,15 +23,25 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import re
 import signal
 import sys
+import unicodedata
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tracer.secrets import masked_text, masked_urls
+
 
 class TracerError(Exception):
-    """The root of all errors of this project; the command line prints it as one sentence."""
+    """The root of all errors of this project; the command line prints it as one sentence.
+
+    URLs in it have no user part and no signature.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*(masked_urls(one) if isinstance(one, str) else one for one in args))
 
 
 class MessageError(TracerError, ValueError):
@@ -152,6 +162,7 @@ def warn_only(sentence: str, stacklevel: int = 1) -> None:
 
     A warning of what only watches must not end what it watches.
     """
+    sentence = masked_urls(sentence)
     try:
         warnings.warn(sentence, RuntimeWarning, stacklevel=stacklevel + 1)
     except RuntimeWarning:
@@ -164,6 +175,35 @@ def _say(sentence: str) -> None:
 
 
 def summary(error: BaseException) -> str:
-    """An exception in one line."""
-    first_line = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+    """An exception in one line, without colours, other control characters, and secrets."""
+    name = type(error).__name__
+    try:
+        lines = plain(str(error)).splitlines()
+    except Exception:  # noqa: BLE001 - an exception of a program may fail to say what it is
+        return name
+    first_line = masked_text(next((line.strip() for line in lines if line.strip()), ""))
+    return f"{name}: {first_line}" if first_line else name
+
+
+_ESCAPES = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # colours, the cursor
+    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f]).*?(?:\x07|\x1b\\|\x9c|$)"  # titles, links
+    r"|\x1b[ -/]*[0-~]?",
+    re.DOTALL,
+)
+
+
+def plain(text: str) -> str:
+    r"""A text without what steers a terminal: colours, other control characters, and those that turn the direction.
+
+    Line ends and tabs stay.
+
+    Examples
+    --------
+    >>> plain("\x1b[1;31mno\x1b[0m memory\x07 left")
+    'no memory left'
+    """
+    text = _ESCAPES.sub("", text)
+    if text.isprintable():
+        return text
+    return "".join(one for one in text if one in "\n\r\t" or unicodedata.category(one) not in ("Cc", "Cf"))

@@ -84,7 +84,7 @@ from tracer.patches import (
     watch_scripting,
 )
 from tracer.placement import is_distributed
-from tracer.probes import NO_PROBES, Probe, joinable, undisturbed
+from tracer.probes import NO_PROBES, FirstInputs, Probe, joinable, undisturbed
 from tracer.publishing import Publisher
 from tracer.structure import structure_of
 from tracer.subscriber import unmet
@@ -142,6 +142,7 @@ class Exporter:
         "_idle",
         "_leaf_hooks",
         "_lock",
+        "_offered",
         "_over",
         "_parameters",
         "_part",
@@ -222,6 +223,7 @@ class Exporter:
         # by tensor, kind, module and place in its output or input
         self._leaf_hooks: dict[tuple[int, str, str, str], LeafHook] = {}
         self._probes: list[Probe] = []
+        self._offered: FirstInputs | None = None  # the probe that takes what the model is given
         self._surveyed = False  # whether it is known which parameters other ranks hold, too
         self._around: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # DistributedDataParallel around the model
         self.recorded: Collection[int] | None = None
@@ -557,6 +559,9 @@ class Exporter:
         for probe in self._probes:
             if probe.last != self.clock.step:
                 self._guard(f"probe {probe.name}", functools.partial(self._run_probe, probe))
+            if isinstance(probe, FirstInputs) and not probe.settled:
+                why = probe.refusal if self._root is not None else "there is not one model, but none or several"
+                self.publisher.problem(f"probe {probe.name!r}", why)
 
     def detach(self) -> None:
         """Remove every hook; the model is as it was."""
@@ -707,6 +712,26 @@ class Exporter:
         probe = Probe(name, inputs, labels, every, batch_size)
         self._run_probe(probe)  # a probe that cannot run is the caller's error, now, not a problem of the training
         self._probes.append(probe)
+
+    def probe_first(self, name: str, count: int, *, every: int = 1) -> None:
+        """Probe the model on the first datapoints that it is given itself, of whose calls copies are kept.
+
+        They are those of evaluations, if there was one before the first `every` steps were over, else the training's.
+        The passes are after each `every` steps, and at the end. Where a model is called with anything that its forward
+        could change, such as a cache, there is none, and a problem says so.
+
+        Parameters
+        ----------
+        name : str
+            The tag.
+        count : int
+            Datapoints, at most: of further calls only as long as their tensors have the same shapes otherwise.
+        every : int
+            Steps between two passes.
+        """
+        probe = FirstInputs(name, count, every)
+        self._probes.append(probe)
+        self._offered = probe
 
     # -- callbacks for hand-written loops -------------------------------------------------------------------
 
@@ -1169,8 +1194,16 @@ class Exporter:
         if self.clock.open and not self.optimizers and not self._steps_itself and self._is_training_pass(module):
             self._end_step()  # without an optimizer, a step lasts until the next one begins
         self._enter_pass(module)
+        if self._offered is not None and self._user_tag is None and not traced():
+            self._guard("the inputs of a probe", functools.partial(self._offer, module, args, kwargs))
         if running.listening:
             self.publisher.publish_leaves("input_data", None, arguments_of(args, kwargs), running.tag)
+
+    def _offer(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._offered is not None and self._offered.settled:
+            self._offered = None
+        elif self._offered is not None:
+            self._offered.offer(module, self.passes.now.tag == EVAL_TAG, args, kwargs)
 
     def _is_training_pass(self, module: nn.Module) -> bool:
         return module.training and self._user_tag is None and (is_grad_enabled() or checkpointing())
@@ -1636,8 +1669,9 @@ class Exporter:
 
     def _run_probe(self, probe: Probe) -> None:
         root = self._root
-        assert root is not None  # probe() checked it
         probe.last = self.clock.step
+        if root is None or not probe.ready(root):  # that was checked of others than the first inputs
+            return
         if not (self.publisher.enabled and self._attached):
             return
         if not self.publisher.hears(probe.name):

@@ -19,9 +19,11 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import thread as executors
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from types import CodeType, FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -40,12 +42,14 @@ from tracer.epochs import Epochs
 from tracer.errors import CaptureError, TraceError, TracerError
 from tracer.exporter import Exporter
 from tracer.identity import WeakIdentitySet
+from tracer.launchers import refuse_other_languages
 from tracer.losses import LOSS_FUNCTIONS
 from tracer.messages import EVAL_TAG
 from tracer.parts import heads, refuse_living, this_process
 from tracer.patches import Backward
+from tracer.probes import PROBED
 from tracer.recorder import COMMIT_SECONDS, QUEUE_BYTES
-from tracer.recording import Options, Resume, Run, end, start
+from tracer.recording import Options, Resume, Run, concluded, end, start
 from tracer.stores import Anywhere, Location, location, store_module
 from tracer.wrappers import unwrap
 from tracer.writer import check_target
@@ -55,6 +59,9 @@ if TYPE_CHECKING:
 
 _before: ModuleType | None = None
 """The ``__main__`` that a script has taken the place of: what runs in it goes on afterwards."""
+PROBE = "probe"
+"""The tag of the passes that `probe` asks for; it is the one that metrics of representations listen to."""
+PROBE_EVERY = 100
 _OUTCOMES = ("network_output", "input_labels", "loss")
 _FEW = 8
 """Optimizers at each of which, as they are made, models are looked for."""
@@ -83,6 +90,10 @@ def run(
     certificate: Certificate | None = None,
     began: Callable[[Run], None] | None = None,
     replicated: Literal["once", "every"] = "once",
+    command: bool = True,
+    required: bool = False,
+    probe: int | None = None,
+    probe_every: int = PROBE_EVERY,
     ended: Callable[[], None] | None = None,
 ) -> int:
     """Run a training script, or a module as ``python -m`` does, and record it.
@@ -110,8 +121,14 @@ def run(
         The global step that the script's checkpoint goes on with; by default as its optimizer counted.
     compression : str or mapping
         How the data is compressed; as in `tracer.record`.
-    queue_bytes, on_full, commit_steps, commit_seconds, durable, replicated, max_bytes, certificate
+    queue_bytes, on_full, commit_steps, commit_seconds, durable, replicated, max_bytes, certificate, command
         As in `tracer.record`.
+    required : bool
+        Whether it is an error that nothing of a training was recorded. If not, it is said on stderr.
+    probe : int, optional
+        Record under the tag ``probe`` what the model makes of so many datapoints: see `Exporter.probe_first`.
+    probe_every : int
+        Steps between two of these passes.
     began : callable, optional
         Called with the recording before the script begins.
     ended : callable, optional
@@ -131,7 +148,7 @@ def run(
     UnknownNameError
         If there is no such compression.
     TraceError
-        If the script ended without error but no training was seen.
+        If the script ended without error but no training was seen, and it is `required`.
     TraceExistsError
         If something is at `out`; with `resume`, if it is still being recorded.
     """
@@ -152,6 +169,7 @@ def run(
         compression=compression,
         max_bytes=max_bytes,
         certificate=certificate,
+        command=command,
     )
     code, main = _load_module(script) if module else _load_script(script)
     _not_hidden(code, os.getcwd() if module else os.path.dirname(os.path.abspath(script)))
@@ -160,7 +178,11 @@ def run(
     Compression(options.compression).load(plainly=location(out).suffix.lower() == ".zarr")
     if capture is None or isinstance(capture, Capture):
         capture = lighter_on_evaluation(capture if capture is not None else Capture())
+    if probe is not None and not any(one.kinds is None or {*one.kinds} & {*PROBED} for one in capture):
+        raise CaptureError(f"a probe gives {', '.join(PROBED)}, and the capture takes none of them")
     session = _Session(script, location(out), tuple(capture), options, strict=strict)
+    if probe is not None:
+        session.exporter.probe_first(PROBE, probe, every=probe_every)
     if began is not None:
         began(session.run)
     argv = [str(main.__file__) if module else script, *arguments]
@@ -176,7 +198,8 @@ def run(
         terminated = termination.signalled()
         late = not terminated and bool(_threads())
         if late:  # they may train on, and are waited for when the process ends
-            termination.at_exit(functools.partial(_end_late, session, watching.pop_all(), error, ended), first=True)
+            late_end = functools.partial(_end_late, session, watching.pop_all(), error, ended, required=required)
+            termination.at_exit(late_end, first=True)
         else:
             session.close(error)
     if session.refusal is not None and error is session.refusal:
@@ -187,7 +210,7 @@ def run(
     if late or os.getpid() != session.pid:  # a child that the script forked came to the script's end, too
         return status
     if status == 0:
-        session.check()
+        session.check(required)
     if ended is not None:
         ended()
     return status
@@ -198,6 +221,8 @@ def _end_late(
     watching: contextlib.ExitStack,
     error: BaseException | None,
     ended: Callable[[], None] | None,
+    *,
+    required: bool,
 ) -> None:
     """End the recording of a script whose threads went on after its last line."""
     if os.getpid() != session.pid:
@@ -208,7 +233,7 @@ def _end_late(
         with watching:
             session.close(error)
         if error is None:
-            session.check()
+            session.check(required)
     except TracerError as told:  # too late for an exit status of its own
         print(f"Error: {told}", file=sys.stderr)
     if ended is not None:
@@ -234,37 +259,6 @@ def unwatched(script: str, arguments: Sequence[str] = (), *, module: bool = Fals
     except BaseException as error:
         return _status(error)
     return 0
-
-
-def torchrun(arguments: Sequence[str], options: Sequence[str], *, program: str) -> NoReturn:
-    """Become torchrun, with processes that each record the script that they run.
-
-    Parameters
-    ----------
-    arguments : sequence of str
-        Of torchrun: its options, the script or (after ``-m``) the module, and what goes to that.
-    options : sequence of str
-        Of ``trace record``.
-    program : str
-        The file of ``trace``: by its name, torchrun would take a module of the script's folder that is called so, too.
-
-    Raises
-    ------
-    CaptureError
-        If what torchrun is to run is no Python.
-    """
-    from torch.distributed.run import get_args_parser
-
-    given = get_args_parser().parse_args(list(arguments))
-    if given.no_python:
-        raise CaptureError("with --no-python, torchrun runs any program; what is recorded is a Python script or module")
-    before = list(arguments[: len(arguments) - len(given.training_script_args) - 1])
-    before = [one for one in before if one not in ("-m", "--module")]
-    script = [*(["--module"] if given.module else []), given.training_script, *given.training_script_args]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    command = [sys.executable, "-m", "torch.distributed.run", *before, program, "record", *options, *script]
-    os.execv(sys.executable, command)
 
 
 def lighter_on_evaluation(capture: Capture) -> tuple[Capture, ...]:
@@ -300,6 +294,9 @@ class _Session:
         self.exporter.clock.starting = self._begin(self.exporter.clock.starting)
         self.known = WeakIdentitySet()  # the optimizers
         self._made_any = False
+        self._by_hand = 0  # backwards before there was an optimizer
+        self._children = False  # whether the script started processes
+        self._tensors: dict[int, Tensors] = {}  # of optimizers that train no module, while all of them are there
         # optimizers that trained nothing that was watched when they were made
         self._beside = WeakIdentitySet()
         self._looked = 0  # how many optimizers there were when models were looked for
@@ -329,14 +326,19 @@ class _Session:
         recorder = self.run.recorder
         return recorder is None or recorder.writer is not None
 
-    def check(self) -> None:
-        """Raise `TraceError`, with the reason as far as it can be told, if nothing was recorded."""
-        if not self.recorded or self.exporter.steps_seen == 0:
-            recorder = self.run.recorder
-            writer = None if recorder is None else recorder.writer
-            besides = "" if writer is None else f" (what it did besides is in {writer.path})"
-            unseen = "no training step was seen, so " if self.exporter.steps_seen == 0 else ""
-            raise TraceError(f"{self._name} ended, but {unseen}nothing is recorded: {self.why_not()}{besides}")
+    def check(self, required: bool) -> None:
+        """Say, with the reason as far as it can be told, that nothing was recorded; `TraceError` if it is required."""
+        if self.recorded and self.exporter.steps_seen:
+            return
+        recorder = self.run.recorder
+        writer = None if recorder is None else recorder.writer
+        besides = "" if writer is None else f" (what it did besides is in {writer.path})"
+        unseen = "no training step was seen, so " if self.exporter.steps_seen == 0 else ""
+        sentence = f"{self._name} ended, but {unseen}nothing is recorded: {self.why_not()}{besides}"
+        if required:
+            raise TraceError(sentence)
+        with contextlib.suppress(OSError, ValueError):  # the script may have closed it
+            print(f"Warning: {sentence}", file=sys.stderr)
 
     def why_not(self) -> str:
         """Why nothing was recorded, as far as can be told."""
@@ -344,9 +346,10 @@ class _Session:
             if receiver is self.run.recorder:
                 return str(error)
         if not self._made_any:
-            return "it made no optimizer of torch.optim"
+            children = "; processes that it started may have trained, and only tracer.record in them records that"
+            return "it made no optimizer of torch.optim" + (children if self._children else "")
         if not self.exporter.tops:
-            return "what its optimizers train belongs to no module"
+            return "its optimizers train nothing"
         if self.exporter.steps_seen == 0:
             return "its optimizer never stepped"
         return "the capture takes nothing of what it did"
@@ -382,9 +385,19 @@ class _Session:
                     raise session.refusal
                 if not running.of(tensor):
                     session.guarded("loss", lambda: session.exporter.backward_called(tensor))
+                outermost = not running.of(tensor)
                 running.call(original, tensor, *args, **kwargs)
+                if outermost and not session._made_any:
+                    session.guarded("a step", session.stepped_by_hand)
 
             return backward
+
+        def start(original: Callable[..., None]) -> Callable[..., None]:
+            def start(process: Any) -> None:
+                session._children = True
+                original(process)
+
+            return start
 
         def loader_iter(original: Callable[..., Any]) -> Callable[..., Any]:
             def __iter__(loader: DataLoader[Any]) -> Any:
@@ -415,6 +428,7 @@ class _Session:
             (Tensor, "backward", backward),
             (DataLoader, "__iter__", loader_iter),
             (_BaseDataLoaderIter, "__next__", loader_next),
+            (BaseProcess, "start", start),
         ]
         originals = [(owner, name, owner.__dict__[name]) for owner, name, _ in patches]
         for (owner, name, wrap), (_, _, original) in zip(patches, originals, strict=True):
@@ -436,6 +450,11 @@ class _Session:
         if os.getpid() == self.pid:
             self.exporter._guard(what, work)
 
+    def stepped_by_hand(self) -> None:
+        """End a step where no optimizer can: after its backward."""
+        self._by_hand += 1
+        self.exporter.step()
+
     def group_added(self, optimizer: Optimizer) -> None:
         """An optimizer trains more: maybe a module that is not watched yet."""
         watched = {id(p) for _, top in self.exporter.tops for p in nn.Module.parameters(top)}
@@ -453,6 +472,8 @@ class _Session:
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Find the model, or the models, now that there is one more optimizer, or that one trains more."""
         self.known.add(optimizer)
+        if self._by_hand and not self._made_any:
+            self._note_by_hand("before its first optimizer was made, each backward is taken for a step")
         self._made_any = True
         if self.exporter.steps_seen:  # what the script is done with is not kept, nor recorded at each further step
             many = len(self.exporter.tops) >= self._many and gc.isenabled()
@@ -507,8 +528,8 @@ class _Session:
     def _look_for_models(self, alive: Sequence[Optimizer]) -> bool:
         """Watch the models of all optimizers; whether there are any."""
         self._looked = len(alive)
-        models = models_of(alive)
         untrained = self.exporter.steps_seen == 0 and not self.exporter.clock.open
+        models = models_of(alive) or self._tensors_of(alive, untrained)
         if untrained or not self.exporter.tops:
             if untrained:
                 self.exporter.forget_model()
@@ -524,10 +545,32 @@ class _Session:
                 self.exporter.add_modules((name, one))
         return bool(models)
 
+    def _tensors_of(self, alive: Sequence[Optimizer], untrained: bool) -> list[nn.Module]:
+        """What holds the tensors of optimizers that train no module, under the names ``parameters.N``."""
+        watched = set() if untrained else {id(p) for _, top in self.exporter.tops for p in nn.Module.parameters(top)}
+        holder = Tensors(alive, watched)
+        if not holder._parameters:
+            return []
+        # the exporter keeps no model that nobody else has
+        key = id(holder)
+        self._tensors[key] = holder
+        for one in alive:
+            weakref.finalize(one, self._tensors.pop, key, None).atexit = False
+        why = "no module holds what its optimizers train; it is recorded as parameters.0, parameters.1 and so on"
+        self.exporter.publisher.problem("the model", why, warn=False)
+        return [holder]
+
+    def _note_by_hand(self, why: str) -> None:
+        self.exporter.publisher.problem("steps", why, warn=False)
+
     def close(self, error: BaseException | None) -> None:
         """End the last epoch, and the trace."""
-        clean = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        clean = concluded(self.exporter, error)
         closed, self._closed = self._closed, True  # it may have been interrupted at that
+        if not closed and self._by_hand and not self._made_any:
+            self._note_by_hand("the script updates by hand, without an optimizer: each backward is taken for a step")
+        elif not closed and clean and self.recorded and not self.exporter.steps_seen:
+            self.exporter.publisher.problem("the training", f"no step was seen: {self.why_not()}", warn=False)
         if clean and not closed and self.exporter.train_step > 0:
             self.exporter.finish_step()
             self.guarded("the end of the last epoch", self.exporter.epoch_finished)
@@ -536,6 +579,24 @@ class _Session:
                 self.exporter.publisher.problem("the training's forward pass", why)
         if os.getpid() == self.pid:
             end(self.run, None if clean else error)
+
+
+class Tensors(nn.Module):
+    """Stands for the module of tensors that optimizers train, and that are no module's.
+
+    Parameters
+    ----------
+    optimizers : sequence of Optimizer
+    others : set of int
+        The ids of tensors that are left out.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], others: Set[int] = frozenset()) -> None:
+        super().__init__()
+        tensors = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
+        mine = {id(one): one for one in tensors if id(one) not in others}
+        # they need not be parameters
+        self._parameters.update({f"parameters.{number}": one for number, one in enumerate(mine.values())})
 
 
 def _trains_no_module(optimizer: Optimizer) -> bool:
@@ -549,7 +610,7 @@ def models_of(optimizers: Sequence[Optimizer]) -> list[nn.Module]:
     trained = {number: place for place, number in reversed(list(enumerate(tensors)))}
     # type(), because isinstance() would ask lazy objects of the script for their class; and in a set of all classes,
     # because there are ten objects for each microsecond that anything else would take
-    classes = _subclasses_of(nn.Module)
+    classes = _subclasses_of(nn.Module) - {Tensors}
     objects: list[Any] = gc.get_objects() + (_at_hand() if gc.get_freeze_count() else [])
     everything = [one for one in objects if type(one) in classes and "_parameters" in vars(one)]
     # by the class, because modules may call something else of theirs `parameters` or `modules`
@@ -627,6 +688,7 @@ def _load_script(script: str) -> tuple[CodeType, ModuleType]:
     path = os.path.abspath(script)
     if not os.path.isfile(path):
         raise CaptureError(f"there is no script {script}" + (": it is a folder" if os.path.isdir(path) else ""))
+    refuse_other_languages(path)
     with io.open_code(path) as file:
         code = _compiled(file.read(), path)
     main = ModuleType("__main__")

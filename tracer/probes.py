@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import random
+import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tracer.tensors import leaves
+from tracer.tensors import leaves, unobservable
 
 NO_PROBES = (
     "the model's parameters are distributed, so a pass of one rank waits for all others; evaluate it yourself, on all "
@@ -46,15 +47,138 @@ class Probe:
             part = slice(begin, begin + self.batch_size)
             yield map_tensors(self.inputs, functools.partial(rows_of, part))
 
+    def ready(self, model: nn.Module) -> bool:
+        """Whether there are inputs for this model."""
+        return True
+
     @staticmethod
     def call(model: nn.Module, inputs: Any) -> None:
         """Run a model on inputs, however it takes them."""
-        if isinstance(inputs, Mapping):
+        if isinstance(inputs, Arguments):
+            model(*inputs.args, **inputs.kwargs)
+        elif isinstance(inputs, Mapping):
             model(**inputs)
         elif isinstance(inputs, tuple):
             model(*inputs)
         else:
             model(inputs)
+
+
+@dataclasses.dataclass
+class Arguments:
+    """What a model was called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+"""Classes of arguments that no forward can change."""
+
+
+class FirstInputs(Probe):
+    """A probe of the first datapoints that the model is given: in an evaluation before it is due, else in the training.
+
+    Parameters
+    ----------
+    name : str
+        The tag.
+    count : int
+        Datapoints: rows along the first axis of the first tensor among the arguments.
+    every : int
+        Steps between two passes; the first one is after so many.
+    """
+
+    def __init__(self, name: str, count: int, every: int) -> None:
+        super().__init__(name, None, None, every, None)
+        self.count = count
+        self.refusal = "the model was never called"
+        """Why there are no inputs."""
+        self._given: dict[bool, list[tuple[int, Arguments]]] = {}
+        self._model: weakref.ref[nn.Module] | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether the inputs are chosen; then it takes no more."""
+        return self.inputs is not None
+
+    def offer(self, model: nn.Module, evaluation: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Keep copies of what a model is called with, as far as they are wanted."""
+        if self._model is None or self._model() is not model:
+            self._model, self._given = weakref.ref(model), {}
+        kept = self._given.setdefault(evaluation, [])
+        have = sum(size for size, _ in kept)
+        if have >= self.count or (kept and kept[-1][0] == 0):
+            return
+        call = Arguments(tuple(args), dict(kwargs))
+        tensors = [tensor for _, tensor in leaves(call)]
+        size = next((one.shape[0] for one in tensors if one.ndim), 0)
+        if not size or not _unchanging(call) or any(unobservable(one) for one in tensors):
+            self.refusal = "the model is called with something else than tensors and plain values, or without tensors"
+            return
+        if kept and not _alike(kept[0], (size, call)):
+            kept.append((0, call))  # no more of these
+            return
+        part = slice(0, self.count - have)
+
+        def copy_of(tensor: Tensor) -> Tensor:
+            whole = tensor.detach()
+            return (whole[part] if _has_rows(whole, size) else whole).clone()
+
+        kept.append((min(size, self.count - have), map_tensors(call, copy_of)))
+
+    def ready(self, model: nn.Module) -> bool:
+        """Choose the inputs, if there are any; from then on they stay."""
+        if not self.settled and self._model is not None and self._model() is model:
+            for evaluation in (True, False):
+                kept = [one for one in self._given.get(evaluation, ()) if one[0]]
+                if kept and not self.settled:
+                    self.inputs = _joined(kept)
+            self._given = {}
+        return self.settled and self._model is not None and self._model() is model
+
+
+def _has_rows(tensor: Tensor, size: int) -> bool:
+    return tensor.ndim > 0 and tensor.shape[0] == size
+
+
+def _unchanging(value: Any) -> bool:
+    """Whether all in a value but its tensors is of a kind that no forward can change, such as a cache is not."""
+    if value is None or isinstance(value, (Tensor, *_PLAIN)):
+        return True
+    if isinstance(value, Mapping):
+        return all(_unchanging(part) for part in value.values())
+    if isinstance(value, tuple | list):
+        return all(_unchanging(part) for part in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return all(_unchanging(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return False
+
+
+def _alike(first: tuple[int, Arguments], other: tuple[int, Arguments]) -> bool:
+    """Whether two calls have the same tensors, but for the number of their rows."""
+    one, another = leaves(first[1]), leaves(other[1])
+    return [path for path, _ in one] == [path for path, _ in another] and all(
+        a.dtype == b.dtype
+        and _has_rows(a, first[0]) == _has_rows(b, other[0])
+        and (a.shape[1:] == b.shape[1:] if _has_rows(a, first[0]) else a.shape == b.shape)
+        for (_, a), (_, b) in zip(one, another, strict=True)
+    )
+
+
+def _joined(calls: Sequence[tuple[int, Arguments]]) -> Arguments:
+    """One call with the rows of several."""
+    size, first = calls[0]
+    if len(calls) == 1:
+        return first
+    others = [iter([tensor for _, tensor in leaves(call)]) for _, call in calls[1:]]
+
+    def joined(tensor: Tensor) -> Tensor:
+        more = [next(one) for one in others]
+        return torch.cat([tensor, *more]) if _has_rows(tensor, size) else tensor
+
+    whole: Arguments = map_tensors(first, joined)
+    return whole
 
 
 def rows_of(part: slice, tensor: Tensor) -> Tensor:
@@ -97,6 +221,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         if buffer is not None and not buffer.is_inference()
     ]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    attributes = [(one, _own(one)) for one in model.modules()]
     python_state, numpy_state = random.getstate(), np.random.get_state()
     device_type = next((p.device.type for p in model.parameters()), "cpu")
     try:
@@ -106,6 +231,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+        for one, own in attributes:
+            now = _own(one)
+            vars(one).update({name: value for name, value in own.items() if now.get(name, _NOTHING) is not value})
+            for name in now.keys() - own.keys():
+                del vars(one)[name]
         for one, mode in modes:
             one.training = mode
         with torch.no_grad():
@@ -114,6 +244,15 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(content)
                 if one._buffers.get(name) is not buffer:
                     one._buffers[name] = buffer
+
+
+_NOTHING = object()
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    """The attributes that a module has besides those of every module, such as the state of a recurrent one."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
 
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:

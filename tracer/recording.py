@@ -22,7 +22,7 @@ from tracer.budget import Budget, already_spent
 from tracer.bus import MessageBus, Receiver, in_order
 from tracer.capture import Capture
 from tracer.compression import Compression
-from tracer.errors import CaptureError, TraceError, summary, warn_only
+from tracer.errors import CaptureError, TraceError, plain, summary, warn_only
 from tracer.exporter import Exporter
 from tracer.layout import Column, declaration, part_name
 from tracer.messages import DEFAULT_TAG, KINDS
@@ -144,6 +144,8 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         whatever the bound is.
     certificate : Certificate, optional
         What `tracer.certify` said of this training; it is kept in the trace.
+    command : bool
+        Whether the header has the command line; what it says of passwords, keys and tokens is ``***`` there.
 
     Raises
     ------
@@ -198,6 +200,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         compression: str | Mapping[str, str] = "auto",
         max_bytes: int | str | None = None,
         certificate: Certificate | None = None,
+        command: bool = True,
     ) -> None:
         if not resume and (first_step is not None or first_epoch is not None):
             raise CaptureError("first_step and first_epoch say where to resume; give resume=True with them")
@@ -216,6 +219,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
             compression=compression,
             max_bytes=environment.bound_or(None if max_bytes is None else environment.size_of(max_bytes)),
             certificate=certificate,
+            command=command,
             disabled=environment.disabled(),
         )
         self._model = model
@@ -259,7 +263,13 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
     ) -> None:
         run, self._run = self._run, None
         if run is not None:
-            end(run, error)
+            end(run, None if concluded(run.exporter, error) else error)
+
+
+def concluded(exporter: Exporter, error: BaseException | None) -> bool:
+    """Whether a training has come to its end where this left it: without an error, or with ``sys.exit("bye")``."""
+    last_word = isinstance(error, SystemExit) and isinstance(error.code, str)
+    return termination.ends_in_order(error) and not (last_word and (exporter.clock.open or not exporter.steps_seen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +318,7 @@ class Options:
     compression: str | Mapping[str, str] = "auto"
     max_bytes: int | None = None
     certificate: Certificate | None = None
+    command: bool = True
     disabled: bool = False
 
     def __post_init__(self) -> None:
@@ -467,6 +478,8 @@ def start(
         if options.certificate is not None:
             part["certificate"] = options.certificate.describe()
         about = header(exporter, options.seeds)
+        if not options.command:
+            del about["argv"]
         if budget is not None:
             budget.spent += len(declaration("header", about))
             budget.spent += already_spent(path, process.rank) if attempt else 0
@@ -511,7 +524,7 @@ def start(
         for one in (recorder, *ordered):
             exporter.message_bus.register(one)
     except BaseException as error:
-        recorder.close(f"failed: {type(error).__name__}: {error}")
+        recorder.close(f"failed: {summary(error)}")
         raise
     return Run(path, exporter, recorder)
 
@@ -572,10 +585,11 @@ def end(run: Run, error: BaseException | None = None, *, wait: bool = True) -> N
 def notes(exporter: Exporter) -> Iterator[Mapping[str, Any]]:
     """What a reader of the trace should know about how it was observed."""
     for problem in exporter.problems:
-        yield {"problem": problem}
+        yield {"problem": {**problem, "why": plain(problem["why"])}}
     for receiver, error in exporter.message_bus.failures:
         name = getattr(receiver, "name", type(receiver).__name__)
-        yield {"problem": {"what": f"subscriber {name}", "why": f"{type(error).__name__}: {error}", "count": 1}}
+        why = plain(f"{type(error).__name__}: {error}")
+        yield {"problem": {"what": f"subscriber {name}", "why": why, "count": 1}}
     if exporter.loss_is_silent:
         yield {"problem": {"what": "loss", "why": "it was never called by the name it was given by", "count": 1}}
     silent = exporter.silent

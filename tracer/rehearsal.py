@@ -36,12 +36,13 @@ from tracer.budget import ARRAY_BYTES, BASE_BYTES, CHUNK_BYTES, ROW_BYTES, STREA
 from tracer.capture import Capture
 from tracer.certify import Certificate, Steps, Stopwatch, compare, fingerprint
 from tracer.environment import REHEARSAL
-from tracer.errors import CaptureError, TracerError
+from tracer.errors import CaptureError, TracerError, plain
 from tracer.messages import DEFAULT_TAG, KINDS
 from tracer.optimizers import steps_within
 from tracer.parts import VERDICTS, this_process
 from tracer.reader import TraceReader
 from tracer.recording import Run
+from tracer.secrets import masked_text
 
 DRY_RUN_STEPS: Final = 8
 """How many steps a dry run takes."""
@@ -394,7 +395,7 @@ def _read(report: Path, errors: Path, code: int) -> tuple[Steps, dict[str, Any]]
         status = told.get("status", code)
         lines = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         # torch.distributed writes the rank before each line of a traceback; of which rank this is, is told anyway
-        last = re.sub(r"^\[rank\d+\]: *", "", lines[-1].strip()) if lines else "it said nothing"
+        last = re.sub(r"^\[rank\d+\]: *", "", masked_text(plain(lines[-1])).strip()) if lines else "it said nothing"
         steps.error = f"{last} (exit status {status})"
     return steps, told
 
@@ -451,6 +452,7 @@ class _Rehearsal:
         self._recording: Run | None = None
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._models: dict[str, weakref.ref[nn.Module]] | None = None
+        self._probe_every = launch.PROBE_EVERY
         hashed = self._hashed if request["purpose"] == "certify" else dict
         self._stopwatch = Stopwatch(request["steps"], hashed, lambda: self._recording)
 
@@ -465,6 +467,11 @@ class _Rehearsal:
         all_steps = captures
         if request["purpose"] == "dry-run":  # so that what is recorded later is seen in the first steps
             all_steps = tuple(replace(one, every=1, start=0, stop=None) for one in captures)
+        # so often that some of the probes are seen
+        often = 1 if request["purpose"] == "dry-run" else max(1, request["steps"] // 2)
+        recording = dict(request["recording"])
+        self._probe_every = recording.get("probe_every", launch.PROBE_EVERY)
+        recording["probe_every"] = min(often, self._probe_every)
         status = launch.run(
             script,
             arguments,
@@ -472,7 +479,8 @@ class _Rehearsal:
             capture=all_steps,
             module=module,
             began=self._began,
-            **request["recording"],
+            required=True,
+            **recording,
         )
         if request["purpose"] == "dry-run":
             self._tell_streams(captures)
@@ -493,12 +501,13 @@ class _Rehearsal:
                 taken = exporter.publisher.capture_of(one.kind, one.module, one.tag) if one.kind in KINDS else None
                 capture = by_capture[id(taken)] if taken is not None else Capture()
                 clock = KINDS[one.kind].clock if one.kind in KINDS else "global_step"
+                probed = one.tag == launch.PROBE
                 thinned = one.tag == DEFAULT_TAG and one.kind in KINDS and clock == "global_step"
                 streams.append(
                     {name: getattr(one, name) for name in ("kind", "module", "leaf", "tag", "dtype", "count", "bytes")}
                     | {"shapes": [list(shape) for shape in one.shapes]}
-                    | {"every": 1, "start": 0, "stop": None}
-                    | {"clock": "epoch" if clock == "epoch" else "step" if thinned else "aside"}
+                    | {"every": self._probe_every if probed else 1, "start": 0, "stop": None}
+                    | {"clock": "epoch" if clock == "epoch" else "step" if thinned or probed else "aside"}
                     | ({name: getattr(capture, name) for name in ("every", "start", "stop")} if thinned else {})
                 )
         self._tell(streams=streams, header=header)

@@ -7,7 +7,9 @@ is being recorded before. Where the program has a handler of its own, before or 
 
 from __future__ import annotations
 
+import ast
 import atexit
+import linecache
 import os
 import signal
 import sys
@@ -16,7 +18,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType, ModuleType
+from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any
 
 from tracer.errors import TraceError
@@ -296,6 +298,39 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+
+
+def ends_in_order(error: BaseException | None) -> bool:
+    """Whether a program that this ended has done what it was to do: nothing, ``sys.exit()``, or a last word.
+
+    ``sys.exit("bye")``, whose exit status is 1 whatever it says, is one where it stands outside of all loops. Within a
+    loop it ends something that would have gone on.
+    """
+    if not isinstance(error, SystemExit):
+        return error is None
+    if isinstance(error.code, str):
+        return not any(_loops_at(at.tb_frame.f_code, at.tb_lineno) for at in _frames(error.__traceback__))
+    return error.code in (None, 0)
+
+
+def _frames(at: TracebackType | None) -> Iterator[TracebackType]:
+    while at is not None:
+        yield at
+        at = at.tb_next
+
+
+def _loops_at(code: CodeType, line: int) -> bool:
+    """Whether a line of a function, or of a module, is in the body of a loop, as far as its source is there."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(code.co_filename)))
+    except (SyntaxError, ValueError, RecursionError):
+        return False
+    # a loop that begins before the function is around its definition
+    return any(
+        one.lineno >= code.co_firstlineno and one.body[0].lineno <= line <= (one.body[-1].end_lineno or line)
+        for one in ast.walk(tree)
+        if isinstance(one, ast.For | ast.AsyncFor | ast.While)
+    )
 
 
 def what_ends_the_program(before: object = None) -> BaseException:

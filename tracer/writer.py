@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 
 from tracer import layout
 from tracer.compression import Compression
-from tracer.errors import TraceError, TraceExistsError, TraceUnreadableError
+from tracer.errors import TraceError, TraceExistsError, TraceUnreadableError, plain
 from tracer.layout import Column, Encoding
 from tracer.messages import Message
 from tracer.parts import Head, heads, refuse_link, refuse_living
+from tracer.secrets import masked, masked_text
 from tracer.stores import (
     Anywhere,
     Location,
@@ -524,7 +525,7 @@ class TraceWriter:
             If it is no JSON, or the writer is finished.
         """
         self._refuse()
-        self._declared.append(layout.declaration("note", dict(note)))
+        self._declared.append(layout.declaration("note", _public(note)))
 
     def commit(self) -> None:
         """Make every message written so far safe.
@@ -585,6 +586,7 @@ class TraceWriter:
         if self._finished:
             return
         self._refuse()
+        status = masked_text(plain(status))
         self.commit()
         with self._guard():
             # alone in the last commit: a trace that says "finished" is complete
@@ -645,9 +647,10 @@ class TraceWriter:
     def _say_why(self, error: BaseException) -> None:
         """Write the status of a run that can no longer be recorded; the messages are those of the last commit."""
         reason = " ".join(str(error).split()) or type(error).__name__
-        ending = {"status": f"failed: {reason}", "ended": _now(), "messages": self.messages - self._rows}
+        status = masked_text(plain(f"failed: {reason}"))
+        ending = {"status": status, "ended": _now(), "messages": self.messages - self._rows}
         notes = [line for line in self._declared if layout.is_note(line)]
-        notes += [layout.declaration("note", dict(note)) for note in self.last_notes()]
+        notes += [layout.declaration("note", _public(note)) for note in self.last_notes()]
         lines, _ = layout.sealed([*notes, layout.declaration("status", ending)], self._sealed)
         self._store.last_words(self._declarations, np.frombuffer(lines, np.uint8))
 
@@ -784,7 +787,18 @@ def _complete(header: Mapping[str, Any]) -> dict[str, Any]:
         "process": {"pid": os.getpid(), "hostname": platform.node(), "start": layout.process_start(os.getpid())},
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
     }
-    return added | dict(header)
+    return added | _public(header)
+
+
+_NAMES = ("run_id", "launch", "process", "versions", "model", "kinds", "indices")
+"""What holds names of the program and numbers, and is compared with what other processes wrote."""
+
+
+def _public(told: Mapping[str, Any]) -> dict[str, Any]:
+    """A header or a note as it is written: without secrets (see `tracer.secrets`)."""
+    with contextlib.suppress(RecursionError):  # it is no JSON, which is said elsewhere
+        return {name: value if name in _NAMES else masked({name: value})[name] for name, value in told.items()}
+    return dict(told)
 
 
 def refuse_here(path: Location, rank: int | None) -> None:

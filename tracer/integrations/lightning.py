@@ -58,7 +58,8 @@ class TraceCallback(Callback):  # type: ignore[misc]  # without Lightning it is 
         super().__init__()
         self._module = module
         self._recording = Recording(path, options)
-        self._step: int | None = None
+        # the step that comes next when nothing is recorded, and Lightning's count then; None: it is of a checkpoint
+        self._next: tuple[int, int | None] | None = None
 
     @property
     def run(self) -> Run:
@@ -74,7 +75,9 @@ class TraceCallback(Callback):  # type: ignore[misc]  # without Lightning it is 
             raise CaptureError(
                 f"{type(pl_module).__name__} has no module {self._module!r}; its children are {names}"
             ) from error
-        step = trainer.global_step if self._step is None or len(trainer.optimizers) == 1 else self._step
+        step = trainer.global_step
+        if self._next is not None and len(trainer.optimizers) > 1 and self._next[1] in (None, step):
+            step = self._next[0]
         self._recording.begin(network, trainer.optimizers, step, trainer.current_epoch)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
@@ -89,20 +92,35 @@ class TraceCallback(Callback):  # type: ignore[misc]  # without Lightning it is 
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Close the trace."""
-        self._recording.end()
+        self._end(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Close the trace; it says what happened."""
-        self._recording.end(exception)
+        self._end(trainer, exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Close the trace of a training that ended in another way."""
-        self._recording.end()
+        self._end(trainer)
+
+    def _end(self, trainer: Any, error: BaseException | None = None) -> None:
+        if self._recording.active:
+            run = self.run
+            try:
+                self._recording.end(error)
+            finally:
+                self._next = run.global_step, trainer.global_step
 
     def state_dict(self) -> dict[str, Any]:
         """For Lightning's checkpoint: the step that comes next, which with several optimizers is not Lightning's."""
-        return {"global_step": self.run.global_step} if self._recording.active else {}
+        if self._recording.active:
+            return {"global_step": self.run.global_step}
+        return {} if self._next is None else {"global_step": self._next[0]}
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Forget what was counted before; `load_state_dict` follows, if the checkpoint has a step."""
+        self._next = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the step from a checkpoint."""
-        self._step = state_dict.get("global_step")
+        step = state_dict.get("global_step")
+        self._next = None if step is None else (step, None)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from tracer.errors import TraceError, TraceExistsError, TraceFormatError, TraceUnreadableError
 from tracer.memory import new_memory
+from tracer.secrets import masked_urls
 
 CHUNK_LIMIT = 1 << 20
 """Bytes of the largest chunk, save for rows so large that they would fall into more than 64 chunks."""
@@ -366,10 +367,15 @@ def location(path: Anywhere) -> Location:
     if found[1] not in SCHEMES:
         raise TraceFormatError(f"{text}: a trace can be at a path, or at a URL that begins with one of {SCHEMES}")
     bucket, _, key = found[3].rstrip("/").partition("/")
+    web = found[1].startswith("http")
+    asks = "?" in key or "#" in key or masked_urls(text) != text
+    if "@" in bucket or (asks if web else ":" in bucket):
+        raise TraceFormatError(
+            f"{text}: the URL of a trace has no query, no fragment and no password; "
+            "credentials come from the environment"
+        )
     if not bucket or not key or {"", ".", ".."} & set(key.split("/")):
         raise TraceFormatError(f"{text} is no URL of a trace; those are such as {found[1]}://bucket/folder/run.zarr")
-    if found[1].startswith("http") and ("?" in key or "#" in key or "@" in bucket):
-        raise TraceFormatError(f"{text}: the URL of a trace has no query, no fragment and no password")
     return Url(found[1], bucket, key)
 
 

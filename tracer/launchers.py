@@ -1,0 +1,234 @@
+"""Programs that start a training script: which of them ``trace record`` works through, and what is said of the others.
+
+torchrun and accelerate can be told to run ``trace record`` in the place of their script, so each of their processes is
+recorded. Another program in the place of the script would train unrecorded to its end; it is refused before it starts,
+with the command that works.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+from tracer.errors import CaptureError
+
+PYTHON: Final = re.compile(r"(python|pypy)[0-9.]*(\.exe)?")
+_SCRIPTS = "what is recorded is a Python script or module"
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A program that starts a script in processes of its own, and its command line.
+
+    Attributes
+    ----------
+    name : str
+        What a user calls it.
+    module : str
+        What ``python -m`` runs for it.
+    arguments : tuple of str
+        Its options, the script or (after ``-m``) the module, and what goes to that.
+    """
+
+    name: str
+    module: str
+    arguments: tuple[str, ...]
+
+
+_BEHIND = {
+    **dict.fromkeys(("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prun", "srun", "jsrun", "aprun"), "processes"),
+    **dict.fromkeys(("env", "nohup", "time", "nice", "taskset", "numactl", "sudo", "stdbuf", "xvfb-run"), "a program"),
+    **dict.fromkeys(("uv", "poetry", "pipenv", "conda", "mamba", "micromamba", "pdm", "hatch"), "a program"),
+}
+"""Programs behind which ``trace record`` can stand, and what they start."""
+_OTHERS = frozenset(
+    {
+        *(
+            "deepspeed",
+            "horovodrun",
+            "ray",
+            "torchx",
+            "composer",
+            "colossalai",
+            "fabric",
+            "lightning",
+            "sbatch",
+            "salloc",
+        ),
+        *("llamafactory-cli", "axolotl", "tune", "dora", "submitit"),
+    }
+)
+"""Programs that start training scripts in ways of their own."""
+_MODULES = {
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torch.distributed.launch",
+    "accelerate.commands.launch": "accelerate-launch",
+    "accelerate.commands.accelerate_cli": "accelerate",
+    "accelerate": "accelerate",
+    "deepspeed": "deepspeed",
+    "deepspeed.launcher.runner": "deepspeed",
+    "horovod.runner": "horovodrun",
+}
+_SHELLS = re.compile(rb"#!\s*(?:\S*/env\s+(?:-\S+\s+)*)?\S*?([a-z]+)[0-9.]*(?:\s|$)")
+_NOT_PYTHON = frozenset(
+    {
+        b"sh",
+        b"bash",
+        b"dash",
+        b"zsh",
+        b"ksh",
+        b"csh",
+        b"tcsh",
+        b"fish",
+        b"perl",
+        b"ruby",
+        b"node",
+        b"lua",
+        b"php",
+        b"awk",
+    }
+)
+
+
+def launcher_of(program: Sequence[str], module: str | None = None) -> Launcher | None:
+    """Which launcher a command line starts; None where it starts a script or a module.
+
+    Parameters
+    ----------
+    program : sequence of str
+        The command line; with `module`, what follows ``python -m module``.
+    module : str, optional
+
+    Raises
+    ------
+    CaptureError
+        If what it starts would not be recorded.
+
+    Examples
+    --------
+    >>> launcher_of(["/opt/venv/bin/torchrun", "--nproc-per-node", "2", "train.py"]).arguments
+    ('--nproc-per-node', '2', 'train.py')
+    >>> launcher_of(["python3", "-u", "-m", "torch.distributed.run", "train.py"]).name
+    'torchrun'
+    >>> launcher_of(["train.py", "torchrun"]) is None
+    True
+    """
+    name, arguments = (_MODULES.get(module, ""), tuple(program)) if module is not None else _named(program)
+    if name == "torchrun":
+        return Launcher(name, "torch.distributed.run", arguments)
+    if name == "torch.distributed.launch":
+        rest = tuple(one for one in arguments if one not in ("--use-env", "--use_env"))
+        if rest == arguments:
+            raise CaptureError(
+                "torch.distributed.launch gives --local-rank to what it starts, which is `trace record` and not the "
+                "script: use torchrun, or --use-env where the script reads LOCAL_RANK from the environment"
+            )
+        return Launcher(name, "torch.distributed.run", rest)
+    if name == "accelerate" and arguments[:1] != ("launch",):
+        raise CaptureError(
+            f"accelerate {' '.join(arguments[:1])} trains nothing: trace record accelerate launch train.py"
+        )
+    if name in ("accelerate", "accelerate-launch"):
+        return Launcher("accelerate launch", "accelerate.commands.launch", arguments[name == "accelerate" :])
+    if name in _BEHIND:
+        raise CaptureError(
+            f"{name} starts {_BEHIND[name]}, and {_SCRIPTS}: let it start the recording, "
+            f"`{name} … trace record [OPTIONS] train.py`"
+        )
+    if name in _OTHERS:
+        raise CaptureError(
+            f"{name} starts the training in processes that would not be recorded, and {_SCRIPTS}: use torchrun or "
+            "accelerate launch, or call tracer.record in the script"
+        )
+    return None
+
+
+def _named(program: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """The name of a program, without its folder, and its arguments; of ``python -m`` those of the module."""
+    if not program:
+        return "", ()
+    name = os.path.basename(program[0]).removesuffix(".exe")
+    if not PYTHON.fullmatch(name):
+        # the name alone does not make a file of the user's, such as ./ray/train, a launcher
+        is_script = name in _OTHERS and os.path.isfile(program[0]) and os.path.dirname(program[0])[:1] not in ("", "/")
+        return "" if is_script else name, tuple(program[1:])
+    for number, one in enumerate(program[1:], 1):
+        if one == "-m" and number + 1 < len(program):
+            return _MODULES.get(program[number + 1], ""), tuple(program[number + 2 :])
+        if not one.startswith("-"):
+            break
+    return "", ()
+
+
+def become(launcher: Launcher, options: Sequence[str], *, program: str) -> NoReturn:
+    """Become a launcher, with processes that each record the script that they run.
+
+    Parameters
+    ----------
+    launcher : Launcher
+    options : sequence of str
+        Of ``trace record``.
+    program : str
+        The file of ``trace``: by its name, a launcher would take a module in the script's folder that is called so.
+
+    Raises
+    ------
+    CaptureError
+        If what is to be run is no Python, or the launcher is not installed.
+    """
+    given = _parser_of(launcher)().parse_args(list(launcher.arguments))
+    if given.no_python:
+        raise CaptureError(f"with --no-python, {launcher.name} runs any program; {_SCRIPTS}")
+    before = list(launcher.arguments[: len(launcher.arguments) - len(given.training_script_args) - 1])
+    before = [one for one in before if one not in ("-m", "--module")]
+    refuse_other_languages(given.training_script)
+    script = [*(["--module"] if given.module else []), given.training_script, *given.training_script_args]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", launcher.module, *before, program, "record", *options, *script])
+
+
+def _parser_of(launcher: Launcher) -> Callable[[], Any]:
+    if launcher.module == "torch.distributed.run":
+        from torch.distributed.run import get_args_parser
+
+        return get_args_parser
+    try:
+        from accelerate.commands.launch import launch_command_parser
+    except ImportError as error:
+        raise CaptureError(f"{launcher.name} cannot be started: {error}") from error
+    parser: Callable[[], Any] = launch_command_parser
+    return parser
+
+
+def refuse_other_languages(script: str) -> None:
+    """Raise `CaptureError` for a file that another program than Python runs, though Python might read it."""
+    try:
+        with open(script, "rb") as file:
+            first, second = file.readline(512), file.readline(512)
+    except OSError:  # which is said elsewhere
+        return
+    binary = first.startswith((b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe"))
+    found = _SHELLS.match(first)
+    # installers begin scripts of Python as such of the shell where the path of Python is long
+    other = (
+        found is not None and found[1] in _NOT_PYTHON and not second.lstrip().startswith((b"'''exec", b'"""', b"''':"))
+    )
+    if binary or (other and found is not None):
+        what = "a program" if binary or found is None else f"a script of {found[1].decode()}"
+        raise CaptureError(
+            f"{script} is {what}, and {_SCRIPTS}: give the one that it starts, or put `trace record` before that in it"
+        )
+
+
+def hint_for(program: str) -> str:
+    """What to try where a command line begins with what is no file, to be put behind a sentence; or nothing."""
+    if PYTHON.fullmatch(os.path.basename(program)):
+        return "; leave it out: trace record SCRIPT.py, and --module NAME in the place of -m NAME"
+    there = shutil.which(program) if os.path.basename(program) == program else None
+    return "" if there is None else f"; {there} is a program: give the script that it starts"

@@ -1,0 +1,249 @@
+"""Secrets in what is written or printed about a run: command lines, URLs, errors and headers show ``***`` instead.
+
+A secret is known by the name before it (``--api-key X``, ``PASSWORD=X``, ``{"token": "X"}``), by its place in a URL
+(``https://user:X@host``, ``?sig=X``), or by its own form (``hf_…``, ``ghp_…``, ``AKIA…``). A secret without a name and
+without such a form cannot be told from any other word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+STARS = "***"
+
+_SECRET = frozenset(
+    {
+        *("password", "passwords", "passwd", "passphrase", "passcode", "pwd", "secret", "secrets", "apikey", "apikeys"),
+        *("credential", "credentials", "cred", "creds", "auth", "oauth", "authorization", "bearer", "jwt", "cookie"),
+        *("cookies", "webhook"),
+    }
+)
+"""Words that make any name one of a secret."""
+_HEADS = frozenset({"key", "token", "pass"})
+"""Words that do so where they end a name, unless one of `_ORDINARY` is before them."""
+_ORDINARY = frozenset(
+    {
+        *("pad", "padding", "eos", "bos", "eot", "sep", "cls", "unk", "mask", "special", "start", "end", "begin"),
+        *(
+            "stop",
+            "image",
+            "video",
+            "audio",
+            "text",
+            "new",
+            "next",
+            "last",
+            "first",
+            "prompt",
+            "num",
+            "n",
+            "max",
+            "min",
+        ),
+        *("per", "sort", "sorting", "order", "label", "target", "input", "output", "feature", "batch", "column", "row"),
+        *("primary", "monitor", "metric", "query", "value", "hot", "cache", "per", "forward", "backward", "single"),
+        *("two", "multi", "one", "decoder", "encoder", "loss", "dict", "config", "group", "state"),
+    }
+)
+"""``--pad-token``, ``--sort-key``, ``--forward-pass``: words of machine learning before what else would be a secret."""
+_QUALIFIERS = frozenset(
+    {
+        *(
+            "access",
+            "api",
+            "auth",
+            "secret",
+            "private",
+            "shared",
+            "signing",
+            "encryption",
+            "client",
+            "account",
+            "refresh",
+        ),
+        *("bearer", "security", "service", "ssh", "hf", "wandb", "openai", "github", "aws", "azure"),
+    }
+)
+"""Words before ``keys``, ``tokens`` and ``key_id`` that make them secrets."""
+_GLUED = re.compile(
+    r"passw(or)?d|passphrase|secret|credential"
+    r"|(access|account|api|auth|aws|azure|encryption|hf|master|openai|private|shared|signing|ssh|storage|wandb)keys?$"
+    r"|(access|api|auth|bearer|bot|github|gitlab|hf|id|personal|refresh|session|slack|wandb)tokens?$"
+)
+"""The same in words that nothing divides, as in ``mydbpassword``."""
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_OF_A_QUERY = frozenset({"sig", "signature", "code", "hmac", "key"})
+"""Names that say it only in the query of a URL."""
+
+_NAME = r"[A-Za-z_][\w.\-/]*"
+_QUOTED = r"""\\?"(?:[^"\\]|\\[^"])*\\?"|\\?'(?:[^'\\]|\\[^'])*\\?'"""
+_USER = re.compile(
+    # a password of an object store may have slashes in it; what comes after a host's port is no password
+    r"(?P<before>[A-Za-z][A-Za-z0-9+.\-]{0,30}://)"
+    r"(?:(?!\[?[\w.\-]{0,300}\]?:\d{1,5}(?:[/?#]|$))[^\s/@:'\"<>]{0,100}:[^\s'\"<>@]{0,1000}"
+    r"(?:@[^\s/'\"<>@?#]{0,300}(?=@)){0,9}|[^\s/?#'\"<>]{1,2000})@"
+)
+_QUERY = re.compile(r"(?P<before>[?&;#](?P<name>[\w.\-%]+)=)(?P<value>[^&\s'\"<>#]+)")
+_FORMS = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[\w\-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w\-]{16,}"
+    r"|xox[abeprs]-[\w\-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w\-]{30,}|eyJ[\w\-]{8,2000}\.[\w\-]{8,4000}\.[\w\-]*)"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)",
+    re.DOTALL,
+)
+_AUTHORIZED = re.compile(
+    r"(?P<before>\b(?:[A-Za-z\-]{0,20}authorization['\"]?\s*[:=]\s*['\"]?)(?:[A-Za-z][\w\-]*\s+)?|\bbearer\s+(?=\S*\d))"
+    r"(?P<value>[^\s'\",}\]]+)",
+    re.IGNORECASE,
+)
+_ASSIGNED = re.compile(
+    rf"(?P<before>(?P<quote>\\?['\"]?)(?<![\w.\-/])(?P<dashes>[\-+~]*)(?P<name>{_NAME})(?P=quote)"
+    rf"\s*(?P<sign>:=|=|:(?!//))\s*)(?P<value>{_QUOTED}|[^\s,;&)\]}}'\"]+)"
+)
+_OPTION = re.compile(
+    rf"(?P<before>(?<![\w.\-/])(?P<quote>['\"]?)(?P<name>--?{_NAME})(?P=quote)(?P<sign>\s*,\s*|\s+))"
+    rf"(?P<value>{_QUOTED}|(?!--?[A-Za-z])[^\s,;)\]}}'\"]+)"
+)
+_PROSE = frozenset(
+    {
+        *("and", "are", "as", "cannot", "has", "is", "may", "must", "needs", "not", "option", "or", "requires"),
+        *("should", "was", "were", "with"),
+    }
+)
+"""What may follow the name of an option in a sentence."""
+_FLAG = re.compile(rf"(?P<dashes>--?)(?P<name>{_NAME})")
+_SET = re.compile(r"(?P<before>[\-+~]*(?P<name>[A-Za-z_][\w.\-/\[\]]*?)\s*(?::=|=|:(?!//)\s*))(?P<value>.+)", re.DOTALL)
+
+
+def names_secret(name: str) -> bool:
+    """Whether a name says that its value is a secret.
+
+    Examples
+    --------
+    >>> [names_secret(one) for one in ("api-key", "HF_TOKEN", "db.password", "AWSAccessKeyId", "useAuth")]
+    [True, True, True, True, True]
+    >>> [names_secret(one) for one in ("tokenizer", "num-tokens", "keyframes", "author", "pad_token", "key_dim")]
+    [False, False, False, False, False, False]
+    """
+    words = [word.lower() for word in _WORD.findall(name)]
+    if any(word in _SECRET or _GLUED.search(word) for word in words):
+        return True
+    qualified = len(words) > 1 and words[-2] in _QUALIFIERS
+    if len(words) > 2 and words[-1] == "id" and words[-2] == "key":
+        return words[-3] in _QUALIFIERS
+    if words and words[-1] in ("keys", "tokens"):
+        return qualified
+    return bool(words) and words[-1] in _HEADS and (len(words) == 1 or words[-2] not in _ORDINARY)
+
+
+def masked_urls(text: str) -> str:
+    """A text whose URLs have no user part, and no signature in their query.
+
+    Examples
+    --------
+    >>> masked_urls("s3://key:secret@bucket/run.zarr is not there; https://host/run.zarr?sig=abc&part=1 neither")
+    's3://***@bucket/run.zarr is not there; https://host/run.zarr?sig=***&part=1 neither'
+    """
+    if "://" not in text:
+        return text
+
+    def asked(found: re.Match[str]) -> bool:
+        name = found["name"].lower()
+        return name in _OF_A_QUERY or "signature" in name or names_secret(found["name"])
+
+    return _starred(_QUERY, _USER.sub(rf"\g<before>{STARS}@", text), asked)
+
+
+def _starred(pattern: re.Pattern[str], text: str, secret: Callable[[re.Match[str]], bool]) -> str:
+    """A text with stars in the place of each ``value`` that is a secret; in any other one may be another secret."""
+    told, position = [], 0
+    while (found := pattern.search(text, position)) is not None:
+        is_secret = secret(found) and not found["value"].startswith(STARS)
+        told.append(text[position : found.end("before")] + (STARS if is_secret else ""))
+        position = found.end() if is_secret else found.end("before")
+    return "".join(told) + text[position:]
+
+
+def masked_text(text: str) -> str:
+    """A text without the secrets that can be told in it: an error, an argument, a value of a header.
+
+    Examples
+    --------
+    >>> masked_text("ConnectionError: postgres://me:hunter2@db/x, with Namespace(api_key='abc', lr=0.1)")
+    'ConnectionError: postgres://***@db/x, with Namespace(api_key=***, lr=0.1)'
+    """
+
+    def assigned(found: re.Match[str]) -> bool:
+        name, bare = found["name"], found["sign"] == ":" and not found["quote"]
+        secret = names_secret(name) or (found["dashes"] == "-" and name[0] in "DEe" and names_secret(name[1:]))
+        # `unexpected token: 5` is a sentence
+        return secret and not (bare and name.lower() in _HEADS)
+
+    def given(found: re.Match[str]) -> bool:
+        quoted = bool(found["quote"]) == ("," in found["sign"])
+        return quoted and names_secret(found["name"]) and found["value"] not in _PROSE
+
+    text = _FORMS.sub(STARS, masked_urls(text))
+    text = _AUTHORIZED.sub(rf"\g<before>{STARS}", text)
+    return _starred(_OPTION, _starred(_ASSIGNED, text, assigned), given)
+
+
+def masked_command(arguments: Sequence[str]) -> list[str]:
+    """A command line whose secrets are ``***``.
+
+    Examples
+    --------
+    >>> masked_command(["train.py", "--api-key", "abc", "--lr=0.1", "db.password=x y", "--tokenizer", "bert"])
+    ['train.py', '--api-key', '***', '--lr=0.1', 'db.password=***', '--tokenizer', 'bert']
+    """
+    told: list[str] = []
+    expected, many = False, False  # whether a secret comes next, and whether more may follow it
+    for one in arguments:
+        flag = _FLAG.fullmatch(one)
+        # of one dash, only a word that says so itself is the next option, and no secret that begins with a dash
+        is_option = flag is not None and (flag["dashes"] == "--" or len(one) == 2 or names_secret(flag["name"]))
+        if expected and not is_option and not (many and one.startswith("--")):
+            told.append(STARS)
+            expected = many
+            continue
+        expected = is_option and flag is not None and names_secret(flag["name"])
+        many = expected and one.lower().endswith("s") and not one.lower().endswith("pass")
+        told.append(_masked_argument(one))
+    return told
+
+
+def _masked_argument(argument: str) -> str:
+    found = _SET.fullmatch(argument)
+    if found is not None:
+        name = found["name"]
+        if names_secret(name) or (argument[:2] in ("-D", "-E", "-e") and names_secret(name[1:])):
+            return found["before"] + STARS
+    return masked_text(argument)
+
+
+def masked(value: Any) -> Any:
+    """A JSON value without the secrets that can be told in it; lists of texts are taken for command lines.
+
+    Examples
+    --------
+    >>> masked({"api_key": "abc", "argv": ["train.py", "--token", "x"], "lr": 0.1, "url": "s3://k:s@bucket/x"})
+    {'api_key': '***', 'argv': ['train.py', '--token', '***'], 'lr': 0.1, 'url': 's3://***@bucket/x'}
+    """
+    if isinstance(value, str):
+        return masked_text(value)
+    if isinstance(value, Mapping):
+        return {
+            key: STARS if isinstance(key, str) and _holds(part) and names_secret(key) else masked(part)
+            for key, part in value.items()
+        }
+    if isinstance(value, list | tuple):
+        if value and all(isinstance(one, str) for one in value):
+            return masked_command(value)
+        return [masked(one) if isinstance(one, str | Mapping | list | tuple) else one for one in value]
+    return value
+
+
+def _holds(value: Any) -> bool:
+    """Whether a value may be a secret: none, yes, no and nothing are not."""
+    return value is not None and not isinstance(value, bool) and value not in ("", [], {}, ())
