@@ -56,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.transfers": set(),
     "tracer.termination": set(),
     "tracer.hooks": {"tracer.compiled"},
-    "tracer.tensors": {"tracer.memory"},
+    "tracer.tensors": {"tracer.memory", "tracer.layout"},
     "tracer.losses": {"tracer.hooks"},
     "tracer.patches": {"tracer.hooks", "tracer.losses", "tracer.tensors"},
     "tracer.optimizers": set(),
@@ -73,7 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.identity": set(),
     "tracer.publishing": {
         *("tracer.messages", "tracer.bus", "tracer.capture", "tracer.clock", "tracer.memory", "tracer.parameters"),
-        *("tracer.placement", "tracer.probes", "tracer.tensors"),
+        *("tracer.placement", "tracer.probes", "tracer.tensors", "tracer.layout"),
     },
     "tracer.exporter": FOUNDATION
     | {"tracer.hooks", "tracer.tensors", "tracer.losses", "tracer.patches", "tracer.optimizers", "tracer.probes"}

@@ -88,7 +88,7 @@ from tracer.probes import NO_PROBES, Probe, joinable, undisturbed
 from tracer.publishing import Publisher
 from tracer.structure import structure_of
 from tracer.subscriber import unmet
-from tracer.tensors import arguments_of, copied, leaves, opaque, unobservable
+from tracer.tensors import arguments_of, copied, leaves, opaque
 from tracer.wrappers import compiled_parts, named_parts, paths_of, unwrap, wrapped_by
 
 
@@ -624,7 +624,15 @@ class Exporter:
         if kind not in self.message_bus.topics:
             self.message_bus.register_topic(kind, "network")
         if isinstance(value, Tensor):
-            data = value.detach().clone()
+            if not self.publisher.can_record(kind, None, value):
+                return
+            try:
+                data = value.detach().clone()
+            except Exception as error:  # there is no memory for it
+                if self.strict or raised_by_signal(error):
+                    raise
+                self.publisher.give_up(kind, None, error)
+                return
         else:
             try:
                 data = torch.as_tensor(np.array(value), device="cpu")
@@ -1214,11 +1222,8 @@ class Exporter:
         inputs = leaves(arguments_of(args, kwargs))
         if self.publisher.wanted("layer_inputs", path, tag) is not None:
             for leaf, tensor in inputs:  # copied now, because the module may overwrite its input in place
-                reason = unobservable(tensor)
-                if reason is None:
+                if self.publisher.can_record("layer_inputs", path, tensor):
                     copies.append((leaf, copied(tensor.detach(), self.publisher.memory)))
-                else:
-                    self.publisher.problem(f"layer_inputs of {path!r}", reason)
         self._enter_call(path, copies, inputs, self._calls.get((path, tag), 0), tag)
 
     def _enter_call(

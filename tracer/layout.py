@@ -91,8 +91,8 @@ class Column(IntEnum):
 COLUMNS = len(Column)
 MAX_ELEMENTS = 2**60
 """Elements of a message, at most: places in a pool are int64."""
-MAX_AXES = 64
-"""Axes of a message, at most: numpy has no more."""
+MAX_AXES = 63
+"""Axes of a message, at most: numpy has 64, and one of them is that of the messages."""
 HAS_DATA = 1
 """Bit 0 of the column FLAGS: the message carries data, if only an empty tensor."""
 NONE = -1
@@ -146,22 +146,54 @@ STORAGE_DTYPES: tuple[str, ...] = tuple(dict.fromkeys(encoding.storage for encod
 _BY_DTYPE: Mapping[torch.dtype, Encoding] = {encoding.dtype: encoding for encoding in ENCODINGS.values()}
 
 
+HELD: Collection[torch.dtype] = _BY_DTYPE.keys()
+"""The dtypes that a trace can hold."""
+_DISPATCH = Tensor.__torch_dispatch__
+_MOST_BYTES = 2**63 - 1
+"""Of an array of numpy, where axes of no elements count as one of one."""
+
+
+def refusal(tensor: Tensor) -> str | None:
+    """Why a trace cannot hold the numbers of a tensor; None if it can, or could if the tensor were made dense.
+
+    Examples
+    --------
+    >>> refusal(torch.ones(2))
+    >>> refusal(torch.ones((1,) * 65))
+    'a trace cannot hold tensors of 65 axes; it can hold 63 at most'
+    """
+    if tensor.dtype not in _BY_DTYPE:
+        return f"a trace cannot hold tensors of dtype {tensor.dtype}; it can hold {', '.join(ENCODINGS)}"
+    if type(tensor).__torch_dispatch__ is not _DISPATCH:
+        return f"a trace cannot hold a {type(tensor).__name__}, a class of tensors that keeps its numbers to itself"
+    if tensor.is_nested:
+        return "a trace cannot hold nested tensors"
+    if tensor.dim() > MAX_AXES:
+        return f"a trace cannot hold tensors of {tensor.dim()} axes; it can hold {MAX_AXES} at most"
+    if tensor.numel() == 0:
+        shape = tuple(tensor.shape)
+        if not is_shape(shape) or math.prod(size or 1 for size in shape) * tensor.itemsize > _MOST_BYTES:
+            return f"a trace cannot hold tensors of the shape {shape}, although they are empty"
+    return None
+
+
 def encoding_of(tensor: Tensor) -> Encoding:
     """The encoding of a tensor's dtype.
 
     Raises
     ------
     MessageError
-        If a trace cannot hold such tensors: quantized, sparse, without memory, or of an exotic dtype.
+        If a trace cannot hold such tensors: quantized, sparse, nested, without memory, of an exotic dtype, of a class
+        that keeps its numbers to itself, or of too many axes.
     """
-    encoding = _BY_DTYPE.get(tensor.dtype)
-    if encoding is None:
-        raise MessageError(f"a trace cannot hold tensors of dtype {tensor.dtype}; it can hold {', '.join(ENCODINGS)}")
+    reason = refusal(tensor)
+    if reason is not None:
+        raise MessageError(reason)
     if tensor.layout is not torch.strided:
         raise MessageError(f"a trace cannot hold tensors of layout {tensor.layout}; make it dense with to_dense()")
     if tensor.is_meta:
         raise MessageError("a trace cannot hold a tensor on the device 'meta', because it has no numbers")
-    return encoding
+    return _BY_DTYPE[tensor.dtype]
 
 
 def encode(tensor: Tensor) -> NDArray[Any]:
@@ -175,7 +207,7 @@ def encode(tensor: Tensor) -> NDArray[Any]:
         If a trace cannot hold such tensors.
     """
     encoding = _BY_DTYPE.get(tensor.dtype)
-    if encoding is None or tensor.layout is not torch.strided or not tensor.is_cpu:
+    if encoding is None or type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.is_cpu:
         encoding = encoding_of(tensor)  # which says what it cannot hold
     elif tensor.is_contiguous():
         # each operation of PyTorch lets other threads of Python go first, and waking them costs more than it does
@@ -405,7 +437,7 @@ def is_shape(shape: tuple[Any, ...]) -> bool:
 
     Examples
     --------
-    >>> is_shape((3, 0)), is_shape((10**10, 10**9)), is_shape((True,)), is_shape((1,) * 65)
+    >>> is_shape((3, 0)), is_shape((10**10, 10**9)), is_shape((True,)), is_shape((1,) * 64)
     (True, False, False, False)
     """
     return (

@@ -279,7 +279,7 @@ def difference(now: Tensor, before: Tensor, out: Tensor | None = None) -> Tensor
     -------
     torch.Tensor
         Of the same dtype; but of numbers of 8 bits, which torch cannot subtract, or subtracts modulo 256, in float32
-        or int16.
+        or int16. Of unsigned numbers of 16 bits in int32, of those of 32 and 64 bits in int64.
 
     Examples
     --------
@@ -291,9 +291,15 @@ def difference(now: Tensor, before: Tensor, out: Tensor | None = None) -> Tensor
         if now.is_floating_point():
             return now.float() - before.float()
         return now.short() - before.short()
+    if now.dtype in _UNSIGNED:  # which torch cannot subtract
+        wide = _UNSIGNED[now.dtype]
+        return now.to(wide) - before.to(wide)
     if out is None or now.dtype is not before.dtype:
         return now - before
     return torch.sub(now, before, out=out)
+
+
+_UNSIGNED = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
 
 
 class MessageBundle:

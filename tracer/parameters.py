@@ -23,7 +23,7 @@ from tracer.errors import raised_by_signal
 from tracer.memory import Memory
 from tracer.messages import DEFAULT_TAG, difference
 from tracer.placement import local
-from tracer.tensors import copied, same_storage, space_for, unobservable, unscaled
+from tracer.tensors import copied, same_storage, space_for, unscaled
 from tracer.wrappers import named_parts
 
 if TYPE_CHECKING:
@@ -268,10 +268,12 @@ class Parameters:
             update_capture = None if update_stream is None else update_stream.wanted(step)
             if value_capture is None and update_capture is None:
                 continue
-            if unobservable(tensor) is not None:
+            if is_lazy(tensor):  # it has no values yet, as nobody expects
                 continue
             kind, _, update_kind = parameter.kinds
             try:
+                if not publisher.can_record(kind, parameter.stream, tensor):
+                    continue
                 value = self._copy(value_capture, kind, tensor)
                 base = value if update_capture is value_capture else self._copy(update_capture, update_kind, tensor)
             except Exception as error:
@@ -290,7 +292,7 @@ class Parameters:
             return
         parameter = self._by_path[path]
         capture = publisher.wanted(parameter.kind(""), parameter.stream, DEFAULT_TAG)
-        if capture is not None and unobservable(value) is None:
+        if capture is not None and publisher.can_record(parameter.kind(""), parameter.stream, value):
             self._places[path, ""] = publisher.place(value)
             self._before[path] = (self._copy(capture, parameter.kind(""), value), None)
 
@@ -371,14 +373,14 @@ class Parameters:
     def _copy(self, capture: Capture | None, kind: str, tensor: Tensor) -> Tensor | None:
         if capture is None:
             return None
-        source = local(tensor).detach()
+        source = _values(tensor)
         chosen = capture.select(kind, source)
         return copied(chosen, self._memory) if same_storage(chosen, source) else chosen
 
     def _keep_update(self, parameter: Parameter, capture: Capture, tensor: Tensor) -> None:
         _, base = self._before.get(parameter.path, (None, None))
         if base is not None:
-            now = capture.select(parameter.kind("updates"), local(tensor).detach())
+            now = capture.select(parameter.kind("updates"), _values(tensor))
             if now.shape == base.shape:
                 self._after[parameter.path] = difference(now, base, space_for(now, self._memory))
 
@@ -390,18 +392,21 @@ class Parameters:
         publisher: Publisher,
         scale: Tensor | None = None,
     ) -> None:
-        reason = unobservable(gradient)
-        if reason is not None:
-            publisher.problem(f"{parameter.kind('gradients')} of {parameter.stream!r}", reason)
+        if not publisher.can_record(parameter.kind("gradients"), parameter.stream, gradient):
             return
         self._places[parameter.path, "gradients"] = publisher.place(gradient)
         gradient = local(gradient).detach()
         if scale is not None:
             gradient = unscaled(gradient, scale)
-        dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
-        copy = self._copy(capture, parameter.kind("gradients"), dense)
+        copy = self._copy(capture, parameter.kind("gradients"), gradient)
         if copy is not None:
             self._gradients[parameter.path] = copy
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor, dense and without a graph."""
+    own = local(tensor).detach()
+    return own if own.layout is torch.strided else own.to_dense()
 
 
 def _computed(module: nn.Module) -> list[str]:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from tracer.bus import MessageBus, Receiver
 from tracer.capture import Capture
 from tracer.clock import Clock
-from tracer.errors import warn_only
+from tracer.errors import CaptureError, warn_only
+from tracer.layout import refusal
 from tracer.memory import Memory
 from tracer.messages import DEFAULT_TAG, KINDS, Message, ModuleMessage, NetworkMessage, checked
 from tracer.parameters import PARAMETER_KINDS, Parameters
@@ -106,6 +107,7 @@ class Publisher:
         self.rank = 0
         self.enabled = True
         self.problems: list[dict[str, Any]] = []
+        self._known_problems: dict[tuple[str, str], dict[str, Any]] = {}  # the same, by what and why
         self.asking: tuple[Receiver, ...] = ()
         self.counts: dict[tuple[str, str | None, str, str], int] = {}
         self.collecting: dict[tuple[str, str | None, int, str], list[Tensor]] | None = None
@@ -186,6 +188,25 @@ class Publisher:
             self._heard_tags[tag] = known
         return known
 
+    def can_record(self, kind: str, path: str | None, data: Tensor) -> bool:
+        """Whether the values of a tensor can be copied, and a trace can hold them; if not, that is a problem.
+
+        Raises
+        ------
+        CaptureError
+            Under `strict`, if no trace can hold them.
+        """
+        what = _named(kind, path)
+        reason = unobservable(data)
+        if reason is None:
+            reason = refusal(local(data))
+            if reason is None:
+                return True
+            if self.strict:
+                raise CaptureError(f"{what} cannot be recorded: {reason}; a capture may leave it out")
+        self.problem(what, reason)
+        return False
+
     # -- publishing -----------------------------------------------------------------------------------------
 
     def event(self, kind: str, at: tuple[int, int, int]) -> None:
@@ -253,9 +274,7 @@ class Publisher:
             number = self._number(stream, call)
             self.bus.publish(checked(kind, path, step, train_step, epoch, tag, number, leaf, self.rank, data))
             return
-        reason = unobservable(data)
-        if reason is not None:
-            self.problem(f"{kind} of {path!r}" if path is not None else kind, reason)
+        if not self.can_record(kind, path, data):
             return
         placement = self.place(data)
         source = local(data)
@@ -384,16 +403,24 @@ class Publisher:
         self._given_up.add((kind, path))
         self._streams = {key: stream for key, stream in self._streams.items() if key[:2] != (kind, path)}
         self.parameters.ask_anew()
-        self.problem(f"{kind} of {path!r}", f"{type(error).__name__}: {error}")
+        self.problem(_named(kind, path), f"{type(error).__name__}: {error}")
 
     def problem(self, what: str, why: str, *, warn: bool = True) -> None:
         """Note what is not observed, and why; the first of each sort is also a warning, unless nothing is missing."""
         if not self.enabled:  # nothing is observed any more, and somebody has been told why
             return
-        for known in self.problems:
-            if known["what"] == what and known["why"] == why:
-                known["count"] += 1
-                return
-        self.problems.append({"what": what, "why": why, "count": 1, "global_step": self._clock.step})
+        known = self._known_problems.get((what, why))
+        if known is not None:
+            known["count"] += 1
+            return
+        known = self._known_problems[what, why] = {
+            "what": what, "why": why, "count": 1, "global_step": self._clock.step
+        }  # fmt: skip
+        self.problems.append(known)
         if warn:
             warn_only(f"{what} is not observed: {why}; the training goes on", stacklevel=3)
+
+
+def _named(kind: str, path: str | None) -> str:
+    """A stream, in a sentence."""
+    return kind if path is None else f"{kind} of {path!r}"

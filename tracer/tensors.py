@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
+from tracer.layout import HELD, MAX_AXES
 from tracer.memory import SMALLEST, Memory
 
 
@@ -90,6 +91,8 @@ def ordinary(tensor: Tensor) -> bool:
     """Whether a tensor is a plain one, which can be copied, with nothing special to it that a copy of it would keep."""
     return (
         type(tensor) is Tensor
+        and tensor.dtype in HELD
+        and tensor.dim() <= MAX_AXES
         and (tensor.is_cpu or (tensor.is_cuda and not torch.cuda.is_current_stream_capturing()))
         and tensor.layout is torch.strided
         and not tensor.is_quantized
