@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from tracer.bus import MessageBus, Receiver
 from tracer.capture import Capture
 from tracer.clock import Clock
-from tracer.errors import CaptureError, warn_only
+from tracer.errors import CaptureError, MessageError, warn_only
 from tracer.layout import refusal
 from tracer.memory import Memory
 from tracer.messages import DEFAULT_TAG, KINDS, Message, ModuleMessage, NetworkMessage, checked
@@ -57,6 +58,50 @@ class Stream:
                         break
             self._clock, self._answer = clock, answer  # together, because the question may be interrupted
         return self._answer
+
+
+class _Shown(Message):
+    """A message whose data is copied when it is looked at; whoever looks may write into the copy."""
+
+    __slots__ = ()
+
+    @property
+    def data(self) -> Tensor | None:
+        """The copy."""
+        given, source, memory = self.about  # type: ignore[attr-defined]
+        if given is None:
+            if source is None:
+                raise MessageError("the data of this message is there only until the condition has answered")
+            given = copied(source, memory)
+            object.__setattr__(self, "about", (given, source, memory))
+        return given  # type: ignore[no-any-return]
+
+
+class _ShownOfNetwork(_Shown, NetworkMessage):
+    __slots__ = ("about",)
+
+
+class _ShownOfModule(_Shown, ModuleMessage):
+    __slots__ = ("about",)
+
+
+_FIELDS = ("kind", "global_step", "train_step", "epoch", "tag", "call", "leaf", "rank")
+
+
+def _meets(condition: Callable[[Message], bool], message: Message, memory: Memory) -> bool:
+    """Whether a message meets a condition of the user's, which sees a copy of its data, made when it looks."""
+    shown: Any = object.__new__(_ShownOfNetwork if message.key is None else _ShownOfModule)
+    put = object.__setattr__  # messages are frozen
+    for name in _FIELDS:
+        put(shown, name, getattr(message, name))
+    if message.key is not None:
+        put(shown, "module", message.key)
+    put(shown, "about", (None, message.data, memory))
+    try:
+        return bool(condition(shown))
+    finally:
+        given, _, _ = shown.about
+        put(shown, "about", (given, None, memory))
 
 
 class Publisher:
@@ -328,11 +373,13 @@ class Publisher:
         kind, path, tag, leaf = stream
         final = chosen
         if capture.choices or capture.condition is not None:
-            if capture.condition is not None and not capture.condition(
-                self._message(kind, path, chosen, tag, leaf, call, at)
+            if capture.condition is not None and not _meets(
+                capture.condition, self._message(kind, path, chosen, tag, leaf, call, at), self.memory
             ):
                 return
-            final = capture.finish(kind, chosen, self._running.get(stream) if capture.runs else None)
+            if capture.calls and not owned and same_storage(chosen, source):
+                final = copied(chosen, self.memory)
+            final = capture.finish(kind, final, self._running.get(stream) if capture.runs else None)
         if placement is not None or capture.choices or stream in self._sampling:
             self._sampling[stream] = self._tell(capture, kind, source, module, placement)
         if final.is_conj() or final.is_neg():
