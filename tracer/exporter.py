@@ -735,11 +735,14 @@ class Exporter:
     def new_activations(self, module: nn.Module, in_: Any, out_: Any) -> None:
         """Publish a module's inputs and output."""
         path = self._path_of(module)
-        self.publisher.publish_leaves("layer_inputs", path, in_, self.passes.now.tag)
+        inputs = arguments_of(in_, {}) if isinstance(in_, tuple) else in_
+        self.publisher.publish_leaves("layer_inputs", path, inputs, self.passes.now.tag)
         self.publisher.publish_leaves("activations", path, out_, self.passes.now.tag)
 
     def new_layer_gradients(self, module: nn.Module, gradients: Any) -> None:
         """Publish the gradients of the loss with respect to a module's output."""
+        if isinstance(gradients, tuple):  # as a backward hook of torch's gets them, also of one output
+            gradients = arguments_of(gradients, {})
         self.publisher.publish_leaves("layer_gradients", self._path_of(module), gradients, self.passes.now.tag)
 
     def new_parameter_gradients(self, module: nn.Module, gradients: Sequence[Tensor | None]) -> None:

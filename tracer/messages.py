@@ -111,9 +111,9 @@ class Message(ABC):
         0 for the first time this stream occurs in this step, 1 for the second (shared modules, gradient
         accumulation, closures, the batches of an evaluation).
     leaf : str
-        The path inside a module's output (or input) when that is a structure of several tensors: ``"1.0"`` for
-        the hidden state of an LSTM. Empty for a single tensor. Gradients of a second backward through the same forward
-        end in ``"backward.1"``.
+        The path inside a module's output (or input) when that is a structure of tensors: ``"1.0"`` for the hidden state
+        of an LSTM (`tracer.leaves.below` makes it of keys). Empty for a tensor that is no structure. Gradients of a
+        second backward through the same forward end in ``"backward.1"``.
     rank : int
         Of the process of a distributed run that observed it; else 0.
     data : Tensor or None
