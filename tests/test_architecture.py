@@ -53,6 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.convert": {"tracer", "tracer.messages", "tracer.subscription"} | STORAGE,
     "tracer.recover": {"tracer.messages", "tracer.verify", "tracer.convert"} | STORAGE,
     "tracer.leaves": set(),
+    "tracer.overflows": set(),
     "tracer.compiled": {"tracer.leaves"},
     "tracer.transfers": set(),
     "tracer.termination": set(),
@@ -74,7 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.identity": set(),
     "tracer.publishing": {
         *("tracer.messages", "tracer.bus", "tracer.capture", "tracer.clock", "tracer.memory", "tracer.parameters"),
-        *("tracer.placement", "tracer.probes", "tracer.tensors", "tracer.layout"),
+        *("tracer.placement", "tracer.probes", "tracer.tensors", "tracer.layout", "tracer.overflows"),
     },
     "tracer.exporter": FOUNDATION
     | {"tracer.hooks", "tracer.tensors", "tracer.losses", "tracer.patches", "tracer.optimizers", "tracer.probes"}

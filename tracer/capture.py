@@ -221,6 +221,7 @@ class Capture:
         choice, so a weight, its gradient and its update stay aligned.
     dtype : str, optional
         ``"float16"``, ``"bfloat16"``, ``"float32"`` or ``"float64"``: cast floating-point data (but not the loss).
+        Numbers beyond its range become infinite; how many, of which streams, stands in the trace.
     reduce : str or callable, optional
         Keep a statistic of each tensor: a name of `REDUCTIONS`, ``f(tensor) -> tensor``, or ``f(so_far, tensor) ->
         tensor`` for a running reduction. A function gets a copy, which it may change. It should not draw from the
@@ -414,13 +415,21 @@ class Capture:
 
     def finish(self, kind: str, data: Tensor, so_far: Tensor | None = None) -> Tensor:
         """The reduction and the cast of what `select` kept; `so_far` is the result before, for a running reduction."""
+        return self.cast(kind, self.reduced(kind, data, so_far))
+
+    def reduced(self, kind: str, data: Tensor, so_far: Tensor | None = None) -> Tensor:
+        """The reduction of what `select` kept; `so_far` is the result before, for a running reduction."""
         if self.reduce is not None and not _is_target(kind):
             if isinstance(self.reduce, str):
                 data = REDUCTIONS[self.reduce](data) if data.numel() else _nothing(data)
             elif not self.runs:
-                data = _reduced(self.reduce(data))
+                data = _result_of(self.reduce(data))
             elif so_far is not None:
-                data = _reduced(self.reduce(so_far, data))
+                data = _result_of(self.reduce(so_far, data))
+        return data
+
+    def cast(self, kind: str, data: Tensor) -> Tensor:
+        """The cast of what `reduced` gave."""
         if self.dtype is not None and kind != "loss" and data.is_floating_point():
             data = data.to(DTYPES[self.dtype])
         return data
@@ -492,7 +501,7 @@ class Capture:
         return told
 
 
-def _reduced(result: object) -> Tensor:
+def _result_of(result: object) -> Tensor:
     """What a function of the user's returned, without a graph, and as nobody else has it."""
     if not isinstance(result, Tensor):
         raise CaptureError(f"reduce of a capture returns a tensor, not {type(result).__name__}")

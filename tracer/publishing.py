@@ -15,6 +15,7 @@ from tracer.errors import CaptureError, MessageError, warn_only
 from tracer.layout import refusal
 from tracer.memory import Memory
 from tracer.messages import DEFAULT_TAG, KINDS, Message, ModuleMessage, NetworkMessage, checked
+from tracer.overflows import Overflows
 from tracer.parameters import PARAMETER_KINDS, Parameters
 from tracer.placement import is_distributed, local, placement_of
 from tracer.probes import PROBED
@@ -132,6 +133,8 @@ class Publisher:
         Of this process, in each message.
     enabled : bool
         Whether anything is observed now.
+    overflows : Overflows
+        How many numbers were beyond the range of the dtype that a capture casts them to.
     problems : list of dict
         What is not observed, and why.
     asking : tuple of Receiver
@@ -151,6 +154,7 @@ class Publisher:
         self.parameters = Parameters(self.memory)
         self.rank = 0
         self.enabled = True
+        self.overflows = Overflows()
         self.problems: list[dict[str, Any]] = []
         self._known_problems: dict[tuple[str, str], dict[str, Any]] = {}  # the same, by what and why
         self.asking: tuple[Receiver, ...] = ()
@@ -379,7 +383,10 @@ class Publisher:
                 return
             if capture.calls and not owned and same_storage(chosen, source):
                 final = copied(chosen, self.memory)
-            final = capture.finish(kind, final, self._running.get(stream) if capture.runs else None)
+            reduced = capture.reduced(kind, final, self._running.get(stream) if capture.runs else None)
+            final = capture.cast(kind, reduced)
+            if final.dtype is not reduced.dtype:
+                self.overflows.count(stream, reduced, final)
         if placement is not None or capture.choices or stream in self._sampling:
             self._sampling[stream] = self._tell(capture, kind, source, module, placement)
         if final.is_conj() or final.is_neg():

@@ -576,6 +576,8 @@ def notes(exporter: Exporter) -> Iterator[Mapping[str, Any]]:
     """What a reader of the trace should know about how it was observed."""
     for problem in exporter.problems:
         yield {"problem": problem}
+    for overflow in exporter.publisher.overflows.told():
+        yield {"overflowed": overflow}
     for receiver, error in exporter.message_bus.failures:
         name = getattr(receiver, "name", type(receiver).__name__)
         yield {"problem": {"what": f"subscriber {name}", "why": f"{type(error).__name__}: {error}", "count": 1}}
