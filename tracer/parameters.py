@@ -23,7 +23,7 @@ from tracer.errors import raised_by_signal
 from tracer.memory import Memory
 from tracer.messages import DEFAULT_TAG, difference
 from tracer.placement import local
-from tracer.tensors import copied, same_storage, space_for, unscaled
+from tracer.tensors import copied, freed, same_storage, space_for, unscaled
 from tracer.wrappers import named_parts
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Parameter:
         parameters = self.owner._parameters
         if self.by_hook:
             there = self.in_place
-            return there if there is not None and there.is_leaf and there.requires_grad else None
+            return there if there is not None and there.requires_grad and there.is_leaf else None
         return parameters[self.attribute] if self.attribute in parameters else None  # noqa: SIM401 - ScriptModule has no get
 
     @property
@@ -82,7 +82,13 @@ class Parameter:
         there = vars(self.owner).get(self.attribute)
         if there is None:
             there = self.owner._buffers.get(self.attribute)
-        return there if isinstance(there, Tensor) else None
+        if not isinstance(there, Tensor) or freed(there):
+            return None
+        try:
+            _ = there.is_leaf
+        except RuntimeError:  # one of several views of a tensor that was written into: it cannot be used any more
+            return None
+        return there
 
     @property
     def originals(self) -> list[Tensor]:
@@ -90,6 +96,8 @@ class Parameter:
         if self.by_hook:
             found = (one for name, one in self.owner._parameters.items() if name.startswith(f"{self.attribute}_"))
             return [one for one in found if one is not None]
+        if not self.computed:
+            return []
         computing = self.owner.get_submodule(f"parametrizations.{self.attribute}")
         return [one for one in computing._parameters.values() if one is not None]
 
@@ -520,7 +528,7 @@ def _made_of(parameter: Parameter) -> set[int]:
     tensor = parameter.tensor
     if tensor is not None:
         return {id(tensor)}
-    return set(map(id, parameter.originals)) if parameter.computed else set()
+    return set(map(id, parameter.originals))
 
 
 def _values(tensor: Tensor) -> Tensor:
@@ -546,8 +554,8 @@ def _replaced(module: nn.Module) -> list[str]:
     other code may, too. Where nothing is there yet, a weight is expected of a module that needs one, or that has a hook
     and a parameter with such a name.
     """
-    if isinstance(module, torch.jit.ScriptModule):
-        return []
+    if isinstance(module, torch.jit.ScriptModule) or "_is_fsdp_managed_module" in vars(module):
+        return []  # sharding puts there what it gathers for a forward, and takes it away
     parameters, there = module._parameters, vars(module)
     original = {name: any(one.startswith(f"{name}_") for one in parameters) for name in ("weight", "bias")}
     found = [

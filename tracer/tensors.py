@@ -113,6 +113,17 @@ def ordinary(tensor: Tensor) -> bool:
     )
 
 
+def freed(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor was given back, as that of weights which sharding gathers for a forward."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.is_meta or tensor.is_nested)
+        and tensor.numel() > 0
+        and tensor.untyped_storage().nbytes() == 0
+    )
+
+
 def same_storage(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are views of the same memory."""
     return one is other or one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
