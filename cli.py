@@ -1063,12 +1063,24 @@ def _info_rows(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield "silent", f"never called, so nothing was seen of them: {', '.join(map(str, about))}"
             elif what == "problem" and isinstance(about, Mapping):
                 yield "problem", f"{about.get('what')}: {about.get('why')} ({about.get('count', 1)} times)"
+            elif what == "overflowed" and isinstance(about, Mapping):
+                yield "overflowed", _overflowed(about)
             elif what == "stopped" and isinstance(about, Mapping):
                 step, limit = about.get("global_step"), about.get("max_bytes")
                 limit = f"{limit:,}" if isinstance(limit, int) else limit
                 yield "stopped", f"at {about.get('by')} ({limit}): nothing from step {step} on"
             elif what not in ("indices", "dropped"):
                 yield what, _in_short(about)
+
+
+def _overflowed(about: Mapping[str, Any]) -> str:
+    """What a note says of numbers that became infinite because a capture casts them."""
+    count, of = (f"{one:,}" if isinstance(one, int) else one for one in (about.get("count"), about.get("of")))
+    stream = f"{about.get('kind')} of {about.get('module')!r}" if about.get("module") is not None else about.get("kind")
+    named = "".join(
+        f", {name} {about[name]}" for name in ("tag", "leaf") if about.get(name) not in ("default", "", None)
+    )
+    return f"{stream}{named}: {count} of {of} numbers were beyond {about.get('dtype')} and are recorded as infinite"
 
 
 def _model_rows(model: Any) -> list[tuple[str, str]]:

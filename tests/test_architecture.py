@@ -55,11 +55,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.verify": {"tracer.messages", "tracer.checksum"} | STORAGE,
     "tracer.convert": {"tracer", "tracer.messages", "tracer.subscription"} | STORAGE,
     "tracer.recover": {"tracer.messages", "tracer.verify", "tracer.convert"} | STORAGE,
-    "tracer.compiled": set(),
+    "tracer.leaves": set(),
+    "tracer.overflows": set(),
+    "tracer.compiled": {"tracer.leaves"},
     "tracer.transfers": set(),
     "tracer.termination": set(),
     "tracer.hooks": {"tracer.compiled"},
-    "tracer.tensors": {"tracer.memory"},
+    "tracer.tensors": {"tracer.memory", "tracer.layout", "tracer.leaves"},
     "tracer.losses": {"tracer.hooks"},
     "tracer.patches": {"tracer.hooks", "tracer.losses", "tracer.tensors"},
     "tracer.optimizers": set(),
@@ -76,7 +78,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.identity": set(),
     "tracer.publishing": {
         *("tracer.messages", "tracer.bus", "tracer.capture", "tracer.clock", "tracer.memory", "tracer.parameters"),
-        *("tracer.placement", "tracer.probes", "tracer.tensors"),
+        *("tracer.placement", "tracer.probes", "tracer.tensors", "tracer.layout", "tracer.overflows"),
     },
     "tracer.exporter": FOUNDATION
     | {"tracer.hooks", "tracer.tensors", "tracer.losses", "tracer.patches", "tracer.optimizers", "tracer.probes"}

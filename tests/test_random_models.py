@@ -67,8 +67,7 @@ class Tape:
         output = PURE[type(module)](self, module, *args, **kwargs)
         number = self.calls[path]
         self.calls[path] += 1
-        named = {str(index): one for index, one in enumerate(args)} | kwargs
-        self.note(("layer_inputs", "input_gradients"), path, number, named)
+        self.note(("layer_inputs", "input_gradients"), path, number, arguments(*args, **kwargs))
         self.note(("activations", "layer_gradients"), path, number, output)
         return output
 
@@ -80,8 +79,15 @@ class Tape:
                 self.watched[kinds[1], path, self.tag, number, leaf] = tensor
 
 
+def arguments(*args: Any, **kwargs: Any) -> Any:
+    """What a call gets, as one structure; a tensor that is all of it is none."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+        return args[0]
+    return {str(index): one for index, one in enumerate(args)} | kwargs
+
+
 def tensors(value: Any) -> dict[str, Tensor]:
-    """The tensors of a structure by their dotted paths; one that is alone has an empty path."""
+    """The tensors of a structure by their dotted paths; one that is no structure has an empty path."""
     if isinstance(value, Answer):
         value = vars(value)
     found = {}
@@ -90,7 +96,7 @@ def tensors(value: Any) -> dict[str, Tensor]:
             parts = [str(key.key if isinstance(key, MappingKey) else key.idx) for key in keys if key]
             assert all(isinstance(key, MappingKey | SequenceKey) for key in keys)
             found[".".join(parts)] = one
-    return {"": next(iter(found.values()))} if len(found) == 1 else found
+    return found
 
 
 def added(value: Any, all_of_it: bool = True) -> Tensor:
@@ -681,7 +687,7 @@ def noted_pass(
 ) -> Tensor:
     """A forward and its loss, with what the network gets and gives; `before` was noted earlier of the same step."""
     inputs, target = batch
-    tape.note(("input_data", ""), None, number, inputs)
+    tape.note(("input_data", ""), None, number, arguments(*inputs))
     output = tape.call(model, *inputs)
     loss = plan.loss(output, target)
     seen: dict[str, Any] = {"network_output": output}

@@ -874,7 +874,7 @@ def test_multihead_attention_gives_output_and_weights() -> None:
         assert attention is not None
         torch.testing.assert_close(attention.sum(-1), torch.ones(2, 3))
         loss = output.square().sum() + (attention * attention.detach()).sum() + alone.sum()
-        leaves = {(0, "0"): output, (0, "1"): attention, (1, ""): alone}
+        leaves = {(0, "0"): output, (0, "1"): attention, (1, "0"): alone}
         gradients = torch.autograd.grad(loss, [*leaves.values(), *reference.parameters()])
         for ((call, leaf), value), gradient in zip(leaves.items(), gradients, strict=False):
             at = {"global_step": step, "call": call, "leaf": leaf}

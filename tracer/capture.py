@@ -207,7 +207,8 @@ class Capture:
         Observe training steps ``start <= global_step < stop`` that are multiples of `every`. These thin out training,
         so they do not touch what is done on purpose at its own time: epoch events, evaluation passes and probes.
     condition : callable, optional
-        ``condition(message) -> bool`` is asked about every message (its data not yet copied); False leaves it out.
+        ``condition(message) -> bool`` is asked about every message; False leaves it out. The message's data is a copy
+        for it alone, made when it is looked at, and there only until it has answered.
     rows : int, optional
         Keep the first so many datapoints of a batch.
     positions : int, optional
@@ -220,9 +221,11 @@ class Capture:
         choice, so a weight, its gradient and its update stay aligned.
     dtype : str, optional
         ``"float16"``, ``"bfloat16"``, ``"float32"`` or ``"float64"``: cast floating-point data (but not the loss).
+        Numbers beyond its range become infinite; how many, of which streams, stands in the trace.
     reduce : str or callable, optional
         Keep a statistic of each tensor: a name of `REDUCTIONS`, ``f(tensor) -> tensor``, or ``f(so_far, tensor) ->
-        tensor`` for a running reduction.
+        tensor`` for a running reduction. A function gets a copy, which it may change. It should not draw from the
+        random generators that the training draws from.
     seed : int
         Of the fixed random choices; training's own generators are never drawn from.
 
@@ -412,13 +415,21 @@ class Capture:
 
     def finish(self, kind: str, data: Tensor, so_far: Tensor | None = None) -> Tensor:
         """The reduction and the cast of what `select` kept; `so_far` is the result before, for a running reduction."""
+        return self.cast(kind, self.reduced(kind, data, so_far))
+
+    def reduced(self, kind: str, data: Tensor, so_far: Tensor | None = None) -> Tensor:
+        """The reduction of what `select` kept; `so_far` is the result before, for a running reduction."""
         if self.reduce is not None and not _is_target(kind):
             if isinstance(self.reduce, str):
                 data = REDUCTIONS[self.reduce](data) if data.numel() else _nothing(data)
             elif not self.runs:
-                data = self.reduce(data)
+                data = _result_of(self.reduce(data))
             elif so_far is not None:
-                data = self.reduce(so_far, data)
+                data = _result_of(self.reduce(so_far, data))
+        return data
+
+    def cast(self, kind: str, data: Tensor) -> Tensor:
+        """The cast of what `reduced` gave."""
         if self.dtype is not None and kind != "loss" and data.is_floating_point():
             data = data.to(DTYPES[self.dtype])
         return data
@@ -427,6 +438,11 @@ class Capture:
     def runs(self) -> bool:
         """Whether `reduce` is a running reduction: a function of the result so far and the next tensor."""
         return callable(self.reduce) and _takes_two(self.reduce)
+
+    @cached_property
+    def calls(self) -> bool:
+        """Whether `reduce` is a function of the user's, which may change what it gets."""
+        return callable(self.reduce)
 
     @cached_property
     def choices(self) -> Sequence[str]:
@@ -483,6 +499,13 @@ class Capture:
                 value = _name_of(value)
             told[field.name] = list(value) if isinstance(value, tuple) else value
         return told
+
+
+def _result_of(result: object) -> Tensor:
+    """What a function of the user's returned, without a graph, and as nobody else has it."""
+    if not isinstance(result, Tensor):
+        raise CaptureError(f"reduce of a capture returns a tensor, not {type(result).__name__}")
+    return result.detach().clone()
 
 
 def choice(of: int, count: int, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, library, nn
 
+from tracer.leaves import Named, argument, below
+
 if TYPE_CHECKING:
     from tracer.hooks import Hook
 
@@ -143,7 +145,7 @@ def observe_in_graph(hook: Hook, module: nn.Module, args: Any, kwargs: Any, outp
         return None
     value: Any = output
     if hook.method in _INPUTS:
-        value = {**{str(index): one for index, one in enumerate(args)}, **kwargs} if kwargs else args
+        value = _arguments(args, kwargs)
     found: list[tuple[str, Tensor]] = []
     _collect(value, "", found)
     if not found and hook.method not in _OF_ROOT:
@@ -164,9 +166,8 @@ def observe_in_graph(hook: Hook, module: nn.Module, args: Any, kwargs: Any, outp
         return None
     replaced = []
     for (name, tensor), watch in zip(found, watched, strict=True):
-        leaf = name if len(found) > 1 else ""
         if watch:
-            tensor = _Watched.apply(tensor, ticket, hook.site, leaf)  # type: ignore[no-untyped-call]
+            tensor = _Watched.apply(tensor, ticket, hook.site, name)  # type: ignore[no-untyped-call]
         replaced.append(tensor)
     return _rebuilt(output, iter(replaced))
 
@@ -182,13 +183,21 @@ def _passed_on(hook: Hook, module: nn.Module, args: Any, kwargs: Any, output: An
     return _PassedOn.apply(output, hook.site, torch.is_grad_enabled(), gradients)  # type: ignore[no-untyped-call]
 
 
+def _arguments(args: Any, kwargs: Any) -> Any:
+    """`tracer.tensors.arguments_of`, in words that Dynamo can trace."""
+    if not kwargs:
+        return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
+    named = {argument(name): one for name, one in kwargs.items()}
+    return {**{str(index): one for index, one in enumerate(args)}, **named}
+
+
 def _collect(value: Any, path: str, found: list[tuple[str, Tensor]]) -> None:
     """`tracer.tensors.leaves`, in words that Dynamo can trace."""
     if isinstance(value, Tensor):
         found.append((path, value))
     elif isinstance(value, Mapping):
-        for key, part in value.items():
-            _collect(part, f"{path}.{key}" if path else str(key), found)
+        for number, (key, part) in enumerate(value.items()):
+            _collect(part, below(path, key, number), found)
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         for name in value._fields:
             _collect(getattr(value, name), f"{path}.{name}" if path else name, found)
@@ -363,7 +372,7 @@ def _observe(tensors: list[Tensor], site: str, names: str, grad: bool, without: 
     exporter = None if hook is None else hook._exporter()
     numbers = _NOBODY
     if hook is not None and exporter is not None:
-        found = dict(zip(names.split("\n"), tensors, strict=True)) if tensors else {}
+        found = Named(zip(names.split("\n"), tensors, strict=True)) if tensors else Named()
         module = exporter._root if hook.method in _OF_ROOT else exporter.publisher.modules.get(hook.name)
         inputs = hook.method in _INPUTS
         with torch.set_grad_enabled(grad):  # what tells a training pass; a compiled graph runs without

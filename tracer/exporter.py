@@ -43,6 +43,7 @@ from tracer.compiled import (
 )
 from tracer.errors import CaptureError, MessageError, raised_by_signal
 from tracer.hooks import (
+    ComputedHook,
     GradientHook,
     Hook,
     LeafHook,
@@ -88,7 +89,7 @@ from tracer.probes import NO_PROBES, FirstInputs, Probe, joinable, undisturbed
 from tracer.publishing import Publisher
 from tracer.structure import structure_of
 from tracer.subscriber import unmet
-from tracer.tensors import arguments_of, copied, leaves, opaque, unobservable
+from tracer.tensors import arguments_of, copied, leaves, opaque
 from tracer.wrappers import compiled_parts, named_parts, paths_of, unwrap, wrapped_by
 
 
@@ -222,6 +223,8 @@ class Exporter:
         self._known: dict[tuple[str, str], tuple[bool, bool]] = {}  # which hooks were called, and which are off
         # by tensor, kind, module and place in its output or input
         self._leaf_hooks: dict[tuple[int, str, str, str], LeafHook] = {}
+        # by path, what was computed last for a forward, and the hook on it
+        self._watched: dict[str, tuple[weakref.ref[Tensor], Any]] = {}
         self._probes: list[Probe] = []
         self._offered: FirstInputs | None = None  # the probe that takes what the model is given
         self._surveyed = False  # whether it is known which parameters other ranks hold, too
@@ -571,6 +574,9 @@ class Exporter:
         for handle in [*hung, *(one for handles in self._lasting.values() for one in handles)]:
             handle.remove()
         self._former, self._hung, self._lasting = {}, {}, {}
+        for _, handle in self._watched.values():
+            handle.remove()
+        self._watched = {}
         self._forget_leaves()
         unpatch(self._patched)
         self._parameters.forget()
@@ -629,7 +635,15 @@ class Exporter:
         if kind not in self.message_bus.topics:
             self.message_bus.register_topic(kind, "network")
         if isinstance(value, Tensor):
-            data = value.detach().clone()
+            if not self.publisher.can_record(kind, None, value):
+                return
+            try:
+                data = value.detach().clone()
+            except Exception as error:  # there is no memory for it
+                if self.strict or raised_by_signal(error):
+                    raise
+                self.publisher.give_up(kind, None, error)
+                return
         else:
             try:
                 data = torch.as_tensor(np.array(value), device="cpu")
@@ -752,11 +766,14 @@ class Exporter:
     def new_activations(self, module: nn.Module, in_: Any, out_: Any) -> None:
         """Publish a module's inputs and output."""
         path = self._path_of(module)
-        self.publisher.publish_leaves("layer_inputs", path, in_, self.passes.now.tag)
+        inputs = arguments_of(in_, {}) if isinstance(in_, tuple) else in_
+        self.publisher.publish_leaves("layer_inputs", path, inputs, self.passes.now.tag)
         self.publisher.publish_leaves("activations", path, out_, self.passes.now.tag)
 
     def new_layer_gradients(self, module: nn.Module, gradients: Any) -> None:
         """Publish the gradients of the loss with respect to a module's output."""
+        if isinstance(gradients, tuple):  # as a backward hook of torch's gets them, also of one output
+            gradients = arguments_of(gradients, {})
         self.publisher.publish_leaves("layer_gradients", self._path_of(module), gradients, self.passes.now.tag)
 
     def new_parameter_gradients(self, module: nn.Module, gradients: Sequence[Tensor | None]) -> None:
@@ -884,6 +901,12 @@ class Exporter:
                 continue
             put = functools.partial(computing.register_forward_hook, with_kwargs=True)
             self._hang(computing, "_after_parametrization", path, put)
+        for path, one in self._parameters.replaced(self.publisher):
+            if not self._takes_hooks(path, one):
+                continue
+            # before hooks of the program's that take away what others of its hooks have put there
+            put = functools.partial(one.register_forward_hook, with_kwargs=True, prepend=True)
+            self._hang(one, "_after_replaced", path, put)
         self._wire_losses()
         for _, _, handle in self._former.values():
             handle.remove()
@@ -1109,7 +1132,7 @@ class Exporter:
         """Copy what is wanted of the weights before they move."""
         if not self._surveyed:
             self._survey()
-        self._parameters.snapshot(parameters, self.publisher)
+        self._parameters.snapshot(parameters, self.publisher, settle=bool(self.optimizers))
 
     # -- passes ---------------------------------------------------------------------------------------------
 
@@ -1247,11 +1270,8 @@ class Exporter:
         inputs = leaves(arguments_of(args, kwargs))
         if self.publisher.wanted("layer_inputs", path, tag) is not None:
             for leaf, tensor in inputs:  # copied now, because the module may overwrite its input in place
-                reason = unobservable(tensor)
-                if reason is None:
+                if self.publisher.can_record("layer_inputs", path, tensor):
                     copies.append((leaf, copied(tensor.detach(), self.publisher.memory)))
-                else:
-                    self.publisher.problem(f"layer_inputs of {path!r}", reason)
         self._enter_call(path, copies, inputs, self._calls.get((path, tag), 0), tag)
 
     def _enter_call(
@@ -1661,9 +1681,36 @@ class Exporter:
 
     def _after_parametrization(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Keep the weight that a parametrization computes, as the forward uses it: to ask for it might change it."""
-        training = self.passes.now.listening and self.passes.now.tag == DEFAULT_TAG and self.clock.open
-        if training and not recomputing() and isinstance(output, Tensor):
-            self._parameters.computed(path, output, self.publisher)
+        if isinstance(output, Tensor):
+            self._computed(path, output)
+
+    def _after_replaced(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Keep what a hook of the program's has put in the place of a weight, as the forward has used it."""
+        there = self._parameters.in_place(path)
+        if there is not None:
+            if self.passes.now.depth == 0 and not recomputing():
+                self._enter_pass(self._top(path.rpartition(".")[0], module))
+            self._computed(path, there)
+
+    def _computed(self, path: str, value: Tensor) -> None:
+        """Keep a weight that was computed for a forward of the training, and see to it that its gradient is seen."""
+        if self._idle or not self.clock.open:
+            return
+        if not recomputing():
+            running = self.passes.now
+            if not (running.listening and running.tag == DEFAULT_TAG):
+                return
+            self._parameters.computed(path, value, self.publisher)
+        if is_grad_enabled() and value.requires_grad and not value.is_leaf:
+            last = self._watched.get(path)
+            if (last is None or last[0]() is not value) and self._parameters.wants_gradient(path, self.publisher):
+                self._watched[path] = weakref.ref(value), value.register_hook(ComputedHook(self, path))
+
+    def _gradient_of_computed(self, path: str, gradient: Tensor) -> None:
+        if self.clock.open and not self._idle:
+            task = _current_graph_task_id()
+            scale = self._scales.get(task) if self._scales else None
+            self._parameters.add_gradient(path, gradient, scale, task, self.publisher)
 
     # -- probes ---------------------------------------------------------------------------------------------
 

@@ -77,7 +77,7 @@ class Hook:
     def __init__(self, exporter: Exporter, method: str, name: str, gradients: bool = False) -> None:
         self._exporter = weakref.ref(exporter)
         self._idle: Callable[[Exporter, tuple[Any, ...]], bool] | None = getattr(type(exporter), f"_idle{method}", None)
-        self._inner = method in ("_before_forward", "_after_forward")
+        self._inner = method in ("_before_forward", "_after_forward", "_after_parametrization", "_after_replaced")
         self._of_optimizer = method in ("_before_optimizer", "_after_optimizer")
         self.method = method
         self.name = name
@@ -180,6 +180,28 @@ class GradientHook:
         if exporter is not None:
             why = "it is of a tensor that several forwards used before a backward, and is recorded for each of them"
             exporter.publisher.problem(f"which forward {self.kind} of {self.path!r} belongs to", why)
+
+
+class ComputedHook:
+    """Sees the gradient of a weight that was computed for a forward."""
+
+    __slots__ = ("_exporter", "path")
+
+    def __init__(self, exporter: Exporter, path: str) -> None:
+        self._exporter = weakref.ref(exporter)
+        self.path = path
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        exporter = self._exporter()
+        if gradient is None or exporter is None or not (exporter._attached and exporter.publisher.enabled):
+            return
+        try:
+            with exporter._lock, without_modes():
+                exporter._gradient_of_computed(self.path, gradient)
+        except Exception as error:
+            if exporter.strict or raised_by_signal(error):
+                raise
+            exporter.publisher.problem(f"the gradient of {self.path!r}", f"{type(error).__name__}: {error}")
 
 
 class LeafHook:

@@ -94,8 +94,8 @@ class Column(IntEnum):
 COLUMNS = len(Column)
 MAX_ELEMENTS = 2**60
 """Elements of a message, at most: places in a pool are int64."""
-MAX_AXES = 64
-"""Axes of a message, at most: numpy has no more."""
+MAX_AXES = 63
+"""Axes of a message, at most: numpy has 64, and one of them is that of the messages."""
 HAS_DATA = 1
 """Bit 0 of the column FLAGS: the message carries data, if only an empty tensor."""
 NONE = -1
@@ -185,24 +185,61 @@ def is_encoded(dtype: str) -> bool:
     return dtype in ENCODINGS
 
 
+def held() -> Collection[torch.dtype]:
+    """The dtypes of the installed torch that a trace can hold."""
+    return _by_dtype().keys()
+
+
+_MOST_BYTES = 2**63 - 1
+"""Of an array of numpy, where axes of no elements count as one of one."""
+
+
+def refusal(tensor: Tensor) -> str | None:
+    """Why a trace cannot hold the numbers of a tensor; None if it can, or could if the tensor were made dense.
+
+    Examples
+    --------
+    >>> import torch
+    >>> refusal(torch.ones(2))
+    >>> refusal(torch.ones((1,) * 65))
+    'a trace cannot hold tensors of 65 axes; it can hold 63 at most'
+    """
+    from torch import Tensor
+
+    if tensor.dtype not in _by_dtype():
+        return f"a trace cannot hold tensors of dtype {tensor.dtype}; it can hold {', '.join(ENCODINGS)}"
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"a trace cannot hold a {type(tensor).__name__}, a class of tensors that keeps its numbers to itself"
+    if tensor.is_nested:
+        return "a trace cannot hold nested tensors"
+    if tensor.dim() > MAX_AXES:
+        return f"a trace cannot hold tensors of {tensor.dim()} axes; it can hold {MAX_AXES} at most"
+    if tensor.numel() == 0:
+        shape = tuple(tensor.shape)
+        if not is_shape(shape) or math.prod(size or 1 for size in shape) * tensor.itemsize > _MOST_BYTES:
+            return f"a trace cannot hold tensors of the shape {shape}, although they are empty"
+    return None
+
+
 def encoding_of(tensor: Tensor) -> Encoding:
     """The encoding of a tensor's dtype.
 
     Raises
     ------
     MessageError
-        If a trace cannot hold such tensors: quantized, sparse, without memory, or of an exotic dtype.
+        If a trace cannot hold such tensors: quantized, sparse, nested, without memory, of an exotic dtype, of a class
+        that keeps its numbers to itself, or of too many axes.
     """
     import torch
 
-    encoding = _by_dtype().get(tensor.dtype)
-    if encoding is None:
-        raise MessageError(f"a trace cannot hold tensors of dtype {tensor.dtype}; it can hold {', '.join(ENCODINGS)}")
+    reason = refusal(tensor)
+    if reason is not None:
+        raise MessageError(reason)
     if tensor.layout is not torch.strided:
         raise MessageError(f"a trace cannot hold tensors of layout {tensor.layout}; make it dense with to_dense()")
     if tensor.is_meta:
         raise MessageError("a trace cannot hold a tensor on the device 'meta', because it has no numbers")
-    return encoding
+    return _by_dtype()[tensor.dtype]
 
 
 def encode(tensor: Tensor) -> NDArray[Any]:
@@ -218,7 +255,7 @@ def encode(tensor: Tensor) -> NDArray[Any]:
     import torch
 
     encoding = _by_dtype().get(tensor.dtype)
-    if encoding is None or tensor.layout is not torch.strided or not tensor.is_cpu:
+    if encoding is None or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or not tensor.is_cpu:
         encoding = encoding_of(tensor)  # which says what it cannot hold
     elif tensor.is_contiguous():
         # each operation of PyTorch lets other threads of Python go first, and waking them costs more than it does
@@ -477,7 +514,7 @@ def is_shape(shape: tuple[Any, ...]) -> bool:
 
     Examples
     --------
-    >>> is_shape((3, 0)), is_shape((10**10, 10**9)), is_shape((True,)), is_shape((1,) * 65)
+    >>> is_shape((3, 0)), is_shape((10**10, 10**9)), is_shape((True,)), is_shape((1,) * 64)
     (True, False, False, False)
     """
     return (

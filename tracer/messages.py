@@ -120,9 +120,9 @@ class Message(ABC):
         0 for the first time this stream occurs in this step, 1 for the second (shared modules, gradient
         accumulation, closures, the batches of an evaluation).
     leaf : str
-        The path inside a module's output (or input) when that is a structure of several tensors: ``"1.0"`` for
-        the hidden state of an LSTM. Empty for a single tensor. Gradients of a second backward through the same forward
-        end in ``"backward.1"``.
+        The path inside a module's output (or input) when that is a structure of tensors: ``"1.0"`` for the hidden state
+        of an LSTM (`tracer.leaves.below` makes it of keys). Empty for a tensor that is no structure. Gradients of a
+        second backward through the same forward end in ``"backward.1"``.
     rank : int
         Of the process of a distributed run that observed it; else 0.
     data : Tensor or None
@@ -288,7 +288,7 @@ def difference(now: Tensor, before: Tensor, out: Tensor | None = None) -> Tensor
     -------
     torch.Tensor
         Of the same dtype; but of numbers of 8 bits, which torch cannot subtract, or subtracts modulo 256, in float32
-        or int16.
+        or int16. Of unsigned numbers of 16 bits in int32, of those of 32 and 64 bits in int64.
 
     Examples
     --------
@@ -296,14 +296,17 @@ def difference(now: Tensor, before: Tensor, out: Tensor | None = None) -> Tensor
     >>> difference(torch.tensor([1, 255], dtype=torch.uint8), torch.tensor([2, 0], dtype=torch.uint8))
     tensor([ -1, 255], dtype=torch.int16)
     """
+    import torch
+
     if now.itemsize == 1:
         if now.is_floating_point():
             return now.float() - before.float()
         return now.short() - before.short()
+    if now.dtype in (torch.uint16, torch.uint32, torch.uint64):  # which torch cannot subtract
+        wide = torch.int32 if now.dtype is torch.uint16 else torch.int64
+        return now.to(wide) - before.to(wide)
     if out is None or now.dtype is not before.dtype:
         return now - before
-    import torch
-
     return torch.sub(now, before, out=out)
 
 

@@ -23,7 +23,7 @@ from tracer.errors import raised_by_signal
 from tracer.memory import Memory
 from tracer.messages import DEFAULT_TAG, difference
 from tracer.placement import local
-from tracer.tensors import copied, same_storage, space_for, unobservable, unscaled
+from tracer.tensors import copied, freed, same_storage, space_for, unscaled
 from tracer.wrappers import named_parts
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ class Parameter:
     owner_path: str
     owner: nn.Module
     attribute: str
-    computed: bool = False  # by a parametrization: it has a value, but no gradient and no update of its own
+    computed: bool = False  # by a parametrization: it has a value and a gradient, but no update of its own
+    by_hook: bool = False  # the same, put in its place by a hook of the program's, or by a forward
 
     def __post_init__(self) -> None:
         named = self.attribute in ("weight", "bias")
@@ -70,7 +71,35 @@ class Parameter:
     def tensor(self) -> Tensor | None:
         """What is in its place now; None if it is computed, or nothing is there any more."""
         parameters = self.owner._parameters
+        if self.by_hook:
+            there = self.in_place
+            return there if there is not None and there.requires_grad and there.is_leaf else None
         return parameters[self.attribute] if self.attribute in parameters else None  # noqa: SIM401 - ScriptModule has no get
+
+    @property
+    def in_place(self) -> Tensor | None:
+        """What is in its place now, if that is no parameter of torch's."""
+        there = vars(self.owner).get(self.attribute)
+        if there is None:
+            there = self.owner._buffers.get(self.attribute)
+        if not isinstance(there, Tensor) or freed(there):
+            return None
+        try:
+            _ = there.is_leaf
+        except RuntimeError:  # one of several views of a tensor that was written into: it cannot be used any more
+            return None
+        return there
+
+    @property
+    def originals(self) -> list[Tensor]:
+        """The parameters of its module that it seems to be computed from."""
+        if self.by_hook:
+            found = (one for name, one in self.owner._parameters.items() if name.startswith(f"{self.attribute}_"))
+            return [one for one in found if one is not None]
+        if not self.computed:
+            return []
+        computing = self.owner.get_submodule(f"parametrizations.{self.attribute}")
+        return [one for one in computing._parameters.values() if one is not None]
 
 
 class Parameters:
@@ -93,6 +122,12 @@ class Parameters:
         self._replicas: dict[str, dict[str, Any]] = {}  # by path
         self._before: dict[str, tuple[Tensor | None, Tensor | None]] = {}
         self._gradients: dict[str, Tensor] = {}
+        # of what is computed: the gradients since an optimizer stepped, the last backward that brought one, whether the
+        # value is what it is to be, and whether an optimizer stepped before there was any
+        self._pending: dict[str, Tensor] = {}
+        self._backwards: dict[str, int] = {}
+        self._settled: set[str] = set()
+        self._late: set[str] = set()
         # the parameters whose gradients were copied before the optimizer's step that goes on
         self._final: set[str] = set()
         self._after: dict[str, Tensor] = {}
@@ -117,6 +152,9 @@ class Parameters:
                 for attribute in _computed(owner):
                     path = f"{owner_path}.{attribute}" if owner_path else attribute
                     self.all.append(Parameter(path, owner_path, owner, attribute, computed=True))
+                for attribute in _replaced(owner):
+                    path = f"{owner_path}.{attribute}" if owner_path else attribute
+                    self.all.append(Parameter(path, owner_path, owner, attribute, computed=True, by_hook=True))
         self._by_stream = {(p.stream, p.bias): p for p in self.all}
         self._by_path = {p.path: p for p in self.all}
         self._asked = None
@@ -124,7 +162,7 @@ class Parameters:
     def streams(self, kind: str) -> list[str]:
         """The names under which messages of one of `PARAMETER_KINDS` may come."""
         bias, suffix = PARAMETER_KINDS[kind]
-        return [p.stream for p in self.all if p.bias == bias and not (p.computed and suffix)]
+        return [p.stream for p in self.all if p.bias == bias and not (p.computed and suffix == "updates")]
 
     def taken(self, capture: Capture, kind: str, stream: str) -> bool:
         """Whether a capture takes the parameter of a stream, by itself or with its module."""
@@ -148,9 +186,34 @@ class Parameters:
 
     def parametrizations(self, publisher: Publisher) -> Iterator[tuple[str, nn.Module]]:
         """The modules that compute parameters which somebody asks for, by the path of what they compute."""
-        for parameter in self.all:
-            if parameter.computed and publisher.asked(parameter.kind(""), parameter.stream):
+        for parameter in self._computed_and_asked(publisher):
+            if not parameter.by_hook:
                 yield parameter.path, parameter.owner.get_submodule(f"parametrizations.{parameter.attribute}")
+
+    def replaced(self, publisher: Publisher) -> Iterator[tuple[str, nn.Module]]:
+        """The modules in which hooks put something in a parameter's place that somebody asks for, by its path."""
+        for parameter in self._computed_and_asked(publisher):
+            if parameter.by_hook:
+                yield parameter.path, parameter.owner
+
+    def _computed_and_asked(self, publisher: Publisher) -> Iterator[Parameter]:
+        for parameter in self.all:
+            if parameter.computed and any(
+                publisher.asked(parameter.kind(suffix), parameter.stream) for suffix in ("", "gradients")
+            ):
+                yield parameter
+
+    def in_place(self, path: str) -> Tensor | None:
+        """What a hook has put in a parameter's place, if it was computed."""
+        parameter = self._by_path.get(path)
+        return None if parameter is None or parameter.tensor is not None else parameter.in_place
+
+    def wants_gradient(self, path: str, publisher: Publisher) -> bool:
+        """Whether somebody wants the gradient of what is computed in this step."""
+        parameter = self._by_path.get(path)
+        return parameter is not None and (
+            publisher.wanted(parameter.kind("gradients"), parameter.stream, DEFAULT_TAG) is not None
+        )
 
     def of(self, optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> list[Parameter]:
         """The parameters that one of the optimizers moves; to the last one also those that no optimizer moves."""
@@ -161,8 +224,8 @@ class Parameters:
             others = {
                 id(tensor) for other in optimizers[:-1] for group in other.param_groups for tensor in group["params"]
             }
-            return [p for p in self.all if id(p.tensor) in own or id(p.tensor) not in others]
-        return [p for p in self.all if id(p.tensor) in own]
+            return [p for p in self.all if not own.isdisjoint(_made_of(p)) or others.isdisjoint(_made_of(p))]
+        return [p for p in self.all if not own.isdisjoint(_made_of(p))]
 
     def note(self, tops: Iterable[tuple[str, nn.Module]], hooked: bool) -> None:
         """Note what modules are made of, for `changed`; `hooked` if each parameter that is trained may have a hook."""
@@ -217,14 +280,15 @@ class Parameters:
         self._replicas = {}
         elsewhere: set[tuple[str, str | None]] = set()
         for parameter in self.all:
-            tensors = [parameter.tensor] if parameter.tensor is not None else list(parameter.owner.parameters())
+            tensors = [parameter.tensor] if parameter.tensor is not None else parameter.originals
             placement = publisher.place(tensors[0]) if tensors and not parameter.computed else None
             ranks = ranks_of.get(id(tensors[0]), []) if tensors else []
             if placement is None and len(ranks) > 1:
                 placement = self._replicas[parameter.path] = {"replicas": ranks}
             holders = placement["replicas"] if placement else [rank]
             if recorded is not None and min({*holders} & {*recorded}, default=rank) != rank:
-                elsewhere |= {(parameter.kind(suffix), parameter.stream) for suffix in ("", "gradients", "updates")}
+                same = ("",) if parameter.computed else _SUFFIXES  # the gradient is that of this rank's own loss
+                elsewhere |= {(parameter.kind(suffix), parameter.stream) for suffix in same}
         return elsewhere
 
     # -- what a step sees of them ---------------------------------------------------------------------------
@@ -233,6 +297,8 @@ class Parameters:
         """Let go of what was kept of a step."""
         for kept in (self._before, self._gradients, self._final, self._after, self._places):
             kept.clear()
+        for of_computed in (self._pending, self._backwards, self._settled, self._late):
+            of_computed.clear()
 
     @property
     def holding(self) -> bool:
@@ -254,24 +320,34 @@ class Parameters:
             self._asked = asked
         return self._asked
 
-    def snapshot(self, parameters: Iterable[Parameter], publisher: Publisher) -> None:
-        """Copy what is wanted of the weights before they move, unless that was done in this step."""
+    def snapshot(self, parameters: Iterable[Parameter], publisher: Publisher, *, settle: bool) -> None:
+        """Copy what is wanted of the weights before they move, unless that was done in this step.
+
+        What was computed for a forward is kept already. With `settle`, an optimizer steps now, so what forwards compute
+        from now on comes too late.
+        """
         asked, step = self._asked_streams(publisher), publisher.now()[0]
         for parameter in parameters:
             value_stream, _, update_stream = asked[parameter.path]
+            if settle and parameter.computed:
+                (self._settled if parameter.path in self._before else self._late).add(parameter.path)
             if parameter.path in self._before or (value_stream is None and update_stream is None):
                 continue
             tensor = parameter.tensor
+            if tensor is None and parameter.by_hook:  # no forward has told: the one that used it may be compiled
+                tensor, update_stream = parameter.in_place, None
             if tensor is None:
                 continue
             value_capture = None if value_stream is None else value_stream.wanted(step)
             update_capture = None if update_stream is None else update_stream.wanted(step)
             if value_capture is None and update_capture is None:
                 continue
-            if unobservable(tensor) is not None:
+            if is_lazy(tensor):  # it has no values yet, as nobody expects
                 continue
             kind, _, update_kind = parameter.kinds
             try:
+                if not publisher.can_record(kind, parameter.stream, tensor):
+                    continue
                 value = self._copy(value_capture, kind, tensor)
                 base = value if update_capture is value_capture else self._copy(update_capture, update_kind, tensor)
             except Exception as error:
@@ -285,12 +361,14 @@ class Parameters:
             self._before[parameter.path] = (value, base)
 
     def computed(self, path: str, value: Tensor, publisher: Publisher) -> None:
-        """Keep what a parametrization computes for the forward, the first time in this step."""
-        if path in self._before:
+        """Keep what is computed for a forward: the last one before an optimizer steps, or else the first one after."""
+        if path in self._settled:
             return
+        if path in self._late:
+            self._settled.add(path)
         parameter = self._by_path[path]
         capture = publisher.wanted(parameter.kind(""), parameter.stream, DEFAULT_TAG)
-        if capture is not None and unobservable(value) is None:
+        if capture is not None and publisher.can_record(parameter.kind(""), parameter.stream, value):
             self._places[path, ""] = publisher.place(value)
             self._before[path] = (self._copy(capture, parameter.kind(""), value), None)
 
@@ -302,6 +380,37 @@ class Parameters:
         capture = publisher.wanted(parameter.kind("gradients"), parameter.stream, DEFAULT_TAG)
         if capture is not None:
             self._keep_gradient(parameter, capture, gradient, publisher, scale)
+
+    def add_gradient(self, path: str, gradient: Tensor, scale: Tensor | None, task: int, publisher: Publisher) -> None:
+        """Add a gradient of what was computed for a forward to those of this step, as torch adds up a parameter's.
+
+        Parameters
+        ----------
+        path : str
+        gradient : torch.Tensor
+        scale : torch.Tensor or None
+            What a GradScaler has multiplied the loss with.
+        task : int
+            Tells a backward from others. Where the originals have no gradients when it begins, they were dropped, and
+            so are those from before.
+        publisher : Publisher
+            The exporter's.
+        """
+        parameter = self._by_path.get(path)
+        if parameter is None:
+            return
+        capture = publisher.wanted(parameter.kind("gradients"), parameter.stream, DEFAULT_TAG)
+        if capture is None:
+            return
+        before = self._pending.pop(path, None)
+        if self._backwards.get(path) != task:
+            self._backwards[path] = task
+            originals = parameter.originals
+            if originals and all(one.grad is None for one in originals):
+                before = None
+        copy = self._gradient(parameter, capture, gradient, publisher, scale)
+        if copy is not None:
+            self._pending[path] = copy if before is None else copy.add_(before)
 
     def keep_gradients(self, parameters: Iterable[Parameter], publisher: Publisher) -> None:
         """Copy the wanted gradients before a step that may overwrite them."""
@@ -325,6 +434,11 @@ class Parameters:
         for parameter in parameters:
             _, gradients, updates = asked[parameter.path]
             tensor = parameter.tensor
+            pending = self._pending.pop(parameter.path, None) if self._pending else None
+            if pending is not None:
+                originals = parameter.originals if final else []
+                if not originals or any(one.grad is not None for one in originals):  # else none were accumulated
+                    self._gradients[parameter.path] = pending
             if tensor is None or (gradients is None and updates is None):
                 continue
             capture = None if updates is None else updates.wanted(step)
@@ -361,7 +475,9 @@ class Parameters:
                         name = (kind, parameter.stream, DEFAULT_TAG, "")
                         tensor = parameter.tensor
                         whole = data if tensor is None else local(tensor)
-                        place = self._places.get((path, suffix)) or self._replicas.get(path)
+                        place = self._places.get((path, suffix))
+                        if place is None and not (parameter.computed and suffix):
+                            place = self._replicas.get(path)
                         publisher.release(capture, name, data, whole, 0, at, None, owned=True, placement=place)
                     except Exception as error:
                         if publisher.strict or raised_by_signal(error):
@@ -371,14 +487,14 @@ class Parameters:
     def _copy(self, capture: Capture | None, kind: str, tensor: Tensor) -> Tensor | None:
         if capture is None:
             return None
-        source = local(tensor).detach()
+        source = _values(tensor)
         chosen = capture.select(kind, source)
         return copied(chosen, self._memory) if same_storage(chosen, source) else chosen
 
     def _keep_update(self, parameter: Parameter, capture: Capture, tensor: Tensor) -> None:
         _, base = self._before.get(parameter.path, (None, None))
         if base is not None:
-            now = capture.select(parameter.kind("updates"), local(tensor).detach())
+            now = capture.select(parameter.kind("updates"), _values(tensor))
             if now.shape == base.shape:
                 self._after[parameter.path] = difference(now, base, space_for(now, self._memory))
 
@@ -390,21 +506,72 @@ class Parameters:
         publisher: Publisher,
         scale: Tensor | None = None,
     ) -> None:
-        reason = unobservable(gradient)
-        if reason is not None:
-            publisher.problem(f"{parameter.kind('gradients')} of {parameter.stream!r}", reason)
-            return
+        copy = self._gradient(parameter, capture, gradient, publisher, scale)
+        if copy is not None:
+            self._gradients[parameter.path] = copy
+
+    def _gradient(
+        self, parameter: Parameter, capture: Capture, gradient: Tensor, publisher: Publisher, scale: Tensor | None
+    ) -> Tensor | None:
+        """What is to be kept of a gradient."""
+        if not publisher.can_record(parameter.kind("gradients"), parameter.stream, gradient):
+            return None
         self._places[parameter.path, "gradients"] = publisher.place(gradient)
         gradient = local(gradient).detach()
         if scale is not None:
             gradient = unscaled(gradient, scale)
-        dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
-        copy = self._copy(capture, parameter.kind("gradients"), dense)
-        if copy is not None:
-            self._gradients[parameter.path] = copy
+        return self._copy(capture, parameter.kind("gradients"), gradient)
+
+
+def _made_of(parameter: Parameter) -> set[int]:
+    """The ids of the tensors that an optimizer moves where it moves this parameter."""
+    tensor = parameter.tensor
+    if tensor is not None:
+        return {id(tensor)}
+    return set(map(id, parameter.originals))
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor, dense and without a graph."""
+    own = local(tensor).detach()
+    return own if own.layout is torch.strided else own.to_dense()
 
 
 def _computed(module: nn.Module) -> list[str]:
     """The attributes of a module that parametrizations compute."""
     own = getattr(module, "parametrizations", None)
     return list(own) if isinstance(own, nn.ModuleDict) and is_parametrized(module) else []
+
+
+_WEIGHTED = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
+"""Layers that cannot do without a weight."""
+
+
+def _replaced(module: nn.Module) -> list[str]:
+    """The attributes of a module where a forward finds something else than a parameter in a parameter's place.
+
+    Hooks put it there before each forward, as those of `torch.nn.utils.weight_norm`, `spectral_norm` and `prune` do;
+    other code may, too. Where nothing is there yet, a weight is expected of a module that needs one, or that has a hook
+    and a parameter with such a name.
+    """
+    if isinstance(module, torch.jit.ScriptModule) or "_is_fsdp_managed_module" in vars(module):
+        return []  # sharding puts there what it gathers for a forward, and takes it away
+    parameters, there = module._parameters, vars(module)
+    original = {name: any(one.startswith(f"{name}_") for one in parameters) for name in ("weight", "bias")}
+    found = [
+        name
+        for name, value in there.items()
+        if isinstance(value, Tensor)
+        and not isinstance(value, nn.Parameter)
+        and name not in parameters
+        and (name in original or any(one.startswith(f"{name}_") for one in parameters))
+    ]
+    computed = _computed(module)
+    hooked = bool(module._forward_pre_hooks)
+    for name, has_original in original.items():
+        if name in parameters or name in found or name in computed:
+            continue
+        buffer = name in module._buffers
+        if (has_original and (hooked or buffer)) or (not buffer and isinstance(module, _WEIGHTED)):
+            found.append(name)
+    return found

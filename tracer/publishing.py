@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 from tracer.bus import MessageBus, Receiver
 from tracer.capture import Capture
 from tracer.clock import Clock
-from tracer.errors import warn_only
+from tracer.errors import CaptureError, MessageError, warn_only
+from tracer.layout import refusal
 from tracer.memory import Memory
 from tracer.messages import DEFAULT_TAG, KINDS, Message, ModuleMessage, NetworkMessage, checked
+from tracer.overflows import Overflows
 from tracer.parameters import PARAMETER_KINDS, Parameters
 from tracer.placement import is_distributed, local, placement_of
 from tracer.probes import PROBED
@@ -58,6 +61,50 @@ class Stream:
         return self._answer
 
 
+class _Shown(Message):
+    """A message whose data is copied when it is looked at; whoever looks may write into the copy."""
+
+    __slots__ = ()
+
+    @property
+    def data(self) -> Tensor | None:
+        """The copy."""
+        given, source, memory = self.about  # type: ignore[attr-defined]
+        if given is None:
+            if source is None:
+                raise MessageError("the data of this message is there only until the condition has answered")
+            given = copied(source, memory)
+            object.__setattr__(self, "about", (given, source, memory))
+        return given  # type: ignore[no-any-return]
+
+
+class _ShownOfNetwork(_Shown, NetworkMessage):
+    __slots__ = ("about",)
+
+
+class _ShownOfModule(_Shown, ModuleMessage):
+    __slots__ = ("about",)
+
+
+_FIELDS = ("kind", "global_step", "train_step", "epoch", "tag", "call", "leaf", "rank")
+
+
+def _meets(condition: Callable[[Message], bool], message: Message, memory: Memory) -> bool:
+    """Whether a message meets a condition of the user's, which sees a copy of its data, made when it looks."""
+    shown: Any = object.__new__(_ShownOfNetwork if message.key is None else _ShownOfModule)
+    put = object.__setattr__  # messages are frozen
+    for name in _FIELDS:
+        put(shown, name, getattr(message, name))
+    if message.key is not None:
+        put(shown, "module", message.key)
+    put(shown, "about", (None, message.data, memory))
+    try:
+        return bool(condition(shown))
+    finally:
+        given, _, _ = shown.about
+        put(shown, "about", (given, None, memory))
+
+
 class Publisher:
     """Makes messages of tensors, of those that somebody wants, and publishes them on a bus.
 
@@ -86,6 +133,8 @@ class Publisher:
         Of this process, in each message.
     enabled : bool
         Whether anything is observed now.
+    overflows : Overflows
+        How many numbers were beyond the range of the dtype that a capture casts them to.
     problems : list of dict
         What is not observed, and why.
     asking : tuple of Receiver
@@ -105,7 +154,9 @@ class Publisher:
         self.parameters = Parameters(self.memory)
         self.rank = 0
         self.enabled = True
+        self.overflows = Overflows()
         self.problems: list[dict[str, Any]] = []
+        self._known_problems: dict[tuple[str, str], dict[str, Any]] = {}  # the same, by what and why
         self.asking: tuple[Receiver, ...] = ()
         self.counts: dict[tuple[str, str | None, str, str], int] = {}
         self.collecting: dict[tuple[str, str | None, int, str], list[Tensor]] | None = None
@@ -186,6 +237,25 @@ class Publisher:
             self._heard_tags[tag] = known
         return known
 
+    def can_record(self, kind: str, path: str | None, data: Tensor) -> bool:
+        """Whether the values of a tensor can be copied, and a trace can hold them; if not, that is a problem.
+
+        Raises
+        ------
+        CaptureError
+            Under `strict`, if no trace can hold them.
+        """
+        what = _named(kind, path)
+        reason = unobservable(data)
+        if reason is None:
+            reason = refusal(local(data))
+            if reason is None:
+                return True
+            if self.strict:
+                raise CaptureError(f"{what} cannot be recorded: {reason}; a capture may leave it out")
+        self.problem(what, reason)
+        return False
+
     # -- publishing -----------------------------------------------------------------------------------------
 
     def event(self, kind: str, at: tuple[int, int, int]) -> None:
@@ -253,9 +323,7 @@ class Publisher:
             number = self._number(stream, call)
             self.bus.publish(checked(kind, path, step, train_step, epoch, tag, number, leaf, self.rank, data))
             return
-        reason = unobservable(data)
-        if reason is not None:
-            self.problem(f"{kind} of {path!r}" if path is not None else kind, reason)
+        if not self.can_record(kind, path, data):
             return
         placement = self.place(data)
         source = local(data)
@@ -309,11 +377,16 @@ class Publisher:
         kind, path, tag, leaf = stream
         final = chosen
         if capture.choices or capture.condition is not None:
-            if capture.condition is not None and not capture.condition(
-                self._message(kind, path, chosen, tag, leaf, call, at)
+            if capture.condition is not None and not _meets(
+                capture.condition, self._message(kind, path, chosen, tag, leaf, call, at), self.memory
             ):
                 return
-            final = capture.finish(kind, chosen, self._running.get(stream) if capture.runs else None)
+            if capture.calls and not owned and same_storage(chosen, source):
+                final = copied(chosen, self.memory)
+            reduced = capture.reduced(kind, final, self._running.get(stream) if capture.runs else None)
+            final = capture.cast(kind, reduced)
+            if final.dtype is not reduced.dtype:
+                self.overflows.count(stream, reduced, final)
         if placement is not None or capture.choices or stream in self._sampling:
             self._sampling[stream] = self._tell(capture, kind, source, module, placement)
         if final.is_conj() or final.is_neg():
@@ -384,16 +457,24 @@ class Publisher:
         self._given_up.add((kind, path))
         self._streams = {key: stream for key, stream in self._streams.items() if key[:2] != (kind, path)}
         self.parameters.ask_anew()
-        self.problem(f"{kind} of {path!r}", f"{type(error).__name__}: {error}")
+        self.problem(_named(kind, path), f"{type(error).__name__}: {error}")
 
     def problem(self, what: str, why: str, *, warn: bool = True) -> None:
         """Note what is not observed, and why; the first of each sort is also a warning, unless nothing is missing."""
         if not self.enabled:  # nothing is observed any more, and somebody has been told why
             return
-        for known in self.problems:
-            if known["what"] == what and known["why"] == why:
-                known["count"] += 1
-                return
-        self.problems.append({"what": what, "why": why, "count": 1, "global_step": self._clock.step})
+        known = self._known_problems.get((what, why))
+        if known is not None:
+            known["count"] += 1
+            return
+        known = self._known_problems[what, why] = {
+            "what": what, "why": why, "count": 1, "global_step": self._clock.step
+        }  # fmt: skip
+        self.problems.append(known)
         if warn:
             warn_only(f"{what} is not observed: {why}; the training goes on", stacklevel=3)
+
+
+def _named(kind: str, path: str | None) -> str:
+    """A stream, in a sentence."""
+    return kind if path is None else f"{kind} of {path!r}"

@@ -16,7 +16,8 @@ from tracer import termination
 from tracer.budget import Budget, Held
 from tracer.bus import version_of
 from tracer.capture import choice
-from tracer.errors import CaptureError, TraceError, TraceNotFoundError, summary, warn_only
+from tracer.errors import CaptureError, MessageError, TraceError, TraceNotFoundError, summary, warn_only
+from tracer.layout import encoding_of
 from tracer.messages import Message, with_data
 from tracer.transfers import Copy, Transfers
 from tracer.writer import TraceWriter
@@ -120,6 +121,7 @@ class Recorder:
         self._written = 0
         self._dropped: Counter[str] = Counter()
         self._spoilt: Counter[str] = Counter()
+        self._unheld: dict[tuple[str, str], dict[str, Any]] = {}  # problems of messages that no trace can hold
         self._noted = 0.0
         self._transfers = Transfers()
         self._changed = threading.Condition()
@@ -168,7 +170,16 @@ class Recorder:
         if self._error is not None:
             self._check()
         data = message.data
-        size = _PER_MESSAGE if data is None else _PER_MESSAGE + data.nbytes
+        try:
+            size = _PER_MESSAGE if data is None else _PER_MESSAGE + data.nbytes
+        except RuntimeError:  # what is sparse or nested does not say
+            size = 0
+        if data is not None and (not size or not (data.is_cpu or data.is_cuda)):
+            try:
+                encoding_of(data)
+            except MessageError as error:
+                self._leave_out(message, error)
+                return ()
         if self.budget is not None:
             self._within(self.budget, message, size)
             return ()
@@ -333,6 +344,8 @@ class Recorder:
             why = f"a receiver changed the data before it was written: {dict(self._spoilt)} messages are not recorded"
             count = self._spoilt.total()
             writer.note({"problem": {"what": ", ".join(self._spoilt), "why": why, "count": count}})
+        for problem in self._unheld.values():
+            writer.note({"problem": problem})
         status = self._status
         if self.budget is not None and self.budget.exhausted():
             status = "finished"  # complete up to here, whatever becomes of the training
@@ -422,13 +435,38 @@ class Recorder:
             writer.last_notes = self._take_drops
             # when it fills up, or somebody waits for its end, the page cache is the faster one
             writer.unhurried = not self._closing and 2 * (self._received - self._written) < self._bound
-            writer.write_many(batch)
+            self._write_each(writer, batch)
             self._due_since = writer.first_step
         batch.clear()  # the memory is free before somebody is told so
         self._written += size
         if self._stalled:
             with self._changed:
                 self._changed.notify_all()
+
+    def _write_each(self, writer: TraceWriter, batch: list[tuple[Message, Mapping[str, Any] | None]]) -> None:
+        """Write messages, and leave out those that no trace can hold."""
+        while batch:
+            before = writer.messages
+            try:
+                writer.write_many(batch)
+            except MessageError as error:
+                written = writer.messages - before
+                self._leave_out(batch[written][0], error)
+                del batch[: written + 1]
+            else:
+                return
+
+    def _leave_out(self, message: Message, error: MessageError) -> None:
+        """Count a message that no trace can hold, and warn of the first one of its sort."""
+        what = message.kind if message.key is None else f"{message.kind} of {message.key!r}"
+        with self._changed:
+            known = self._unheld.get((what, str(error)))
+            if known is not None:
+                known["count"] += 1
+                return
+            problem = {"what": what, "why": str(error), "count": 1, "global_step": message.global_step}
+            self._unheld[what, str(error)] = problem
+        warn_only(f"{what} is not recorded: {error}; the training goes on", stacklevel=3)
 
     def _note_drops(self, writer: TraceWriter) -> None:
         if self._dropped and (self._closing or time.monotonic() - self._noted >= _DROPS_SECONDS):

@@ -586,6 +586,8 @@ def notes(exporter: Exporter) -> Iterator[Mapping[str, Any]]:
     """What a reader of the trace should know about how it was observed."""
     for problem in exporter.problems:
         yield {"problem": {**problem, "why": plain(problem["why"])}}
+    for overflow in exporter.publisher.overflows.told():
+        yield {"overflowed": overflow}
     for receiver, error in exporter.message_bus.failures:
         name = getattr(receiver, "name", type(receiver).__name__)
         why = plain(f"{type(error).__name__}: {error}")

@@ -25,7 +25,7 @@ def structure_of(root: nn.Module) -> dict[str, Any]:
         "parameters": [
             {
                 "name": names_of[key][0],
-                "shape": None if is_lazy(parameter) else list(parameter.shape),
+                "shape": None if is_lazy(parameter) or parameter.is_nested else list(parameter.shape),
                 "dtype": str(parameter.dtype).removeprefix("torch."),
                 "requires_grad": parameter.requires_grad,
             }

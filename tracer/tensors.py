@@ -12,12 +12,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
+from tracer.layout import MAX_AXES, held
+from tracer.leaves import Named, argument, below
 from tracer.memory import SMALLEST, Memory
+
+_HELD = held()
 
 
 def leaves(value: Any) -> list[tuple[str, Tensor]]:
-    """The tensors in a structure, each with its path; a tensor that is alone has the empty path.
+    """The tensors in a structure, each with its path; a tensor that is no structure has the empty path.
 
+    A path says where the tensor stands, and does not depend on what else is there.
     Knows tuples, named tuples, lists, mappings and dataclasses (which ``torch.utils._pytree`` does not flatten), also
     nested; everything else is no tensor and is left out.
 
@@ -26,14 +31,16 @@ def leaves(value: Any) -> list[tuple[str, Tensor]]:
     >>> x = torch.zeros(1)
     >>> [path for path, _ in leaves((x, (x, x), None, {"logits": x}))]
     ['0', '1.0', '1.1', '3.logits']
-    >>> [path for path, _ in leaves((x, None))]
-    ['']
+    >>> [path for path, _ in leaves((x, None))], [path for path, _ in leaves({0: x, "0": x, "a.b": x})]
+    (['0'], ['[0]', '0', '["a.b"]'])
     """
     if type(value) is Tensor:  # what nearly all modules return
         return [("", value)]
+    if type(value) is Named:
+        return list(value.items())
     found: list[tuple[str, Tensor]] = []
     _walk(value, "", found)
-    return [("", found[0][1])] if len(found) == 1 else found
+    return found
 
 
 def _walk(value: Any, path: str, found: list[tuple[str, Tensor]]) -> None:
@@ -42,8 +49,10 @@ def _walk(value: Any, path: str, found: list[tuple[str, Tensor]]) -> None:
         return
     parts: Iterable[tuple[Any, Any]]
     if isinstance(value, Mapping):
-        parts = value.items()
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        for number, (key, part) in enumerate(value.items()):
+            _walk(part, below(path, key, number), found)
+        return
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
         parts = zip(value._fields, value, strict=True)
     elif isinstance(value, tuple | list):
         parts = enumerate(value)
@@ -56,10 +65,16 @@ def _walk(value: Any, path: str, found: list[tuple[str, Tensor]]) -> None:
 
 
 def arguments_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A call's arguments as one structure: positional ones by their numbers, the others by their names."""
+    """A call's arguments as one structure: positional ones by their numbers, the others by their names.
+
+    A tensor that is the only argument is no structure.
+    """
     if not kwargs:
-        return args
-    return {**{str(index): value for index, value in enumerate(args)}, **kwargs}
+        return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
+    if type(kwargs) is Named:
+        return kwargs
+    named = {argument(name): value for name, value in kwargs.items()}
+    return {**{str(index): value for index, value in enumerate(args)}, **named}
 
 
 def unobservable(tensor: Tensor) -> str | None:
@@ -90,11 +105,24 @@ def ordinary(tensor: Tensor) -> bool:
     """Whether a tensor is a plain one, which can be copied, with nothing special to it that a copy of it would keep."""
     return (
         type(tensor) is Tensor
+        and tensor.dtype in _HELD
+        and tensor.dim() <= MAX_AXES
         and (tensor.is_cpu or (tensor.is_cuda and not torch.cuda.is_current_stream_capturing()))
         and tensor.layout is torch.strided
         and not tensor.is_quantized
         and not tensor.is_nested
         and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+def freed(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor was given back, as that of weights which sharding gathers for a forward."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.is_meta or tensor.is_nested)
+        and tensor.numel() > 0
+        and tensor.untyped_storage().nbytes() == 0
     )
 
 

@@ -22,7 +22,15 @@ from numpy.typing import NDArray
 
 from tracer import layout
 from tracer.compression import Compression
-from tracer.errors import TraceError, TraceExistsError, TraceUnreadableError, plain
+from tracer.errors import (
+    MessageError,
+    TraceError,
+    TraceExistsError,
+    TracerError,
+    TraceUnreadableError,
+    plain,
+    summary,
+)
 from tracer.layout import Column, Encoding
 from tracer.messages import Message
 from tracer.parts import Head, heads, refuse_link, refuse_living
@@ -61,6 +69,8 @@ SIGN_OF_LIFE: Final = 15.0
 """Seconds after which a writer that has nothing to write shows that it still runs."""
 _FEW: Final = 24
 """So few messages are entered into the journal one by one; numpy pays for more."""
+_MOST_OWN_AXES: Final = 31
+"""Axes of a message that may have an array of its own: in HDF5 it has 32 at most, one of them that of the messages."""
 _FIELDS: Final = 7
 """Numbers that are noted of each message of a batch."""
 # the dtypes of which torch.stack copies the bits
@@ -309,7 +319,7 @@ class TraceWriter:
         Raises
         ------
         MessageError
-            If a trace cannot hold a tensor; the messages before it are written.
+            If a trace cannot hold a message; those before it are written, so `messages` tells which it is.
         TraceError
             As `write`.
         """
@@ -352,42 +362,49 @@ class TraceWriter:
         )
         most = min(_BATCH_ROWS, self._commit_rows - self._rows)
         streams, entries, opened = self._streams, self._entries, self._places_open
-        strided = torch.strided
+        strided, plain_tensor = torch.strided, torch.Tensor
         flat: list[int] = []
         nbytes = number = place_in_pack = 0
         more = False
         try:
             for message, sampling in itertools.islice(batch, most):
                 data = message.data
-                # the two classes of messages differ in the key alone
-                name = (
-                    message.key, message.kind, message.tag, message.leaf, message.rank,
-                    None if data is None else data.dtype,
-                )  # fmt: skip
-                stream = streams.get(name)
-                if stream is None or (stream.sampling is not sampling and stream.sampling != sampling):
-                    encoding = None if data is None else layout.encoding_of(data)
-                    stream = self._declare_stream(name, message, encoding, sampling)
-                if data is None:
-                    number = place_in_pack = 0
-                else:
-                    shape = data.shape
-                    if shape != stream.shape:
-                        self._find_place(stream, message, data, tuple(shape))
-                    place = stream.place
-                    assert place is not None
-                    if stream.packs and data.is_cpu and data.layout is strided:
-                        tensors = place.tensors
-                        if not tensors:
-                            place.number = self._open(place.entry)
-                            opened.append(place)
-                        number, place_in_pack = place.number, len(tensors)
-                        tensors.append(data)
-                        if place_in_pack * place.nbytes >= _PACK_BYTES:
-                            self._pack(place)
+                try:
+                    # the two classes of messages differ in the key alone
+                    name = (
+                        message.key, message.kind, message.tag, message.leaf, message.rank,
+                        None if data is None else data.dtype,
+                    )  # fmt: skip
+                    stream = streams.get(name)
+                    if stream is None or (stream.sampling is not sampling and stream.sampling != sampling):
+                        encoding = None if data is None else layout.encoding_of(data)
+                        stream = self._declare_stream(name, message, encoding, sampling)
+                    if data is None:
+                        number = place_in_pack = 0
                     else:
-                        number, place_in_pack = self._write_alone(place, layout.encode(data)), 0
-                    nbytes += place.nbytes
+                        shape = data.shape
+                        if shape != stream.shape:
+                            self._find_place(stream, message, data, tuple(shape))
+                        place = stream.place
+                        assert place is not None
+                        if stream.packs and type(data) is plain_tensor and data.is_cpu and data.layout is strided:
+                            tensors = place.tensors
+                            if not tensors:
+                                place.number = self._open(place.entry)
+                                opened.append(place)
+                            number, place_in_pack = place.number, len(tensors)
+                            tensors.append(data)
+                            if place_in_pack * place.nbytes >= _PACK_BYTES:
+                                self._pack(place)
+                        else:
+                            number, place_in_pack = self._write_alone(place, layout.encode(data)), 0
+                        nbytes += place.nbytes
+                except (TracerError, MemoryError):
+                    raise
+                except Exception as error:
+                    if self._failed is not None:  # it is not this message's fault
+                        raise
+                    raise MessageError(f"a trace cannot hold this message: {summary(error)}") from error
                 flat += (
                     stream.id, number, place_in_pack,
                     message.global_step, message.train_step, message.epoch, message.call,
@@ -416,7 +433,8 @@ class TraceWriter:
         """Decide where messages of this shape go, which are not those of the last shape."""
         encoding = layout.encoding_of(data)
         assert stream.encoding is not None
-        if stream.fresh and data.nbytes >= self._own_pool_bytes and self._store.can_create:
+        few_axes = len(shape) <= _MOST_OWN_AXES
+        if stream.fresh and few_axes and data.nbytes >= self._own_pool_bytes and self._store.can_create:
             with self._guard():
                 stream.own = self._own_pool(stream, message, shape)
         stream.fresh = False
@@ -432,7 +450,7 @@ class TraceWriter:
         if place is None:
             place = self._places[pool.id, shape_id, encoding.name] = _Place(pool, shape_id, shape, encoding)
         stream.shape, stream.place = shape, place
-        stream.packs = place.nbytes <= PACKED_BYTES and encoding.name in _STACKED
+        stream.packs = place.nbytes <= PACKED_BYTES and few_axes and encoding.name in _STACKED
 
     def _open(self, entry: tuple[int, int, int, int]) -> int:
         """Begin messages that stand together in a pool; their number in this batch."""
@@ -443,7 +461,7 @@ class TraceWriter:
 
     def _write_alone(self, place: _Place, data: NDArray[Any]) -> int:
         number = self._open(place.entry)
-        self._append(place, number, data[None], 1)
+        self._append(place, number, data[None] if place.own else data.reshape(1, -1), 1)
         return number
 
     def _pack(self, place: _Place) -> None:

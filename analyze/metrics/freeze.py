@@ -137,7 +137,7 @@ class Freeze(Subscriber):
         message = message_or_bundle
         layers = self._layers.setdefault(message.tag, {})
         layer = layers.setdefault(message.key, [0, 0])
-        if message.call == 0 and not message.leaf:
+        if message.call == 0 and message.leaf in ("", "0"):  # an output, or the first of several
             value = as_array(message.data)
             converged = value.size == 1 and value.dtype.kind != "c" and float(value.reshape(-1)[0]) >= self.threshold
             layer[0] = layer[0] + 1 if converged else 0
