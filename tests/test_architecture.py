@@ -55,7 +55,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.compiled": set(),
     "tracer.transfers": set(),
     "tracer.termination": set(),
-    "tracer.hooks": {"tracer.compiled"},
+    "tracer.hanging": set(),
+    "tracer.hooks": {"tracer.compiled", "tracer.hanging"},
     "tracer.tensors": {"tracer.memory"},
     "tracer.losses": {"tracer.hooks"},
     "tracer.patches": {"tracer.hooks", "tracer.losses", "tracer.tensors"},
@@ -78,7 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.exporter": FOUNDATION
     | {"tracer.hooks", "tracer.tensors", "tracer.losses", "tracer.patches", "tracer.optimizers", "tracer.probes"}
     | {"tracer.compiled", "tracer.wrappers", "tracer.structure", "tracer.placement", "tracer.parameters"}
-    | {"tracer.clock", "tracer.publishing"},
+    | {"tracer.clock", "tracer.hanging", "tracer.publishing"},
     "tracer.recorder": FOUNDATION | STORAGE | {"tracer.transfers", "tracer.budget", "tracer.termination"},
     "tracer.recording": FOUNDATION
     | STORAGE
@@ -93,7 +94,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.integrations": set(),
     "tracer.integrations.*": FOUNDATION
     | STORAGE
-    | {"tracer.losses", "tracer.recording", "tracer.termination", "tracer.integrations.*"},
+    | {"tracer.hanging", "tracer.losses", "tracer.recording", "tracer.termination", "tracer.integrations.*"},
     "tracer.epochs": {"tracer.exporter", "tracer.identity"},
     "tracer.launch": FOUNDATION
     | STORAGE
@@ -101,6 +102,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {
         "tracer",
         "tracer.epochs",
+        "tracer.hanging",
         "tracer.identity",
         "tracer.losses",
         "tracer.patches",

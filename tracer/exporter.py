@@ -42,6 +42,15 @@ from tracer.compiled import (
     unseen_regions,
 )
 from tracer.errors import CaptureError, MessageError, raised_by_signal
+from tracer.hanging import (
+    Hanging,
+    after_accumulation,
+    after_forward,
+    after_step,
+    before_forward,
+    before_step,
+    on_gradient_once,
+)
 from tracer.hooks import (
     GradientHook,
     Hook,
@@ -214,10 +223,10 @@ class Exporter:
         self._losses: list[nn.Module | str] = []
         self._patched: dict[str, LossFunction] = {}
         weakref.finalize(self, unpatch, self._patched).atexit = False  # one that is dropped leaves no stand-ins
-        self._lasting: dict[Any, list[Any]] = {}
-        # by what they hang on, method and name: that, the hook, and its handle
-        self._hung: dict[tuple[int, str, str], tuple[Any, Hook, Any]] = {}
-        self._former: dict[tuple[int, str, str], tuple[Any, Hook, Any]] = {}
+        self._lasting: dict[Any, list[Hanging]] = {}
+        # by what they hang on, method and name: that, the hook, and where it hangs
+        self._hung: dict[tuple[int, str, str], tuple[Any, Hook, Hanging]] = {}
+        self._former: dict[tuple[int, str, str], tuple[Any, Hook, Hanging]] = {}
         self._known: dict[tuple[str, str], tuple[bool, bool]] = {}  # which hooks were called, and which are off
         # by tensor, kind, module and place in its output or input
         self._leaf_hooks: dict[tuple[int, str, str, str], LeafHook] = {}
@@ -826,39 +835,35 @@ class Exporter:
         # these stay while others come and go: torch forbids changing an optimizer's hooks while they run
         if self._root is not None and "root" not in self._lasting and self._takes_hooks("", self._root):
             self._compiled_before = compiled_anything()
-            first = Hook(self, "_before_root", "")
-            self._lasting["root"] = [self._root.register_forward_pre_hook(first, with_kwargs=True, prepend=True)]
+            self._lasting["root"] = [before_forward(self._root, Hook(self, "_before_root", ""), first=True)]
         for optimizer in self.optimizers.all:
             if id(optimizer) not in self._lasting:
                 self._lasting[id(optimizer)] = [
-                    optimizer.register_step_pre_hook(Hook(self, "_before_optimizer", "")),
-                    optimizer.register_step_post_hook(Hook(self, "_after_optimizer", "")),
+                    before_step(optimizer, Hook(self, "_before_optimizer", "")),
+                    after_step(optimizer, Hook(self, "_after_optimizer", "")),
                 ]
         for path, one in self.publisher.modules.items():
             if not self._takes_hooks(path, one):
                 continue
             inputs = any(self.publisher.asked(kind, path) for kind in ("layer_inputs", "input_gradients"))
             if inputs:
-                put = functools.partial(one.register_forward_pre_hook, with_kwargs=True)
-                self._hang(one, "_before_forward", path, put, self.publisher.asked("input_gradients", path))
+                self._hang(one, "_before_forward", path, before_forward, self.publisher.asked("input_gradients", path))
             if inputs or any(self.publisher.asked(kind, path) for kind in ("activations", "layer_gradients")):
-                put = functools.partial(one.register_forward_hook, with_kwargs=True)
-                new = self._hang(one, "_after_forward", path, put, self.publisher.asked("layer_gradients", path))
+                gradients = self.publisher.asked("layer_gradients", path)
+                new = self._hang(one, "_after_forward", path, after_forward, gradients)
                 if new and one is self._root and (last := self._former.pop((id(one), "_after_root", ""), None)):
                     last[2].remove()  # and hung on again below
         # after the root's own activations, which belong before the network's output
         if self._root is not None and self._takes_hooks("", self._root):
-            put = functools.partial(self._root.register_forward_hook, with_kwargs=True, always_call=True)
-            self._hang(self._root, "_after_root", "", put)
+            self._hang(self._root, "_after_root", "", functools.partial(after_forward, always=True))
         hooked = not self.optimizers and not self._steps_itself  # each parameter that is trained
         if hooked:
             for path, tensor in self._parameters.trained(self.publisher):
-                self._hang(tensor, "_after_accumulation", path, tensor.register_post_accumulate_grad_hook)
+                self._hang(tensor, "_after_accumulation", path, after_accumulation)
         for path, computing in self._parameters.parametrizations(self.publisher):
             if not self._takes_hooks(path, computing):
                 continue
-            put = functools.partial(computing.register_forward_hook, with_kwargs=True)
-            self._hang(computing, "_after_parametrization", path, put)
+            self._hang(computing, "_after_parametrization", path, after_forward)
         self._wire_losses()
         for _, _, handle in self._former.values():
             handle.remove()
@@ -913,19 +918,20 @@ class Exporter:
             if isinstance(loss, nn.Module):
                 if not self._takes_hooks("", loss):
                     continue
-                put = functools.partial(loss.register_forward_hook, with_kwargs=True)
-                self._hang(loss, "_after_loss", "", put)
+                self._hang(loss, "_after_loss", "", after_forward)
             elif loss not in self._patched:
                 self._patched[loss] = LossFunction(self, getattr(torch.nn.functional, loss))
                 setattr(torch.nn.functional, loss, self._patched[loss])
 
-    def _hang(self, on: Any, method: str, name: str, put: Callable[[Hook], Any], gradients: bool = False) -> bool:
+    def _hang(
+        self, on: Any, method: str, name: str, put: Callable[[Any, Hook], Hanging], gradients: bool = False
+    ) -> bool:
         """Put a hook on something, if it is not there: one taken off in the middle of a call gets other arguments."""
         key = id(on), method, name
         there = self._former.pop(key, None)
         if there is None:
             hook = Hook(self, method, name, gradients)
-            self._hung[key] = on, hook, put(hook)
+            self._hung[key] = on, hook, put(on, hook)
         else:
             there[1].gradients = gradients
             self._hung[key] = there
@@ -1326,7 +1332,7 @@ class Exporter:
     def _watch(self, tensor: Tensor, hook: GradientHook) -> None:
         """Hang a hook on a tensor of this pass, and see to it that it does not outlive the step."""
         if not tensor.is_leaf:
-            tensor.register_hook(hook)
+            on_gradient_once(tensor, hook)
             return
         # a parameter that a module returns, an input of the user's: both outlive this step
         key = id(tensor), hook.kind, hook.path, hook.leaf
@@ -1387,7 +1393,7 @@ class Exporter:
         self.last_scaled = weakref.ref(scaled), loss.detach()
         listens = any(method in ("_after_forward", "_after_accumulation") for _, method, _ in self._hung)
         if self.clock.open and not self._idle and listens:
-            scaled.register_hook(ScaleHook(self, scale))
+            on_gradient_once(scaled, ScaleHook(self, scale))
 
     # -- loss -----------------------------------------------------------------------------------------------
 
@@ -1544,7 +1550,7 @@ class Exporter:
             if not _leaves_gradients(optimizer) and not _is_heard_last(optimizer):
                 hooks = self._lasting[id(optimizer)]
                 hooks[0].remove()
-                hooks[0] = optimizer.register_step_pre_hook(Hook(self, "_before_optimizer", ""))
+                hooks[0] = before_step(optimizer, Hook(self, "_before_optimizer", ""))
 
     def _idle_after_optimizer(self, args: tuple[Any, ...]) -> bool:
         """Whether this ends a step that nobody records; then it ends here, as `_after_optimizer` would end it."""

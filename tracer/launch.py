@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -39,6 +38,7 @@ from tracer.compression import Compression
 from tracer.epochs import Epochs
 from tracer.errors import CaptureError, TraceError, TracerError
 from tracer.exporter import Exporter
+from tracer.hanging import before_any_step
 from tracer.identity import WeakIdentitySet
 from tracer.losses import LOSS_FUNCTIONS
 from tracer.messages import EVAL_TAG
@@ -422,7 +422,7 @@ class _Session:
             wrapper.__doc__ = original.__doc__
             wrapper.__wrapped__ = original  # inspect.signature follows it
             setattr(owner, name, wrapper)
-        steps = register_optimizer_step_pre_hook(before_step)
+        steps = before_any_step(before_step)
         try:
             with termination.raises():
                 yield
