@@ -29,8 +29,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.subscription": {"tracer.messages"},
     "tracer.bus": {"tracer.messages", "tracer.subscription"},
     "tracer.subscriber": {"tracer.messages", "tracer.subscription", "tracer.bus"},
-    "tracer.actions": {"tracer.messages", "tracer.bus"},
-    "tracer.capture": {"tracer.messages", "tracer.subscription"},
+    "tracer.actions": {"tracer.walking", "tracer.messages", "tracer.bus"},
+    "tracer.capture": {"tracer.walking", "tracer.messages", "tracer.subscription"},
+    "tracer.walking": set(),
     "tracer.memory": set(),
     "tracer.checksum": set(),
     "tracer.stores": {"tracer.memory"},
@@ -52,23 +53,23 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.verify": {"tracer.messages", "tracer.checksum"} | STORAGE,
     "tracer.convert": {"tracer", "tracer.messages", "tracer.subscription"} | STORAGE,
     "tracer.recover": {"tracer.messages", "tracer.verify", "tracer.convert"} | STORAGE,
-    "tracer.compiled": set(),
+    "tracer.compiled": {"tracer.walking"},
     "tracer.transfers": set(),
     "tracer.termination": set(),
     "tracer.hanging": set(),
     "tracer.hooks": {"tracer.compiled", "tracer.hanging"},
     "tracer.tensors": {"tracer.memory"},
     "tracer.losses": {"tracer.hooks"},
-    "tracer.patches": {"tracer.hooks", "tracer.losses", "tracer.tensors"},
-    "tracer.optimizers": set(),
-    "tracer.probes": {"tracer.tensors"},
+    "tracer.patches": {"tracer.walking", "tracer.hooks", "tracer.losses", "tracer.tensors"},
+    "tracer.optimizers": {"tracer.walking"},
+    "tracer.probes": {"tracer.walking", "tracer.tensors"},
     "tracer.structure": {"tracer.wrappers"},
     "tracer.environment": set(),
     "tracer.budget": {"tracer.memory", "tracer.messages"} | STORAGE,
     "tracer.wrappers": set(),
     "tracer.parameters": {
         *("tracer.messages", "tracer.capture", "tracer.tensors", "tracer.wrappers", "tracer.placement"),
-        "tracer.memory",
+        *("tracer.memory", "tracer.walking"),
     },
     "tracer.clock": set(),
     "tracer.identity": set(),
@@ -79,14 +80,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.exporter": FOUNDATION
     | {"tracer.hooks", "tracer.tensors", "tracer.losses", "tracer.patches", "tracer.optimizers", "tracer.probes"}
     | {"tracer.compiled", "tracer.wrappers", "tracer.structure", "tracer.placement", "tracer.parameters"}
-    | {"tracer.clock", "tracer.hanging", "tracer.publishing"},
+    | {"tracer.clock", "tracer.hanging", "tracer.publishing", "tracer.walking"},
     "tracer.recorder": FOUNDATION | STORAGE | {"tracer.transfers", "tracer.budget", "tracer.termination"},
     "tracer.recording": FOUNDATION
     | STORAGE
     | {"tracer.exporter", "tracer.recorder", "tracer.budget", "tracer.environment", "tracer", "tracer.termination"},
     "tracer.certify": STORAGE
     | {"tracer.exporter", "tracer.hooks", "tracer.optimizers", "tracer.recording", "tracer.environment"}
-    | {"tracer.wrappers"},
+    | {"tracer.walking", "tracer.wrappers"},
     "tracer.recorders": FOUNDATION
     | STORAGE
     | {"tracer.exporter", "tracer.recording", "tracer.wrappers", "tracer.termination"},
@@ -106,6 +107,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tracer.identity",
         "tracer.losses",
         "tracer.patches",
+        "tracer.walking",
         "tracer.wrappers",
         "tracer.termination",
     },

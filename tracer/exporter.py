@@ -30,6 +30,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
+from tracer import walking
 from tracer.bus import MessageBus, Receiver, tell_of_model
 from tracer.capture import Capture
 from tracer.clock import Clock
@@ -438,7 +439,7 @@ class Exporter:
     @property
     def tops(self) -> list[tuple[str, nn.Module]]:
         """The model, and the modules that were added and are not part of it, by their names."""
-        below = set() if self._root is None else {id(one) for one in self._root.modules()}
+        below = set() if self._root is None else {id(one) for one in walking.modules(self._root)}
         root = [] if self._root is None else [("", self._root)]
         return root + [(name, top) for name, top, _ in self._added if id(top) not in below]
 
@@ -464,7 +465,7 @@ class Exporter:
                 raise CaptureError(f"there is no module {module!r}; there are {', '.join(everything)}")
             module = everything[module]
         frozen = []
-        for name, parameter in module.named_parameters():
+        for name, parameter in walking.named_parameters(module):
             if parameter.requires_grad:
                 parameter.requires_grad_(False)
                 parameter.grad = None
@@ -563,9 +564,21 @@ class Exporter:
                 "another took its place, give it to set_optimizer of the exporter"
             )
             self.publisher.problem("the end of the last step", why)
+        self._tell_own_calls()
         for probe in self._probes:
             if probe.last != self.clock.step:
                 self._guard(f"probe {probe.name}", functools.partial(self._run_probe, probe))
+
+    def _tell_own_calls(self) -> None:
+        """Say of which modules no forward was seen because their classes have a ``__call__`` that calls no hooks."""
+        unseen = [(path, self.publisher.modules[path]) for path in self.silent]
+        if self._root is not None and self.steps_seen and not self.forwards_seen:
+            unseen = [("", self._root), *((path, one) for path, one in unseen if one is not self._root)]
+        for path, one in unseen:
+            if type(one).__call__ is not nn.Module.__call__:
+                name = type(one).__name__
+                why = f"{name} has a __call__ of its own that does not make that of torch.nn.Module, which calls hooks"
+                self.publisher.problem(f"the forward of {path!r}" if path else "the forward of the model", why)
 
     def detach(self) -> None:
         """Remove every hook; the model is as it was."""
@@ -697,7 +710,8 @@ class Exporter:
             raise CaptureError("a probe needs the model: call set_model first")
         if self._sharded():
             raise CaptureError(NO_PROBES)
-        if any(map(is_lazy, itertools.chain(self._root.parameters(), self._root.buffers()))):
+        buffers = (buffer for _, buffer in walking.named_buffers(self._root))
+        if any(map(is_lazy, itertools.chain(walking.parameters(self._root), buffers))):
             raise CaptureError(
                 f"probe {name!r} would make the parameters of a lazy model, and with other random numbers than the "
                 "training would: run the model once before"
@@ -875,7 +889,7 @@ class Exporter:
             for prefix, top in self.tops
             for path, one in named_parts(top, prefix)
             if isinstance(one, nn.TransformerEncoderLayer | nn.MultiheadAttention)
-            and any(id(part) in hung for part in one.modules())
+            and any(id(part) in hung for part in walking.modules(one))
         ]
         for (_, method, name), (_, hook, _) in self._hung.items():
             if (name, method) in self._known:
@@ -955,7 +969,7 @@ class Exporter:
         self._began_in_eval_mode = (
             listens and self._root is not None and not self._root.training and not self._training_passes
         )
-        inside = (one for _, top in self.tops for one in top.modules())
+        inside = (one for _, top in self.tops for one in walking.modules(top))
         elsewhere = self._parameters.survey(
             (*self._around, *inside), self.publisher.rank, self.recorded, self.publisher
         )
@@ -1127,8 +1141,9 @@ class Exporter:
         """
         if not self._top_of:
             self._top_of = {inner: weakref.ref(top) for name, top in self.tops for inner, _ in named_parts(top, name)}
-        top = self._top_of.get(path)
-        return (None if top is None else top()) or module
+        known = self._top_of.get(path)
+        top = None if known is None else known()
+        return module if top is None else top
 
     def _idle_before_root(self, args: tuple[Any, ...]) -> bool:
         """Whether this begins a step that nobody records; then it begins here, as `_before_root` would begin it.
@@ -1682,7 +1697,7 @@ class Exporter:
 
     def _sharded(self) -> bool:
         """Whether the model's forward needs other ranks to run it, too."""
-        return self._root is not None and any(is_distributed(one) for one in self._root.parameters())
+        return self._root is not None and any(map(is_distributed, walking.parameters(self._root)))
 
     def _forget_calls(self, tag: str) -> None:
         self._calls = {key: count for key, count in self._calls.items() if key[1] != tag}

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tracer import walking
 from tracer.tensors import leaves
 
 NO_PROBES = (
@@ -89,16 +90,16 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Eval mode without gradients or autocast; afterwards modes, buffers and random generators are as before."""
-    modes = [(one, one.training) for one in model.modules()]
+    modes = [(one, one.training) for one in walking.modules(model)]
     buffers = [
         (one, name, buffer, buffer.detach().clone(), buffer._version)
-        for one in model.modules()
+        for one in walking.modules(model)
         for name, buffer in one._buffers.items()
         if buffer is not None and not buffer.is_inference()
     ]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    devices = sorted({p.device.index or 0 for p in walking.parameters(model) if p.device.type == "cuda"})
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    device_type = next((p.device.type for p in model.parameters()), "cpu")
+    device_type = next((p.device.type for p in walking.parameters(model)), "cpu")
     try:
         with torch.random.fork_rng(devices=devices), torch.no_grad(), torch.autocast(device_type, enabled=False):
             model.eval()
