@@ -58,6 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.termination": set(),
     "tracer.hanging": set(),
     "tracer.hooks": {"tracer.compiled", "tracer.hanging"},
+    "tracer.fast_path": {"tracer.hanging", "tracer.hooks", "tracer.walking"},
     "tracer.tensors": {"tracer.memory"},
     "tracer.losses": {"tracer.hooks"},
     "tracer.patches": {"tracer.walking", "tracer.hooks", "tracer.losses", "tracer.tensors"},
@@ -75,12 +76,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.identity": set(),
     "tracer.publishing": {
         *("tracer.messages", "tracer.bus", "tracer.capture", "tracer.clock", "tracer.memory", "tracer.parameters"),
-        *("tracer.placement", "tracer.probes", "tracer.tensors"),
+        *("tracer.placement", "tracer.probes", "tracer.subscription", "tracer.tensors"),
     },
     "tracer.exporter": FOUNDATION
     | {"tracer.hooks", "tracer.tensors", "tracer.losses", "tracer.patches", "tracer.optimizers", "tracer.probes"}
     | {"tracer.compiled", "tracer.wrappers", "tracer.structure", "tracer.placement", "tracer.parameters"}
-    | {"tracer.clock", "tracer.hanging", "tracer.publishing", "tracer.walking"},
+    | {"tracer.clock", "tracer.fast_path", "tracer.hanging", "tracer.publishing", "tracer.walking"},
     "tracer.recorder": FOUNDATION | STORAGE | {"tracer.transfers", "tracer.budget", "tracer.termination"},
     "tracer.recording": FOUNDATION
     | STORAGE

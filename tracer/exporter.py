@@ -43,7 +43,9 @@ from tracer.compiled import (
     unseen_regions,
 )
 from tracer.errors import CaptureError, MessageError, raised_by_signal
+from tracer.fast_path import Aside, may_take_it
 from tracer.hanging import (
+    Checklist,
     Hanging,
     after_accumulation,
     after_forward,
@@ -145,6 +147,8 @@ class Exporter:
         "_backward_seen",
         "_backwards",
         "_calls",
+        "_check",
+        "_check_steps",
         "_compiled_before",
         "_ended_at",
         "_epoch_open",
@@ -228,6 +232,8 @@ class Exporter:
         # by what they hang on, method and name: that, the hook, and where it hangs
         self._hung: dict[tuple[int, str, str], tuple[Any, Hook, Hanging]] = {}
         self._former: dict[tuple[int, str, str], tuple[Any, Hook, Hanging]] = {}
+        self._check = Checklist()  # of all these
+        self._check_steps = Checklist()  # of those on optimizers
         self._known: dict[tuple[str, str], tuple[bool, bool]] = {}  # which hooks were called, and which are off
         # by tensor, kind, module and place in its output or input
         self._leaf_hooks: dict[tuple[int, str, str, str], LeafHook] = {}
@@ -265,7 +271,9 @@ class Exporter:
         # optimizers is not known
         self._called: set[int] = set()
         self._called_before: set[int] = set()
-        self._slowed: list[str] = []  # modules whose fast path torch gives up because of our hooks
+        # by id, the layers that have a fast path: what of ours hangs on them and inside
+        self._layers: dict[int, list[tuple[Any, Hanging]]] = {}
+        self._asides: dict[int, Aside] = {}  # by thread, the last layer for which hooks stepped aside
         self._lock = threading.RLock()  # hooks may fire in several threads
         self.message_bus.watch(self._rewire)
 
@@ -360,6 +368,7 @@ class Exporter:
         take_optimizers_back = self.optimizers.let_go()
         hung = {key: (weakref.ref(on), hook, handle) for key, (on, hook, handle) in self._hung.items()}
         self._root, self._added, self.publisher.modules, self._hung = None, [], {}, {}
+        self._check = self._check_steps = Checklist()
         self._parameters.find(())
         self._parameters.note((), False)
         if collect:
@@ -565,6 +574,9 @@ class Exporter:
             )
             self.publisher.problem("the end of the last step", why)
         self._tell_own_calls()
+        self._end_asides()
+        if self._attached and not self._check.is_complete():
+            self._hang_again()
         for probe in self._probes:
             if probe.last != self.clock.step:
                 self._guard(f"probe {probe.name}", functools.partial(self._run_probe, probe))
@@ -582,12 +594,14 @@ class Exporter:
 
     def detach(self) -> None:
         """Remove every hook; the model is as it was."""
+        self._end_asides()
         self._silent = self.silent
         self._attached = False
         hung = [handle for _, _, handle in (*self._former.values(), *self._hung.values())]
         for handle in [*hung, *(one for handles in self._lasting.values() for one in handles)]:
             handle.remove()
         self._former, self._hung, self._lasting = {}, {}, {}
+        self._check = self._check_steps = Checklist()
         self._forget_leaves()
         unpatch(self._patched)
         self._parameters.forget()
@@ -828,6 +842,7 @@ class Exporter:
         """Put hooks where a receiver wants something, and nowhere else; called when receivers or modules change."""
         if not self._attached:
             return
+        self._end_asides()
         watch_scripting(self)
         watch_compiling(self)
         # of all that were ever there: one that nobody needed for a while has still been called before
@@ -879,21 +894,41 @@ class Exporter:
                 continue
             self._hang(computing, "_after_parametrization", path, after_forward)
         self._wire_losses()
+        self._wire_layers()
         for _, _, handle in self._former.values():
             handle.remove()
         self._former = {}
         self._parameters.note(self.tops, hooked)
-        hung = {on for on, _, _ in self._hung}
-        self._slowed = [
-            path
-            for prefix, top in self.tops
-            for path, one in named_parts(top, prefix)
-            if isinstance(one, nn.TransformerEncoderLayer | nn.MultiheadAttention)
-            and any(id(part) in hung for part in walking.modules(one))
-        ]
         for (_, method, name), (_, hook, _) in self._hung.items():
             if (name, method) in self._known:
                 hook.fired, hook.off = self._known[name, method]
+        self._list_hooks()
+
+    def _on_optimizers(self) -> list[tuple[Optimizer, Hanging]]:
+        return [(one, hanging) for one in self.optimizers.all for hanging in self._lasting.get(id(one), ())]
+
+    def _on_modules(self) -> list[tuple[Any, str, Hanging]]:
+        """What else hooks hang on, with its name."""
+        root = [(self._root, "", hanging) for hanging in self._lasting.get("root", ())]
+        return root + [(on, hook.name, hanging) for on, hook, hanging in self._hung.values()]
+
+    def _list_hooks(self) -> None:
+        on_optimizers = self._on_optimizers()
+        self._check_steps = Checklist(on_optimizers)
+        self._check = Checklist([*on_optimizers, *((on, hanging) for on, _, hanging in self._on_modules())])
+
+    def _hang_again(self) -> None:
+        """Put back the hooks that the program took off, and say what was missed meanwhile."""
+        stepped = [type(one).__name__ for one, hanging in self._on_optimizers() if hanging.hang_again(one)]
+        called = [name for on, name, hanging in self._on_modules() if hanging.hang_again(on)]
+        self._list_hooks()
+        why = "the program took the recorder's hooks off; they are back from this step on"
+        names = list(dict.fromkeys(repr(name) if name else "the model" for name in called))
+        if names:
+            told = ", ".join(names[:_FEW_NAMES]) + (" and others" if len(names) > _FEW_NAMES else "")
+            self.publisher.problem(f"what passed through {told} meanwhile", why)
+        for name in dict.fromkeys(stepped):
+            self.publisher.problem(f"what {name} did meanwhile", f"{why}, and steps that it took are counted as one")
 
     def _takes_hooks(self, path: str, module: nn.Module) -> bool:
         if isinstance(module, torch.jit.ScriptModule):
@@ -925,6 +960,18 @@ class Exporter:
         """Put the hooks on again if modules or parameters have come, gone or been replaced."""
         if self._parameters.changed(not self.optimizers and not self._steps_itself):
             self._rewire()
+
+    def _wire_layers(self) -> None:
+        """Let hooks step aside for the layers that have a fast path, where any hang on them or inside."""
+        hung = {id(on) for on, _, _ in self._on_modules()}
+        self._layers = {}
+        for path, one in [found for prefix, top in self.tops for found in named_parts(top, prefix)]:
+            if not isinstance(one, nn.TransformerEncoderLayer):
+                continue
+            inside = {id(part) for part in walking.modules(one)}
+            if not inside.isdisjoint(hung) and self._takes_hooks(path, one):
+                self._hang(one, "_before_layer", path, before_forward)
+                self._layers[id(one)] = [(on, hanging) for on, _, hanging in self._on_modules() if id(on) in inside]
 
     def _wire_losses(self) -> None:
         wanted = any(self.publisher.asked(kind, None) for kind in ("loss", "input_labels", "network_output"))
@@ -994,12 +1041,16 @@ class Exporter:
         if self._over:
             self._settle()
         if self.clock.open:
+            if not self._check_steps.is_complete():
+                self._hang_again()
             return
         if self._epoch_over:
             self.epoch_finished()
         self.clock.begin()
         if self._look_nodes:
             self._look_nodes = set()
+        if not self._check.is_complete() and all(one.over for one in self._asides.values()):
+            self._hang_again()
         self._idle = self._nothing_due()
         if self._calls or self.publisher.counts:
             self._calls = {key: count for key, count in self._calls.items() if key[1] != DEFAULT_TAG}
@@ -1126,10 +1177,6 @@ class Exporter:
             if self.optimizers.of_unknown_order:
                 self._called.add(id(module))
         else:
-            if self._slowed and not module.training and not is_grad_enabled():
-                why = "hooks switch it off, so results of evaluations may differ in rounding from unwatched ones"
-                self.publisher.problem(f"torch's fast path in {', '.join(map(repr, self._slowed))}", why, warn=False)
-                self._slowed = []
             running.listening = self.publisher.hears(running.tag)
             if running.listening and running.depth:
                 self._look()
@@ -1160,7 +1207,7 @@ class Exporter:
             return False
         if self._calls or self.publisher.counts or DistributedDataParallel._active_ddp_module is not None:
             return False
-        if self.optimizers.of_unknown_order:
+        if self.optimizers.of_unknown_order or not self._check_steps.is_complete():
             return False
         clock.begin()
         self._idle = True
@@ -1219,6 +1266,41 @@ class Exporter:
         # with a loss, the output is what the loss gets: on the same footing as the labels
         if not self._losses or self.publisher.collecting is not None:
             self.publisher.publish_leaves("network_output", None, output, running.tag)
+
+    def _idle_before_layer(self, args: tuple[Any, ...]) -> bool:
+        """Whether a layer that has a fast path does not take it: in training it never does."""
+        return bool(args[0].training)
+
+    def _before_layer(self, path: str, module: Any, args: Any, kwargs: Any) -> None:
+        """Step aside for a layer that may take torch's fast path, unless what is inside is asked for by name."""
+        last = self._asides.pop(threading.get_ident(), None)
+        if last is not None:
+            last.end()
+        if self.publisher.collecting is not None or not may_take_it(module, args, kwargs):
+            return  # a probe's pass is not one of the training's
+        running = self.passes.now
+        if running.depth == 0:
+            self._enter_pass(self._top(path, module))
+        hung = self._layers.get(id(module), [])
+        inside = {hanging.hook.name for on, hanging in hung if on is not module and isinstance(hanging.hook, Hook)}
+        tag = running.tag
+        streams = [(kind, one) for kind in _INNER for one in inside] if running.listening else []
+        if any(self.publisher.named(kind, one, tag) for kind, one in streams):
+            why = (
+                f"passes tagged {tag!r} do not take it, because a capture that names their tag takes what is inside; "
+                "their results may differ in rounding from unwatched ones"
+            )
+            self.publisher.problem(f"torch's fast path in {path!r}", why)
+            return
+        if any(self.publisher.stream(kind, one, tag).asked for kind, one in streams):
+            why = f"torch's fast path calls nothing inside; a capture whose tags name {tag!r} switches it off"
+            self.publisher.problem(f"the inside of {path!r} in passes tagged {tag!r}", why, warn=False)
+        self._asides[threading.get_ident()] = Aside(module, hung)
+
+    def _end_asides(self) -> None:
+        for one in self._asides.values():
+            one.end()
+        self._asides = {}
 
     def _before_forward(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if recomputing():
@@ -1416,6 +1498,8 @@ class Exporter:
         """Whether this loss is of a step that nobody records; then it is counted here, as `_loss_seen` would."""
         if not self._idle or self._user_tag is not None:  # in a probe, there is a tag
             return False
+        if not self._check_steps.is_complete():
+            return False
         output, root = args[-1], self._root
         if not (type(output) is Tensor and output.requires_grad and root is not None and root.training):
             return False
@@ -1535,13 +1619,17 @@ class Exporter:
 
     def _before_optimizer(self, _: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.optimizers.outdated:
+            self._check = self._check_steps = Checklist()
             for key in self.optimizers.let_go_of_replaced():
                 self._lasting.pop(key, None)
+            self._list_hooks()
         self.optimizers.steps_inside(optimizer)
         if self._comes_after_last(optimizer):
             return  # its weights are those of the step that has ended
         # the forward may come later, in a closure: whether anything is wanted is a question of the clock alone
         if not self._nothing_due():
+            if not self._check_steps.is_complete():
+                self._hang_again()
             if not recomputing():
                 self._look()
             parameters = self._parameters.of(optimizer, self.optimizers.in_order)
@@ -1566,6 +1654,7 @@ class Exporter:
                 hooks = self._lasting[id(optimizer)]
                 hooks[0].remove()
                 hooks[0] = before_step(optimizer, Hook(self, "_before_optimizer", ""))
+                self._list_hooks()
 
     def _idle_after_optimizer(self, args: tuple[Any, ...]) -> bool:
         """Whether this ends a step that nobody records; then it ends here, as `_after_optimizer` would end it."""
@@ -1744,6 +1833,9 @@ class _Passes(threading.local):
 
 _NUMBERS = itertools.count()
 _LOSSES = 256
+_INNER = ("activations", "layer_inputs", "layer_gradients", "input_gradients")
+_FEW_NAMES = 8
+"""How many modules a problem names."""
 _LATE = 10
 """How many times the usual forwards of a step one may have that is still open at the end, and nobody is told."""
 

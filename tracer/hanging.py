@@ -12,7 +12,7 @@ import itertools
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, TypeAlias, cast
 
 from torch import Tensor, nn
@@ -44,35 +44,74 @@ class Hanging:
         Whether the hook comes before those that are there.
     """
 
-    __slots__ = ("_dictionaries", "_number", "_unnoted", "place")
+    __slots__ = ("_dictionaries", "_first", "_marks", "_unnoted", "hook", "number", "place")
 
     def __init__(
         self, owner: Any, place: str, hook: Callable[..., Any], marks: tuple[str, ...] = (), *, first: bool = False
     ) -> None:
         self.place = place
-        self._number = next(_NUMBERS)
-        hooks, *noted = (_dictionary(owner, name) for name in (place, *marks))
-        self._dictionaries = [_reference(one) for one in (hooks, *noted)]
-        _note(self._number)
-        self._unnoted = weakref.finalize(hook, _forget, self._number)  # also where the owner is dropped with its hooks
+        self.number = next(_NUMBERS)
+        """Its key in the dictionary."""
+        self.hook = hook
+        self._marks = marks
+        self._first = first
+        _note(self.number)
+        self._unnoted = weakref.finalize(hook, _forget, self.number)  # also where the owner is dropped with its hooks
         self._unnoted.atexit = False
-        hooks[self._number] = hook
-        if first and isinstance(hooks, OrderedDict):
-            hooks.move_to_end(self._number, last=False)
+        self._dictionaries = self._put(owner)
+
+    def _put(self, owner: Any) -> list[Callable[[], _Hooks | None]]:
+        hooks, *noted = (_dictionary(owner, name) for name in (self.place, *self._marks))
+        hooks[self.number] = self.hook
+        if self._first and isinstance(hooks, OrderedDict):
+            hooks.move_to_end(self.number, last=False)
         for one in noted:
-            one[self._number] = True
+            one[self.number] = True
+        return [_reference(one) for one in (hooks, *noted)]
+
+    def hang_again(self, owner: Any) -> bool:
+        """Put the hook back where somebody else took it off; whether that was so."""
+        if self.hangs_on(owner):
+            return False
+        self._dictionaries = self._put(owner)
+        return True
 
     def hangs_on(self, owner: Any) -> bool:
         """Whether the hook is still in the dictionary that its owner has now."""
-        return self._number in _dictionary(owner, self.place)
+        return self.number in _dictionary(owner, self.place)
 
     def remove(self) -> None:
-        """Take the hook off, if it still hangs there."""
+        """Take the hook off for good, if it still hangs there."""
+        self.take_off()
+        self._unnoted()
+
+    def take_off(self) -> None:
+        """Take the hook off until `hang_again`."""
         for reference in self._dictionaries:
             one = reference()
             if one is not None:
-                one.pop(self._number, None)
-        self._unnoted()
+                one.pop(self.number, None)
+
+
+class Checklist:
+    """Hooks that should hang on modules and optimizers, and whether they do, at a few nanoseconds each.
+
+    Parameters
+    ----------
+    hung : iterable of (owner, Hanging)
+        The owners are kept alive.
+    """
+
+    def __init__(self, hung: Iterable[tuple[Any, Hanging]] = ()) -> None:
+        spots = ((vars(owner), one) for owner, one in hung if not isinstance(owner, Tensor))
+        self._spots = [(held, one.place, one.number) for held, one in spots if one.place in held]
+
+    def is_complete(self) -> bool:
+        """Whether all of them hang."""
+        for held, place, number in self._spots:  # noqa: SIM110 - a generator takes twice as long
+            if number not in held[place]:
+                return False
+        return True
 
 
 def before_forward(module: nn.Module, hook: Callable[..., Any], *, first: bool = False) -> Hanging:
