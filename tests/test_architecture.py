@@ -30,8 +30,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.subscription": {"tracer.messages"},
     "tracer.bus": {"tracer.messages", "tracer.subscription"},
     "tracer.subscriber": {"tracer.messages", "tracer.subscription", "tracer.bus"},
-    "tracer.actions": {"tracer.messages", "tracer.bus"},
-    "tracer.capture": {"tracer.messages", "tracer.subscription"},
+    "tracer.actions": {"tracer.walking", "tracer.messages", "tracer.bus"},
+    "tracer.capture": {"tracer.walking", "tracer.messages", "tracer.subscription"},
+    "tracer.walking": set(),
     "tracer.memory": set(),
     "tracer.checksum": set(),
     "tracer.stores": {"tracer.memory", "tracer.secrets"},
@@ -57,40 +58,43 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.recover": {"tracer.messages", "tracer.verify", "tracer.convert"} | STORAGE,
     "tracer.leaves": set(),
     "tracer.overflows": set(),
-    "tracer.compiled": {"tracer.leaves"},
+    "tracer.compiled": {"tracer.leaves", "tracer.walking"},
     "tracer.transfers": set(),
     "tracer.termination": set(),
-    "tracer.hooks": {"tracer.compiled"},
+    "tracer.hanging": set(),
+    "tracer.hooks": {"tracer.compiled", "tracer.hanging"},
+    "tracer.fast_path": {"tracer.hanging", "tracer.hooks", "tracer.walking"},
     "tracer.tensors": {"tracer.memory", "tracer.layout", "tracer.leaves"},
     "tracer.losses": {"tracer.hooks"},
-    "tracer.patches": {"tracer.hooks", "tracer.losses", "tracer.tensors"},
-    "tracer.optimizers": set(),
-    "tracer.probes": {"tracer.tensors"},
+    "tracer.patches": {"tracer.walking", "tracer.hooks", "tracer.losses", "tracer.tensors"},
+    "tracer.optimizers": {"tracer.walking"},
+    "tracer.probes": {"tracer.walking", "tracer.tensors"},
     "tracer.structure": {"tracer.wrappers"},
     "tracer.environment": set(),
     "tracer.budget": {"tracer.memory", "tracer.messages"} | STORAGE,
     "tracer.wrappers": set(),
     "tracer.parameters": {
         *("tracer.messages", "tracer.capture", "tracer.tensors", "tracer.wrappers", "tracer.placement"),
-        "tracer.memory",
+        *("tracer.memory", "tracer.walking"),
     },
     "tracer.clock": set(),
     "tracer.identity": set(),
     "tracer.publishing": {
         *("tracer.messages", "tracer.bus", "tracer.capture", "tracer.clock", "tracer.memory", "tracer.parameters"),
-        *("tracer.placement", "tracer.probes", "tracer.tensors", "tracer.layout", "tracer.overflows"),
+        *("tracer.placement", "tracer.probes", "tracer.subscription", "tracer.tensors", "tracer.layout"),
+        "tracer.overflows",
     },
     "tracer.exporter": FOUNDATION
     | {"tracer.hooks", "tracer.tensors", "tracer.losses", "tracer.patches", "tracer.optimizers", "tracer.probes"}
     | {"tracer.compiled", "tracer.wrappers", "tracer.structure", "tracer.placement", "tracer.parameters"}
-    | {"tracer.clock", "tracer.publishing"},
+    | {"tracer.clock", "tracer.fast_path", "tracer.hanging", "tracer.publishing", "tracer.walking"},
     "tracer.recorder": FOUNDATION | STORAGE | {"tracer.transfers", "tracer.budget", "tracer.termination"},
     "tracer.recording": FOUNDATION
     | STORAGE
     | {"tracer.exporter", "tracer.recorder", "tracer.budget", "tracer.environment", "tracer", "tracer.termination"},
     "tracer.certify": STORAGE
     | {"tracer.exporter", "tracer.hooks", "tracer.optimizers", "tracer.recording", "tracer.environment"}
-    | {"tracer.wrappers"},
+    | {"tracer.walking", "tracer.wrappers"},
     "tracer.recorders": FOUNDATION
     | STORAGE
     | {"tracer.exporter", "tracer.recording", "tracer.wrappers", "tracer.termination"},
@@ -98,7 +102,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.integrations": set(),
     "tracer.integrations.*": FOUNDATION
     | STORAGE
-    | {"tracer.losses", "tracer.recording", "tracer.termination", "tracer.integrations.*"},
+    | {"tracer.hanging", "tracer.losses", "tracer.recording", "tracer.termination", "tracer.integrations.*"},
     "tracer.epochs": {"tracer.exporter", "tracer.identity"},
     "tracer.launchers": set(),
     "tracer.launch": FOUNDATION
@@ -107,11 +111,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {
         "tracer",
         "tracer.epochs",
+        "tracer.hanging",
         "tracer.identity",
         "tracer.launchers",
         "tracer.losses",
         "tracer.patches",
         "tracer.probes",
+        "tracer.walking",
         "tracer.wrappers",
         "tracer.termination",
     },

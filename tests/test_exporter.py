@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -2413,4 +2413,100 @@ def test_parts_that_fail_leave_nothing_behind() -> None:
     model["part"](torch.randn(4, 3)).sum().backward()
     optimizer.step()
     assert exporter.passes.now.inputs == []
+    exporter.detach()
+
+
+def take_off(model: nn.Module, optimizer: torch.optim.Optimizer, way: str) -> None:
+    """Remove all hooks as programs do that think that all are theirs."""
+    for one in model.modules():
+        if way == "cleared":
+            one._forward_hooks.clear()
+            one._forward_pre_hooks.clear()
+        else:
+            one._forward_hooks = OrderedDict()
+            one._forward_pre_hooks = {} if way == "plain" else OrderedDict()  # type: ignore[assignment]
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if way == "cleared":
+            getattr(optimizer, name).clear()
+        else:
+            setattr(optimizer, name, OrderedDict())
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer", "both"])
+@pytest.mark.parametrize("when", ["between steps", "before the optimizer"])
+@pytest.mark.parametrize("way", ["cleared", "replaced", "plain"])
+def test_hooks_that_the_program_takes_off_come_back(way: str, when: str, what: str) -> None:
+    """Streams go on with the next step at the latest, at most one step is counted with the next, and it is told."""
+
+    def train(exporter: Exporter | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        nothing = nn.Linear(1, 1)
+        other = torch.optim.SGD(nothing.parameters(), lr=0.1)
+        if exporter is not None:
+            exporter.set_loss("mse_loss")
+            exporter.set_model(model)
+            exporter.set_optimizer(optimizer)
+        for step in range(6):
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+            targets = (model if what != "optimizer" else nothing, optimizer if what != "model" else other)
+            if step == 2 and when == "between steps":
+                take_off(*targets, way)
+            optimizer.zero_grad()
+            F.mse_loss(model(x), torch.zeros(4, 2)).backward()
+            if step == 2 and when == "before the optimizer":
+                take_off(*targets, way)
+            optimizer.step()
+        return model, optimizer
+
+    exporter, heard = Exporter(strict=True), Collect("*")
+    exporter.message_bus.register(heard)
+    with pytest.warns(RuntimeWarning, match="the program took the recorder's hooks off"):
+        model, optimizer = train(exporter)
+        exporter.finish()
+    plain, _ = train(None)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), plain.parameters(), strict=True))
+    told = {problem["what"] for problem in exporter.problems}
+    assert ("what passed through the model, '0', '1', '2' meanwhile" in told) == (what != "optimizer")
+    assert ("what SGD did meanwhile" in told) == (what != "model")
+    # a step of an optimizer without hooks is not seen; before the forward, or the loss, they are put back
+    expected = 5 if what != "model" and when == "before the optimizer" else 6
+    assert exporter.global_step == expected
+    last = [message for message in heard if message.global_step == expected - 1]
+    assert {(m.kind, m.key) for m in last} == {
+        (m.kind, m.key) for m in heard if m.global_step == 1 and m.kind != "epoch_started"
+    }
+    (weights,) = [m.data for m in last if m.kind == "weights" and m.key == "0"]
+    (update,) = [m.data for m in last if m.kind == "weight_updates" and m.key == "0"]
+    assert weights is not None
+    assert update is not None
+    assert torch.allclose(weights + update, model[0].weight)
+    exporter.detach()
+    for one in model.modules():
+        assert not one._forward_hooks
+        assert not one._forward_pre_hooks
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_an_idle_step_notices_that_the_optimizer_has_no_hooks() -> None:
+    """Of steps that nobody records, none is merged with another where the hooks are taken off between two steps."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = Exporter(capture=Capture(kinds=["weights"], every=4)), Collect("weights")
+    exporter.message_bus.register(heard)
+    exporter.set_model(model)
+    exporter.set_optimizer(optimizer)
+    with pytest.warns(RuntimeWarning, match="the program took the recorder's hooks off"):
+        for step in range(9):
+            if step in (2, 6):
+                optimizer._optimizer_step_post_hooks.clear()
+            model(torch.ones(4, 3)).sum().backward()
+            optimizer.step()
+    assert exporter.global_step == 9
+    assert sorted({message.global_step for message in heard}) == [0, 4, 8]
+    (problem,) = exporter.problems
+    assert problem["what"] == "what SGD did meanwhile"
+    assert problem["count"] == 2
     exporter.detach()

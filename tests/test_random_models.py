@@ -719,7 +719,7 @@ def heard(plan: Plan) -> tuple[Network, list[Message]]:
         exporter.detach()
 
     model, _ = train(plan, watch)
-    assert all("fast path" in problem["what"] for problem in exporter.problems), (plan.seed, exporter.problems)
+    assert all("fast path" in problem["why"] for problem in exporter.problems), (plan.seed, exporter.problems)
     return model, list(collect)
 
 

@@ -892,11 +892,13 @@ def test_multihead_attention_gives_output_and_weights() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
-def test_transformer_encoder_in_evaluation(padded: bool) -> None:
-    """Fast path in eval: hooks on modules switch it off, so inner layers are seen; results stay within rounding.
+def test_transformer_encoder_in_evaluation(padded: bool, named: bool) -> None:
+    """In evaluation torch keeps its fast path, and what it gives has the bits that it has unwatched.
 
-    With padding torch hands nested tensors on, which have no dense values: the trace says so.
+    Where a capture names the tag, hooks switch it off and inner layers are seen, which is told first; with padding,
+    torch then hands nested tensors on, which have no dense values, and the trace says so.
     """
     x = batches(1, (2, 3, 8))[0]
     mask = torch.tensor([[False, False, True], [False, False, False]]) if padded else None
@@ -911,12 +913,23 @@ def test_transformer_encoder_in_evaluation(padded: bool) -> None:
 
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # torch's of nested tensors, and ours
-        model, exporter, heard = unchanged(make, evaluate, strict=False)
+        settings: dict[str, Any] = {"tags": ["default", "eval"]} if named else {}
+        model, exporter, heard = unchanged(make, evaluate, strict=False, **settings)
         expected, got = outputs
         again = model(x, src_key_padding_mask=mask)
         inner = encode(model, x)
-    torch.testing.assert_close(got, expected)
+    assert torch.equal(again, expected)
     assert same(only(heard, "network_output", tag="eval"), got)
+    assert not heard.of("layer_gradients")
+    if not named:
+        assert torch.equal(got, expected)
+        assert not heard.of("activations")
+        assert "the inside of 'layers.1' in passes tagged 'eval': torch's fast path calls nothing inside" in problems(
+            exporter
+        )
+        return
+    torch.testing.assert_close(got, expected)
+    assert exporter.problems[0]["what"] == "torch's fast path in 'layers.0'"
     if padded:
         assert not find(heard, "activations", "layers.1.linear1")
         assert "activations of 'layers.1.linear1': a nested tensor is not supported" in problems(exporter)
@@ -924,11 +937,8 @@ def test_transformer_encoder_in_evaluation(padded: bool) -> None:
         assert {one.key for one in heard.of("activations")} == inner.keys()
         for name, value in inner.items():
             torch.testing.assert_close(only(heard, "activations", name, tag="eval"), value, rtol=1e-5, atol=1e-6)
-        assert len(exporter.problems) == 1
-    assert not heard.of("layer_gradients")
-    assert "torch's fast path in 'layers.0', 'layers.0.self_attn', 'layers.1'" in problems(exporter)
+        assert len(exporter.problems) == 2
     assert exporter.silent == [f"layers.{number}.self_attn.out_proj" for number in range(2)]
-    assert torch.equal(again, expected)
 
 
 def test_attention_probabilities_inside_sdpa_are_no_activation() -> None:

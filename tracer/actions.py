@@ -15,6 +15,7 @@ from typing import TypeAlias, final
 from torch import nn
 from torch.optim import Optimizer
 
+from tracer import walking
 from tracer.bus import describe
 from tracer.errors import MessageError
 from tracer.messages import DEFAULT_TAG, Message
@@ -49,14 +50,14 @@ def freeze(model: nn.Module, optimizer: Optimizer | None, message: Message) -> b
     """
     if message.key is None or message.data is None:
         raise MessageError(f"freezing needs a message of a module with a number, not {message.kind} of the network")
-    module = dict(model.named_modules()).get(message.key)
+    module = dict(walking.named_modules(model)).get(message.key)
     if module is None:
         raise MessageError(f"{message.kind} names the module {message.key!r}, which the model does not have")
     if not float(message.data) > 0:
         return False
     changed = False
-    for parameter in module.parameters(recurse=False):
-        if parameter.requires_grad:
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter.requires_grad:
             parameter.requires_grad_(False)
             parameter.grad = None
             changed = True

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tracer import walking
 from tracer.errors import CaptureError, UnknownNameError
 from tracer.messages import DEFAULT_TAG, KINDS, Message
 from tracer.subscription import matches_tag
@@ -338,7 +339,7 @@ class Capture:
 
     def takes_module(self, path: str, module: nn.Module) -> bool:
         """Whether it observes the module at this dotted path."""
-        is_leaf = next(module.children(), None) is None
+        is_leaf = not walking.children(module)
         if self.types is not None and not isinstance(module, tuple(self.types)):
             return False
         if self.depth is not None:
@@ -350,7 +351,7 @@ class Capture:
             return any(fnmatchcase(path, pattern) for pattern in self.modules)
         if self.depth is not None or self.types is not None:
             return True
-        return is_leaf or next(module.parameters(recurse=False), None) is not None
+        return is_leaf or any(one is not None for one in module._parameters.values())
 
     def takes_parameter(self, path: str) -> bool:
         """Whether one of its globs names this parameter by the parameter's own path."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tracer import environment
+from tracer import environment, walking
 from tracer.errors import CaptureError, TracerError, summary
 from tracer.exporter import Exporter
 from tracer.hooks import recomputing
@@ -376,12 +376,12 @@ def fingerprint(models: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]
     found = {f"random generator of {name}": _hash(states[name]) for name in ("python", "numpy", "torch")}
     found |= {f"random generator of cuda:{number}": _hash(state) for number, state in enumerate(states["cuda"])}
     names: dict[int, str] = {}
-    found["modes"] = _hash([[one.training for one in model.modules()] for model in models.values()])
+    found["modes"] = _hash([[one.training for one in walking.modules(model)] for model in models.values()])
     for prefix, model in models.items():
-        for name, parameter in model.named_parameters(prefix=prefix):
+        for name, parameter in walking.named_parameters(model, prefix):
             names[id(parameter)] = name
             found[f"parameter {name!r}"] = _hash(parameter)
-        found |= {f"buffer {name!r}": _hash(buffer) for name, buffer in model.named_buffers(prefix=prefix)}
+        found |= {f"buffer {name!r}": _hash(buffer) for name, buffer in walking.named_buffers(model, prefix)}
     for number, optimizer in enumerate(optimizers):
         which = "optimizer" if len(optimizers) == 1 else f"optimizer {number}"
         settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, library, nn
 
+from tracer import walking
 from tracer.leaves import Named, argument, below
 
 if TYPE_CHECKING:
@@ -89,14 +90,14 @@ def left_uncompiled(top: nn.Module, own: type) -> list[nn.Module]:
     while regions:
         one = regions.pop()
         if getattr(one, "_compiled_call_impl", None) is None:
-            regions += one.children()
+            regions += walking.children(one)
             continue
         inside = [one]
         while inside:
             part = inside.pop()
             if id(part) not in found and not _has_hooks(part, own) and _is_skipped(part):
                 found[id(part)] = part
-                inside += reversed(list(part.children()))
+                inside += reversed(walking.children(part))
     return list(found.values())
 
 

@@ -30,6 +30,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
+from tracer import walking
 from tracer.bus import MessageBus, Receiver, tell_of_model
 from tracer.capture import Capture
 from tracer.clock import Clock
@@ -42,6 +43,18 @@ from tracer.compiled import (
     unseen_regions,
 )
 from tracer.errors import CaptureError, MessageError, raised_by_signal
+from tracer.fast_path import Aside, may_take_it
+from tracer.hanging import (
+    Checklist,
+    Hanging,
+    after_accumulation,
+    after_forward,
+    after_step,
+    before_forward,
+    before_step,
+    on_gradient,
+    on_gradient_once,
+)
 from tracer.hooks import (
     ComputedHook,
     GradientHook,
@@ -136,6 +149,8 @@ class Exporter:
         "_backward_seen",
         "_backwards",
         "_calls",
+        "_check",
+        "_check_steps",
         "_compiled_before",
         "_ended_at",
         "_epoch_open",
@@ -216,15 +231,17 @@ class Exporter:
         self._losses: list[nn.Module | str] = []
         self._patched: dict[str, LossFunction] = {}
         weakref.finalize(self, unpatch, self._patched).atexit = False  # one that is dropped leaves no stand-ins
-        self._lasting: dict[Any, list[Any]] = {}
-        # by what they hang on, method and name: that, the hook, and its handle
-        self._hung: dict[tuple[int, str, str], tuple[Any, Hook, Any]] = {}
-        self._former: dict[tuple[int, str, str], tuple[Any, Hook, Any]] = {}
+        self._lasting: dict[Any, list[Hanging]] = {}
+        # by what they hang on, method and name: that, the hook, and where it hangs
+        self._hung: dict[tuple[int, str, str], tuple[Any, Hook, Hanging]] = {}
+        self._former: dict[tuple[int, str, str], tuple[Any, Hook, Hanging]] = {}
+        self._check = Checklist()  # of all these
+        self._check_steps = Checklist()  # of those on optimizers
         self._known: dict[tuple[str, str], tuple[bool, bool]] = {}  # which hooks were called, and which are off
         # by tensor, kind, module and place in its output or input
         self._leaf_hooks: dict[tuple[int, str, str, str], LeafHook] = {}
         # by path, what was computed last for a forward, and the hook on it
-        self._watched: dict[str, tuple[weakref.ref[Tensor], Any]] = {}
+        self._watched: dict[str, tuple[weakref.ref[Tensor], Hanging]] = {}
         self._probes: list[Probe] = []
         self._offered: FirstInputs | None = None  # the probe that takes what the model is given
         self._surveyed = False  # whether it is known which parameters other ranks hold, too
@@ -260,7 +277,9 @@ class Exporter:
         # optimizers is not known
         self._called: set[int] = set()
         self._called_before: set[int] = set()
-        self._slowed: list[str] = []  # modules whose fast path torch gives up because of our hooks
+        # by id, the layers that have a fast path: what of ours hangs on them and inside
+        self._layers: dict[int, list[tuple[Any, Hanging]]] = {}
+        self._asides: dict[int, Aside] = {}  # by thread, the last layer for which hooks stepped aside
         self._lock = threading.RLock()  # hooks may fire in several threads
         self.message_bus.watch(self._rewire)
 
@@ -355,6 +374,7 @@ class Exporter:
         take_optimizers_back = self.optimizers.let_go()
         hung = {key: (weakref.ref(on), hook, handle) for key, (on, hook, handle) in self._hung.items()}
         self._root, self._added, self.publisher.modules, self._hung = None, [], {}, {}
+        self._check = self._check_steps = Checklist()
         self._parameters.find(())
         self._parameters.note((), False)
         if collect:
@@ -434,7 +454,7 @@ class Exporter:
     @property
     def tops(self) -> list[tuple[str, nn.Module]]:
         """The model, and the modules that were added and are not part of it, by their names."""
-        below = set() if self._root is None else {id(one) for one in self._root.modules()}
+        below = set() if self._root is None else {id(one) for one in walking.modules(self._root)}
         root = [] if self._root is None else [("", self._root)]
         return root + [(name, top) for name, top, _ in self._added if id(top) not in below]
 
@@ -460,7 +480,7 @@ class Exporter:
                 raise CaptureError(f"there is no module {module!r}; there are {', '.join(everything)}")
             module = everything[module]
         frozen = []
-        for name, parameter in module.named_parameters():
+        for name, parameter in walking.named_parameters(module):
             if parameter.requires_grad:
                 parameter.requires_grad_(False)
                 parameter.grad = None
@@ -559,6 +579,10 @@ class Exporter:
                 "another took its place, give it to set_optimizer of the exporter"
             )
             self.publisher.problem("the end of the last step", why)
+        self._tell_own_calls()
+        self._end_asides()
+        if self._attached and not self._check.is_complete():
+            self._hang_again()
         for probe in self._probes:
             if probe.last != self.clock.step:
                 self._guard(f"probe {probe.name}", functools.partial(self._run_probe, probe))
@@ -566,8 +590,20 @@ class Exporter:
                 why = probe.refusal if self._root is not None else "there is not one model, but none or several"
                 self.publisher.problem(f"probe {probe.name!r}", why)
 
+    def _tell_own_calls(self) -> None:
+        """Say of which modules no forward was seen because their classes have a ``__call__`` that calls no hooks."""
+        unseen = [(path, self.publisher.modules[path]) for path in self.silent]
+        if self._root is not None and self.steps_seen and not self.forwards_seen:
+            unseen = [("", self._root), *((path, one) for path, one in unseen if one is not self._root)]
+        for path, one in unseen:
+            if type(one).__call__ is not nn.Module.__call__:
+                name = type(one).__name__
+                why = f"{name} has a __call__ of its own that does not make that of torch.nn.Module, which calls hooks"
+                self.publisher.problem(f"the forward of {path!r}" if path else "the forward of the model", why)
+
     def detach(self) -> None:
         """Remove every hook; the model is as it was."""
+        self._end_asides()
         self._silent = self.silent
         self._attached = False
         hung = [handle for _, _, handle in (*self._former.values(), *self._hung.values())]
@@ -577,6 +613,7 @@ class Exporter:
         for _, handle in self._watched.values():
             handle.remove()
         self._watched = {}
+        self._check = self._check_steps = Checklist()
         self._forget_leaves()
         unpatch(self._patched)
         self._parameters.forget()
@@ -707,7 +744,8 @@ class Exporter:
             raise CaptureError("a probe needs the model: call set_model first")
         if self._sharded():
             raise CaptureError(NO_PROBES)
-        if any(map(is_lazy, itertools.chain(self._root.parameters(), self._root.buffers()))):
+        buffers = (buffer for _, buffer in walking.named_buffers(self._root))
+        if any(map(is_lazy, itertools.chain(walking.parameters(self._root), buffers))):
             raise CaptureError(
                 f"probe {name!r} would make the parameters of a lazy model, and with other random numbers than the "
                 "training would: run the model once before"
@@ -847,6 +885,7 @@ class Exporter:
         """Put hooks where a receiver wants something, and nowhere else; called when receivers or modules change."""
         if not self._attached:
             return
+        self._end_asides()
         watch_scripting(self)
         watch_compiling(self)
         # of all that were ever there: one that nobody needed for a while has still been called before
@@ -868,61 +907,76 @@ class Exporter:
         # these stay while others come and go: torch forbids changing an optimizer's hooks while they run
         if self._root is not None and "root" not in self._lasting and self._takes_hooks("", self._root):
             self._compiled_before = compiled_anything()
-            first = Hook(self, "_before_root", "")
-            self._lasting["root"] = [self._root.register_forward_pre_hook(first, with_kwargs=True, prepend=True)]
+            self._lasting["root"] = [before_forward(self._root, Hook(self, "_before_root", ""), first=True)]
         for optimizer in self.optimizers.all:
             if id(optimizer) not in self._lasting:
                 self._lasting[id(optimizer)] = [
-                    optimizer.register_step_pre_hook(Hook(self, "_before_optimizer", "")),
-                    optimizer.register_step_post_hook(Hook(self, "_after_optimizer", "")),
+                    before_step(optimizer, Hook(self, "_before_optimizer", "")),
+                    after_step(optimizer, Hook(self, "_after_optimizer", "")),
                 ]
         for path, one in self.publisher.modules.items():
             if not self._takes_hooks(path, one):
                 continue
             inputs = any(self.publisher.asked(kind, path) for kind in ("layer_inputs", "input_gradients"))
             if inputs:
-                put = functools.partial(one.register_forward_pre_hook, with_kwargs=True)
-                self._hang(one, "_before_forward", path, put, self.publisher.asked("input_gradients", path))
+                self._hang(one, "_before_forward", path, before_forward, self.publisher.asked("input_gradients", path))
             if inputs or any(self.publisher.asked(kind, path) for kind in ("activations", "layer_gradients")):
-                put = functools.partial(one.register_forward_hook, with_kwargs=True)
-                new = self._hang(one, "_after_forward", path, put, self.publisher.asked("layer_gradients", path))
+                gradients = self.publisher.asked("layer_gradients", path)
+                new = self._hang(one, "_after_forward", path, after_forward, gradients)
                 if new and one is self._root and (last := self._former.pop((id(one), "_after_root", ""), None)):
                     last[2].remove()  # and hung on again below
         # after the root's own activations, which belong before the network's output
         if self._root is not None and self._takes_hooks("", self._root):
-            put = functools.partial(self._root.register_forward_hook, with_kwargs=True, always_call=True)
-            self._hang(self._root, "_after_root", "", put)
+            self._hang(self._root, "_after_root", "", functools.partial(after_forward, always=True))
         hooked = not self.optimizers and not self._steps_itself  # each parameter that is trained
         if hooked:
             for path, tensor in self._parameters.trained(self.publisher):
-                self._hang(tensor, "_after_accumulation", path, tensor.register_post_accumulate_grad_hook)
+                self._hang(tensor, "_after_accumulation", path, after_accumulation)
         for path, computing in self._parameters.parametrizations(self.publisher):
             if not self._takes_hooks(path, computing):
                 continue
-            put = functools.partial(computing.register_forward_hook, with_kwargs=True)
-            self._hang(computing, "_after_parametrization", path, put)
+            self._hang(computing, "_after_parametrization", path, after_forward)
         for path, one in self._parameters.replaced(self.publisher):
             if not self._takes_hooks(path, one):
                 continue
             # before hooks of the program's that take away what others of its hooks have put there
-            put = functools.partial(one.register_forward_hook, with_kwargs=True, prepend=True)
-            self._hang(one, "_after_replaced", path, put)
+            self._hang(one, "_after_replaced", path, functools.partial(after_forward, first=True))
         self._wire_losses()
+        self._wire_layers()
         for _, _, handle in self._former.values():
             handle.remove()
         self._former = {}
         self._parameters.note(self.tops, hooked)
-        hung = {on for on, _, _ in self._hung}
-        self._slowed = [
-            path
-            for prefix, top in self.tops
-            for path, one in named_parts(top, prefix)
-            if isinstance(one, nn.TransformerEncoderLayer | nn.MultiheadAttention)
-            and any(id(part) in hung for part in one.modules())
-        ]
         for (_, method, name), (_, hook, _) in self._hung.items():
             if (name, method) in self._known:
                 hook.fired, hook.off = self._known[name, method]
+        self._list_hooks()
+
+    def _on_optimizers(self) -> list[tuple[Optimizer, Hanging]]:
+        return [(one, hanging) for one in self.optimizers.all for hanging in self._lasting.get(id(one), ())]
+
+    def _on_modules(self) -> list[tuple[Any, str, Hanging]]:
+        """What else hooks hang on, with its name."""
+        root = [(self._root, "", hanging) for hanging in self._lasting.get("root", ())]
+        return root + [(on, hook.name, hanging) for on, hook, hanging in self._hung.values()]
+
+    def _list_hooks(self) -> None:
+        on_optimizers = self._on_optimizers()
+        self._check_steps = Checklist(on_optimizers)
+        self._check = Checklist([*on_optimizers, *((on, hanging) for on, _, hanging in self._on_modules())])
+
+    def _hang_again(self) -> None:
+        """Put back the hooks that the program took off, and say what was missed meanwhile."""
+        stepped = [type(one).__name__ for one, hanging in self._on_optimizers() if hanging.hang_again(one)]
+        called = [name for on, name, hanging in self._on_modules() if hanging.hang_again(on)]
+        self._list_hooks()
+        why = "the program took the recorder's hooks off; they are back from this step on"
+        names = list(dict.fromkeys(repr(name) if name else "the model" for name in called))
+        if names:
+            told = ", ".join(names[:_FEW_NAMES]) + (" and others" if len(names) > _FEW_NAMES else "")
+            self.publisher.problem(f"what passed through {told} meanwhile", why)
+        for name in dict.fromkeys(stepped):
+            self.publisher.problem(f"what {name} did meanwhile", f"{why}, and steps that it took are counted as one")
 
     def _takes_hooks(self, path: str, module: nn.Module) -> bool:
         if isinstance(module, torch.jit.ScriptModule):
@@ -955,25 +1009,38 @@ class Exporter:
         if self._parameters.changed(not self.optimizers and not self._steps_itself):
             self._rewire()
 
+    def _wire_layers(self) -> None:
+        """Let hooks step aside for the layers that have a fast path, where any hang on them or inside."""
+        hung = {id(on) for on, _, _ in self._on_modules()}
+        self._layers = {}
+        for path, one in [found for prefix, top in self.tops for found in named_parts(top, prefix)]:
+            if not isinstance(one, nn.TransformerEncoderLayer):
+                continue
+            inside = {id(part) for part in walking.modules(one)}
+            if not inside.isdisjoint(hung) and self._takes_hooks(path, one):
+                self._hang(one, "_before_layer", path, before_forward)
+                self._layers[id(one)] = [(on, hanging) for on, _, hanging in self._on_modules() if id(on) in inside]
+
     def _wire_losses(self) -> None:
         wanted = any(self.publisher.asked(kind, None) for kind in ("loss", "input_labels", "network_output"))
         for loss in self._losses if wanted else ():
             if isinstance(loss, nn.Module):
                 if not self._takes_hooks("", loss):
                     continue
-                put = functools.partial(loss.register_forward_hook, with_kwargs=True)
-                self._hang(loss, "_after_loss", "", put)
+                self._hang(loss, "_after_loss", "", after_forward)
             elif loss not in self._patched:
                 self._patched[loss] = LossFunction(self, getattr(torch.nn.functional, loss))
                 setattr(torch.nn.functional, loss, self._patched[loss])
 
-    def _hang(self, on: Any, method: str, name: str, put: Callable[[Hook], Any], gradients: bool = False) -> bool:
+    def _hang(
+        self, on: Any, method: str, name: str, put: Callable[[Any, Hook], Hanging], gradients: bool = False
+    ) -> bool:
         """Put a hook on something, if it is not there: one taken off in the middle of a call gets other arguments."""
         key = id(on), method, name
         there = self._former.pop(key, None)
         if there is None:
             hook = Hook(self, method, name, gradients)
-            self._hung[key] = on, hook, put(hook)
+            self._hung[key] = on, hook, put(on, hook)
         else:
             there[1].gradients = gradients
             self._hung[key] = there
@@ -997,7 +1064,7 @@ class Exporter:
         self._began_in_eval_mode = (
             listens and self._root is not None and not self._root.training and not self._training_passes
         )
-        inside = (one for _, top in self.tops for one in top.modules())
+        inside = (one for _, top in self.tops for one in walking.modules(top))
         elsewhere = self._parameters.survey(
             (*self._around, *inside), self.publisher.rank, self.recorded, self.publisher
         )
@@ -1022,12 +1089,16 @@ class Exporter:
         if self._over:
             self._settle()
         if self.clock.open:
+            if not self._check_steps.is_complete():
+                self._hang_again()
             return
         if self._epoch_over:
             self.epoch_finished()
         self.clock.begin()
         if self._look_nodes:
             self._look_nodes = set()
+        if not self._check.is_complete() and all(one.over for one in self._asides.values()):
+            self._hang_again()
         self._idle = self._nothing_due()
         if self._calls or self.publisher.counts:
             self._calls = {key: count for key, count in self._calls.items() if key[1] != DEFAULT_TAG}
@@ -1154,10 +1225,6 @@ class Exporter:
             if self.optimizers.of_unknown_order:
                 self._called.add(id(module))
         else:
-            if self._slowed and not module.training and not is_grad_enabled():
-                why = "hooks switch it off, so results of evaluations may differ in rounding from unwatched ones"
-                self.publisher.problem(f"torch's fast path in {', '.join(map(repr, self._slowed))}", why, warn=False)
-                self._slowed = []
             running.listening = self.publisher.hears(running.tag)
             if running.listening and running.depth:
                 self._look()
@@ -1169,8 +1236,9 @@ class Exporter:
         """
         if not self._top_of:
             self._top_of = {inner: weakref.ref(top) for name, top in self.tops for inner, _ in named_parts(top, name)}
-        top = self._top_of.get(path)
-        return (None if top is None else top()) or module
+        known = self._top_of.get(path)
+        top = None if known is None else known()
+        return module if top is None else top
 
     def _idle_before_root(self, args: tuple[Any, ...]) -> bool:
         """Whether this begins a step that nobody records; then it begins here, as `_before_root` would begin it.
@@ -1187,7 +1255,7 @@ class Exporter:
             return False
         if self._calls or self.publisher.counts or DistributedDataParallel._active_ddp_module is not None:
             return False
-        if self.optimizers.of_unknown_order:
+        if self.optimizers.of_unknown_order or not self._check_steps.is_complete():
             return False
         clock.begin()
         self._idle = True
@@ -1254,6 +1322,41 @@ class Exporter:
         # with a loss, the output is what the loss gets: on the same footing as the labels
         if not self._losses or self.publisher.collecting is not None:
             self.publisher.publish_leaves("network_output", None, output, running.tag)
+
+    def _idle_before_layer(self, args: tuple[Any, ...]) -> bool:
+        """Whether a layer that has a fast path does not take it: in training it never does."""
+        return bool(args[0].training)
+
+    def _before_layer(self, path: str, module: Any, args: Any, kwargs: Any) -> None:
+        """Step aside for a layer that may take torch's fast path, unless what is inside is asked for by name."""
+        last = self._asides.pop(threading.get_ident(), None)
+        if last is not None:
+            last.end()
+        if self.publisher.collecting is not None or not may_take_it(module, args, kwargs):
+            return  # a probe's pass is not one of the training's
+        running = self.passes.now
+        if running.depth == 0:
+            self._enter_pass(self._top(path, module))
+        hung = self._layers.get(id(module), [])
+        inside = {hanging.hook.name for on, hanging in hung if on is not module and isinstance(hanging.hook, Hook)}
+        tag = running.tag
+        streams = [(kind, one) for kind in _INNER for one in inside] if running.listening else []
+        if any(self.publisher.named(kind, one, tag) for kind, one in streams):
+            why = (
+                f"passes tagged {tag!r} do not take it, because a capture that names their tag takes what is inside; "
+                "their results may differ in rounding from unwatched ones"
+            )
+            self.publisher.problem(f"torch's fast path in {path!r}", why)
+            return
+        if any(self.publisher.stream(kind, one, tag).asked for kind, one in streams):
+            why = f"torch's fast path calls nothing inside; a capture whose tags name {tag!r} switches it off"
+            self.publisher.problem(f"the inside of {path!r} in passes tagged {tag!r}", why, warn=False)
+        self._asides[threading.get_ident()] = Aside(module, hung)
+
+    def _end_asides(self) -> None:
+        for one in self._asides.values():
+            one.end()
+        self._asides = {}
 
     def _before_forward(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if recomputing():
@@ -1379,7 +1482,7 @@ class Exporter:
     def _watch(self, tensor: Tensor, hook: GradientHook) -> None:
         """Hang a hook on a tensor of this pass, and see to it that it does not outlive the step."""
         if not tensor.is_leaf:
-            tensor.register_hook(hook)
+            on_gradient_once(tensor, hook)
             return
         # a parameter that a module returns, an input of the user's: both outlive this step
         key = id(tensor), hook.kind, hook.path, hook.leaf
@@ -1440,13 +1543,15 @@ class Exporter:
         self.last_scaled = weakref.ref(scaled), loss.detach()
         listens = any(method in ("_after_forward", "_after_accumulation") for _, method, _ in self._hung)
         if self.clock.open and not self._idle and listens:
-            scaled.register_hook(ScaleHook(self, scale))
+            on_gradient_once(scaled, ScaleHook(self, scale))
 
     # -- loss -----------------------------------------------------------------------------------------------
 
     def _idle_after_loss(self, args: tuple[Any, ...]) -> bool:
         """Whether this loss is of a step that nobody records; then it is counted here, as `_loss_seen` would."""
         if not self._idle or self._user_tag is not None:  # in a probe, there is a tag
+            return False
+        if not self._check_steps.is_complete():
             return False
         output, root = args[-1], self._root
         if not (type(output) is Tensor and output.requires_grad and root is not None and root.training):
@@ -1567,13 +1672,17 @@ class Exporter:
 
     def _before_optimizer(self, _: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.optimizers.outdated:
+            self._check = self._check_steps = Checklist()
             for key in self.optimizers.let_go_of_replaced():
                 self._lasting.pop(key, None)
+            self._list_hooks()
         self.optimizers.steps_inside(optimizer)
         if self._comes_after_last(optimizer):
             return  # its weights are those of the step that has ended
         # the forward may come later, in a closure: whether anything is wanted is a question of the clock alone
         if not self._nothing_due():
+            if not self._check_steps.is_complete():
+                self._hang_again()
             if not recomputing():
                 self._look()
             parameters = self._parameters.of(optimizer, self.optimizers.in_order)
@@ -1597,7 +1706,8 @@ class Exporter:
             if not _leaves_gradients(optimizer) and not _is_heard_last(optimizer):
                 hooks = self._lasting[id(optimizer)]
                 hooks[0].remove()
-                hooks[0] = optimizer.register_step_pre_hook(Hook(self, "_before_optimizer", ""))
+                hooks[0] = before_step(optimizer, Hook(self, "_before_optimizer", ""))
+                self._list_hooks()
 
     def _idle_after_optimizer(self, args: tuple[Any, ...]) -> bool:
         """Whether this ends a step that nobody records; then it ends here, as `_after_optimizer` would end it."""
@@ -1704,7 +1814,7 @@ class Exporter:
         if is_grad_enabled() and value.requires_grad and not value.is_leaf:
             last = self._watched.get(path)
             if (last is None or last[0]() is not value) and self._parameters.wants_gradient(path, self.publisher):
-                self._watched[path] = weakref.ref(value), value.register_hook(ComputedHook(self, path))
+                self._watched[path] = weakref.ref(value), on_gradient(value, ComputedHook(self, path))
 
     def _gradient_of_computed(self, path: str, gradient: Tensor) -> None:
         if self.clock.open and not self._idle:
@@ -1757,7 +1867,7 @@ class Exporter:
 
     def _sharded(self) -> bool:
         """Whether the model's forward needs other ranks to run it, too."""
-        return self._root is not None and any(is_distributed(one) for one in self._root.parameters())
+        return self._root is not None and any(map(is_distributed, walking.parameters(self._root)))
 
     def _forget_calls(self, tag: str) -> None:
         self._calls = {key: count for key, count in self._calls.items() if key[1] != tag}
@@ -1804,6 +1914,9 @@ class _Passes(threading.local):
 
 _NUMBERS = itertools.count()
 _LOSSES = 256
+_INNER = ("activations", "layer_inputs", "layer_gradients", "input_gradients")
+_FEW_NAMES = 8
+"""How many modules a problem names."""
 _LATE = 10
 """How many times the usual forwards of a step one may have that is still open at the end, and nobody is told."""
 

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from tracer.compiled import name_hook, observe_in_graph, run_uncompiled
 from tracer.errors import raised_by_signal
+from tracer.hanging import on_gradient
 
 if TYPE_CHECKING:
     from tracer.exporter import Exporter
@@ -58,7 +59,7 @@ def _without_modes() -> Iterator[None]:
 
 
 class Hook:
-    """A hook of an exporter; in a copy or a pickle of what it hangs on, a function that does nothing."""
+    """A hook of an exporter."""
 
     __slots__ = (
         "__weakref__",
@@ -128,7 +129,8 @@ class Hook:
         return None if exporter is None else GradientHook(exporter, kind, self.name, leaf, call, tag, at)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # a callable of the standard library that takes anything and returns None: what is loaded needs no tracer
+        # for a pickler that does not leave hooks out as `tracer.hanging` has it: a callable of the library, which
+        # takes anything and returns None
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
@@ -139,6 +141,8 @@ class GradientHook:
     """Sees the gradient of one tensor of one forward pass."""
 
     __slots__ = ("_exporter", "at", "call", "kind", "leaf", "path", "scale", "tag")
+
+    __torch_unserializable__ = True  # torch warns of every other hook on a tensor that is pickled
 
     def __init__(
         self,
@@ -185,7 +189,9 @@ class GradientHook:
 class ComputedHook:
     """Sees the gradient of a weight that was computed for a forward."""
 
-    __slots__ = ("_exporter", "path")
+    __slots__ = ("__weakref__", "_exporter", "path")
+
+    __torch_unserializable__ = True
 
     def __init__(self, exporter: Exporter, path: str) -> None:
         self._exporter = weakref.ref(exporter)
@@ -210,13 +216,15 @@ class LeafHook:
     What a backward brings is of the calls since the last one; if there are none, it went through the same once more.
     """
 
-    __slots__ = ("_latest", "_tensor", "_waiting", "handle")
+    __slots__ = ("__weakref__", "_latest", "_tensor", "_waiting", "handle")
+
+    __torch_unserializable__ = True
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = weakref.ref(tensor)
         self._waiting: list[tuple[int, GradientHook]] = []
         self._latest: list[tuple[int, GradientHook]] = []
-        self.handle = tensor.register_hook(self)
+        self.handle = on_gradient(tensor, self)
 
     def of(self, tensor: Tensor) -> bool:
         """Whether it is this tensor's."""
@@ -239,6 +247,8 @@ class ScaleHook:
     """Sits on a loss that a GradScaler has multiplied, and tells an exporter when a backward begins there."""
 
     __slots__ = ("_exporter", "scale")
+
+    __torch_unserializable__ = True
 
     def __init__(self, exporter: Exporter, scale: Tensor) -> None:
         self._exporter = weakref.ref(exporter)

@@ -30,17 +30,17 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from tracer import termination
+from tracer import termination, walking
 from tracer.bus import MessageBus
 from tracer.capture import Capture
 from tracer.compression import Compression
 from tracer.epochs import Epochs
 from tracer.errors import CaptureError, TraceError, TracerError
 from tracer.exporter import Exporter
+from tracer.hanging import before_any_step
 from tracer.identity import WeakIdentitySet
 from tracer.launchers import refuse_other_languages
 from tracer.losses import LOSS_FUNCTIONS
@@ -305,6 +305,7 @@ class _Session:
         self._closed = False
         self.pid = os.getpid()
         self.refusal: CaptureError | TraceError | None = None
+        self._trouble: str | None = None  # what failed first of our own part
 
     def _begin(self, starting: Callable[[], None] | None) -> Callable[[], None] | None:
         """Let the script end where it is not known at which step it goes on, before it trains."""
@@ -348,6 +349,8 @@ class _Session:
         if not self._made_any:
             children = "; processes that it started may have trained, and only tracer.record in them records that"
             return "it made no optimizer of torch.optim" + (children if self._children else "")
+        if self._trouble is not None:
+            return self._trouble
         if not self.exporter.tops:
             return "its optimizers train nothing"
         if self.exporter.steps_seen == 0:
@@ -436,7 +439,7 @@ class _Session:
             wrapper.__doc__ = original.__doc__
             wrapper.__wrapped__ = original  # inspect.signature follows it
             setattr(owner, name, wrapper)
-        steps = register_optimizer_step_pre_hook(before_step)
+        steps = before_any_step(before_step)
         try:
             with termination.raises():
                 yield
@@ -447,8 +450,16 @@ class _Session:
 
     def guarded(self, what: str, work: Callable[[], None]) -> None:
         """Do our part of a call of the script's; in a worker process that it forked, there is none."""
+
+        def noting() -> None:
+            try:
+                work()
+            except Exception as error:
+                self._trouble = self._trouble or f"{what} could not be followed ({type(error).__name__}: {error})"
+                raise
+
         if os.getpid() == self.pid:
-            self.exporter._guard(what, work)
+            self.exporter._guard(what, noting)
 
     def stepped_by_hand(self) -> None:
         """End a step where no optimizer can: after its backward."""
@@ -457,7 +468,7 @@ class _Session:
 
     def group_added(self, optimizer: Optimizer) -> None:
         """An optimizer trains more: maybe a module that is not watched yet."""
-        watched = {id(p) for _, top in self.exporter.tops for p in nn.Module.parameters(top)}
+        watched = {id(p) for _, top in self.exporter.tops for p in walking.parameters(top)}
         if not all(id(p) in watched for p in optimizer.param_groups[-1]["params"]):
             self.optimizer_made(optimizer)
 
@@ -522,7 +533,7 @@ class _Session:
         """
         if count <= _FEW or count >= 2 * self._looked:
             return False
-        watched = {id(p) for _, top in self.exporter.tops for p in nn.Module.parameters(top)}
+        watched = {id(p) for _, top in self.exporter.tops for p in walking.parameters(top)}
         return all(id(p) in watched for group in optimizer.param_groups for p in group["params"])
 
     def _look_for_models(self, alive: Sequence[Optimizer]) -> bool:
@@ -539,7 +550,7 @@ class _Session:
                 for name, one in names_of(models).items():
                     self.exporter.add_modules((name, one))
         else:  # a second training in one script: its model joins the first
-            watched = {id(one) for _, top in self.exporter.tops for one in top.modules()}
+            watched = {id(one) for _, top in self.exporter.tops for one in walking.modules(top)}
             more = [one for one in models if id(one) not in watched]
             for name, one in names_of(more).items():
                 self.exporter.add_modules((name, one))
@@ -614,16 +625,16 @@ def models_of(optimizers: Sequence[Optimizer]) -> list[nn.Module]:
     objects: list[Any] = gc.get_objects() + (_at_hand() if gc.get_freeze_count() else [])
     everything = [one for one in objects if type(one) in classes and "_parameters" in vars(one)]
     # by the class, because modules may call something else of theirs `parameters` or `modules`
-    owners = [one for one in everything if any(id(p) in trained for p in nn.Module.parameters(one))]
-    inner = {id(child) for one in owners for child in nn.Module.modules(one) if child is not one}
+    owners = [one for one in everything if any(id(p) in trained for p in walking.parameters(one))]
+    inner = {id(child) for one in owners for child in walking.modules(one) if child is not one}
     roots = {id(unwrap(one)): unwrap(one) for one in owners if id(one) not in inner}
     # a copy (an average of the weights, say) shares no parameter; a view of some layers does, and owns fewer
-    owned = [(one, [trained[id(p)] for p in nn.Module.parameters(one) if id(p) in trained]) for one in roots.values()]
+    owned = [(one, [trained[id(p)] for p in walking.parameters(one) if id(p) in trained]) for one in roots.values()]
     roots_by_size = [one for one, places in sorted(owned, key=lambda found: (-len(found[1]), found[1]))]
     chosen: list[nn.Module] = []
     covered: set[int] = set()
     for one in roots_by_size:
-        own = {id(p) for p in nn.Module.parameters(one) if id(p) in trained}
+        own = {id(p) for p in walking.parameters(one) if id(p) in trained}
         if not own <= covered:
             chosen.append(one)
             covered |= own
@@ -637,7 +648,7 @@ def _at_hand() -> list[nn.Module]:
     while frame is not None:
         found += [*frame.f_locals.values(), *frame.f_globals.values()]
         frame = frame.f_back
-    modules = {id(part): part for one in found if issubclass(type(one), nn.Module) for part in nn.Module.modules(one)}
+    modules = {id(part): part for one in found if issubclass(type(one), nn.Module) for part in walking.modules(one)}
     return list(modules.values())
 
 

@@ -49,9 +49,12 @@ class LossFunction:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)  # as functions are in a class
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # what holds the function, such as a model, can be copied and pickled, and finds torch's own where it is loaded
-        return pkgutil.resolve_name, (f"torch.nn.functional:{self.__name__}",)
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        # what holds the function, such as a model, is copied and pickled as with torch's own, by its name
+        name: str = self.__name__
+        if getattr(torch.nn.functional, name) is self:
+            return name
+        return pkgutil.resolve_name, (f"torch.nn.functional:{name}",)  # pickle refuses the name of something else
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         exporter = self._exporter()

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tracer import walking
+
 ALONE = 128
 """Steps of one optimizer without another's that stepped before, after which it is taken for one that trains alone."""
 
@@ -109,7 +111,7 @@ class Optimizers:
         if known is None:
             own = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
             known = self._trains[key] = {
-                id(top) for _, top in observed.tops if any(id(one) in own for one in nn.Module.parameters(top))
+                id(top) for _, top in observed.tops if any(id(one) in own for one in walking.parameters(top))
             }
         return known
 

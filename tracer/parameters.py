@@ -10,14 +10,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
+from tracer import walking
 from tracer.capture import Capture
 from tracer.errors import raised_by_signal
 from tracer.memory import Memory
@@ -98,8 +98,23 @@ class Parameter:
             return [one for one in found if one is not None]
         if not self.computed:
             return []
-        computing = self.owner.get_submodule(f"parametrizations.{self.attribute}")
+        computing = _parametrizations(self.owner)[self.attribute]
         return [one for one in computing._parameters.values() if one is not None]
+
+
+class _Held:
+    """The modules that a module held at some time: told apart by what they are, whatever they say of themselves."""
+
+    __slots__ = ("_ids", "_modules", "names")
+
+    def __init__(self, modules: Mapping[str, Any]) -> None:
+        self.names = list(modules)
+        self._modules = list(modules.values())  # none of which another can get the id of
+        self._ids = list(map(id, self._modules))
+
+    def differ_from(self, modules: Mapping[str, Any]) -> bool:
+        """Whether others are there now, or under other names, or in another order."""
+        return list(map(id, modules.values())) != self._ids or list(modules) != self.names
 
 
 class Parameters:
@@ -117,7 +132,7 @@ class Parameters:
         self._by_stream: dict[tuple[str, bool], Parameter] = {}
         self._by_path: dict[str, Parameter] = {}
         # what the model was made of when the hooks were put on
-        self._built: list[tuple[Mapping[str, Any], list[Any], Mapping[str, Any], list[str]]] = []
+        self._built: list[tuple[Mapping[str, Any], _Held, Mapping[str, Any], list[str]]] = []
         self._placed: list[tuple[Mapping[str, Any], str, Tensor | None, bool]] = []
         self._replicas: dict[str, dict[str, Any]] = {}  # by path
         self._before: dict[str, tuple[Tensor | None, Tensor | None]] = {}
@@ -149,7 +164,7 @@ class Parameters:
                     seen.add(id(tensor))
                     path = f"{owner_path}.{attribute}" if owner_path else attribute
                     self.all.append(Parameter(path, owner_path, owner, attribute))
-                for attribute in _computed(owner):
+                for attribute in _parametrizations(owner):
                     path = f"{owner_path}.{attribute}" if owner_path else attribute
                     self.all.append(Parameter(path, owner_path, owner, attribute, computed=True))
                 for attribute in _replaced(owner):
@@ -188,7 +203,7 @@ class Parameters:
         """The modules that compute parameters which somebody asks for, by the path of what they compute."""
         for parameter in self._computed_and_asked(publisher):
             if not parameter.by_hook:
-                yield parameter.path, parameter.owner.get_submodule(f"parametrizations.{parameter.attribute}")
+                yield parameter.path, _parametrizations(parameter.owner)[parameter.attribute]
 
     def replaced(self, publisher: Publisher) -> Iterator[tuple[str, nn.Module]]:
         """The modules in which hooks put something in a parameter's place that somebody asks for, by its path."""
@@ -230,10 +245,12 @@ class Parameters:
     def note(self, tops: Iterable[tuple[str, nn.Module]], hooked: bool) -> None:
         """Note what modules are made of, for `changed`; `hooked` if each parameter that is trained may have a hook."""
         self._built, self._placed = [], []
-        modules = [one for _, top in tops for one in top.modules() if not isinstance(one, torch.jit.ScriptModule)]
+        modules = [
+            one for _, top in tops for one in walking.modules(top) if not isinstance(one, torch.jit.ScriptModule)
+        ]
         places = collections.Counter(id(tensor) for one in modules for tensor in one._parameters.values())
         for one in modules:
-            self._built.append((one._modules, list(one._modules.items()), one._parameters, list(one._parameters)))
+            self._built.append((one._modules, _Held(one._modules), one._parameters, list(one._parameters)))
             for name, tensor in one._parameters.items():
                 # elsewhere it does not matter which parameter is in a place: it is looked up when it is needed
                 if tensor is None or hooked or places[id(tensor)] > 1:
@@ -241,8 +258,8 @@ class Parameters:
 
     def changed(self, hooked: bool) -> bool:
         """Whether modules or parameters have come, gone or been replaced since `note`, or hooks have to be."""
-        for modules, children, parameters, names in self._built:
-            if list(parameters) != names or ((modules or children) and list(modules.items()) != children):
+        for modules, held, parameters, names in self._built:
+            if list(parameters) != names or ((modules or held.names) and held.differ_from(modules)):
                 return True
         for parameters, name, tensor, trained in self._placed:
             now = parameters.get(name)
@@ -275,7 +292,7 @@ class Parameters:
         for one in modules:
             if isinstance(one, nn.parallel.DistributedDataParallel):
                 ranks = sorted(torch.distributed.get_process_group_ranks(one.process_group))
-                for tensor in getattr(one, "_module_parameters", None) or one.parameters():
+                for tensor in getattr(one, "_module_parameters", None) or walking.parameters(one):
                     ranks_of[id(tensor)] = ranks
         self._replicas = {}
         elsewhere: set[tuple[str, str | None]] = set()
@@ -537,10 +554,11 @@ def _values(tensor: Tensor) -> Tensor:
     return own if own.layout is torch.strided else own.to_dense()
 
 
-def _computed(module: nn.Module) -> list[str]:
-    """The attributes of a module that parametrizations compute."""
-    own = getattr(module, "parametrizations", None)
-    return list(own) if isinstance(own, nn.ModuleDict) and is_parametrized(module) else []
+def _parametrizations(module: nn.Module) -> Mapping[str, nn.Module]:
+    """What computes attributes of a module, by their names."""
+    held = module._modules
+    own = held["parametrizations"] if "parametrizations" in held else None  # noqa: SIM401 - a ScriptModule has no get
+    return cast("Mapping[str, nn.Module]", own._modules) if isinstance(own, nn.ModuleDict) else {}
 
 
 _WEIGHTED = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
@@ -566,7 +584,7 @@ def _replaced(module: nn.Module) -> list[str]:
         and name not in parameters
         and (name in original or any(one.startswith(f"{name}_") for one in parameters))
     ]
-    computed = _computed(module)
+    computed = _parametrizations(module)
     hooked = bool(module._forward_pre_hooks)
     for name, has_original in original.items():
         if name in parameters or name in found or name in computed:

@@ -17,6 +17,7 @@ import torch.nn.functional
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from tracer import walking
 from tracer.hooks import Hook
 from tracer.losses import LossFunction
 from tracer.tensors import leaves
@@ -99,7 +100,7 @@ def _as_unwatched(original: Callable[..., Any]) -> Callable[..., Any]:
         functional = vars(torch.nn.functional)
         stand_ins = {name: one for name, one in functional.items() if isinstance(one, LossFunction)}
         hooked: list[tuple[dict[str, Any], str, dict[int, Any]]] = []
-        for one in nn.Module.modules(obj) if isinstance(obj, nn.Module) else ():
+        for one in walking.modules(obj) if isinstance(obj, nn.Module) else ():
             for name in ("_forward_hooks", "_forward_pre_hooks"):
                 hooks = vars(one).get(name)
                 if hooks and any(isinstance(hook, Hook) for hook in hooks.values()):

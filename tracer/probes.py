@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tracer import walking
 from tracer.tensors import leaves, unobservable
 
 NO_PROBES = (
@@ -213,17 +214,17 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Eval mode without gradients or autocast; afterwards modes, buffers and random generators are as before."""
-    modes = [(one, one.training) for one in model.modules()]
+    modes = [(one, one.training) for one in walking.modules(model)]
     buffers = [
         (one, name, buffer, buffer.detach().clone(), buffer._version)
-        for one in model.modules()
+        for one in walking.modules(model)
         for name, buffer in one._buffers.items()
         if buffer is not None and not buffer.is_inference()
     ]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    attributes = [(one, _own(one)) for one in model.modules()]
+    devices = sorted({p.device.index or 0 for p in walking.parameters(model) if p.device.type == "cuda"})
+    attributes = [(one, _own(one)) for one in walking.modules(model)]
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    device_type = next((p.device.type for p in model.parameters()), "cpu")
+    device_type = next((p.device.type for p in walking.parameters(model)), "cpu")
     try:
         with torch.random.fork_rng(devices=devices), torch.no_grad(), torch.autocast(device_type, enabled=False):
             model.eval()

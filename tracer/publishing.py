@@ -19,6 +19,7 @@ from tracer.overflows import Overflows
 from tracer.parameters import PARAMETER_KINDS, Parameters
 from tracer.placement import is_distributed, local, placement_of
 from tracer.probes import PROBED
+from tracer.subscription import matches_tag
 from tracer.tensors import copied, leaves, ordinary, same_storage, unobservable, unscaled
 
 _EVERYTHING = Capture(kinds=KINDS)
@@ -202,6 +203,14 @@ class Publisher:
         return self.capture_of(kind, path, None) is not None and any(
             one.wants(kind, path, None, None) for one in self.asking
         )
+
+    def named(self, kind: str, path: str | None, tag: str) -> bool:
+        """Whether somebody wants a stream in passes of this tag, and the capture that takes it names the tag."""
+        capture = self.capture_of(kind, path, tag)
+        names = capture is not None and any(
+            not pattern.startswith("!") and matches_tag(pattern, tag) for pattern in capture.tags or ()
+        )
+        return names and self.stream(kind, path, tag).asked
 
     def wanted(self, kind: str, path: str | None, tag: str, at: tuple[int, int, int] | None = None) -> Capture | None:
         """The capture by which to observe a stream at these counters, or now; None if nobody wants it."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tracer.errors import TracerError
+from tracer.hanging import Hanging, after_forward
 from tracer.integrations.recording import Recording
 from tracer.recording import Run
 from tracer.stores import Anywhere
@@ -66,7 +67,7 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]  # without transform
         super().__init__()
         self._loss = _Loss() if "loss" not in options else None
         self._recording = Recording(path, {"loss": self._loss, **options})
-        self._handle: Any = None
+        self._handle: Hanging | None = None
         self._epoch_over = False
 
     @property
@@ -84,7 +85,7 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]  # without transform
         exporter.watch_backward()
         root = exporter.model
         if self._loss is not None and root is not None:
-            self._handle = root.register_forward_hook(_ModelHook(self._loss), with_kwargs=True)
+            self._handle = after_forward(root, _ModelHook(self._loss))
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the epoch before."""
@@ -135,7 +136,7 @@ class _Loss(nn.Module):
 
 
 class _ModelHook:
-    """Tells what a model's own loss was; in a copy or a pickle of the model, a function that does nothing."""
+    """Tells what a model's own loss was; copies and pickles of the model are without it."""
 
     def __init__(self, loss: _Loss) -> None:
         self._loss = weakref.ref(loss)

@@ -1,0 +1,211 @@
+"""Hooks in the dictionaries of PyTorch: put there, found again, taken off, and left out of copies and pickles.
+
+The dictionaries are attributes of modules, optimizers and tensors, so whatever copies or pickles these copies what the
+dictionaries hold. Our hooks have numbers of their own, below zero, so that hooks of the user's have the numbers that
+they have without us, and while any of ours hangs somewhere, every `OrderedDict` is copied and pickled without them.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import itertools
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any, TypeAlias, cast
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+_Hooks: TypeAlias = "MutableMapping[int, Any]"
+
+_NUMBERS = itertools.count(-(2**62))
+"""Below zero, where torch numbers no hook, and far from what anybody else has as a key."""
+
+_hung: set[int] = set()  # the numbers of all hooks that hang somewhere
+_pickled_before: Any = None  # what pickled an OrderedDict before; None if nothing did
+
+
+class Hanging:
+    """A hook of ours in a dictionary of PyTorch's.
+
+    Parameters
+    ----------
+    owner : Module, Optimizer, Tensor or module of Python
+        Whose dictionary it is. It is not kept alive.
+    place : str
+        The attribute that is the dictionary, which exists.
+    hook : callable
+        What torch calls.
+    marks : tuple of str
+        Attributes that are dictionaries in which torch notes how the hook is to be called.
+    first : bool
+        Whether the hook comes before those that are there.
+    """
+
+    __slots__ = ("_dictionaries", "_first", "_marks", "_unnoted", "hook", "number", "place")
+
+    def __init__(
+        self, owner: Any, place: str, hook: Callable[..., Any], marks: tuple[str, ...] = (), *, first: bool = False
+    ) -> None:
+        self.place = place
+        self.number = next(_NUMBERS)
+        """Its key in the dictionary."""
+        self.hook = hook
+        self._marks = marks
+        self._first = first
+        _note(self.number)
+        self._unnoted = weakref.finalize(hook, _forget, self.number)  # also where the owner is dropped with its hooks
+        self._unnoted.atexit = False
+        self._dictionaries = self._put(owner)
+
+    def _put(self, owner: Any) -> list[Callable[[], _Hooks | None]]:
+        hooks, *noted = (_dictionary(owner, name) for name in (self.place, *self._marks))
+        hooks[self.number] = self.hook
+        if self._first and isinstance(hooks, OrderedDict):
+            hooks.move_to_end(self.number, last=False)
+        for one in noted:
+            one[self.number] = True
+        return [_reference(one) for one in (hooks, *noted)]
+
+    def hang_again(self, owner: Any) -> bool:
+        """Put the hook back where somebody else took it off; whether that was so."""
+        if self.hangs_on(owner):
+            return False
+        self._dictionaries = self._put(owner)
+        return True
+
+    def hangs_on(self, owner: Any) -> bool:
+        """Whether the hook is still in the dictionary that its owner has now."""
+        return self.number in _dictionary(owner, self.place)
+
+    def remove(self) -> None:
+        """Take the hook off for good, if it still hangs there."""
+        self.take_off()
+        self._unnoted()
+
+    def take_off(self) -> None:
+        """Take the hook off until `hang_again`."""
+        for reference in self._dictionaries:
+            one = reference()
+            if one is not None:
+                one.pop(self.number, None)
+
+
+class Checklist:
+    """Hooks that should hang on modules and optimizers, and whether they do, at a few nanoseconds each.
+
+    Parameters
+    ----------
+    hung : iterable of (owner, Hanging)
+        The owners are kept alive.
+    """
+
+    def __init__(self, hung: Iterable[tuple[Any, Hanging]] = ()) -> None:
+        spots = ((vars(owner), one) for owner, one in hung if not isinstance(owner, Tensor))
+        self._spots = [(held, one.place, one.number) for held, one in spots if one.place in held]
+
+    def is_complete(self) -> bool:
+        """Whether all of them hang."""
+        for held, place, number in self._spots:  # noqa: SIM110 - a generator takes twice as long
+            if number not in held[place]:
+                return False
+        return True
+
+
+def before_forward(module: nn.Module, hook: Callable[..., Any], *, first: bool = False) -> Hanging:
+    """Have a hook called with a module and its arguments, positional and others, before its forward."""
+    return Hanging(module, "_forward_pre_hooks", hook, ("_forward_pre_hooks_with_kwargs",), first=first)
+
+
+def after_forward(module: nn.Module, hook: Callable[..., Any], *, always: bool = False, first: bool = False) -> Hanging:
+    """Have a hook called with a module, its arguments and its output after its forward; `always`: if it raised, too."""
+    called = ("_forward_hooks_always_called",) if always else ()
+    return Hanging(module, "_forward_hooks", hook, ("_forward_hooks_with_kwargs", *called), first=first)
+
+
+def before_step(optimizer: Optimizer, hook: Callable[..., Any]) -> Hanging:
+    """Have a hook called with an optimizer and the arguments of its step before it."""
+    return Hanging(optimizer, "_optimizer_step_pre_hooks", hook)
+
+
+def after_step(optimizer: Optimizer, hook: Callable[..., Any]) -> Hanging:
+    """Have a hook called with an optimizer and the arguments of its step after it."""
+    return Hanging(optimizer, "_optimizer_step_post_hooks", hook)
+
+
+def before_any_step(hook: Callable[..., Any]) -> Hanging:
+    """Have a hook called with each optimizer of the process and the arguments of its step before it."""
+    return Hanging(sys.modules[Optimizer.__module__], "_global_optimizer_pre_hooks", hook)
+
+
+def after_accumulation(tensor: Tensor, hook: Callable[..., Any]) -> Hanging:
+    """Have a hook called with a leaf tensor whenever its gradient has been accumulated."""
+    held: Any = tensor  # torch says nothing of the attribute's type
+    if held._post_accumulate_grad_hooks is None:
+        held._post_accumulate_grad_hooks = OrderedDict()
+    return Hanging(tensor, "_post_accumulate_grad_hooks", hook)
+
+
+def on_gradient(tensor: Tensor, hook: Callable[..., Any]) -> Hanging:
+    """Have a hook called with the gradient of a tensor."""
+    _with_gradient_hooks(tensor)
+    return Hanging(tensor, "_backward_hooks", hook)
+
+
+def on_gradient_once(tensor: Tensor, hook: Callable[..., Any]) -> None:
+    """Have a hook called with the gradient of a tensor of this step's graph, with which it goes."""
+    _with_gradient_hooks(tensor)[next(_NUMBERS)] = hook
+
+
+def _with_gradient_hooks(tensor: Tensor) -> _Hooks:
+    """The hooks of a tensor that needs a gradient, as `Tensor.register_hook` makes their dictionary."""
+    hooks: Any = tensor._backward_hooks
+    if hooks is None:
+        hooks = tensor._backward_hooks = OrderedDict()
+        if tensor.grad_fn is not None:
+            tensor.grad_fn._register_hook_dict(tensor)
+    return hooks  # type: ignore[no-any-return]
+
+
+def _dictionary(owner: Any, place: str) -> _Hooks:
+    """What an owner of hooks has there now; of a module without a look at what its class may define."""
+    found: _Hooks = vars(owner)[place] if isinstance(owner, nn.Module) else getattr(owner, place)
+    return found
+
+
+def _reference(hooks: _Hooks) -> Callable[[], _Hooks | None]:
+    # a plain dict, which somebody may have put there, takes no weak reference
+    return weakref.ref(hooks) if isinstance(hooks, OrderedDict) else lambda: hooks
+
+
+def _note(number: int) -> None:
+    """Leave a hook out of copies and pickles from now on."""
+    global _pickled_before
+    if not _hung:
+        _pickled_before = copyreg.dispatch_table.get(OrderedDict)
+        copyreg.dispatch_table[OrderedDict] = _reduced
+    _hung.add(number)
+
+
+def _forget(number: int) -> None:
+    """Undo `_note`; without any hook of ours, what stood in the table of pickle is back."""
+    global _pickled_before
+    _hung.discard(number)
+    if not _hung and copyreg.dispatch_table.get(OrderedDict) is _reduced:
+        if _pickled_before is None:
+            del copyreg.dispatch_table[OrderedDict]
+        else:
+            copyreg.dispatch_table[OrderedDict] = _pickled_before
+        _pickled_before = None
+
+
+def _reduced(one: OrderedDict[Any, Any]) -> Any:
+    """What `copy` and `pickle` make of a dictionary: of one that has hooks of ours what it is without them."""
+    ours = any(key in _hung for key in one)
+    if _pickled_before is not None:
+        left = OrderedDict((key, value) for key, value in one.items() if key not in _hung) if ours else one
+        return _pickled_before(left)
+    made, arguments, state, listed, pairs = cast("tuple[Any, ...]", one.__reduce__())
+    return made, arguments, state, listed, (pair for pair in pairs if pair[0] not in _hung) if ours else pairs

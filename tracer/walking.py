@@ -1,0 +1,69 @@
+"""What a module holds: its parts, parameters and buffers, without a call of anything that its class may define.
+
+A class may call something else of its own ``parameters`` or ``modules``, compare or hash its instances by what they
+hold, or have a truth value, and PyTorch's own functions call such methods. Here a module is told by its identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+
+def children(module: nn.Module) -> list[nn.Module]:
+    """The modules that a module holds, without a place where there is none.
+
+    Examples
+    --------
+    >>> class Odd(nn.Sequential):
+    ...     def children(self):
+    ...         return 5
+    >>> children(Odd(nn.ReLU()))
+    [ReLU()]
+    """
+    return [one for one in module._modules.values() if one is not None]
+
+
+def named_modules(top: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """A module and all below it, each once and by its first dotted path, in the order of torch's ``named_modules``."""
+    return _walk(top, prefix, set())
+
+
+def _walk(one: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    if id(one) not in seen:
+        seen.add(id(one))
+        yield path, one
+        for name, child in one._modules.items():
+            if child is not None:
+                yield from _walk(child, f"{path}.{name}" if path else name, seen)
+
+
+def modules(top: nn.Module) -> Iterator[nn.Module]:
+    """A module and all below it, each once."""
+    return (one for _, one in named_modules(top))
+
+
+def named_parameters(top: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a module and of all below it, each once and by its first dotted path."""
+    seen: set[int] = set()
+    for path, owner in named_modules(top, prefix):
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"{path}.{name}" if path else name, parameter
+
+
+def parameters(top: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of a module and of all below it, each once."""
+    return (parameter for _, parameter in named_parameters(top))
+
+
+def named_buffers(top: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The buffers of a module and of all below it, each once and by its first dotted path."""
+    seen: set[int] = set()
+    for path, owner in named_modules(top, prefix):
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield f"{path}.{name}" if path else name, buffer
