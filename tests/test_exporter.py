@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tracer
+from analyze import TrainAccuracy
 from tracer import Capture, CaptureError, Collect, Exporter, Message, MessageError
 from tracer.messages import KINDS
 
@@ -1767,6 +1768,31 @@ def test_a_probe_is_a_forward_in_eval_mode(batch_size: int | None) -> None:
     assert [torch.equal(one, labels) for one in data_of(heard, "input_labels", tag="probe")] == [True] * 4
     assert {one.tag for one in heard.of("activations")} == {"default", "probe"}
     assert {one.call for one in heard if one.tag == "probe"} == {0}
+
+
+@pytest.mark.parametrize("made", [lambda x: {"logits": x}, lambda x: (x,), lambda x: x])
+def test_labels_of_a_probe_join_the_output_in_a_structure(made: Callable[[Tensor], Any]) -> None:
+    """Labels have the leaf of the only output, so an accuracy is computed of them whatever the output lies in."""
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            return made(self.layer(x))
+
+    model, inputs = Wrapped(), torch.randn(8, 3)
+    labels = model.layer(inputs).argmax(1)
+    labels[0] = 1 - labels[0]
+    exporter, heard = watch(model)
+    bus, answers = tracer.MessageBus(), Collect("train_accuracy")
+    bus.register(TrainAccuracy(tag="probe"))
+    bus.register(answers)
+    exporter.probe("probe", inputs, labels)
+    for message in heard:
+        bus.publish(message)
+    assert [float(one.data) for one in answers.messages] == [7 / 8]
 
 
 def test_a_probe_leaves_everything_as_it_was() -> None:

@@ -1862,7 +1862,10 @@ class Exporter:
             module = self.publisher.modules.get(path) if path is not None else None
             self.publisher.publish(kind, path, whole, probe.name, leaf, call, module=module)
         if probe.labels is not None:
-            self.publisher.publish_leaves("input_labels", None, probe.labels, probe.name, 0)
+            outputs = {leaf for kind, _, _, leaf in collected if kind == "network_output"}
+            # labels join the output whose leaf they have
+            leaf = outputs.pop() if len(outputs) == 1 else ""
+            self.publisher.publish("input_labels", None, probe.labels.clone(), probe.name, leaf, 0)
         self._forget_calls(probe.name)
 
     def _sharded(self) -> bool:
