@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.capture": {"tracer.messages", "tracer.subscription"},
     "tracer.memory": set(),
     "tracer.checksum": set(),
-    "tracer.stores": {"tracer.memory"},
+    "tracer.stores": {"tracer.memory", "tracer.checksum"},
     "tracer.stores.*": {
         *("tracer.stores", "tracer.stores.codecs", "tracer.stores.direct", "tracer.stores.torn", "tracer.memory"),
         *("tracer.stores.flipped", "tracer.checksum"),
