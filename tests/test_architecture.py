@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.walking": set(),
     "tracer.memory": set(),
     "tracer.checksum": set(),
-    "tracer.stores": {"tracer.memory", "tracer.secrets"},
+    "tracer.stores": {"tracer.memory", "tracer.checksum", "tracer.secrets"},
     "tracer.stores.*": {
         *("tracer.stores", "tracer.stores.codecs", "tracer.stores.direct", "tracer.stores.torn", "tracer.memory"),
         *("tracer.stores.flipped", "tracer.checksum"),

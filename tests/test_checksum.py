@@ -8,13 +8,14 @@ import random
 import sys
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import google_crc32c
 import numpy as np
 import pytest
 
-from tracer import checksum
+from tracer import checksum, stores
 
 awscrt = pytest.importorskip("awscrt.checksums")
 
@@ -116,3 +117,31 @@ def test_a_library_that_is_wrong_is_not_used(
     monkeypatch.setitem(sys.modules, "crc32c_rs", stand_in)
     with pytest.warns(RuntimeWarning, match="crc32c-rs computes wrong checksums"):
         assert reloaded().crc32c is awscrt.crc32c
+
+
+@pytest.mark.parametrize("length", [0, 1, 4, 511, 70_000, 1 << 20])
+def test_checksums_are_joined(length: int) -> None:
+    """That of two pieces follows from those of each, and that of data from that of the same with zeros behind it."""
+    one, other = bytes(range(200)), (b"trace" * (length // 5 + 1))[:length]
+    assert checksum.joined(checksum.crc32c(one), checksum.crc32c(other), length) == checksum.crc32c(one + other)
+    assert checksum.without_zeros(checksum.crc32c(one + bytes(length)), length) == checksum.crc32c(one)
+
+
+@pytest.mark.parametrize("shape", [(700,), (3, 500), (5, 7, 31), (2, 1300), (1, 1)])
+def test_checksums_of_rows_follow_from_those_of_their_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    """Of rows that are a chunk each and of rows that are split, in runs whose last chunk is padded."""
+    monkeypatch.setattr(stores, "CHUNK_LIMIT", 2048)
+    rows = np.random.default_rng(0).random((4, *shape), np.float32)
+    store = stores.create_store(tmp_path / "store.zarr")
+    store.create("a", dtype="float32", shape=shape, chunk_bytes=1)
+    found: list[int] = []
+    store.append("a", rows, found)
+    store.close()
+    assert found == [checksum.crc32c(row.tobytes()) for row in rows]
+    reader = stores.open_store(tmp_path / "store.zarr")
+    read: list[int] = []
+    assert (reader.read("a", 1, 4, checksums=read) == rows[1:]).all()
+    assert read == found[1:]
+    reader.close()

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zarr
 from click.testing import CliRunner
 from torch import nn
 
@@ -29,7 +30,7 @@ from tracer import Collect, ModuleMessage, NetworkMessage, TraceReader, TraceWri
 from tracer.errors import CaptureError, TraceCorruptError, TraceError, TraceExistsError
 from tracer.layout import Column, part_name
 from tracer.parts import Part, Process, claim, this_process
-from tracer.stores import create_store, hdf5, open_store
+from tracer.stores import create_store, hdf5, open_store, remove_part
 
 FORMATS = (".zarr", ".h5")
 every_format = pytest.mark.parametrize("suffix", FORMATS)
@@ -1197,6 +1198,50 @@ def test_files_of_another_run_beside_a_trace(tmp_path: Path) -> None:
     write_part(other, range(3), run_id="one", created=began[4])
     write_part(other, range(3), rank=1, run_id="another", created=began[0])
     assert {rank for _, _, rank, _ in told(other)} == {0, 1}
+
+
+@every_format
+def test_a_part_of_another_run_is_not_recovered(tmp_path: Path, suffix: str) -> None:
+    """What a reader leaves out is left out of a recovered trace, too, which lacks nothing; `verify` tells of it."""
+    path, other, saved = (tmp_path / f"{name}{suffix}" for name in ("run", "other", "saved"))
+    write_part(path, range(3), ranks=(0,), run_id="mine")
+    write_part(other, range(5), ranks=(0,), run_id="theirs")
+    if suffix == ".zarr":
+        shutil.copytree(other / "rank0", path / "rank1")
+    else:
+        write_part(path, range(5), rank=1, ranks=(0,), run_id="theirs")
+    mine = told(path)
+    assert len(mine) == 6
+    report = tracer.verify(path)
+    [problem] = report.problems
+    assert (problem.check, report.messages, report.damaged) == ("foreign", 6, 0)
+    assert "rank1 is a part of another run, theirs, and is left out" in problem.what
+    loss = tracer.recover(path, saved)
+    assert (loss.lossless, loss.saved, loss.lost) == (True, 6, 0)
+    assert told(saved) == mine
+    with TraceReader(path) as one, TraceReader(saved) as two:
+        assert (two.status, two.header["run_id"]) == (one.status, "mine")
+
+
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+def test_consolidated_metadata_do_not_hide_an_attempt(tmp_path: Path) -> None:
+    """What zarr-python consolidated in the root knows nothing of what is written later, so it is taken out again."""
+    path = tmp_path / "run.zarr"
+    write_part(path, range(3), ranks=(0,), run_id="mine")
+    zarr.consolidate_metadata(path)
+    assert "rank0/weights/fc" in zarr.open_group(path, mode="r")
+    write_part(path, range(2, 5), attempt=1, ranks=(0,), run_id="mine")
+    root = zarr.open_group(path, mode="r")
+    assert root["rank0.attempt1/weights/fc"].shape == (3, 20_000)
+    assert root.attrs["run_id"] == "mine"
+    # also of one that is consolidated while it is recorded, or that loses a part
+    with TraceWriter(path, part="rank0.attempt2", header={"run_id": "mine"}) as writer:
+        zarr.consolidate_metadata(path)
+        writer.write(weights(5, 5.0))
+    assert zarr.open_group(path, mode="r")["rank0.attempt2/weights/fc"].shape == (1, 20_000)
+    zarr.consolidate_metadata(path)
+    remove_part(path, "rank0.attempt2")
+    assert sorted(name for name, _ in zarr.open_group(path, mode="r").groups()) == ["rank0", "rank0.attempt1"]
 
 
 @every_format

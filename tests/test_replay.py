@@ -125,8 +125,8 @@ class Reading:
         self.bytes = 0
         read = reader._stores[0].read
 
-        def noting(name: str, start: int, stop: int, out: Any = None) -> Any:
-            found = read(name, start, stop, out)
+        def noting(name: str, start: int, stop: int, out: Any = None, **how: Any) -> Any:
+            found = read(name, start, stop, out, **how)
             self.pools.append(name)
             self.bytes += found.nbytes
             return found
@@ -266,9 +266,9 @@ def test_ten_subscribers_of_a_command_read_each_byte_once(
     for store in (ZarrReadStore, Hdf5ReadStore):
         plainly = store.read
 
-        def noting(self: Any, name: str, start: int, stop: int, out: Any = None, plainly: Any = plainly) -> Any:
+        def noting(self: Any, name: str, start: int, stop: int, *rest: Any, plainly: Any = plainly, **how: Any) -> Any:
             read.append((name, start, stop))
-            return plainly(self, name, start, stop, out)
+            return plainly(self, name, start, stop, *rest, **how)
 
         monkeypatch.setattr(store, "read", noting)
     told = CliRunner().invoke(main, ["replay", str(path), *(f"--subscriber={one}" for one in specs)])

@@ -8,6 +8,7 @@ loses a trace, so it is taken only where it gives what the standard says, on thi
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, Final
@@ -65,3 +66,71 @@ def is_right(checksum: Checksum) -> bool:
 
 
 crc32c: Final[Any] = _choose()
+
+
+_POLYNOMIAL: Final = 0x82F63B78
+_ORDER: Final = 2**31 - 1
+"""So many zero bits after any data leave its checksum as it is, but for a constant."""
+
+
+def joined(first: int, second: int, nbytes: int) -> int:
+    """The CRC-32C of data that is followed by other data, from the checksums of both.
+
+    Parameters
+    ----------
+    first, second : int
+    nbytes : int
+        Bytes of the second data.
+
+    Examples
+    --------
+    >>> joined(crc32c(b"some"), crc32c(b"thing"), 5) == crc32c(b"something")
+    True
+    """
+    return _moved(first, 8 * nbytes % _ORDER) ^ second
+
+
+def without_zeros(checksum: int, zeros: int) -> int:
+    """The CRC-32C of data, from the checksum of the same data with so many zero bytes behind it.
+
+    Examples
+    --------
+    >>> without_zeros(crc32c(b"some" + bytes(7)), 7) == crc32c(b"some")
+    True
+    """
+    return _moved(checksum ^ crc32c(bytes(zeros)), -8 * zeros % _ORDER)
+
+
+def _moved(checksum: int, bits: int) -> int:
+    """What a checksum adds to that of the data with so many bits behind it."""
+    low, second, third, high = _tables(bits)
+    return low[checksum & 255] ^ second[checksum >> 8 & 255] ^ third[checksum >> 16 & 255] ^ high[checksum >> 24]
+
+
+@functools.lru_cache(64)
+def _tables(bits: int) -> tuple[list[int], ...]:
+    """What each value of each byte of a checksum adds, lowest byte first: a product, which is a sum over its bits."""
+    power, square = 1 << 31, 1 << 30  # 1 and x, as the highest bits
+    while bits:
+        if bits & 1:
+            power = _times(power, square)
+        square = _times(square, square)
+        bits >>= 1
+    tables = []
+    for byte in range(4):
+        table = [0]
+        for bit in range(8):
+            product = _times(1 << (8 * byte + bit), power)
+            table += [entry ^ product for entry in table]
+        tables.append(table)
+    return tuple(tables)
+
+
+def _times(one: int, other: int) -> int:
+    """The product of two polynomials modulo that of the checksum; the highest bit is the coefficient of 1."""
+    product = 0
+    for place in range(31, -1, -1):
+        if one >> place & 1:
+            product ^= other
+        other = (other >> 1) ^ (_POLYNOMIAL if other & 1 else 0)
+    return product

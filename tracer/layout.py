@@ -99,7 +99,7 @@ MAX_AXES = 63
 HAS_DATA = 1
 """Bit 0 of the column FLAGS: the message carries data, if only an empty tensor."""
 NONE = -1
-"""POOL, SHAPE of a message without data; CRC32C where the store checksums its chunks."""
+"""POOL, SHAPE and CRC32C of a message without data; CRC32C where only chunks have checksums."""
 JOURNAL_BLOCK = 8192
 """Rows of the journal that are checksummed at once, because more would not stay in a processor's cache."""
 

@@ -16,7 +16,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer import layout
-from tracer.errors import TraceCorruptError, TraceError, TraceExistsError
+from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceUnreadableError
 from tracer.layout import Column
 from tracer.messages import DEFAULT_TAG
 from tracer.placement import Placement
@@ -90,6 +90,8 @@ class Part:
     shapes : list of tuple of int
     pools : list of (str, str)
         Name and storage dtype of each.
+    broken_off : str
+        A sentence, where the end is missing or damaged: a machine that loses power may have had it in memory alone.
     """
 
     def __init__(self, path: Location, name: str, store: ReadStore) -> None:
@@ -116,6 +118,7 @@ class Part:
         # bytes of the declarations that were read, and the checksum of the last line
         self._declared = 0
         self._checksum = 0
+        self.broken_off = ""
         self._read()
 
     @property
@@ -141,6 +144,39 @@ class Part:
         return self._read()
 
     def _read(self) -> bool:
+        try:
+            return self._read_all()
+        except TraceUnreadableError:
+            raise
+        except TraceCorruptError as error:
+            return self._read_to_the_break(error)
+
+    def _read_to_the_break(self, error: TraceCorruptError) -> bool:
+        """Read what is whole of a part whose end the disk never had, because its machine lost power.
+
+        Raises `error` while its writer lives, and for a part that says how its run ended.
+        """
+        lines, nbytes, checksum = lines_to_the_break(self.store, self.name, self._declared, self._checksum, error)
+        if any(what == "status" for what, _ in lines) or self.ending:
+            raise error
+        header = dict(lines).get("header", self.header)
+        if not header or lives(header.get("process"), self.store):
+            raise error
+        self._declared += nbytes
+        self._checksum = checksum
+        self._declare_all(lines)
+        rows = rows_to_the_break(self.store, self.name, self._length, error)
+        beyond = self._beyond(rows)
+        rows = rows[: int(beyond.argmax())] if beyond.any() else rows
+        self._check(rows)
+        self._extend(rows)
+        self.broken_off = (
+            f"{self.path}: the end of {self.name} is missing or damaged, from row {self._length} of the journal on: "
+            f"{str(error).removeprefix(f'{self.path}: ')}"
+        )
+        return bool(len(rows) or lines)
+
+    def _read_all(self) -> bool:
         # the journal first: what it refers to was committed before it
         rows = self._new_rows()
         lines = self._new_lines()
@@ -179,8 +215,13 @@ class Part:
 
     def _refers_beyond(self, rows: NDArray[np.int64]) -> bool:
         """Whether rows refer to streams, pools or shapes beyond those that were declared."""
+        return bool(self._beyond(rows).any())
+
+    def _beyond(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which rows do so."""
         tables = (Column.STREAM, self.streams), (Column.POOL, self.pools), (Column.SHAPE, self.shapes)
-        return any(rows[:, column].max(initial=-1) >= len(table) for column, table in tables)
+        found: NDArray[np.bool_] = np.logical_or.reduce([rows[:, column] >= len(table) for column, table in tables])
+        return found
 
     def _new_rows(self, known: int = 0) -> NDArray[np.int64]:
         name = layout.journal_name(self.name)
@@ -321,6 +362,75 @@ class Part:
         return lives(self.header.get("process"), self.store)
 
 
+def _pieces(store: ReadStore, name: str, start: int) -> Iterator[tuple[int, int, NDArray[Any] | None]]:
+    """The rows of a table from one on, chunk by chunk, and not compared with the chunks' checksums; None if lost."""
+    height = store.chunk_rows(name)
+    stop = min(store.length(name), store.stored_rows(name))
+    for begin in range(start - start % height, stop, height):
+        low, high = max(begin, start), min(begin + height, stop)
+        try:
+            yield low, high, store.read(name, low, high, verify=False)
+        except TraceUnreadableError:
+            raise
+        except TraceCorruptError:
+            yield low, high, None
+
+
+def rows_to_the_break(store: ReadStore, part: str, start: int, error: TraceCorruptError) -> NDArray[np.int64]:
+    """The rows of a journal from one on, up to the first that is not there; `error` where others follow damage.
+
+    Where a store's length may reach the disk before its rows, others may follow rows that are not there.
+    """
+    pieces = [np.zeros((0, layout.COLUMNS), np.int64)]
+    for low, high, rows in _pieces(store, layout.journal_name(part), start):
+        # no row is zeros
+        pieces.append(np.zeros((high - low, layout.COLUMNS), np.int64) if rows is None else rows)
+    journal = np.concatenate(pieces)
+    written: NDArray[np.bool_] = np.asarray(journal.any(axis=1))
+    right: NDArray[np.bool_] = written & (layout.row_checksums(journal, start) == journal[:, Column.CHECK])
+    count = len(right) if right.all() else int(right.argmin())
+    if right[count:].any() and (store.checksums_chunks or written[count]):
+        raise error
+    return journal[:count]
+
+
+def lines_to_the_break(
+    store: ReadStore, part: str, start: int, checksum: int, error: TraceCorruptError
+) -> tuple[list[tuple[str, Any]], int, int]:
+    """What the declarations say from a byte on, up to the first line that is not there.
+
+    Returns the same as `tracer.layout.declarations`.
+
+    Raises
+    ------
+    TraceCorruptError
+        `error`, where others follow a damaged line.
+    """
+    data = bytearray()
+    lost = False
+    for _, _, piece in _pieces(store, layout.declarations_name(part), start):
+        if piece is None or not piece.any():
+            lost = True
+        elif not lost:
+            data += piece.tobytes()
+        elif store.checksums_chunks:
+            raise error
+    lines = bytes(data).split(b"\0", 1)[0].splitlines(keepends=True)
+    found: list[tuple[str, Any]] = []
+    nbytes, last, before = 0, checksum, {checksum}
+    whole = True
+    for line in lines:
+        value, before = layout.unsealed(line, before)
+        if value is None:
+            whole = False
+        elif not whole:
+            raise error
+        else:
+            found += value.items()
+            nbytes, (last,) = nbytes + len(line), before
+    return found, nbytes, last
+
+
 def first_step(header: Mapping[str, Any], attempt: int) -> int:
     """The global step that an attempt began with, as its header says; the first one began with 0."""
     step = header.get("first_step", 0)
@@ -370,8 +480,8 @@ def restarted(parts: Iterable[Begun]) -> dict[int, int]:
     return found
 
 
-def of_another_run(parts: Iterable[Named]) -> dict[str, str]:
-    """The parts that another run left beside the first one, by name, and whose: HDF5 files that were moved, say.
+def foreign_parts(path: Location, parts: Iterable[Named]) -> dict[str, str]:
+    """The parts that are left out, by name, each with a sentence: another run left them beside the first one.
 
     An attempt goes on with the run of one before it, has its id, and began later. Ranks of the first may have ids of
     their own, if nothing told them of their launch; then the first one says which of them there are.
@@ -391,7 +501,7 @@ def of_another_run(parts: Iterable[Named]) -> dict[str, str]:
             expected = expected_ranks(known[0].header)
             foreign = bool(expected) and one.rank not in expected and run != known[0].header["run_id"]
         if foreign:
-            found[one.name] = run
+            found[one.name] = f"{path}: {one.name} is a part of another run, {run}, and is left out"
     return found
 
 
@@ -729,14 +839,17 @@ def heads(path: Location) -> list[Head]:
         for name, store in opened:
             array = layout.declarations_name(name)
             try:
-                lines = store.read(array, 0, store.length(array)).tobytes()
-            except TraceCorruptError:
-                if store.names(array):
+                lines = layout.declarations(store.read(array, 0, store.length(array)).tobytes())[0]
+            except TraceUnreadableError:
+                raise
+            except TraceCorruptError as error:
+                # a process that was killed as it began left less than that, and a machine that lost power what it had
+                lines = lines_to_the_break(store, name, 0, 0, error)[0] if store.names(array) else []
+                if store.names(array) and not lines:
                     raise
-                lines = b""  # a process that was killed as it began left less than that
             if lines or store.attrs().keys() - {WRITER}:
                 layout.check_root(store.attrs(), functools.partial(store.attrs, name))
-            said = dict(layout.declarations(lines)[0])
+            said = dict(lines)
             header = said.get("header", {})
             process, launch, run_id = header.get("process"), header.get("launch"), header.get("run_id")
             where = layout.part_of(name)

@@ -32,10 +32,10 @@ from tracer.parts import (
     Part,
     Stream,
     counting,
+    foreign_parts,
     is_empty,
     merged,
     missing,
-    of_another_run,
     restarted,
     unreadable_part,
     worst,
@@ -256,15 +256,15 @@ class TraceReader:
             raise CaptureError(
                 f"{self.path} has no messages of rank {_list(self._only)}; it has {_list(there) or 'none'}"
             )
-        foreign = of_another_run((*self._parts, *self._others, *self._later))
-        for name, run in foreign.items():
-            self._told.append(f"{self.path}: {name} is a part of another run, {run}, and is left out")
+        foreign = foreign_parts(self.path, (*self._parts, *self._others, *self._later))
+        self._told += foreign.values()
         for parts in (self._parts, self._others, self._later) if foreign else ():
             parts[:] = [part for part in parts if part.name not in foreign]
         again = restarted((*self._parts, *self._others, *self._later))
         # an attempt that was killed as it began, where the next one began with the first step, is as good as none
         empty = [part.name for part in self._parts if not part.header and _in_vain(part.name, part.store, again)]
         self._parts = sorted((part for part in self._parts if part.name not in empty), key=_by_attempt)
+        self._told += [part.broken_off for part in self._parts if part.broken_off]
         self._told += [str(error) for name, store, error in unread if store is None or not _in_vain(name, store, again)]
         if self._only is None:
             names = [*empty, *(name for name, _, _ in unread), *(part.name for part in self._parts)]
@@ -898,8 +898,17 @@ class TraceReader:
             store.will_read([(name, low, high) for one, name, low, high, *_ in to_read if one is store])
         for store, name, low, high, row_size, item, places, offsets, counts in to_read:
             out = None if memory is None else memory.take((high - low) * row_size * item)
-            whole = store.read(name, low, high, out).reshape(-1)
-            groups += self._group(rows, places, offsets - low * row_size, counts, whole)
+            # the messages' own checksums do, where each has one; what is wrong, the store knows
+            own = bool((rows[places, Column.CRC32C] != layout.NONE).all())
+            offsets = offsets - low * row_size
+            whole = store.read(name, low, high, out, verify=not own).reshape(-1)
+            try:
+                groups += list(self._group(rows, places, offsets, counts, whole))
+            except TraceCorruptError:
+                if not own:
+                    raise
+                whole = store.read(name, low, high, out).reshape(-1)
+                groups += self._group(rows, places, offsets, counts, whole)
         return groups
 
     def _read_apart(self, rows: list[list[int]], memory: Memory, files: MappedFiles | None) -> list[_Group]:
@@ -926,7 +935,9 @@ class TraceReader:
             there = None if files is None else files.take(place, nbytes)
             if there is not None:
                 target, found = there
-                reads.append((len(groups), None, target, found if place.checksummed else checksum))
+                if checksum == layout.NONE and place.checksummed:
+                    checksum = found
+                reads.append((len(groups), None, target, checksum))
             else:
                 block = memory.take(nbytes)
                 if block is None:
@@ -956,12 +967,21 @@ class TraceReader:
             raise self._misplaced(row)
         low, high = offset // size, -(-(offset + count) // size)
         nbytes = (high - low) * size * kept_as.itemsize
-        whole = self._store_of[pool].read(name, low, high, memory.take(nbytes)).reshape(-1)
         begin = offset - low * size
-        data = whole[begin : begin + count].reshape(1, *self._shapes[shape])
-        if self._verify and checksum != layout.NONE and crc32c(data) != checksum:
-            raise self._damaged(row)
-        return _Group(at, data, dtype, nbytes, row)
+        # a row of its own has the checksum that its chunks make up; of others, its own is compared first
+        own_row = begin == 0 and count == size
+        for verify in (True,) if own_row or checksum == layout.NONE else (False, True):
+            found: list[int] = []
+            out = memory.take(nbytes)
+            whole = self._store_of[pool].read(name, low, high, out, checksums=found, verify=verify).reshape(-1)
+            data = whole[begin : begin + count].reshape(1, *self._shapes[shape])
+            if (
+                not self._verify
+                or checksum == layout.NONE
+                or (found[0] if own_row and found else crc32c(data)) == checksum
+            ):
+                return _Group(at, data, dtype, nbytes, row)
+        raise self._damaged(row)
 
     def _group(
         self,
@@ -1223,7 +1243,7 @@ class TraceReader:
 def _read_at(place: Place, target: memoryview, trailer: bytearray, checksum: int, verify: bool) -> bool:
     """Fill `target` with what lies at a place; whether it is there, and is what was written."""
     try:
-        if place.checksummed:
+        if place.checksummed and checksum == layout.NONE:
             whole = os.preadv(place.file, (target, trailer), place.offset) == len(target) + 4
             checksum = int.from_bytes(trailer, "little")
         else:

@@ -162,7 +162,9 @@ def recover(
             for one in surveys:
                 one.tell_damage()
             kept = int(sum(mask.sum() for mask in saved))
-            lossless = not elsewhere and all(one.told_all for one in surveys) and kept == total
+            # what is of another run is not lost
+            whole = all(problem.check == "foreign" for problem in elsewhere)
+            lossless = whole and all(one.told_all for one in surveys) and kept == total
             nothing = not kept and not lossless
             found = dict.fromkeys([*elsewhere, *(problem for one in surveys for problem in one.problems)])
             lost = [rows[numbers == number] for number in range(len(surveys))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import time
 from collections import OrderedDict, deque
@@ -30,7 +31,7 @@ from tracer.errors import (
 )
 from tracer.layout import Column
 from tracer.messages import Message, ModuleMessage, NetworkMessage
-from tracer.parts import Stream, first_step, is_empty, lives, missing, restarted, worst
+from tracer.parts import Stream, first_step, foreign_parts, is_empty, lives, missing, restarted, worst
 from tracer.placement import Placement
 from tracer.reader import TraceReader
 from tracer.stores import STORES, Anywhere, Location, ReadStore, location, open_parts, part_in
@@ -48,11 +49,14 @@ CHECKS: Final[Mapping[str, str]] = {
     "place": "the data of every message lies within its pool",
     "data": "the data of every message passes its own checksum, where it has one",
     "part": "there is a part of the trace for each rank that was recorded",
+    "foreign": "no part is one of another run",
     "reading": "a reader opens the trace",
 }
 """The checks of `verify` by name, and what each makes sure of."""
 CACHE_BYTES: Final = 64 << 20
 """Bytes of chunks that a `Survey` keeps, apart from the one in use."""
+RUN_BYTES: Final = 1 << 20
+"""Bytes of messages that are compared with their checksums together."""
 MENDED_ROWS: Final = 1000
 """Rows of a journal in which a flipped bit is looked for; where more are damaged, it is by something else."""
 SEARCHED_BYTES: Final = 1 << 15
@@ -187,6 +191,8 @@ def verify(path: Anywhere) -> Report:
 def survey(path: Anywhere) -> Iterator[tuple[list[Survey], list[Problem]]]:
     """Survey each part of a trace, in the order of their attempts and ranks; with what is wrong with the others.
 
+    Parts of another run are left out, as a reader does.
+
     Raises
     ------
     TraceError
@@ -201,8 +207,13 @@ def survey(path: Anywhere) -> Iterator[tuple[list[Survey], list[Problem]]]:
         for name, store in parts:
             surveys.append(Survey(path, name, store, tell_store=id(store) not in told))
             told.add(id(store))
+        foreign = foreign_parts(path, surveys)
+        elsewhere += [
+            Problem(check="foreign", what=sentence.removeprefix(f"{path}: ")) for sentence in foreign.values()
+        ]
+        surveys = [one for one in surveys if one.name not in foreign]
         surveys = sorted(_begun(surveys), key=lambda one: (one.attempt, one.rank))
-        there = [*(name for name, _ in parts), *map(part_in, broken)]
+        there = [*(name for name, _ in parts if name not in foreign), *map(part_in, broken)]
         gone = missing(path, there, [one.header for one in surveys])
         elsewhere += [Problem(check="part", what=sentence) for sentence in gone]
         yield surveys, elsewhere
@@ -275,6 +286,8 @@ class Survey:
 
     Attributes
     ----------
+    name : str
+        Of the part.
     rank, attempt : int
     header, notes, ending : what the declarations that can be read say
     streams, shapes, pools : dict
@@ -305,7 +318,7 @@ class Survey:
 
     def __init__(self, path: Location, part: str, store: ReadStore, *, tell_store: bool = True) -> None:
         self.path = path
-        self.part = part
+        self.name = part
         self.journal_name = layout.journal_name(part)
         self.declarations_name = layout.declarations_name(part)
         self._tables = (self.journal_name, self.declarations_name)
@@ -346,7 +359,7 @@ class Survey:
     def empty(self) -> bool:
         """Whether nothing was ever committed, as far as can be seen: not even the header."""
         told = any(problem.check == "store" for problem in self.problems)
-        return not self.header and not told and is_empty(self._store, self.part)
+        return not self.header and not told and is_empty(self._store, self.name)
 
     @property
     def first_step(self) -> int:
@@ -378,7 +391,7 @@ class Survey:
             self._add("root", self._plain(error))
         if self.attributes:
             try:
-                layout.check_root(self.attributes, lambda: self._store.attrs(self.part), doubt_version=True)
+                layout.check_root(self.attributes, lambda: self._store.attrs(self.name), doubt_version=True)
             except TraceCorruptError as error:
                 self._add("root", str(error))
             except TraceError as error:
@@ -654,7 +667,7 @@ class Survey:
             return self._arrays[name]
         row: tuple[int, ...] | None = None
         chunk_bytes = 65536
-        if name.startswith((f"{self.part}/pools/", f"{self.part}/late/")):
+        if name.startswith((f"{self.name}/pools/", f"{self.name}/late/")):
             row = ()
         else:
             # rows of a pool of its own all have the shape of the messages in it
@@ -799,7 +812,7 @@ class Survey:
         for number in rows:
             row = self.journal[number].tolist()
             stream = self.streams.get(row[Column.STREAM]) if self.sound[number] else None
-            spans.setdefault(self.name(stream), []).append(row[Column.GLOBAL_STEP])
+            spans.setdefault(self.stream_name(stream), []).append(row[Column.GLOBAL_STEP])
         told = []
         for name, steps in list(spans.items())[:limit]:
             low, high = min(steps), max(steps)
@@ -809,7 +822,7 @@ class Survey:
         return ", ".join(told)
 
     @staticmethod
-    def name(stream: Stream | None) -> str:
+    def stream_name(stream: Stream | None) -> str:
         """A stream, in words."""
         if stream is None:
             return UNKNOWN
@@ -856,7 +869,7 @@ class Survey:
     def _names(self) -> list[str]:
         found = set(self._arrays)
         try:
-            found.update(self._store.names(f"{self.part}/"))
+            found.update(self._store.names(f"{self.name}/"))
         except TraceUnreadableError:
             raise
         except TracerError as error:
@@ -899,14 +912,7 @@ class Survey:
                 why = f"the data of {int(beyond.sum())} messages is not in pool {array.name!r} where the journal says"
                 self._affected("place", why, array.name, members[beyond])
             members = members[~beyond]
-            failed = []
-            for number in members.tolist():
-                row = journal[number].tolist()
-                if row[Column.CRC32C] == layout.NONE:
-                    continue
-                part = self._elements(array, row[Column.OFFSET], row[Column.COUNT])
-                if part is not None and crc32c(part) != row[Column.CRC32C]:
-                    failed.append(number)
+            failed = self._failed(array, members)
             touched = self._touched(array, members)
             for number in np.flatnonzero(array.state == 0).tolist():
                 if touched[number] or self._should_be_right(array, number):
@@ -924,6 +930,34 @@ class Survey:
                     1,
                 )
         return good
+
+    def _failed(self, array: _Array, members: NDArray[np.int64]) -> list[int]:
+        """Which of the messages at these rows of the journal, in the order of their places, fail their own checksum.
+
+        Those of one size that follow each other are read together. Chunks that cannot be read are left to others.
+        """
+        members = members[self.journal[members, Column.CRC32C] != layout.NONE]
+        offsets, counts = self.journal[members, Column.OFFSET], self.journal[members, Column.COUNT]
+        most = max(1, RUN_BYTES // np.dtype(array.dtype).itemsize)
+        apart = np.flatnonzero((counts[1:] != counts[:-1]) | (offsets[1:] != offsets[:-1] + counts[:-1])) + 1
+        failed: list[int] = []
+        for begin, end in itertools.pairwise([0, *apart.tolist(), len(members)]):
+            step = max(1, most // max(1, int(counts[begin]))) if begin < end else 1
+            for first in range(begin, end, step):
+                failed += self._failed_of(array, members[first : min(first + step, end)])
+        return failed
+
+    def _failed_of(self, array: _Array, members: NDArray[np.int64]) -> list[int]:
+        """As `_failed`, of messages of one size that follow each other."""
+        offset, count = self.journal[members[0], [Column.OFFSET, Column.COUNT]].tolist()
+        part = self._elements(array, offset, count * len(members))
+        if part is not None:
+            found = layout.checksums(part.reshape(len(members), count))
+            wrong: list[int] = members[found != self.journal[members, Column.CRC32C]].tolist()
+            return wrong
+        if len(members) == 1:
+            return []
+        return [one for number in range(len(members)) for one in self._failed_of(array, members[number : number + 1])]
 
     def _spans(self, array: _Array, members: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The chunks that messages lie in, start inclusive and stop exclusive."""

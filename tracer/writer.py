@@ -62,7 +62,6 @@ _BATCH_ROWS: Final = 4096
 """Bytes and messages that wait to be copied together, at most."""
 _FIRST_BYTES: Final = 1 << 20
 """The first commit comes after so many bytes, so that a disk that is nearly full has a trace of the run's beginning."""
-_NO_CHECKSUM: Final = np.array([layout.NONE])
 REMOTE_COMMIT_BYTES: Final = 64 << 20
 """Bytes after which a commit to an object store is due at the latest."""
 SIGN_OF_LIFE: Final = 15.0
@@ -159,7 +158,7 @@ class TraceWriter:
         And steps: one is due with the first message of a step so many after the first that is not committed.
     durable : bool
         Whether a commit waits until the disk has it (``fsync``): what it acknowledged then survives a power failure,
-        too. Otherwise that takes the operating system some seconds.
+        too, also one in the midst of the next commit. Otherwise that takes the operating system some seconds.
     compression : str or mapping
         How the data is compressed: ``"auto"``, ``"none"``, ``"lz4"`` or ``"zstd"``, or one of them for each kind; see
         `tracer.compression.Compression`. The journal and the declarations never are.
@@ -253,7 +252,7 @@ class TraceWriter:
         # of the batch that is being written: what stands together in a pool (first: nothing, for messages without data)
         self._entries = [(layout.NONE, 0, layout.NONE, 0)]
         self._offsets = [0]
-        self._checksums: list[NDArray[np.int64] | None] = [None]
+        self._checksums: list[NDArray[np.int64] | list[int]] = [[layout.NONE]]
         self._places_open: list[_Place] = []
         self._taken: set[str] = set()
         self._next_stream = 0
@@ -274,7 +273,6 @@ class TraceWriter:
         self._journal_name = layout.journal_name(self._part)
         self._declarations = layout.declarations_name(self._part)
         _living.add(self)
-        self._checksum = not self._store.checksums_chunks
         try:
             with self._guard():
                 self._store.create(self._declarations, dtype="uint8", shape=(), chunk_bytes=chunk_bytes, gapless=True)
@@ -456,7 +454,7 @@ class TraceWriter:
         """Begin messages that stand together in a pool; their number in this batch."""
         self._entries.append(entry)
         self._offsets.append(0)
-        self._checksums.append(None)
+        self._checksums.append([])
         return len(self._entries) - 1
 
     def _write_alone(self, place: _Place, data: NDArray[Any]) -> int:
@@ -478,13 +476,14 @@ class TraceWriter:
 
     def _append(self, place: _Place, number: int, rows: NDArray[Any], count: int) -> None:
         pool = place.pool
-        if self._checksum:
-            self._checksums[number] = layout.checksums(rows.reshape(count, place.count))
+        found: list[int] = []
         try:
-            first = self._store.append(pool.name, rows if place.own else rows.reshape(-1))
+            first = self._store.append(pool.name, rows if place.own else rows.reshape(-1), found)
         except BaseException as error:
             self._fail(error)
             raise
+        known = place.own and found
+        self._checksums[number] = found if known else layout.checksums(rows.reshape(count, place.count))
         self._offsets[number] = first * place.count if place.own else first
 
     def _enter(self, flat: list[int]) -> None:
@@ -494,10 +493,9 @@ class TraceWriter:
             for begin in range(0, len(flat), _FIELDS):
                 stream, number, place, *counters = flat[begin : begin + _FIELDS]
                 pool, size, shape, flags = self._entries[number]
-                found = self._checksums[number]
                 _ROW.pack_into(
                     self._journal, self._rows * _ROW.size, stream, pool, self._offsets[number] + place * size, size,
-                    shape, *counters, flags, layout.NONE if found is None else int(found[place]), 0,
+                    shape, *counters, flags, int(self._checksums[number][place]), 0,
                 )  # fmt: skip
                 self._rows += 1
             return
@@ -514,11 +512,9 @@ class TraceWriter:
         rows[:, Column.SHAPE] = entries[:, 2]
         rows[:, Column.GLOBAL_STEP : Column.CALL + 1] = noted[:, 3:]
         rows[:, Column.FLAGS] = entries[:, 3]
-        rows[:, Column.CRC32C] = layout.NONE
-        if self._checksum:
-            parts = [_NO_CHECKSUM if one is None else one for one in self._checksums]
-            begins = np.cumsum([0] + [len(part) for part in parts[:-1]])
-            rows[:, Column.CRC32C] = np.concatenate(parts)[begins[numbers] + places]
+        checksums = [np.asarray(one, np.int64) for one in self._checksums]
+        begins = np.cumsum([0, *map(len, checksums[:-1])])
+        rows[:, Column.CRC32C] = np.concatenate(checksums)[begins[numbers] + places]
         self._rows += count
 
     @property

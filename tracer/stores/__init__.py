@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from tracer.checksum import joined, without_zeros
 from tracer.errors import TraceError, TraceExistsError, TraceFormatError, TraceUnreadableError
 from tracer.memory import new_memory
 from tracer.secrets import masked_urls
@@ -152,10 +153,17 @@ class WriteStore(Protocol):
             If there is no such codec.
         """
 
-    def append(self, name: str, rows: NDArray[Any]) -> int:
+    def append(self, name: str, rows: NDArray[Any], checksums: list[int] | None = None) -> int:
         """Append `rows`, an array (n, ...); they are there for readers after the next `commit`.
 
         Returns the number of the first of them in the array. They follow each other.
+
+        Parameters
+        ----------
+        name : str
+        rows : numpy.ndarray
+        checksums : list, optional
+            Gets the CRC-32C of the bytes of each row, where the store computes it anyway; else it stays empty.
 
         Raises
         ------
@@ -282,7 +290,16 @@ class ReadStore(Protocol):
     def dtype(self, name: str) -> str:
         """Name of the numpy dtype of an array."""
 
-    def read(self, name: str, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
+    def read(
+        self,
+        name: str,
+        start: int,
+        stop: int,
+        out: NDArray[Any] | None = None,
+        *,
+        checksums: list[int] | None = None,
+        verify: bool = True,
+    ) -> NDArray[Any]:
         """Rows ``start`` up to, not including, ``stop``, in `out`, or in memory that nobody else uses.
 
         May be called by several threads.
@@ -294,6 +311,11 @@ class ReadStore(Protocol):
         out : numpy.ndarray of uint8, optional
             Contiguous memory of at least the size of the rows, for arrays whose bytes can be read in place; it may be
             left unused.
+        checksums : list, optional
+            Gets the CRC-32C of the bytes of each row, where the store computes it anyway; else it stays empty.
+        verify : bool
+            False where the caller compares all that it needs of the rows with checksums of its own, and asks again with
+            true where one differs. Need not be heeded.
 
         Raises
         ------
@@ -607,9 +629,24 @@ def open_parts(path: Anywhere, *, damaged: bool = False) -> tuple[list[tuple[str
     return parts, broken
 
 
+def make_folder(folder: Path, *, durable: bool) -> None:
+    """Make a folder, and those above it, unless it is there; if `durable`, the disk has their names."""
+    new = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    if durable:
+        # one that is there may have been made just now, by another rank
+        for one in reversed(new or [folder]):
+            sync_folder(one.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Wait until the disk has the names of the files in a folder."""
-    file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    sync_file(folder)
+
+
+def sync_file(path: Path | str) -> None:
+    """Wait until the disk has what is in a file."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(file)
     finally:
@@ -711,6 +748,32 @@ def walk(shape: tuple[int, ...], chunk: tuple[int, ...], item: int, start: int, 
         yield number, begin, min(chunk_nbytes, run_nbytes - part * chunk_nbytes)
 
 
+def row_checksums(chunks: Sequence[int], lengths: Sequence[int], chunk_nbytes: int) -> Iterator[int]:
+    """The CRC-32C of each of some rows, from those of the chunks that they are cut into.
+
+    Parameters
+    ----------
+    chunks : sequence of int
+        Checksums of the chunks of whole rows, in their order.
+    lengths : sequence of int
+        Of the chunks of a row, how many bytes of each are the row's; zeros follow them.
+    chunk_nbytes : int
+
+    Examples
+    --------
+    >>> from tracer.checksum import crc32c
+    >>> [found] = row_checksums([crc32c(b"abcd"), crc32c(b"ef" + bytes(2)), crc32c(b"ghij")], [4, 2, 4], 4)
+    >>> found == crc32c(b"abcdefghij")
+    True
+    """
+    for begin in range(0, len(chunks), len(lengths)):
+        found = 0
+        for checksum, length in zip(chunks[begin : begin + len(lengths)], lengths, strict=True):
+            own = without_zeros(checksum, chunk_nbytes - length) if length < chunk_nbytes else checksum
+            found = own if len(lengths) == 1 else joined(found, own, length)
+        yield found
+
+
 def rows_ahead(rows: int, least: int) -> int:
     """How many rows the ``zarr.json`` of a pool says there are while it grows: `least`, doubled until all fit.
 
@@ -753,6 +816,7 @@ class RowChunks:
     """
 
     __slots__ = (
+        "_lengths",
         "_name",
         "_row_nbytes",
         "_run",
@@ -786,6 +850,9 @@ class RowChunks:
         split = [axis for axis, count in enumerate(self.grid) if count > 1]
         self._run = math.prod(shape[split[-1] :]) * self.dtype.itemsize if split else self._row_nbytes
         self._runs = self._row_nbytes // self._run
+        # of each chunk of a row, the bytes that are the row's
+        whole = walk((1, *shape), self.chunk, self.dtype.itemsize, 0, 1)
+        self._lengths = [length for _, _, length in whole] if self.in_rows else []
         self._tail: bytearray | None = None
         self._tail_changed = False
 
@@ -829,6 +896,15 @@ class RowChunks:
                 write(self.rows // height, [data[at : at + size] for at in range(begin, begin + whole * size, size)])
             self.rows += take
             position += take
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether each chunk is one row, or a part of one."""
+        return bool(self.shape) and self.chunk[0] == 1
+
+    def row_checksums(self, chunks: Sequence[int]) -> Iterator[int]:
+        """The CRC-32C of each of some rows, from those of their chunks, in the order of `append`; see `in_rows`."""
+        return row_checksums(chunks, self._lengths, self.chunk_nbytes)
 
     def _split(self, row: memoryview) -> list[memoryview]:
         pieces = []

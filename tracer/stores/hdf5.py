@@ -55,7 +55,9 @@ from tracer.stores import (
     is_there,
     key_of,
     largest_chunk,
+    make_folder,
     rows_in,
+    sync_file,
     sync_folder,
     walk,
 )
@@ -108,7 +110,7 @@ def create(path: Path, *, part: str | None = None, overwrite: bool = False, dura
         if path.is_symlink() or not path.is_file() or not h5py.is_hdf5(path):
             raise TraceExistsError(f"{path} already exists, and is not an HDF5 file that could be overwritten")
     with _written(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent, durable=durable)
         return Hdf5WriteStore(path, overwrite=overwrite, durable=durable)
 
 
@@ -475,7 +477,7 @@ class Hdf5WriteStore:
             )
         self._arrays[name] = _Array(dataset.id, rows, codec)
 
-    def append(self, name: str, rows: NDArray[Any]) -> int:
+    def append(self, name: str, rows: NDArray[Any], checksums: list[int] | None = None) -> int:
         array = self._array(name)
         first = array.rows.rows
         write: Callable[[_Array, int, memoryview], None]
@@ -543,6 +545,8 @@ class Hdf5WriteStore:
                 elif tail is not None:
                     self._write_compressed(array, *tail, last=True)
                 self._resize(array, array.rows.rows)
+            if self._durable:  # before what leads to it
+                os.fsync(file.id.get_vfd_handle())
             file.flush()
             if self._sealed and os.fstat(self._descriptor).st_nlink == 0:
                 raise TraceNotFoundError(f"{self.path} was removed while it was written")
@@ -556,7 +560,11 @@ class Hdf5WriteStore:
                 self._descriptor = -1
                 file.close()
                 shutil.copyfile(self._unsealed, self._copy)
+                if self._durable:
+                    sync_file(self._copy)
                 os.replace(self._copy, self.path)
+                if self._durable:
+                    sync_folder(self.path.parent)
                 self._placed = True
                 self._file = h5py.File(self._unsealed, "r+", **_WRITING)
                 self._descriptor = int(self._file.id.get_vfd_handle())
@@ -577,6 +585,8 @@ class Hdf5WriteStore:
         self._descriptor = -1
         with _written(self.path):
             self._file.close()
+            if self._durable:
+                sync_file(self.path)
         self._file = None
 
     def last_words(self, name: str, rows: NDArray[Any]) -> None:
@@ -1043,7 +1053,16 @@ class Hdf5ReadStore:
                     )
             return {key: _decode(value) for key, value in attrs.items()}
 
-    def read(self, name: str, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
+    def read(
+        self,
+        name: str,
+        start: int,
+        stop: int,
+        out: NDArray[Any] | None = None,
+        *,
+        checksums: list[int] | None = None,
+        verify: bool = True,
+    ) -> NDArray[Any]:
         return self._asked(f"array {name!r}", lambda: self._rows(name, start, stop, out))
 
     def place(self, name: str, row: int) -> Place | None:
@@ -1134,10 +1153,27 @@ class Hdf5ReadStore:
                 if stored.filter_mask == 0:
                     found[number] = stored.byte_offset
 
-            self._look_for_chunks(name, dataset, note)
-            places = found
-            self._places[name] = (shape[0], places)
+            places, rows = found, shape[0]
+            try:
+                self._look_for_chunks(name, dataset, note)
+            except Exception:
+                rows = self._rows_found(found, grid, chunk[0])
+                if rows > known:
+                    self._places[name] = (rows, places)
+                if stop > rows:
+                    raise
+            self._places[name] = (rows, places)
         return places
+
+    def _rows_found(self, found: Mapping[int, Any], grid: Sequence[int], height: int) -> int:
+        """How many rows are in the chunks that HDF5 told of before it failed: what it tells of comes in order.
+
+        In a file that was put right as far as that goes; in others there are none.
+        """
+        if self._mended is None:
+            return 0
+        chunks = next(number for number in itertools.count() if number not in found)
+        return chunks // math.prod(grid[1:]) * height
 
     def _read_compressed(self, name: str, dataset: _Opened, start: int, stop: int, out: NDArray[np.uint8]) -> None:
         """As `_read_chunks`, for an array with compressed chunks; HDF5 decodes none of them."""
@@ -1204,9 +1240,16 @@ class Hdf5ReadStore:
                 number = sum(offset // part * step for offset, part, step in offsets)
                 found[number] = (stored.byte_offset, stored.size, stored.filter_mask)
 
-            self._look_for_chunks(name, dataset, note)
-            places = found
-            self._stored[name] = (shape[0], places)
+            places, rows = found, shape[0]
+            try:
+                self._look_for_chunks(name, dataset, note)
+            except Exception:
+                rows = self._rows_found(found, grid, chunk[0])
+                if rows > known:
+                    self._stored[name] = (rows, places)
+                if stop > rows:
+                    raise
+            self._stored[name] = (rows, places)
         return places
 
     def _check_compressed_size(self, name: str, dataset: _Opened, start: int, stop: int) -> None:

@@ -41,6 +41,7 @@ from tracer.stores import PART, WRITER, RowChunks, Url, check_name, rows_ahead, 
 from tracer.stores.codecs import OVERHEAD, Codec, codec_of, decode, decoded_size, encode
 from tracer.stores.zarr import (
     CHUNKS_PER_SHARD,
+    CONSOLIDATED,
     DOCUMENT_LIMIT,
     EXPANSION,
     MISSING,
@@ -203,6 +204,7 @@ def remove_part(url: Url, part: str) -> None:
     objects = Objects(url)
     try:
         objects.delete(one.name for one in objects.listed(part))
+        objects.disperse()
     finally:
         objects.close()
 
@@ -378,6 +380,12 @@ class Objects:
                 obstore.delete(self._store, some)
         except (BaseError, OSError, ValueError) as error:
             raise self._failed("removed", error) from error
+
+    def disperse(self) -> None:
+        """Take out of the root what zarr-python consolidated there, because it does not know what was put since."""
+        document = self.document("")
+        if document.pop(CONSOLIDATED, None) is not None:
+            self.put("zarr.json", json.dumps(document).encode())
 
     def submit(self, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
         """Call a function in one of the threads; it must not wait for another one.
@@ -625,6 +633,7 @@ class ObjectWriteStore:
             if isinstance(attributes, dict) and "format" in attributes:
                 self._joined = True
                 del self._changed[""]
+                objects.disperse()
         if part is not None:
             objects.put_new(f"{part}/zarr.json", json.dumps(writer).encode())
         if not self._joined:
@@ -668,7 +677,7 @@ class ObjectWriteStore:
         self._arrays[name] = array
         self._changed[name] = None
 
-    def append(self, name: str, rows: NDArray[Any]) -> int:
+    def append(self, name: str, rows: NDArray[Any], checksums: list[int] | None = None) -> int:
         array = self._array(name)
         first = array.rows.rows
         array.rows.append(rows, lambda number, pieces: self._add_all(array, number, pieces))
@@ -743,6 +752,7 @@ class ObjectWriteStore:
             if array.published != array.end:
                 self._put_document(array.name, array.document(array.end))
         self._land()
+        self._objects.disperse()
         self.abandon()
 
     def abandon(self) -> None:
@@ -939,7 +949,16 @@ class ObjectReadStore(ZarrReadStore):
     def place(self, name: str, row: int) -> None:
         """None: nothing lies in a file here."""
 
-    def read(self, name: str, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
+    def read(
+        self,
+        name: str,
+        start: int,
+        stop: int,
+        out: NDArray[Any] | None = None,
+        *,
+        checksums: list[int] | None = None,
+        verify: bool = True,
+    ) -> NDArray[Any]:
         coming = getattr(self._coming, "found", {}).pop((name, start, stop), None)
         return super().read(name, start, stop, out) if coming is None else coming.result()
 
@@ -1039,7 +1058,9 @@ class ObjectReadStore(ZarrReadStore):
     def _read_compressed(self, name: str, array: _Opened, start: int, stop: int, out: NDArray[np.uint8]) -> None:
         self._read(name, array, start, stop, out)
 
-    def _read(self, name: str, array: _Opened, start: int, stop: int, out: NDArray[np.uint8]) -> None:
+    def _read(
+        self, name: str, array: _Opened, start: int, stop: int, out: NDArray[np.uint8], verify: bool = True
+    ) -> list[int]:
         """Fill `out` with rows ``start`` to ``stop``: chunks that are close to each other with one request."""
         first, end = start * array.row_nbytes, stop * array.row_nbytes
         waiting: list[_Range] = []
@@ -1050,6 +1071,7 @@ class ObjectReadStore(ZarrReadStore):
                     self._fill(name, array, waiting, first, end, out)
                     waiting.clear()
         self._fill(name, array, waiting, first, end, out)
+        return []
 
     def _chunks(self, name: str, array: _Opened, start: int, stop: int) -> Iterator[tuple[int, list[_Chunk]]]:
         """The chunks of some rows by shard, where they are; their indexes are fetched many at once."""

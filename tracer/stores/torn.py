@@ -15,9 +15,10 @@ those of H5Dpkg.h (``H5D_EARRAY_*``), the order in which entries are added that 
 
 from __future__ import annotations
 
+import collections
 import itertools
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -148,7 +149,42 @@ def restored(block: bytes, at: int) -> bytes:
             return earlier + rest
         if mixed and (differ >> np.uint32(mixed) == 0).any():
             return body + int(should).to_bytes(4, "little") + rest[4:]
-    return block
+    older = _without_newer_pages(whole, [cut for cut in range(-at % PAGE, nbytes, PAGE) if cut])
+    if older is None:
+        return block
+    return older.tobytes() + checksum(older.tobytes()).to_bytes(4, "little") + rest[4:]
+
+
+def _without_newer_pages(body: _Blocks, cuts: Sequence[int]) -> _Blocks | None:
+    """A block of which the disk had later pages and not an earlier one, as it was before; None if it does not look so.
+
+    The checksum is then that of a block of which a part is nowhere, so it proves nothing. But what a block lacks is
+    what was added last: its entries end within an earlier page, or all that ever changes in it lies there. Should it be
+    damaged instead, it leads to other bytes than those that were written, which fail the checksums of the messages.
+
+    Parameters
+    ----------
+    body : numpy.ndarray of uint8
+        Without the checksum.
+    cuts : sequence of int
+        Where in it pages begin.
+    """
+    kind = body[:4].tobytes()
+    if kind == b"OHDR":
+        changing = [sum(place) for place in (_place_of_rows(body), _place_of_index(body)) if place is not None]
+        return body if len(changing) == 2 and max(changing) <= cuts[-1] else None
+    if kind == b"EAHD":
+        return body if len(body) <= cuts[-1] else None
+    entries = list(_entries_of(body) or ())
+    for number, (at, _, bit) in enumerate(entries):
+        address = body[at : at + ADDRESS]
+        inside = next((cut - at for cut in cuts if at < cut < at + ADDRESS), ADDRESS)
+        missing = not body[at] & bit if bit >= 0 else bool((address[:inside] == UNDEFINED).all())
+        if missing:
+            # what is behind it came later
+            rest = collections.deque(_emptied_one_by_one(body, entries[number:]), 1)
+            return None if at >= cuts[-1] else rest.pop() if rest else body
+    return None
 
 
 def is_page(nbytes: int) -> bool:
@@ -159,21 +195,27 @@ def is_page(nbytes: int) -> bool:
 def _versions(body: _Blocks) -> Iterator[_Blocks]:
     """What a block may have been, without its checksum: the likeliest first, many at a time."""
     kind = body[:4].tobytes()
-    entries: Iterable[tuple[int, int, int]] | None = None
     if kind == b"OHDR":
         yield from _shorter(body)
     elif kind == b"EAHD" and len(body) == 68:
         yield from _earlier(body)
-    elif kind == b"EAIB":
-        entries = _index_entries(body)
-    elif kind == b"EASB":
-        entries = _super_entries(body)
-    elif kind == b"EADB":
-        entries = _data_entries(body)
-    elif is_page(len(body)):
-        entries = _entries(0, len(body) // PAGE_ENTRIES, PAGE_ENTRIES)
+    entries = _entries_of(body)
     if entries is not None:
         yield from _with_fewer(body, list(entries))
+
+
+def _entries_of(body: _Blocks) -> Iterator[tuple[int, int, int]] | None:
+    """Of each entry of a part of an index where it is, its size, and which bit it is; a bit of -1 is all of it."""
+    kind = body[:4].tobytes()
+    if kind == b"EAIB":
+        return _index_entries(body)
+    if kind == b"EASB":
+        return _super_entries(body)
+    if kind == b"EADB":
+        return _data_entries(body)
+    if kind not in (b"OHDR", b"EAHD") and is_page(len(body)):
+        return _entries(0, len(body) // PAGE_ENTRIES, PAGE_ENTRIES)
+    return None
 
 
 def _entries(start: int, size: int, count: int) -> Iterator[tuple[int, int, int]]:
@@ -232,7 +274,18 @@ def _super_blocks() -> Iterator[tuple[int, int, int, int]]:
 
 def _with_fewer(body: _Blocks, entries: list[tuple[int, int, int]]) -> Iterator[_Blocks]:
     """A block without its last entry, without its last two, and so on."""
-    current, versions = body.copy(), []
+    versions = []
+    for version in _emptied_one_by_one(body, entries):
+        versions.append(version)
+        if len(versions) == 64:
+            yield np.stack(versions)
+            versions.clear()
+    if versions:
+        yield np.stack(versions)
+
+
+def _emptied_one_by_one(body: _Blocks, entries: list[tuple[int, int, int]]) -> Iterator[_Blocks]:
+    current = body.copy()
     for at, size, bit in reversed(entries):
         if bit < 0:
             blank = np.zeros(size, np.uint8)
@@ -241,12 +294,7 @@ def _with_fewer(body: _Blocks, entries: list[tuple[int, int, int]]) -> Iterator[
             blank = current[at : at + 1] & np.uint8(0xFF ^ bit)
         if not np.array_equal(current[at : at + size], blank):
             current[at : at + size] = blank
-            versions.append(current.copy())
-        if len(versions) == 64:
-            yield np.stack(versions)
-            versions.clear()
-    if versions:
-        yield np.stack(versions)
+            yield current.copy()
 
 
 def _earlier(body: _Blocks) -> Iterator[_Blocks]:
@@ -287,25 +335,41 @@ def _earlier(body: _Blocks) -> Iterator[_Blocks]:
 
 def _shorter(body: _Blocks) -> Iterator[_Blocks]:
     """The header of a dataset when it had fewer rows, or had none and no index yet."""
-    data = body.tobytes()
-    start, size = header(data)
-    end, head = min(start + size, len(data)), 6 if data[5] & 4 else 4
-    found = {kind: (place, length) for kind, place, length in messages(data, start, end, head)}
-    at, length = found.get(_DATASPACE, (0, 0))
-    at += 4
-    if length < 12 or data[at - 4] != 2:
+    place = _place_of_rows(body)
+    if place is None:
         return
-    torn = int.from_bytes(data[at : at + 8], "little")
+    at, _ = place
+    torn = int.from_bytes(body[at : at + 8].tobytes(), "little")
     for rows in _around(torn, _FARTHEST):
         versions = np.repeat(body[None], len(rows), 0)
         versions[:, at : at + 8] = rows.astype("<u8").view(np.uint8).reshape(-1, 8)
         yield versions
-    if _LAYOUT in found:
+    index = _place_of_index(body)
+    if index is not None:
         empty = body.copy()
-        end = sum(found[_LAYOUT])
         empty[at : at + 8] = 0
-        empty[end - ADDRESS : end] = UNDEFINED
+        empty[index[0] : sum(index)] = UNDEFINED
         yield empty[None]
+
+
+def _place_of_rows(body: _Blocks) -> tuple[int, int] | None:
+    """Where in the header of a dataset it says how many rows there are, and in how many bytes."""
+    at, length = _messages_in(body).get(_DATASPACE, (0, 0))
+    return None if length < 12 or body[at] != 2 else (at + 4, 8)
+
+
+def _place_of_index(body: _Blocks) -> tuple[int, int] | None:
+    """Where in the header of a dataset it says where the index of its chunks is, and in how many bytes."""
+    found = _messages_in(body).get(_LAYOUT)
+    return None if found is None else (sum(found) - ADDRESS, ADDRESS)
+
+
+def _messages_in(body: _Blocks) -> dict[int, tuple[int, int]]:
+    """Place and length of the messages in the header of an object, by their kinds."""
+    data = body.tobytes()
+    start, size = header(data)
+    end, head = min(start + size, len(data)), 6 if data[5] & 4 else 4
+    return {kind: (place, length) for kind, place, length in messages(data, start, end, head)}
 
 
 def _around(torn: int, farthest: int) -> Iterator[NDArray[np.int64]]:
