@@ -1042,6 +1042,7 @@ def _info_rows(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if info["tags"] and info["tags"] != ["default"]:
         yield "tags", ", ".join(info["tags"])
     yield from _model_rows(header.get("model"))
+    yield from _training_rows(header.get("models"), header.get("optimizers"))
     certified = [one for one in info["attempts"] if isinstance(one["certificate"], Mapping)]
     for number, one in enumerate(certified):
         attempt = f"attempt {one['attempt']}: " if len(info["attempts"]) > 1 else ""
@@ -1069,6 +1070,10 @@ def _info_rows(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 step, limit = about.get("global_step"), about.get("max_bytes")
                 limit = f"{limit:,}" if isinstance(limit, int) else limit
                 yield "stopped", f"at {about.get('by')} ({limit}): nothing from step {step} on"
+            elif what == "unended" and isinstance(about, Mapping):
+                step, passes = about.get("global_step"), about.get("passes")
+                told = f"{passes} forwards after the last step have the number {step}, and are of no training step"
+                yield "unended", f"{told}; run.tag(...) or model.eval() around them tells them apart"
             elif what not in ("indices", "dropped"):
                 yield what, _in_short(about)
 
@@ -1093,8 +1098,23 @@ def _model_rows(model: Any) -> list[tuple[str, str]]:
         return [("model", _in_short(model))] if model else []
 
 
+def _training_rows(models: Any, optimizers: Any) -> list[tuple[str, str]]:
+    """What a recorder says of several models, and of who trains them; another writer may call anything so."""
+    try:
+        rows = []
+        for one in models if models and (len(models) > 1 or models[0]["name"]) else ():
+            name, kind = one["name"] or "the network", one["class"].rpartition(".")[2]
+            way = "trained" if one["trained"] else "only looked at"
+            rows.append(f"{name}: {kind}, {one['parameters']:,} parameters, {way}")
+        told = [("models" if number == 0 else "", row) for number, row in enumerate(rows)]
+        steppers = [f"{one['class']}{' of ' if one['trains'] else ''}{one['trains']}" for one in optimizers or ()]
+        return told + ([("optimizers" if len(steppers) > 1 else "optimizer", ", ".join(steppers))] if steppers else [])
+    except (AttributeError, KeyError, TypeError):
+        return [(name, _in_short(told)) for name, told in (("models", models), ("optimizers", optimizers)) if told]
+
+
 _SHOWN_OTHERWISE = (
-    *("argv", "process", "run_id", "created", "model", "capture", "kinds"),
+    *("argv", "process", "run_id", "created", "model", "models", "optimizers", "capture", "kinds"),
     *("ranks", "launch", "attempt", "first_step", "certificate"),
 )
 

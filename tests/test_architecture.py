@@ -66,7 +66,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.fast_path": {"tracer.hanging", "tracer.hooks", "tracer.walking"},
     "tracer.tensors": {"tracer.memory", "tracer.layout", "tracer.leaves"},
     "tracer.losses": {"tracer.hooks"},
-    "tracer.patches": {"tracer.walking", "tracer.hooks", "tracer.losses", "tracer.tensors"},
+    "tracer.objectives": {"tracer.losses", "tracer.messages", "tracer.tensors"},
+    "tracer.patches": {"tracer.compiled", "tracer.walking", "tracer.hooks", "tracer.losses", "tracer.tensors"},
     "tracer.optimizers": {"tracer.walking"},
     "tracer.probes": {"tracer.walking", "tracer.tensors"},
     "tracer.structure": {"tracer.wrappers"},
@@ -87,7 +88,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.exporter": FOUNDATION
     | {"tracer.hooks", "tracer.tensors", "tracer.losses", "tracer.patches", "tracer.optimizers", "tracer.probes"}
     | {"tracer.compiled", "tracer.wrappers", "tracer.structure", "tracer.placement", "tracer.parameters"}
-    | {"tracer.clock", "tracer.fast_path", "tracer.hanging", "tracer.publishing", "tracer.walking"},
+    | {
+        "tracer.clock",
+        "tracer.fast_path",
+        "tracer.hanging",
+        "tracer.publishing",
+        "tracer.walking",
+        "tracer.objectives",
+    },
     "tracer.recorder": FOUNDATION | STORAGE | {"tracer.transfers", "tracer.budget", "tracer.termination"},
     "tracer.recording": FOUNDATION
     | STORAGE

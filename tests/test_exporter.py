@@ -100,6 +100,7 @@ def expected_sequence() -> list[tuple[Any, ...]]:
             ("activations", "2", *at),
             ("network_output", None, *at),
             ("input_labels", None, *at),
+            ("loss_terms", None, *at),
             ("loss", None, *at),
             ("layer_gradients", "2", *at),
             ("input_gradients", "2", *at),
@@ -157,7 +158,7 @@ def test_the_sequence_of_two_epochs_of_two_batches(suffix: str, tmp_path: Path) 
                 optimizer.step()
             run.epoch_finished()
     expected = expected_sequence()
-    assert len(expected) == 4 * 29 + 4
+    assert len(expected) == 4 * 30 + 4
     assert canonical([said(one) for one in heard]) == canonical(expected)
     replayed = Collect()
     tracer.replay(path, replayed)
@@ -718,7 +719,23 @@ def test_logged_values_have_identities() -> None:
     exporter.detach()
     for kind in ("rate", "loss"):
         identities = [(one.global_step, one.call) for one in heard.of(kind)]
-        assert len(set(identities)) == len(identities) == (9 if kind == "rate" else 6)
+        # the loss is what is logged, and not also what backward was called on
+        assert len(set(identities)) == len(identities) == (9 if kind == "rate" else 3)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_epochs_that_nobody_ends_are_noted(told: bool, tmp_path: Path) -> None:
+    """A loop that calls no `epoch_finished` has one epoch, and the trace says why."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tracer.record(tmp_path / "run.zarr", model, optimizer) as run:
+        for _ in range(2):
+            model(torch.randn(5, 3)).sum().backward()
+            optimizer.step()
+        if told:
+            run.epoch_finished()
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert ["run.epoch_finished()" in str(note) for note in trace.notes] == ([] if told else [True])
 
 
 def test_what_cannot_be_logged() -> None:
@@ -1329,7 +1346,8 @@ def test_stand_ins_for_loss_functions_are_as_functions() -> None:
     assert torch.equal(Pair().static(out, torch.ones(4, 2)), original(out, torch.ones(4, 2)))
     exporter.detach()
     assert F.mse_loss is original
-    assert len(heard.of("loss")) == 1
+    assert [(one.tag, one.leaf) for one in heard.of("loss_terms")] == [("default", "mse_loss")]
+    assert not heard.of("loss")  # nothing was differentiated
 
 
 class WithLoss(nn.Module):
@@ -2332,14 +2350,14 @@ def test_a_loss_that_another_exporter_watches() -> None:
     stand_in = F.cross_entropy
     assert stand_in is not original
     for loss in (original, stand_in):
-        model, heard = mlp(), Collect("loss")
+        model, heard = mlp(), Collect("loss_terms")
         other = Exporter()
         other.message_bus.register(heard)
         other.set_model(model)
         other.set_loss(loss)
         F.cross_entropy(model(torch.randn(2, 3)), torch.tensor([0, 1]))
         other.detach()
-        assert len(heard.of("loss")) == 1
+        assert len(heard.of("loss_terms")) == 1
     first.detach()
     assert F.cross_entropy is original
 

@@ -178,6 +178,94 @@ def test_what_becomes_of_a_sum_is_the_loss(tmp_path: Path) -> None:
     assert [one.global_step for one in of(messages, "input_labels")] == list(range(6))
 
 
+GAN = """
+class Discriminator(nn.Sequential): pass
+netG, netD = nn.Linear(2, 4), Discriminator(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+target = nn.Linear(2, 4)
+target.load_state_dict(netG.state_dict())
+criterion = nn.BCEWithLogitsLoss()
+optimizerD, optimizerG = torch.optim.Adam(netD.parameters()), torch.optim.SGD(netG.parameters(), lr=0.1)
+real, fake = torch.ones(20, 1), torch.zeros(20, 1)
+for _ in range(3):
+    optimizerD.zero_grad()
+    errD_real = criterion(netD(x), real)
+    errD_real.backward()
+    images = netG(x[:, :2])
+    errD_fake = criterion(netD(images.detach()), fake)
+    errD_fake.backward()
+    optimizerD.step()
+    optimizerG.zero_grad()
+    errG = criterion(netD(images), real)
+    errG.backward()
+    optimizerG.step()
+    for one in (errD_real, errD_fake, errG): print("loss", repr(float(one)))
+"""
+
+
+def test_the_losses_of_a_gan(tmp_path: Path) -> None:
+    """Each is told by the name of the network that it trains; `trace info` names those, and one that nobody trains."""
+    text, messages = record(tmp_path, script(tmp_path, GAN))
+    losses = of(messages, "loss")
+    assert values(losses) == printed(text, "loss")
+    names = [("netD", 0), ("netD", 1), ("netG", 0)]
+    assert [(one.global_step, one.leaf, one.call) for one in losses] == [
+        (step, *name) for step in range(3) for name in names
+    ]
+    told = run(tmp_path, sys.executable, "-m", "cli", "info", "run.zarr")
+    rows = [" ".join(line.split()) for line in told.splitlines()]
+    assert "models netD: Discriminator, 25 parameters, trained" in rows
+    assert "netG: Linear, 12 parameters, trained" in rows
+    assert "target: Linear, 12 parameters, only looked at" in rows
+    assert "optimizers Adam of netD, SGD of netG" in rows
+
+
+VAE = """
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
+opt = torch.optim.Adam(net.parameters())
+def loss_function(out):
+    mu, logvar = out[:, :4], out[:, 4:]
+    reconstruction = F.binary_cross_entropy(mu.sigmoid(), x.sigmoid(), reduction="sum")
+    return reconstruction - 0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
+for epoch in range(2):
+    net.train()
+    loss = loss_function(net(x)); print("loss", repr(float(loss)))
+    opt.zero_grad(); loss.backward(); opt.step()
+    net.eval()
+    with torch.no_grad(): print("test", repr(float(loss_function(net(x)))))
+"""
+
+
+def test_the_losses_of_a_vae(tmp_path: Path) -> None:
+    """The training's loss is the printed one; of the evaluation there is its term, and no loss."""
+    text, messages = record(tmp_path, script(tmp_path, VAE))
+    assert values(of(messages, "loss")) == printed(text, "loss")
+    assert not of(messages, "loss", "eval")
+    assert [one.leaf for one in of(messages, "loss_terms", "eval")] == ["binary_cross_entropy"] * 2
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert "what each gives is recorded as loss_terms" in str(trace.notes)
+
+
+# -- epochs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loader", [True, False])
+def test_a_loop_without_a_loader_has_no_epochs(tmp_path: Path, loader: bool) -> None:
+    """That is said, and how epochs end; a DataLoader ends them."""
+    batches = "DataLoader(TensorDataset(x, y), batch_size=10)" if loader else "zip(x.chunk(2), y.chunk(2))"
+    body = f"""
+    net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    for epoch in range(3):
+        for a, b in {batches}: opt.zero_grad(); F.cross_entropy(net(a), b).backward(); opt.step()
+    """
+    _, messages = record(tmp_path, script(tmp_path, body))
+    assert [one.epoch for one in messages if one.kind == "epoch_finished"] == ([0, 1, 2] if loader else [0])
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        told = [note["epochs"] for note in trace.notes if "epochs" in note]
+    assert len(told) == (0 if loader else 1)
+    shown = run(tmp_path, sys.executable, "-m", "cli", "info", "run.zarr")
+    assert ("no epoch was seen to end" in shown) == ("run.epoch_finished()" in shown) == (not loader)
+
+
 # -- processes ------------------------------------------------------------------------------------------------
 
 SPAWNED = """
@@ -331,7 +419,8 @@ def test_a_trainer_of_lightning(tmp_path: Path) -> None:
     text, messages = record(tmp_path, "train.py")
     assert text == alone
     losses = of(messages, "loss")
-    assert values(losses) == printed(text, "loss")
+    assert values(losses) == [one / 2 for one in printed(text, "loss")]  # which is what Lightning differentiates
+    assert values(of(messages, "loss_terms")) == printed(text, "loss")
     assert [(one.global_step, one.epoch, one.call) for one in losses[:6]] == [
         (0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1), (2, 0, 0), (3, 1, 0),
     ]  # fmt: skip
@@ -401,7 +490,8 @@ def test_accelerate(launched: bool, tmp_path: Path) -> None:
     assert alone.endswith("bf16\n" if launched else "no\n")
     messages = read(tmp_path)
     losses = of(messages, "loss")
-    assert values(losses) == printed(text, "loss")
+    assert values(losses) == [one / 2 for one in printed(text, "loss")]  # which is what accelerate differentiates
+    assert values(of(messages, "loss_terms")) == printed(text, "loss")
     counters = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
     assert [(one.global_step, one.epoch, one.call) for one in losses] == [
         (step + 3 * epoch, epoch, call) for epoch in range(3) for step, call in counters
@@ -473,7 +563,8 @@ def test_an_engine_of_ignite(tmp_path: Path) -> None:
     kept, recorded = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "recorded"))
     assert all(torch.equal(*pair) for pair in zip(kept["end"], recorded["end"], strict=True))
     losses = of(messages, "loss")
-    assert values(losses) == printed(text, "loss")
+    assert values(losses) == [one / 2 for one in printed(text, "loss")]  # which is what Ignite differentiates
+    assert values(of(messages, "loss_terms")) == printed(text, "loss")
     assert [(one.global_step, one.call) for one in losses] == [(step, call) for step in range(5) for call in range(2)]
     # a step that begins in one epoch and ends in the next is of the first
     assert epochs(messages) == [("started", 0, 0), ("finished", 0, 2), ("started", 1, 3), ("finished", 1, 4)]
@@ -647,13 +738,17 @@ def test_a_loss_is_told_once(tmp_path: Path, layers: int, looked_at: str) -> Non
     for _ in range(3):
         out = net(x); {looked_at or "pass"}
         loss = F.cross_entropy(out, y)
-        print("loss", repr(float(loss)))
+        print("term", repr(float(loss)))
         for one in net.parameters(): loss = loss + 1e-4 * one.pow(2).sum()
+        print("loss", repr(float(loss)))
         opt.zero_grad(); loss.backward(); opt.step()
     """
     script(tmp_path, body)
     text, messages = record(tmp_path, "train.py")
     assert values(of(messages, "loss")) == printed(text, "loss")
+    terms = [one for one in of(messages, "loss_terms") if one.data is not None and one.data.numel() == 1]
+    assert values(terms) == printed(text, "term")
+    assert {one.leaf for one in terms} == {"cross_entropy"}
 
 
 def test_a_head_that_is_added_to_the_optimizer(tmp_path: Path) -> None:
@@ -724,7 +819,7 @@ def test_a_loss_before_a_deep_forward(tmp_path: Path, part: bool) -> None:
     for _ in range(2):
         loss = F.cross_entropy(deep(x), y{reduction})
         total = (loss * torch.rand(20)).mean() + (deep(x + 0.1) - deep(x - 0.1)).square().mean()
-        print("loss", repr(float(total if {part} else loss)))
+        print("loss", repr(float(total)))
         opt.zero_grad(); total.backward(); opt.step()
     """
     script(tmp_path, body)
@@ -796,8 +891,9 @@ def test_a_metric_after_the_step(tmp_path: Path, look: str) -> None:
         ]
         assert len(of(messages, "loss", "eval")) == 6
         assert [one.epoch for one in messages if one.kind == "epoch_finished"] == [0, 1, 2]
-    else:
-        assert len(losses) == 12
+    else:  # what was not differentiated is a term, in a step that the next optimizer step ends
+        assert values(losses) == printed(text, "loss")
+        assert len(of(messages, "loss_terms")) == 12
     ended = [one.global_step for one in messages if one.kind == "batch_finished"]
     assert ended == list(range(6))
 
@@ -807,7 +903,7 @@ def test_a_metric_after_the_step(tmp_path: Path, look: str) -> None:
 def test_a_loss_in_a_checkpoint(tmp_path: Path, reentrant: bool, chunks: int) -> None:
     """It is told once, with the tag of the training; what a reentrant one gives has no graph before `backward` does.
 
-    What is only looked at in one is no loss, and a validation without gradients is one.
+    A validation's is a term, because the training multiplies it with a parameter.
     """
     body = f"""
     from torch.utils.checkpoint import checkpoint
@@ -819,7 +915,8 @@ def test_a_loss_in_a_checkpoint(tmp_path: Path, reentrant: bool, chunks: int) ->
             checkpoint(lambda h, y: F.cross_entropy(h, y) * scale, h, one, use_reentrant={reentrant})
             for h, one in zip(hidden.chunk({chunks}), y.chunk({chunks}))
         ]
-        for part in [sum(parts)] if {reentrant} else parts: print("loss", repr(float(part)))
+        for part in parts: print("term", repr(float(part)))
+        print("loss", repr(float(sum(parts))))
         sum(parts).backward(); opt.step()
         with torch.no_grad():
             seen = checkpoint(lambda h: F.cross_entropy(h, y) * scale, net(x), use_reentrant={reentrant})
@@ -828,9 +925,11 @@ def test_a_loss_in_a_checkpoint(tmp_path: Path, reentrant: bool, chunks: int) ->
     script(tmp_path, body)
     text, messages = record(tmp_path, "train.py")
     assert values(of(messages, "loss")) == printed(text, "loss")
-    assert values(of(messages, "loss", "eval")) == printed(text, "seen")
+    assert sorted(values(of(messages, "loss_terms"))) == sorted(printed(text, "term"))
+    assert values(of(messages, "loss_terms", "eval")) == printed(text, "seen")
+    assert not of(messages, "loss", "eval")
     assert len([one for one in messages if one.kind == "batch_finished"]) == 3
-    assert len(of(messages, "loss")) == (3 if reentrant else 3 * chunks)
+    assert len(of(messages, "loss")) == 3
 
 
 def test_a_sum_that_is_looked_at_before_the_step(tmp_path: Path) -> None:

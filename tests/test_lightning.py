@@ -141,7 +141,9 @@ def test_counters_tags_losses_and_labels(tmp_path: Path) -> None:
     losses = [one for one in read(path, "loss") if one.tag == "default"]
     counters = [(0, 0, 0, 0), (0, 0, 0, 1), (1, 1, 0, 0), (1, 1, 0, 1), (2, 2, 0, 0)]
     assert [at(one) for one in losses] == counters + [(step + 3, t, 1, call) for step, t, _, call in counters]
-    assert all(torch.equal(one.data, loss) for one, (loss, _) in zip(losses, model.seen, strict=True))
+    assert all(torch.equal(one.data, loss / 2) for one, (loss, _) in zip(losses, model.seen, strict=True))
+    terms = [one for one in read(path, "loss_terms") if one.tag == "default"]
+    assert all(torch.equal(one.data, loss) for one, (loss, _) in zip(terms, model.seen, strict=True))
     labels = [one for one in read(path, "input_labels") if one.tag == "default"]
     assert all(torch.equal(one.data, there) for one, (_, there) in zip(labels, model.seen, strict=True))
     validation = [at(one) for one in read(path, "loss") if one.tag == "eval"]
@@ -158,7 +160,10 @@ def test_counters_tags_losses_and_labels(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize("scale", [None, 8.0])
 def test_what_becomes_of_a_sum_is_the_loss(tmp_path: Path, reduction: str, scale: float | None) -> None:
-    """Each micro-batch's loss is what Lightning differentiates, without its GradScaler; a validation's the sum."""
+    """Each micro-batch's loss is what Lightning differentiates, without its GradScaler.
+
+    A validation's is the sum, as that of the training is a multiple of it; what is weighted is only a term.
+    """
     model, path = Parts(reduction), tmp_path / "run.zarr"
     plugins = []
     if scale is not None:
@@ -171,9 +176,10 @@ def test_what_becomes_of_a_sum_is_the_loss(tmp_path: Path, reduction: str, scale
     for one, loss in zip(losses, model.differentiated, strict=True):
         assert torch.equal(one.data, loss if scale is None else loss / scale)
     assert [len(one.data) for one in read(path, "input_labels")[:5]] == [4, 4, 4, 4, 2]
-    validation = [one.data for one in read(path, "loss") if one.tag == "eval"]
+    validation = [one.data for one in read(path, "loss_terms") if one.tag == "eval"]
     assert all(map(torch.equal, validation, [loss for loss, _ in model.seen]))
     assert len(validation) == 5
+    assert len([one for one in read(path, "loss") if one.tag == "eval"]) == (5 if reduction == "sum" else 0)
 
 
 def test_a_loss_of_ones_own_is_recorded_after_a_validation(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import io
 import re
@@ -26,7 +27,9 @@ import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
@@ -1091,6 +1094,52 @@ def test_sam() -> None:
     assert same(w, model.weight)
     assert same(b, model.bias)
     assert [one.global_step for one in heard.of("batch_finished")] == [0, 1]
+
+
+def test_passes_that_are_never_differentiated() -> None:
+    """An agent that acts with gradients: its forwards are calls of the step, and are counted; tagged, they are not."""
+    x = torch.ones(4, 3)
+
+    def train(model: nn.Module, optimizer: Any, run: Any, tag: str) -> None:
+        for _ in range(3):
+            for _ in range(5):
+                with (run.tag(tag) if tag else None) or contextlib.nullcontext():
+                    model(x).argmax()
+            optimizer.zero_grad()
+            (model(x).square().sum() + model(-x).sum()).backward()  # two forwards of one backward
+            optimizer.step()
+
+    def acting(tag: str) -> tuple[Exporter, Collect]:
+        _, exporter, heard = unchanged(mlp, functools.partial(train, tag=tag), calls=True)
+        return exporter, heard
+
+    exporter, heard = acting("")
+    assert "of 15 forwards in training mode nothing was differentiated" in problems(exporter)
+    assert "run.tag(" in problems(exporter)
+    assert [one.call for one in find(heard, "activations", "0", global_step=1)] == list(range(7))
+    exporter, heard = acting("acting")
+    assert not exporter.problems
+    assert [one.call for one in find(heard, "activations", "0", global_step=1, tag="default")] == [0, 1]
+
+
+def test_a_look_at_the_model_after_the_training(tmp_path: Path) -> None:
+    """A forward that no step follows is no step and no epoch of `trace info`; the trace says which messages it has."""
+    path = tmp_path / "run.zarr"
+
+    def train(model: nn.Module, optimizer: Any, run: Any) -> None:
+        for _ in range(2):
+            simple(model, optimizer, 2)
+            run.epoch_finished()
+        model(torch.ones(4, 3))
+
+    _, _, heard = unchanged(mlp, train, path=path, calls=True)
+    with tracer.open(path) as trace:
+        (note,) = (note["unended"] for note in trace.notes if "unended" in note)
+        assert note == {"global_step": 4, "train_step": 0, "epoch": 2, "passes": 1}
+        assert (trace.info["steps"], trace.info["epochs"]) == ([0, 3], [0, 1])
+    assert len(heard.of("batch_finished")) == 4
+    info = CliRunner().invoke(cli.main, ["info", str(path)])
+    assert re.search(r"unended +1 forwards after the last step have the number 4", info.output)
 
 
 def test_an_optimizer_that_never_steps_is_told() -> None:
@@ -2785,6 +2834,48 @@ def test_script_modules(whole: bool, tmp_path: Path) -> None:
         assert {one.key for one in heard.of(kind)} == (set() if whole else {"1"})
     with tracer.open(path) as trace:
         assert any("ScriptModule" in note["problem"]["why"] for note in trace.notes if "problem" in note)
+
+
+@pytest.mark.parametrize("way", ["fx", "make_fx", "export", "fake", "fake input"])
+def test_forwards_that_only_find_out_what_a_model_does(way: str) -> None:
+    """They are no calls, begin no step, and find the model as it is when nobody watches it."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).relu()
+
+    def find_out(model: Any) -> str:
+        x = torch.ones(4, 3)
+        if way == "fx":
+            return str(torch.fx.symbolic_trace(model).graph)
+        if way == "make_fx":
+            return str(make_fx(model)(x).graph)
+        if way == "export":
+            return str(torch.export.export(model, (x,), strict=False).graph)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            if way == "fake":
+                return str(F.mse_loss(model(mode.from_tensor(x)), torch.zeros(4, 3)).shape)
+            fake = mode.from_tensor(x)
+        with warnings.catch_warnings():  # torch warns itself
+            warnings.simplefilter("ignore")
+            return str(model(fake).shape)
+
+    def train(model: nn.Module, optimizer: Any) -> str:
+        found = find_out(model)
+        simple(model, optimizer)
+        return found + find_out(model)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, exporter, heard = unchanged(lambda: nn.Sequential(Block(), Block()), train)
+    assert len(exporter.problems) == ("fake" in way)
+    assert [(one.global_step, one.call) for one in heard.of("activations") if one.key == "0.linear"] == [(0, 0), (1, 0)]
+    assert [one.global_step for one in heard.of("batch_started")] == [0, 1]
+    assert exporter.unended is None
 
 
 def test_direct_forward(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from tracer.errors import CaptureError, UnknownNameError
 from tracer.messages import DEFAULT_TAG, KINDS, Message
 from tracer.subscription import matches_tag
 
+_LOSSES = ("loss", "loss_terms")
 DEFAULT_KINDS: tuple[str, ...] = tuple(kind for kind in KINDS if kind not in ("layer_inputs", "input_gradients"))
 """What is observed unless `kinds` says otherwise: all but the two kinds that mostly repeat a neighbour's."""
 
@@ -221,7 +222,7 @@ class Capture:
         Keep a fixed random choice of so many elements, in flat order, as a vector. Equally sized tensors share their
         choice, so a weight, its gradient and its update stay aligned.
     dtype : str, optional
-        ``"float16"``, ``"bfloat16"``, ``"float32"`` or ``"float64"``: cast floating-point data (but not the loss).
+        ``"float16"``, ``"bfloat16"``, ``"float32"`` or ``"float64"``: cast floating-point data (but not losses).
         Numbers beyond its range become infinite; how many, of which streams, stands in the trace.
     reduce : str or callable, optional
         Keep a statistic of each tensor: a name of `REDUCTIONS`, ``f(tensor) -> tensor``, or ``f(so_far, tensor) ->
@@ -431,7 +432,7 @@ class Capture:
 
     def cast(self, kind: str, data: Tensor) -> Tensor:
         """The cast of what `reduced` gave."""
-        if self.dtype is not None and kind != "loss" and data.is_floating_point():
+        if self.dtype is not None and kind not in _LOSSES and data.is_floating_point():
             data = data.to(DTYPES[self.dtype])
         return data
 
@@ -483,7 +484,7 @@ class Capture:
                 told["elements"] = {"count": self.elements, "of": int(np.prod(numbers)), "seed": self.seed}
             if self.reduce is not None:
                 told["reduce"] = self.reduce if isinstance(self.reduce, str) else _name_of(self.reduce)
-        if self.dtype is not None and kind != "loss" and floating:
+        if self.dtype is not None and kind not in _LOSSES and floating:
             told["dtype"] = self.dtype
         if "positions" in told or "elements" in told:
             told = {"shape": list(shape), **told}
@@ -543,7 +544,7 @@ def _choose_positions(data: Tensor, count: int, seed: int, module: nn.Module | N
 
 def _is_target(kind: str) -> bool:
     """Whether cutting it anywhere but along the datapoints would make it meaningless."""
-    return kind in ("input_labels", "network_output", "loss")
+    return kind in ("input_labels", "network_output", *_LOSSES)
 
 
 @lru_cache(maxsize=256)

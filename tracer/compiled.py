@@ -60,16 +60,17 @@ def name_hook(hook: Hook, number: int) -> str:
     return site
 
 
-def run_uncompiled(function: Any) -> None:
+def run_uncompiled(function: Any, *, with_callees: bool = True) -> None:
     """Let the interpreter run a function, and what it calls, although a compiled module's call is under way.
 
     A compiled module calls its own hooks from outside of its graph; each would else be compiled as a graph of its own.
-    Inside a graph the function is traced all the same.
+    Inside a graph the function is traced all the same. Without `with_callees`, what it calls is compiled as ever.
     """
     frames = getattr(torch._C._dynamo, "eval_frame", None)
     if frames is not None and hasattr(frames, "set_code_exec_strategy"):
         skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+        callees = skip if with_callees else frames._FrameAction.DEFAULT
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, callees))
 
 
 def compiled_anything() -> bool:

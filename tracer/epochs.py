@@ -65,6 +65,8 @@ class Epochs:
         # the DataLoader that was begun last, if its iterator is not known: one that wraps another
         self._wrapped: weakref.ref[Any] | None = None
         self._began = 0
+        self.ended = False
+        """Whether a DataLoader ended an epoch."""
 
     def begins(self, loader: Any) -> None:
         """A DataLoader begins anew: if it fed the training and was left before its end, that ended the epoch too.
@@ -162,6 +164,7 @@ class Epochs:
                 self._end(now)
 
     def _end(self, now: int) -> None:
+        self.ended = True
         self._leader = self._unused = None
         self._new_amid = False
         self._begun.clear()

@@ -15,7 +15,6 @@ import itertools
 import sys
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ import torch
 import torch.nn.functional
 from torch import Tensor, is_grad_enabled, nn
 from torch._C import _current_graph_task_id
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -61,6 +61,7 @@ from tracer.hooks import (
     Hook,
     LeafHook,
     ScaleHook,
+    Undifferentiated,
     backward_node,
     calls_running,
     checkpointed_inputs,
@@ -75,16 +76,16 @@ from tracer.hooks import (
 from tracer.losses import (
     LOSS_FUNCTIONS,
     LossFunction,
+    ModelLoss,
     Node,
-    is_part_of_a_loss,
+    belongs_to_others,
     looks_back,
-    made_of,
     next_of_thread,
-    node_of,
     output_and_labels,
     unpatch,
 )
 from tracer.messages import DEFAULT_TAG, EVAL_TAG, KINDS, NetworkMessage
+from tracer.objectives import Objectives, Terms
 from tracer.optimizers import Optimizers, skipped_inside, steps_within
 from tracer.parameters import Parameter
 from tracer.patches import (
@@ -100,7 +101,7 @@ from tracer.patches import (
 from tracer.placement import is_distributed
 from tracer.probes import NO_PROBES, FirstInputs, Probe, joinable, undisturbed
 from tracer.publishing import Publisher
-from tracer.structure import structure_of
+from tracer.structure import structure_of, summary_of
 from tracer.subscriber import unmet
 from tracer.tensors import arguments_of, copied, leaves, opaque
 from tracer.wrappers import compiled_parts, named_parts, paths_of, unwrap, wrapped_by
@@ -146,7 +147,6 @@ class Exporter:
         "__dict__",
         "__weakref__",
         "_attached",
-        "_backward_seen",
         "_backwards",
         "_calls",
         "_check",
@@ -158,10 +158,10 @@ class Exporter:
         "_idle",
         "_leaf_hooks",
         "_lock",
+        "_objectives",
         "_offered",
         "_over",
         "_parameters",
-        "_part",
         "_passes_before",
         "_probes",
         "_quiet_until",
@@ -169,12 +169,12 @@ class Exporter:
         "_root",
         "_scales",
         "_tag_with_gradients",
+        "_terms",
         "_training_passes",
         "_ungraded",
         "_user_tag",
         "clock",
         "forwards_seen",
-        "hears_backward",
         "losses_seen",
         "optimizer_calls",
         "optimizers",
@@ -203,17 +203,16 @@ class Exporter:
         self.publisher = Publisher(self.message_bus, self.captures, self.clock, strict=strict)
         self._parameters = self.publisher.parameters
         self.losses_seen = 0
-        self.hears_backward = True  # whether somebody may call `backward_called`
-        self.holds_parts = False  # and knows the loss that a sum becomes
-        self._part: Tensor | None = None
-        self._loss_told = False  # by `run.log`, since the last `backward`
-        self._backward_seen = False  # of a scalar, in the open step
+        self._terms = Terms(self.publisher)
+        self._objectives = Objectives(self.publisher, self._terms)
+        self._hears_backward = False  # although no loss was named
+        self._told_by_hand: weakref.ref[Tensor] | None = None  # with `backward_called`, and `backward` has not come yet
+        self._own: frozenset[int] = frozenset()  # ids of the parameters of what is observed
+        self._trained_names: dict[int, str] = {}  # by optimizer, what it trains, as far as that was asked
         self._began_in_eval_mode = False  # whether the model was in eval mode all through the first step
         self._ended_at: Node | None = None
-        self._look_nodes: set[Node] = set()  # of losses that were told as second looks since the last step
-        # of what loss functions gave last, and whether that is no loss yet; a dict is slow to give its oldest
-        self._loss_nodes: OrderedDict[Node, bool] = OrderedDict()
-        self.last_scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # what a GradScaler gave, and what it got
+        # what a GradScaler gave, what it got, and the value of that
+        self._last_scaled: tuple[weakref.ref[Tensor], weakref.ref[Tensor], Tensor] | None = None
         self.forwards_seen = 0  # of the root, in training and aside
         self.optimizer_calls = 0
 
@@ -247,6 +246,8 @@ class Exporter:
         self._surveyed = False  # whether it is known which parameters other ranks hold, too
         self._around: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # DistributedDataParallel around the model
         self.recorded: Collection[int] | None = None
+        self.looked_at: Callable[[], Mapping[str, nn.Module]] = dict
+        """Gives the models that the program has besides those that are observed, by name, for a launcher."""
         self.elsewhere: set[tuple[str, str | None]] = set()
         """Kinds and modules that another rank records, because it has the same."""
         self._logged: dict[tuple[str, str], tuple[tuple[int, int, int], int]] = {}
@@ -262,6 +263,12 @@ class Exporter:
         self.passes = _Passes()
         self._training_passes = 0  # training forwards of the root
         self._passes_before = 0  # those of the steps that have ended
+        self._undifferentiated = Undifferentiated()  # those of the open step, as far as they are recorded
+        self._never_differentiated = 0  # and of the steps before
+        self.epochs_seen = False
+        """Whether somebody said that an epoch is over."""
+        self.unended: dict[str, int] | None = None
+        """The step that was open when the run ended, with its `passes`: they are of no training step."""
         self._skipped = 0
         self._user_tag: str | None = None
         self._calls: dict[tuple[str, str], int] = {}
@@ -417,12 +424,14 @@ class Exporter:
     def set_loss(self, loss: nn.Module | Callable[..., Any] | Iterable[str]) -> None:
         """Name the loss: a module, a function of ``torch.nn.functional``, or names of such functions.
 
-        Its first two arguments are published as ``network_output`` and ``input_labels``, its result as ``loss``.
+        Its first two arguments are published as ``network_output`` and ``input_labels``, its result as ``loss_terms``;
+        in a pass aside the result is also the ``loss``, unless more than one is called in the pass, or the training
+        makes its loss of more. The ``loss`` of a training is what ``backward`` is called on, with and without this.
 
         Raises
         ------
         CaptureError
-            If it is a function of another place; ``log("loss", value)`` serves those.
+            If it is a function of another place, of which no labels can be had.
         """
         if isinstance(loss, nn.Module):
             self._losses.append(unwrap(loss))
@@ -435,8 +444,8 @@ class Exporter:
                 there = getattr(torch.nn.functional, name, None) if name in LOSS_FUNCTIONS else None
                 if there is None or (callable(loss) and inspect.unwrap(there) is not loss):
                     raise CaptureError(
-                        f"the loss is a module or a loss function of torch.nn.functional, not {loss!r}; "
-                        "for others, call log('loss', value)"
+                        f"the loss is a module or a loss function of torch.nn.functional, not {loss!r}; others need "
+                        "not be named, as what backward is called on is recorded, or log('loss', value)"
                     )
                 self._losses.append(name)
         self._rewire()
@@ -542,8 +551,10 @@ class Exporter:
         """End the epoch: publish ``epoch_finished``; the next step is the first of the next epoch."""
         if not (self.publisher.enabled and self._attached):
             return
+        self.epochs_seen = True
         with self._lock:
             self._settle()
+            self._guard("loss", self._terms.settle)
             if self.clock.open and not self.optimizers and not self._steps_itself:
                 self._guard("step", self._end_step)
             if not self._epoch_open:
@@ -565,7 +576,9 @@ class Exporter:
 
     def finish(self) -> None:
         """End the run: the last step of a loop without an optimizer, and the last pass of each probe."""
+        self._guard("loss", functools.partial(self._terms.settle, everywhere=True))
         self.finish_step()
+        self._guard("loss", functools.partial(self._objectives.release, self._name_of_what_it_trains))
         if self.optimizers and self._training_passes > 1 and not self.optimizer_calls and not self._skipped:
             why = (
                 "step() of the optimizer that was given was never called, so everything is of one step; give the "
@@ -579,6 +592,7 @@ class Exporter:
                 "another took its place, give it to set_optimizer of the exporter"
             )
             self.publisher.problem("the end of the last step", why)
+        self._tell_of_passes()
         self._tell_own_calls()
         self._end_asides()
         if self._attached and not self._check.is_complete():
@@ -601,8 +615,26 @@ class Exporter:
                 why = f"{name} has a __call__ of its own that does not make that of torch.nn.Module, which calls hooks"
                 self.publisher.problem(f"the forward of {path!r}" if path else "the forward of the model", why)
 
+    def _tell_of_passes(self) -> None:
+        """Note which passes in training mode were none of a training, as far as that is known at the end."""
+        late = self._training_passes - self._passes_before
+        if self.clock.open and late and self.steps_seen and not self._idle:
+            step, train_step, epoch = self.clock.began
+            self.unended = {"global_step": step, "train_step": train_step, "epoch": epoch, "passes": late}
+        never = self._never_differentiated + self._undifferentiated.passes
+        if never and self.steps_seen:
+            why = (
+                f"of {never} forwards in training mode nothing was differentiated, as of an agent that acts, of "
+                "samples that are drawn, or of a look at the model; they are calls of training steps all the same; "
+                "torch.no_grad(), model.eval() or run.tag('acting') around them tells them apart"
+            )
+            self.publisher.problem("what forwards are for", why, warn=False)
+
     def detach(self) -> None:
         """Remove every hook; the model is as it was."""
+        if self._attached and self.publisher.enabled:  # what an exception has left behind
+            self._guard("loss", functools.partial(self._terms.settle, everywhere=True))
+            self._guard("loss", functools.partial(self._objectives.release, self._name_of_what_it_trains))
         self._end_asides()
         self._silent = self.silent
         self._attached = False
@@ -688,9 +720,12 @@ class Exporter:
                 raise MessageError(f"log({kind!r}) takes a number or an array, not {type(value).__name__}") from error
         with self._lock:
             aside = self._user_tag is not None
-            self._loss_told = self._loss_told or (kind == "loss" and not aside)
             at = self.clock.now() if aside or self.clock.open or self.clock.last is None else self.clock.last
             tag = self._user_tag or DEFAULT_TAG
+            if kind == "loss":
+                self._terms.logged(tag)
+                if not aside and self._objectives.logs(data, at):
+                    return
             # counted apart from what is observed: this may come before a step, in it and after it
             last, count = self._logged.get((kind, tag), (at, 0))
             call = max(count if last == at else 0, self.publisher.counts.get((kind, None, tag, ""), 0))
@@ -712,6 +747,7 @@ class Exporter:
         try:
             yield
         finally:
+            self._guard("loss", self._terms.settle)
             self._user_tag = before
 
     def probe(
@@ -798,8 +834,14 @@ class Exporter:
         self.publisher.publish_leaves("input_labels", None, labels, self.passes.now.tag)
 
     def new_loss(self, loss: Tensor) -> None:
-        """Publish the loss."""
+        """Publish the loss; from then on, what ``backward`` is called on is none."""
+        self.loss_is_logged()
         self.publisher.publish_leaves("loss", None, loss, self.passes.now.tag)
+
+    def loss_is_logged(self) -> None:
+        """Leave it to the user to say what the loss of the training is, as ``log("loss", value)`` does."""
+        self._terms.logged(DEFAULT_TAG)
+        self._objectives.logged()
 
     def new_activations(self, module: nn.Module, in_: Any, out_: Any) -> None:
         """Publish a module's inputs and output."""
@@ -860,6 +902,27 @@ class Exporter:
         """The model as JSON: names and classes of modules, what convolutions are, parameters, tied aliases."""
         return {} if self._root is None else structure_of(self._root)
 
+    def models(self) -> list[dict[str, Any]]:
+        """The models that are observed, and those that are only looked at, as JSON.
+
+        Each with its name, class and number of parameters, and `trained`: whether an optimizer that was given trains
+        it. A model without a name is the root of the network.
+        """
+        trained = {
+            id(one) for optimizer in self.optimizers.all for group in optimizer.param_groups for one in group["params"]
+        }
+        told = [
+            summary_of(name, top) | {"trained": any(id(one) in trained for one in walking.parameters(top))}
+            for name, top in self.tops
+        ]
+        return told + [summary_of(name, one) | {"trained": False} for name, one in self.looked_at().items()]
+
+    def trainers(self) -> list[dict[str, str]]:
+        """The optimizers that were given, as JSON: the class of each, and the path of what it trains."""
+        return [
+            {"class": type(one).__name__, "trains": self._name_of_what_it_trains(one)} for one in self.optimizers.all
+        ]
+
     def _candidates(self) -> list[tuple[str, nn.Module]]:
         """Every module that may be observed, by path; not those of parametrizations, which have no forward."""
         below_root = {} if self._root is None else {id(one): name for name, one in named_parts(self._root)}
@@ -901,6 +964,7 @@ class Exporter:
             path: one for path, one in self._candidates() if any(c.takes_module(path, one) for c in self.captures)
         }
         self._parameters.find(self.tops)
+        self._own, self._trained_names = frozenset(), {}
         self._leave_untouched()
         tell_of_model(self.message_bus.receivers, self.structure)
         self._surveyed = False
@@ -1022,12 +1086,17 @@ class Exporter:
                 self._layers[id(one)] = [(on, hanging) for on, _, hanging in self._on_modules() if id(on) in inside]
 
     def _wire_losses(self) -> None:
-        wanted = any(self.publisher.asked(kind, None) for kind in ("loss", "input_labels", "network_output"))
+        if (self._losses or self._hears_backward) and self.publisher.asked("loss", None):
+            watch_backward(self)
+        wanted = any(
+            self.publisher.asked(kind, None) for kind in ("loss", "loss_terms", "input_labels", "network_output")
+        )
+        paths = {id(one): path for path, one in self._candidates()} if wanted and self._losses else {}
         for loss in self._losses if wanted else ():
             if isinstance(loss, nn.Module):
                 if not self._takes_hooks("", loss):
                     continue
-                self._hang(loss, "_after_loss", "", after_forward)
+                self._hang(loss, "_after_loss", paths.get(id(loss)) or type(loss).__name__, after_forward)
             elif loss not in self._patched:
                 self._patched[loss] = LossFunction(self, getattr(torch.nn.functional, loss))
                 setattr(torch.nn.functional, loss, self._patched[loss])
@@ -1095,8 +1164,6 @@ class Exporter:
         if self._epoch_over:
             self.epoch_finished()
         self.clock.begin()
-        if self._look_nodes:
-            self._look_nodes = set()
         if not self._check.is_complete() and all(one.over for one in self._asides.values()):
             self._hang_again()
         self._idle = self._nothing_due()
@@ -1133,8 +1200,7 @@ class Exporter:
         self._begin_step()  # nothing of the forward was seen (compiled, bypassed), but the step took place
         try:
             if not self._idle:
-                if self._part is not None and not self._backward_seen:  # else it was only looked at
-                    self.publisher.publish_leaves("loss", None, self._part, DEFAULT_TAG)
+                self._objectives.end_step(self._name_of_what_it_trains)
                 if not self.optimizers:
                     self._parameters.compare(self._parameters.all, self._steps_itself, self.publisher)
                 self._parameters.publish(self.clock.began, self.publisher)
@@ -1151,12 +1217,14 @@ class Exporter:
 
     def _advance(self) -> None:
         """Let go of what was kept of the open step, and move the clock."""
-        self._part = None
+        if self._undifferentiated.passes:
+            self._never_differentiated += self._undifferentiated.passes
+            self._undifferentiated = Undifferentiated()
         if self._called or self._called_before:
             self._called_before, self._called = self._called, set()
         if not self._over:  # else it was noted when it ended, in a backward
             self._ended_at = next_of_thread()
-        self._over = self._idle = self._backward_seen = False
+        self._over = self._idle = False
         self.optimizers.step_ended()
         if self._leaf_hooks:
             self._forget_leaves()
@@ -1211,6 +1279,8 @@ class Exporter:
         """Decide what the forward that begins is: a training pass, which may begin a step, or a pass aside."""
         if self._over:
             self._settle()
+        if self._terms.undecided:
+            self._terms.settle()
         running = self.passes.now
         if self._user_tag is not None:
             running.tag = self._user_tag
@@ -1270,6 +1340,10 @@ class Exporter:
             return
         running = self.passes.now
         running.depth += 1
+        if running.depth == 1 and any(isinstance(one, FakeTensor) for one in (*args, *kwargs.values())):
+            running.listening = False
+            self.publisher.problem("a forward of fake tensors", "a fake tensor has no values, so it counts as no pass")
+            return
         if running.depth > 1:
             running.depth = max(1, calls_running(module))  # one that was interrupted did not tell its end
             if running.depth > 1:
@@ -1315,10 +1389,10 @@ class Exporter:
         running.depth = max(0, running.depth - 1)
         if running.depth or output is None or not running.listening:
             return
-        if self._part is not None and running.tag != DEFAULT_TAG:  # what a model calls its loss was made of a sum
-            part, self._part = self._part, None
-            whole = output.get("loss") if isinstance(output, Mapping) else None
-            self.publisher.publish_leaves("loss", None, whole if isinstance(whole, Tensor) else part, running.tag)
+        if self._terms.here and isinstance(output, Mapping) and isinstance(whole := output.get("loss"), Tensor):
+            self._terms.whole(whole, running.tag)
+        if running.tag == DEFAULT_TAG and is_grad_enabled():
+            self._undifferentiated.watch(one for _, one in leaves(output))
         # with a loss, the output is what the loss gets: on the same footing as the labels
         if not self._losses or self.publisher.collecting is not None:
             self.publisher.publish_leaves("network_output", None, output, running.tag)
@@ -1540,7 +1614,7 @@ class Exporter:
 
     def _loss_scaled(self, scaled: Tensor, loss: Tensor, scale: Tensor) -> None:
         """A GradScaler has multiplied a loss: see to it that the gradients of its backward are told without that."""
-        self.last_scaled = weakref.ref(scaled), loss.detach()
+        self._last_scaled = weakref.ref(scaled), weakref.ref(loss), loss.detach()
         listens = any(method in ("_after_forward", "_after_accumulation") for _, method, _ in self._hung)
         if self.clock.open and not self._idle and listens:
             on_gradient_once(scaled, ScaleHook(self, scale))
@@ -1557,26 +1631,24 @@ class Exporter:
         if not (type(output) is Tensor and output.requires_grad and root is not None and root.training):
             return False
         self.losses_seen += 1
-        if self.hears_backward:
-            self._note_loss(output)
         return True
 
-    def _after_loss(self, _: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._loss_seen(module.forward, args, kwargs, output)
+    def _after_loss(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._loss_seen(name, module.forward, args, kwargs, output, of_model=isinstance(module, ModelLoss))
 
-    def _loss_seen(self, loss: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
-        if not isinstance(output, Tensor) or self.publisher.collecting is not None:
+    def _loss_seen(
+        self, name: str, loss: Any, args: Any, kwargs: Mapping[str, Any], output: Any, *, of_model: bool = False
+    ) -> None:
+        if not isinstance(output, Tensor) or isinstance(output, FakeTensor) or self.publisher.collecting is not None:
             return
-        if recomputing() and (self.holds_parts or not output.requires_grad or not recomputing_reentrant()):
-            return  # it was told before, or what `backward` was called on
+        if recomputing() and (not output.requires_grad or not recomputing_reentrant()):
+            return  # it was told before
         if self._over:
             self._settle()
         self.losses_seen += 1
         if self._user_tag is None and not output.requires_grad and self._waits_for_backward():
             return
         again = self._user_tag is None and self._is_second_look(output)
-        if not again:
-            self._note_loss(output)
         if self._user_tag is not None:
             tag = self._user_tag
         elif not output.requires_grad or again:
@@ -1587,28 +1659,28 @@ class Exporter:
         else:
             tag = self._tag_with_gradients
         if tag == DEFAULT_TAG:
+            self._terms.settle()
             self._begin_step()
             if self._idle:
                 return
         for kind, tensor in zip(("network_output", "input_labels"), output_and_labels(loss, args, kwargs), strict=True):
             if tensor is not None:
                 self.publisher.publish_leaves(kind, None, tensor, tag)
-        inside = tag == DEFAULT_TAG or self.passes.now.depth > 0  # else nobody tells what the sum becomes
-        if self.holds_parts and inside and is_part_of_a_loss(loss, args, kwargs):
-            self._note_loss(output, part=True)
-            self._part = output.detach()
+        if of_model:
+            self._terms.note(name, output)
         else:
-            self.publisher.publish_leaves("loss", None, output, tag)
+            self._terms.publish(name, output, tag)
+        if tag != DEFAULT_TAG:
+            if of_model:
+                self._terms.whole(output, tag)
+            else:
+                self._terms.wait(name, output, tag, passes_are_seen=self.forwards_seen > 0)
+                self._ask_anew()  # so that the next pass settles it, even if nobody records that
 
     def _is_second_look(self, output: Tensor) -> bool:
         """Whether a loss is of what the network gave in the step that has ended, such as a metric."""
         # of several optimizers, one may step yet that the loss is for
-        if self.clock.open or len(self.optimizers.all) > 1 or not looks_back(output, self._ended_at):
-            return False
-        node = node_of(output)
-        if node is not None:
-            self._look_nodes.add(node)
-        return True
+        return not self.clock.open and len(self.optimizers.all) < 2 and looks_back(output, self._ended_at)
 
     def _waits_for_backward(self) -> bool:
         """Whether a reentrant checkpoint of a training runs for the first time: its losses have no graph yet.
@@ -1621,48 +1693,99 @@ class Exporter:
         running = self.passes.now
         return running.tag == DEFAULT_TAG if running.depth else any(one.requires_grad for _, one in leaves(inputs))
 
-    def _note_loss(self, output: Tensor, *, part: bool = False) -> None:
-        """Remember what a loss function gave, without keeping it, for `backward_called`."""
-        node = node_of(output) if self.hears_backward else None
-        if node is not None:
-            self._loss_nodes[node] = part
-            if len(self._loss_nodes) > _LOSSES:
-                self._loss_nodes.popitem(last=False)
-
     def watch_backward(self) -> None:
-        """Have `backward_called` called by each ``backward``, until `detach`."""
-        self.hears_backward = True
-        watch_backward(self)
+        """Publish as the loss what ``backward`` is called on, until `detach`, although no loss is named."""
+        self._hears_backward = True
+        self._rewire()
 
     def backward_called(self, tensor: Tensor) -> None:
-        """Publish a scalar that is differentiated as the loss, without what a GradScaler multiplied it with.
+        """Publish a scalar as the loss that is differentiated; if its ``backward`` is watched, only once."""
+        self._told_by_hand = weakref.ref(tensor)
+        self._differentiated(tensor)
 
-        But not if it is made of what loss functions have told, other than a sum or the losses of the datapoints: those
-        become the loss only here. What they told is remembered while `hears_backward` is true, which
-        `tracer.record` makes false: who calls this then sets it before the training.
+    def differentiates(self, *tensors: Tensor) -> None:
+        """Publish the scalar of which a ``backward`` begins as the loss, without what a GradScaler multiplied it with.
+
+        Several tensors of one ``backward`` are differentiated as their sum. In a pass that the user gave a tag, the
+        loss has that tag. What other networks were trained with is left out, if the observed ones were given by name.
         """
-        told, self._loss_told = self._loss_told, False
-        if tensor.numel() != 1 or not (self.publisher.enabled and self._attached):
+        told, self._told_by_hand = self._told_by_hand, None
+        if told is None or told() is not tensors[0]:
+            self._differentiated(*tensors)
+
+    def _differentiated(self, *tensors: Tensor) -> None:
+        if recomputing() or not (self.publisher.enabled and self._attached):
             return
-        self._backward_seen = True
-        if self._look_nodes and not self.clock.open and made_of(tensor, self._look_nodes, lambda _: True)[0]:
-            self._begin_step()  # what was taken for a metric is trained on
-            self.publisher.publish_leaves("loss", None, tensor, DEFAULT_TAG)
+        if self._user_tag is None and self._idle and self.clock.open:
             return
-        part, self._part = self._part, None
-        if self._idle:  # to look at the graph takes time
+        if not self.optimizers.found and all(map(self._is_of_others, tensors)):
             return
-        if part is None:
-            if told or made_of(tensor, self._loss_nodes, lambda _: True)[0]:
+        if any(one.numel() != 1 for one in tensors):
+            why = "backward was called on a tensor of several elements; run.log('loss', value) says what the loss is"
+            self.publisher.problem("the loss", why, warn=False)
+            return
+        for one in tensors:
+            self._terms.differentiated(one)
+        if self._user_tag is None:
+            self._terms.settle()
+            self._begin_step()
+            if self._idle:
                 return
-        else:
-            found, complete = made_of(tensor, self._loss_nodes, self._loss_nodes.__getitem__)
-            if found and complete:  # the part was only looked at
-                return
-        if self.last_scaled is not None and self.last_scaled[0]() is tensor:
-            tensor = self.last_scaled[1]
-        self._begin_step()
-        self.publisher.publish_leaves("loss", None, tensor, DEFAULT_TAG)
+        values, known_as = [], []
+        for one in tensors:
+            scaled = self._last_scaled if self._last_scaled is not None and self._last_scaled[0]() is one else None
+            values.append(one if scaled is None else scaled[2])
+            known_as += [one] if scaled is None or (loss := scaled[1]()) is None else [loss]
+        if self._user_tag is not None:
+            for one in values:
+                self.publisher.publish_leaves("loss", None, one, self._user_tag)
+            return
+        whole = values[0].detach()
+        for one in values[1:]:
+            whole = whole + one.detach().to(whole.device)
+        self._objectives.differentiated(tensors, whole, tuple(known_as), hold=len(self.optimizers.all) > 1)
+
+    def grad_called(self, tensor: Tensor, inputs: Iterable[Any], *, derivable: bool) -> None:
+        """Take what ``autograd.grad`` differentiates by the model's parameters for the loss, if nothing else is.
+
+        `derivable`: whether it keeps a graph of the derivatives.
+        """
+        if recomputing() or self._idle or not self.clock.open or tensor.numel() != 1:
+            return
+        if self.publisher.enabled and self._attached and self._user_tag is None:
+            own = self._ids_of_parameters()
+            if any(id(one) in own for one in inputs):
+                self._objectives.by_hand(tensor, derivable=derivable)
+
+    def _is_of_others(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made of parameters, but of none that are observed."""
+        if not self._own:
+            self._own = self._ids_of_parameters()
+        if not self._own or not belongs_to_others(tensor, self._own):
+            return False
+        known, self._own = self._own, self._ids_of_parameters()  # one may have taken the place of another
+        return known == self._own or belongs_to_others(tensor, self._own)
+
+    def _ids_of_parameters(self) -> frozenset[int]:
+        """Of what is observed; none if they are distributed, because a forward then uses others in their place."""
+        parameters = [one for _, top in self.tops for one in walking.parameters(top)]
+        return frozenset() if any(map(is_distributed, parameters)) else frozenset(map(id, parameters))
+
+    def _name_of_what_it_trains(self, optimizer: Optimizer) -> str:
+        """The name of the smallest module that has all parameters of an optimizer that are observed; "" for none."""
+        known = self._trained_names.get(id(optimizer))
+        if known is not None:
+            return known
+        own = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        name, size = "", sys.maxsize
+        parts = [(path, one) for prefix, top in self.tops for path, one in named_parts(top, prefix)]
+        trained = {id(one) for _, top in self.tops for one in walking.parameters(top)} & own
+        for path, one in parts if trained else ():
+            inside = [id(parameter) for parameter in walking.parameters(one)]
+            if path and len(inside) < size and trained.issubset(inside):
+                name, size = path, len(inside)
+        self._trained_names[id(optimizer)] = name
+        return name
 
     # -- optimizer ------------------------------------------------------------------------------------------
 
@@ -1677,6 +1800,7 @@ class Exporter:
                 self._lasting.pop(key, None)
             self._list_hooks()
         self.optimizers.steps_inside(optimizer)
+        self._objectives.stepped(optimizer)
         if self._comes_after_last(optimizer):
             return  # its weights are those of the step that has ended
         # the forward may come later, in a closure: whether anything is wanted is a question of the clock alone
@@ -1730,6 +1854,7 @@ class Exporter:
         if steps_within(optimizer):
             return
         self.optimizer_calls += 1
+        self._objectives.stepped(optimizer)  # also what its closure differentiated
         if skipped_inside(optimizer):
             self._skipped_step(optimizer)
             return
@@ -1771,6 +1896,7 @@ class Exporter:
     def _skipped_step(self, optimizer: Optimizer) -> None:
         """A GradScaler skipped the optimizer's step: the clock stands still, and what follows is of the same step."""
         self._skipped += 1
+        self._objectives.stepped(optimizer)
         self.message_bus.register_topic("skipped_step", "network")
         if not self._nothing_due():
             # another optimizer may end this step all the same
@@ -1916,7 +2042,6 @@ class _Passes(threading.local):
 
 
 _NUMBERS = itertools.count()
-_LOSSES = 256
 _INNER = ("activations", "layer_inputs", "layer_gradients", "input_gradients")
 _FEW_NAMES = 8
 """How many modules a problem names."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
@@ -21,6 +21,7 @@ from torch._C import (
 from torch._C._autograd import _get_sequence_nr
 from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.fx import _symbolic_trace
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -108,11 +109,9 @@ class Hook:
         try:
             if self.fired and self._idle is not None and self._idle(exporter, args):
                 return None
-            if is_compiling():  # which an export may do without Dynamo
+            if traced():
                 return None
             self.fired = True
-            if _get_tracing_state() is not None:  # torch.jit.trace would record our copies
-                return None
             with exporter._lock, without_modes():
                 getattr(exporter, self.method)(self.name, *args)
         except Exception as error:
@@ -210,6 +209,41 @@ class ComputedHook:
             exporter.publisher.problem(f"the gradient of {self.path!r}", f"{type(error).__name__}: {error}")
 
 
+class Undifferentiated:
+    """How many training passes of a step no backward has gone through yet."""
+
+    __slots__ = ("passes",)
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def watch(self, outputs: Iterable[Tensor]) -> None:
+        """Count a pass with these outputs, until a gradient comes to one of them."""
+        hook = PassHook(self)
+        for one in outputs:
+            if one.grad_fn is not None:
+                one.register_hook(hook)
+                hook.waits = True
+        self.passes += hook.waits
+
+
+class PassHook:
+    """Sees whether a backward goes through a pass."""
+
+    __slots__ = ("__weakref__", "_counted", "waits")
+
+    __torch_unserializable__ = True
+
+    def __init__(self, counted: Undifferentiated) -> None:
+        self._counted = counted
+        self.waits = False
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        if self.waits and gradient is not None:
+            self.waits = False
+            self._counted.passes -= 1
+
+
 class LeafHook:
     """Sees the gradients of a tensor that is there for more than one call: a parameter that a module returns.
 
@@ -302,11 +336,17 @@ def recomputing() -> bool:
 
 
 def traced() -> bool:
-    """Whether a forward only serves to find out what it does: torch.jit.trace, or an export without Dynamo.
+    """Whether a forward only serves to find out what it does, and is none of the training.
 
-    Our copies would become a part of what is found.
+    As under ``torch.jit.trace``, ``torch.fx.symbolic_trace``, ``make_fx`` and an export without Dynamo. Our copies
+    would become a part of what is found.
     """
-    return _get_tracing_state() is not None or is_compiling()
+    if _get_tracing_state() is not None or is_compiling() or _symbolic_trace._is_fx_tracing_flag:
+        return True
+    return _len_torch_dispatch_stack() > 0 and torch._C._get_dispatch_mode(_PROXY) is not None
+
+
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
 next_node: Callable[[], int] = _get_sequence_nr

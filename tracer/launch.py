@@ -62,7 +62,7 @@ _before: ModuleType | None = None
 PROBE = "probe"
 """The tag of the passes that `probe` asks for; it is the one that metrics of representations listen to."""
 PROBE_EVERY = 100
-_OUTCOMES = ("network_output", "input_labels", "loss")
+_OUTCOMES = ("network_output", "input_labels", "loss_terms", "loss")
 _FEW = 8
 """Optimizers at each of which, as they are made, models are looked for."""
 _MANY = 8
@@ -288,8 +288,10 @@ class _Session:
         bus = MessageBus(f"recording to {out}", on_error="raise" if strict else "disable")
         self.exporter = Exporter(message_bus=bus, capture=captures, strict=strict)
         self.exporter.set_optimizer(())
+        self.exporter.watch_backward()
+        self.exporter.looked_at = self._looked_at
         self.exporter.set_loss(LOSS_FUNCTIONS)
-        self.exporter.holds_parts = self.exporter.optimizers.found = True
+        self.exporter.optimizers.found = True
         self.run: Run = start(out, self.exporter, options=options, lazily=True)
         self.exporter.clock.starting = self._begin(self.exporter.clock.starting)
         self.known = WeakIdentitySet()  # the optimizers
@@ -386,8 +388,6 @@ class _Session:
             def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
                 if session.refusal is not None:  # before anything is trained that was meant to be recorded
                     raise session.refusal
-                if not running.of(tensor):
-                    session.guarded("loss", lambda: session.exporter.backward_called(tensor))
                 outermost = not running.of(tensor)
                 running.call(original, tensor, *args, **kwargs)
                 if outermost and not session._made_any:
@@ -574,6 +574,17 @@ class _Session:
     def _note_by_hand(self, why: str) -> None:
         self.exporter.publisher.problem("steps", why, warn=False)
 
+    def _looked_at(self) -> Mapping[str, nn.Module]:
+        """The models in the script's variables that no optimizer trains: target networks, teachers, averages."""
+        own = {id(one) for _, top in self.exporter.tops for one in walking.parameters(top)}
+        others = {
+            name: unwrap(one)
+            for name, one in _named_modules().items()
+            if (parameters := [*walking.parameters(one)]) and not any(id(each) in own for each in parameters)
+        }
+        inner = {id(part) for one in others.values() for part in walking.modules(one) if part is not one}
+        return {name: one for name, one in others.items() if id(one) not in inner}
+
     def close(self, error: BaseException | None) -> None:
         """End the last epoch, and the trace."""
         clean = concluded(self.exporter, error)
@@ -585,6 +596,7 @@ class _Session:
         if clean and not closed and self.exporter.train_step > 0:
             self.exporter.finish_step()
             self.guarded("the end of the last epoch", self.exporter.epoch_finished)
+            self.exporter.epochs_seen = self.epochs.ended  # else this is only the end of the script
             if self.exporter.learns_in_eval_mode:
                 why = "the model is in eval mode, so its passes count as evaluations; model.train() ends that mode"
                 self.exporter.publisher.problem("the training's forward pass", why)
@@ -639,6 +651,30 @@ def models_of(optimizers: Sequence[Optimizer]) -> list[nn.Module]:
             chosen.append(one)
             covered |= own
     return chosen
+
+
+def _named_modules() -> dict[str, nn.Module]:
+    """The modules in variables of the script's running functions, and in those of the objects there; each once."""
+    found: dict[int, tuple[str, nn.Module]] = {}
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in ("tracer", "torch"):
+            for name, value in list(frame.f_locals.items()):
+                inside = [] if isinstance(value, ModuleType | type | nn.Module) else [*_attributes(value).items()]
+                for called, one in ((name, value), *inside):
+                    # type(), because isinstance() would ask lazy objects of the script for their class
+                    if issubclass(type(one), nn.Module):
+                        found.setdefault(id(one), (called, one))
+        frame = frame.f_back
+    return dict(found.values())
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return dict(attributes) if type(attributes) is dict else {}
 
 
 def _at_hand() -> list[nn.Module]:

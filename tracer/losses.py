@@ -10,7 +10,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +31,9 @@ LOSS_FUNCTIONS: tuple[str, ...] = (
 )  # fmt: skip
 """The loss functions of ``torch.nn.functional``; the modules of ``torch.nn`` call these."""
 _NEAREST = 1024
-"""How many nodes of a graph are looked at."""
+"""How many nodes of a graph are looked at for what is near."""
+_WHOLE = 100_000
+"""And at most for what may be anywhere."""
 
 Node = tuple[int, int]
 
@@ -66,8 +68,19 @@ class LossFunction:
         finally:
             exporter.passes.now.in_loss = False
         if exporter._attached and exporter.publisher.enabled:
-            exporter._guard("loss", lambda: exporter._loss_seen(self.__wrapped__, args, kwargs, output))
+            exporter._guard("loss", lambda: exporter._loss_seen(self.__name__, self.__wrapped__, args, kwargs, output))
         return output
+
+
+class ModelLoss(torch.nn.Module):
+    """Stands for the loss that a model computes itself: called with it, it shows an exporter output, labels and loss.
+
+    That is the loss of an evaluation whatever the training makes of it, because the model calls it so.
+    """
+
+    def forward(self, input: Tensor, target: Tensor, loss: Tensor) -> Tensor:  # noqa: A002 - torch's names
+        """Give the loss back."""
+        return loss
 
 
 def unpatch(patched: dict[str, LossFunction]) -> None:
@@ -118,24 +131,6 @@ def output_and_labels(
         labels = tensors[1] if len(tensors) > 1 else None
     output = next((one for one in tensors if one is not labels), None)
     return output, labels
-
-
-def is_part_of_a_loss(loss: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a loss function was asked for a sum, or for each datapoint's loss: the caller makes the loss of it.
-
-    Examples
-    --------
-    >>> x, y = torch.zeros(2, 3), torch.tensor([0, 1])
-    >>> function = torch.nn.functional.cross_entropy
-    >>> is_part_of_a_loss(function, (x, y), {"reduction": "sum"}), is_part_of_a_loss(function, (x, y), {})
-    (True, False)
-    """
-    try:
-        given = _signature(loss).bind_partial(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        return False
-    means = given.get("size_average") is not False and given.get("reduce") is not False  # torch's older names
-    return given.get("reduction", "mean") in ("sum", "none") or not means
 
 
 class _Thread(threading.local):
@@ -191,35 +186,100 @@ def looks_back(tensor: Tensor, since: Node | None) -> bool:
     return found and not waiting
 
 
-def made_of(tensor: Tensor, nodes: Collection[Node], enough: Callable[[Node], bool]) -> tuple[list[Node], bool]:
-    """Those of some nodes that a tensor was made of, the nearest first, up to one that is `enough`.
-
-    Returns
-    -------
-    found : list of Node
-        As far as they are among the nearest nodes of the graph.
-    complete : bool
-        Whether there are no others.
-    """
-    found: list[Node] = []
+def is_made_of(tensor: Tensor, nodes: Collection[Node]) -> bool:
+    """Whether one of some nodes is among the nearest that a tensor was made of."""
     thread = _thread.number
     first = min((number for one, number in nodes if one == thread), default=None)
     if first is None or tensor.grad_fn is None:
-        return found, True
+        return False
     waiting: deque[Any] = deque([tensor.grad_fn])
     # nodes are kept, so that no other gets the id of one
     seen = {id(tensor.grad_fn): tensor.grad_fn}
     for _ in range(_NEAREST):
         if not waiting:
-            return found, True
+            return False
         node = waiting.popleft()
         if (thread, node._sequence_nr()) in nodes:
-            found.append((thread, node._sequence_nr()))
-            if enough(found[-1]):
-                return found, False
+            return True
         for one, _ in node.next_functions:
             # leaves are made of nothing, and a node has a higher number than those that it was made of
             if one is not None and id(one) not in seen and one.next_functions and one._sequence_nr() >= first:
                 seen[id(one)] = one
                 waiting.append(one)
-    return found, not waiting
+    return False
+
+
+_SAME_BUT_FOR_A_FACTOR = (
+    "Mul", "Div", "Mean", "Sum", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "Alias",
+    "ToCopy",
+)  # fmt: skip
+"""Operations whose result is what they got, or its sum or mean, multiplied with a number."""
+
+
+def multiple_of(tensor: Tensor, nodes: Container[Node]) -> Node | None:
+    """The one of some nodes that a tensor is, or is a sum, a mean or a multiple of, and of nothing else.
+
+    Examples
+    --------
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> term = (weight * 3).square()
+    >>> nodes = {node_of(term)}
+    >>> [multiple_of(one, nodes) in nodes for one in (term, term.mean() / 4, term.sum() + weight.sum(), -term.sum())]
+    [True, True, False, False]
+    """
+    node = tensor.grad_fn
+    for _ in range(_NEAREST):
+        if node is None:
+            return None
+        place = _thread.number, node._sequence_nr()
+        if place in nodes:
+            return place
+        inner = [one for one, _ in node.next_functions if one is not None]
+        name = node.name().partition("Backward")[0]
+        if len(inner) != 1 or name not in _SAME_BUT_FOR_A_FACTOR:
+            return None
+        if name in ("Mul", "Div") and not _is_times_a_number(node):
+            return None
+        node = inner[0]
+    return None
+
+
+def _is_times_a_number(node: Any) -> bool:
+    """Whether a product or quotient of something that has a graph is one with a single number, which has none."""
+    at = next(place for place, (one, _) in enumerate(node.next_functions) if one is not None)
+    try:
+        factor = getattr(node, "_saved_self" if at else "_saved_other", None)
+    except RuntimeError:  # a backward has freed what the node kept
+        return False
+    return not isinstance(factor, Tensor) or factor.numel() == 1
+
+
+def belongs_to_others(tensor: Tensor, own: Container[int]) -> bool:
+    """Whether a tensor was made of parameters, and of none of those with these ids.
+
+    A tensor of which no parameters are found, as one that came through a reentrant checkpoint, belongs to nobody else.
+
+    Examples
+    --------
+    >>> one, other = torch.nn.Linear(2, 1), torch.nn.Linear(1, 1)
+    >>> own, output = {id(parameter) for parameter in one.parameters()}, one(torch.ones(3, 2))
+    >>> [belongs_to_others(tensor, own) for tensor in (output, other(output), other(output.detach()))]
+    [False, False, True]
+    """
+    if tensor.grad_fn is None:
+        return False
+    waiting: deque[Any] = deque([tensor.grad_fn])
+    seen = {id(tensor.grad_fn): tensor.grad_fn}
+    others = False
+    while waiting and len(seen) <= _WHOLE:
+        node = waiting.popleft()
+        if not node.next_functions:
+            parameter = getattr(node, "variable", None)
+            if id(parameter) in own:
+                return False
+            others = others or isinstance(parameter, torch.nn.Parameter)
+        for one, _ in node.next_functions:
+            if one is not None and id(one) not in seen:
+                seen[id(one)] = one
+                waiting.append(one)
+    return others

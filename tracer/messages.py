@@ -79,6 +79,7 @@ KINDS: Mapping[str, Kind] = {
         Kind("input_data", network=True, per_call=True, batched=True),
         Kind("input_labels", network=True, per_call=True, batched=True),
         Kind("network_output", network=True, per_call=True, batched=True),
+        Kind("loss_terms", network=True, per_call=True),
         Kind("loss", network=True, per_call=True),
         Kind("activations", network=False, per_call=True, batched=True),
         Kind("layer_inputs", network=False, per_call=True, batched=True),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.compiler import is_dynamo_compiling
 
 from tracer import walking
+from tracer.compiled import run_uncompiled
 from tracer.hooks import Hook
 from tracer.losses import LossFunction
 from tracer.tensors import leaves
@@ -217,44 +219,92 @@ def _observed_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _told_of_backward: weakref.WeakSet[Exporter] = weakref.WeakSet()
-_backward: Callable[..., None] | None = None  # what stands in the place of torch's
+# what stands in the place of torch's functions, by where these are
+_backward: dict[tuple[Any, str], Callable[..., Any]] = {}
+
+
+class _Differentiating(threading.local):
+    """Whether this thread is in a function that was told of: torch's call each other, and some call themselves."""
+
+    now: bool = False
+
+
+_differentiating = _Differentiating()
 
 
 def watch_backward(exporter: Exporter) -> None:
-    """Let an exporter know on what ``backward`` is called, for a loss that a library computes."""
-    global _backward
+    """Let an exporter know on what ``backward`` is called, and what ``autograd.grad`` differentiates."""
     if exporter not in _told_of_backward:
         _told_of_backward.add(exporter)
         weakref.finalize(exporter, _settle_backward).atexit = False
-    if _backward is None:
-        _backward = _observed_backward(Tensor.backward)
-        setattr(Tensor, "backward", _backward)  # noqa: B010 - mypy forbids to assign it
+    if not _backward:
+        for owner, name, tell in (
+            (Tensor, "backward", _tell_of_backward),
+            (torch.autograd, "backward", _tell_of_backward),
+            (torch.autograd, "grad", _tell_of_grad),
+        ):
+            _backward[owner, name] = _observed(getattr(owner, name), tell)
+            setattr(owner, name, _backward[owner, name])
 
 
 def unwatch_backward(exporter: Exporter) -> None:
-    """No longer let an exporter know; without any, the method is as it was."""
+    """No longer let an exporter know; without any, torch's own functions are back."""
     _told_of_backward.discard(exporter)
     _settle_backward()
 
 
 def _settle_backward() -> None:
-    global _backward
-    if _backward is not None and not [*_told_of_backward]:
-        if Tensor.backward is _backward:  # else another program has put its own around it, which may stay
-            setattr(Tensor, "backward", _backward.__wrapped__)  # type: ignore[attr-defined]  # noqa: B010
-        _backward = None
+    if _backward and not [*_told_of_backward]:
+        for (owner, name), ours in _backward.items():
+            if vars(owner)[name] is ours:  # else another program has put its own around it, which may stay
+                setattr(owner, name, ours.__wrapped__)
+        _backward.clear()
 
 
-def _observed_backward(original: Callable[..., None]) -> Callable[..., None]:
-    running = Backward()
-
+def _observed(original: Callable[..., Any], tell: Callable[..., None]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        for one in list(_told_of_backward) if _backward is backward and not running.of(tensor) else ():
-            one._guard("loss", functools.partial(one.backward_called, tensor))
-        running.call(original, tensor, *args, **kwargs)
+    def differentiate(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling() or _differentiating.now or not _told_of_backward:
+            return original(*args, **kwargs)
+        # what can be gone through only once, as `model.parameters()`, is gone through here
+        args = tuple(tuple(one) if isinstance(one, Iterator) else one for one in args)
+        kwargs = {name: tuple(one) if isinstance(one, Iterator) else one for name, one in kwargs.items()}
+        _tell(tell, args, kwargs)
+        _differentiating.now = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _differentiating.now = False
 
-    return backward
+    run_uncompiled(differentiate, with_callees=False)
+    return differentiate
+
+
+def _tell(tell: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for one in list(_told_of_backward):
+        one._guard("loss", functools.partial(tell, one, *args, **kwargs))
+
+
+run_uncompiled(_tell)
+
+
+def _tell_of_backward(exporter: Exporter, tensors: Any, *args: Any, **kwargs: Any) -> None:
+    roots = _as_tuple(tensors)
+    if roots and all(isinstance(one, Tensor) for one in roots):  # edges of the graph have no values
+        exporter.differentiates(*roots)
+
+
+def _tell_of_grad(exporter: Exporter, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
+    roots = _as_tuple(outputs)
+    if len(roots) == 1 and isinstance(roots[0], Tensor):
+        derivable = bool(args[2] if len(args) > 2 else kwargs.get("create_graph"))
+        exporter.grad_called(roots[0], _as_tuple(inputs), derivable=derivable)
+
+
+def _as_tuple(given: Any) -> tuple[Any, ...]:
+    if isinstance(given, Mapping):
+        return tuple(given.values())
+    return tuple(given) if isinstance(given, Sequence) else (given,)
 
 
 class Backward(threading.local):

@@ -404,8 +404,8 @@ class TraceReader:
         return [note for part in self._parts for note in part.notes if not self._overtaken(part, note)]
 
     def _overtaken(self, part: Part, note: Mapping[str, Any]) -> bool:
-        stopped = note.get("stopped")
-        step = stopped.get("global_step") if isinstance(stopped, Mapping) else None
+        about = note.get("stopped", note.get("unended"))
+        step = about.get("global_step") if isinstance(about, Mapping) else None
         later = [one.first_step for one in self._parts if one.attempt > part.attempt and len(one.journal)]
         return type(step) is int and any(first <= step for first in later)
 
@@ -515,9 +515,10 @@ class TraceReader:
     def info(self) -> dict[str, Any]:
         """The trace in a few JSON values: what it is, of what run, how far it got, how much it holds."""
         journal = self.journal
+        trained = journal[~self._unended()]
 
         def span(column: Column) -> list[int] | None:
-            values = journal[:, column]
+            values = trained[:, column]
             return [int(values.min()), int(values.max())] if len(values) else None
 
         first = self._parts[0]
@@ -545,6 +546,13 @@ class TraceReader:
             "header": self.header,
             "notes": self.notes,
         }
+
+    def _unended(self) -> NDArray[np.bool_]:
+        """Which rows of `journal` are of training passes that no step of an optimizer followed."""
+        steps = [note["unended"].get("global_step") for note in self.notes if isinstance(note.get("unended"), Mapping)]
+        training = [number for number, one in enumerate(self._streams) if one.tag == DEFAULT_TAG]
+        late = np.isin(self.journal[:, Column.GLOBAL_STEP], [one for one in steps if type(one) is int])
+        return late & np.isin(self.journal[:, Column.STREAM], training)
 
     def __len__(self) -> int:
         return len(self.journal)

@@ -35,6 +35,10 @@ from tracer.writer import TraceWriter, refuse_here
 if TYPE_CHECKING:
     from tracer.certify import Certificate
 
+NO_EPOCHS = (
+    "no epoch was seen to end, so all steps are of one: run.epoch_finished() ends an epoch; under `trace record` "
+    "a DataLoader does so that feeds the training and comes to its end"
+)
 _PATIENCE = 5.0
 """Seconds that the end of a recording that was dropped waits for the thread, at most."""
 
@@ -95,8 +99,10 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         The last one's step ends a step. None: each training forward of the model is a step. An empty sequence: you call
         ``run.step()``.
     loss : nn.Module or callable, optional
-        A loss module, or a function of ``torch.nn.functional`` that the loop calls by that path: gives ``loss``,
-        ``network_output`` and ``input_labels``. For other losses, ``run.log("loss", value)``.
+        A loss module, or a function of ``torch.nn.functional`` that the loop calls by that path. It gives
+        ``network_output`` and ``input_labels``, what it returned as ``loss_terms``, and the ``loss`` of evaluations.
+        The ``loss`` of the training is what ``backward`` is called on, whether or not this is given; where you log
+        another with ``run.log("loss", value)``, it is that.
     capture : Capture or iterable of Capture
         What to observe; also the bound of what `receivers` can get.
     receivers : iterable of Receiver
@@ -240,14 +246,16 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
     def __enter__(self) -> Run:
         bus = MessageBus(f"recording to {self._path}", on_error="raise" if self._strict else "disable")
         exporter = Exporter(message_bus=bus, capture=self._captures, strict=self._strict)
-        exporter.hears_backward = False  # unless an integration says so
         try:
             exporter.set_model(self._model)
             exporter.set_optimizer(self._optimizer)
+            exporter.watch_backward()
             if self._loss is not None:
                 exporter.set_loss(self._loss)
             for kind in self._logs:
                 bus.register_topic(kind, "network")
+            if "loss" in self._logs:
+                exporter.loss_is_logged()
             exporter.check(self._receivers, self._logs)
             run = start(self._path, exporter, self._receivers, self._options)
         except BaseException:
@@ -594,6 +602,10 @@ def notes(exporter: Exporter) -> Iterator[Mapping[str, Any]]:
         yield {"problem": {"what": f"subscriber {name}", "why": why, "count": 1}}
     if exporter.loss_is_silent:
         yield {"problem": {"what": "loss", "why": "it was never called by the name it was given by", "count": 1}}
+    if exporter.steps_seen > 1 and not exporter.epochs_seen:
+        yield {"epochs": NO_EPOCHS}
+    if exporter.unended is not None:
+        yield {"unended": exporter.unended}
     silent = exporter.silent
     if silent:
         yield {"silent": silent}
@@ -614,4 +626,6 @@ def header(exporter: Exporter, seeds: Mapping[str, Any] | None = None) -> dict[s
         "capture": [capture.describe() for capture in exporter.captures],
         "kinds": sorted(KINDS),
         "model": exporter.structure(),
+        "models": exporter.models(),
+        "optimizers": exporter.trainers(),
     }

@@ -10,6 +10,18 @@ from torch.nn.parameter import is_lazy
 from tracer.wrappers import named_parts
 
 
+def summary_of(name: str, model: nn.Module) -> dict[str, Any]:
+    """What a model is, in a line of JSON: its name, its class and the number of its parameters.
+
+    Examples
+    --------
+    >>> summary_of("head", nn.Linear(3, 2))
+    {'name': 'head', 'class': 'torch.nn.modules.linear.Linear', 'parameters': 8}
+    """
+    counted = sum(0 if is_lazy(one) else one.numel() for one in nn.Module.parameters(model))
+    return {"name": name, "class": class_name(model), "parameters": counted}
+
+
 def structure_of(root: nn.Module) -> dict[str, Any]:
     """The model as JSON: names and classes of modules, what convolutions are, parameters, tied aliases."""
     names_of: dict[int, list[str]] = {}

@@ -170,7 +170,8 @@ class GradientNoise(Subscriber):
     kind : str
         The kind of the gradients of the layers' outputs.
     inputs, weights, biases, loss : str
-        The kinds of the layers' inputs, of the gradients of their weights and biases, and of the loss. The gradients
+        The kinds of the layers' inputs, of the gradients of their weights and biases, and of the loss, which is summed
+        over the passes of a step, as their gradients are. The gradients
         of the parameters say which layers have parameters, of which shapes, and whether the reconstruction is right.
     bias : bool
         Whether biases are looked for; give false for networks without any.
@@ -344,9 +345,9 @@ class GradientNoise(Subscriber):
             for module, calls in over.heard.get(self.biases, {}).items():
                 if module not in over.heard.get(self.weights, {}):
                     elements += next(iter(calls.values())).numel()
-            value = _mean_loss(losses.values())
+            value = _whole_loss(losses.values())
             if self.reduction == "sum" and grams:
-                value /= len(grams[0].gram) / passes
+                value /= len(grams[0].gram)
             found = gradient_noise(grams, loss=value, learning_rate=self.learning_rate, eps=self.eps)
             numbers = [
                 *found,
@@ -538,7 +539,7 @@ def _linear(a: Sequence[NDArray[np.float64]], d: Sequence[NDArray[np.float64]], 
     return linear_gram(a[0], d[0]) if len(a) == 1 else linear_gram(_positions(a), _positions(d))
 
 
-def _mean_loss(losses: Iterable[Tensor]) -> float:
-    """Over the passes of a step; NaN without any, or if they are not numbers."""
+def _whole_loss(losses: Iterable[Tensor]) -> float:
+    """What a step differentiated, over its passes; NaN without any, or if they are not numbers."""
     values = [float(one) for one in losses if one.numel() == 1 and not one.is_complex()]
-    return math.fsum(values) / len(values) if values and all(map(math.isfinite, values)) else math.nan
+    return math.fsum(values) if values and all(map(math.isfinite, values)) else math.nan

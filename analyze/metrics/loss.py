@@ -56,7 +56,7 @@ class Loss(Subscriber):
     *Cost*: O(1) for a number.
     *Invariant to* nothing: it is the recorded number.
     *Edge values*: NaN for an empty loss. Never raises during a replay.
-    *Source*: the loss function's own output.
+    *Source*: what ``backward`` was called on; in an evaluation the loss function's own output.
     *Formerly*: ikkuna ``LossSubscriber``; monitorch ``LossModule``; cockpit ``Loss``.
 
     Examples

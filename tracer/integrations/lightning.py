@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from tracer.errors import CaptureError, TracerError
 from tracer.integrations.recording import Recording
 from tracer.recording import Run
@@ -25,10 +23,9 @@ class TraceCallback(Callback):  # type: ignore[misc]  # without Lightning it is 
 
     Steps and epochs are the trainer's: with gradient accumulation the batches of a step are calls of it, and of several
     optimizers the last one ends a step (where Lightning counts a step for each). The sanity check before the training
-    is not recorded. Loss and labels are those of the functions of ``torch.nn.functional`` that the training step calls,
-    itself or through a module of ``torch.nn``. Of another loss, and of one made of the sum or the single losses that
-    such a function gave, the value is recorded that Lightning takes the gradient of: with accumulation that is divided
-    by the number of batches, and what a GradScaler multiplies it with is left out.
+    is not recorded. The loss is what Lightning takes the gradient of: with accumulation that is divided by the number
+    of batches, and what a GradScaler multiplies it with is left out. Labels and the terms of the loss are those of the
+    functions of ``torch.nn.functional`` that the training step calls, itself or through a module of ``torch.nn``.
 
     Parameters
     ----------
@@ -79,12 +76,6 @@ class TraceCallback(Callback):  # type: ignore[misc]  # without Lightning it is 
         if self._next is not None and len(trainer.optimizers) > 1 and self._next[1] in (None, step):
             step = self._next[0]
         self._recording.begin(network, trainer.optimizers, step, trainer.current_epoch)
-
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        """Record a loss that is no function of torch's, or is made of the sum that one gave."""
-        if self._recording.active:
-            exporter = self.run.exporter
-            exporter._guard("loss", lambda: exporter.backward_called(loss))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """End the epoch, after its validation."""

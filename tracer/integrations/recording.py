@@ -75,7 +75,6 @@ class Recording:
         self.end(TraceError("the training was begun again before it had ended"))
         resume: dict[str, Any] = {"first_step": step, "first_epoch": epoch} if self._options.get("resume") else {}
         run = record(self._path, model, list(optimizers), **self._options, **resume).__enter__()
-        run.exporter.hears_backward = run.exporter.holds_parts = True
         if (run.exporter.global_step, run.exporter.epoch) != (step, epoch):
             # a new trace of a run that is not: it has the trainer's counters, too
             run.exporter.start_at(step, 0, epoch)

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from tracer.errors import TracerError
 from tracer.hanging import Hanging, after_forward
 from tracer.integrations.recording import Recording
+from tracer.losses import ModelLoss
 from tracer.recording import Run
 from tracer.stores import Anywhere
 
@@ -29,12 +30,11 @@ else:
 class TraceCallback(TrainerCallback):  # type: ignore[misc]  # without transformers a plain object that cannot be made
     """Records what ``trainer.train`` does; evaluations in it are tagged ``"eval"``.
 
-    Steps and epochs are the trainer's; the batches of gradient accumulation are calls of one step. The loss is the one
-    that the model returns, with its ``logits`` and the ``labels`` it was given, which a causal language model shifts
-    only inside. Where it returns none (with label smoothing, or a loss of one's own) and where it is compiled, so that
-    nobody sees it, the loss is what the trainer calls ``backward`` on: with accumulation that is each batch's share.
-    With ``loss=``, as for `tracer.record`, such a loss has outputs and labels, too; what the trainer makes of a sum is
-    the loss.
+    Steps and epochs are the trainer's; the batches of gradient accumulation are calls of one step. The loss is what the
+    trainer calls ``backward`` on: with accumulation that is each batch's share. In an evaluation it is the one that the
+    model returns. Outputs and labels are its ``logits`` and the ``labels`` it was given, which a causal language model
+    shifts only inside. Where it returns no loss (with label smoothing, or a loss of one's own), ``loss=``, as for
+    `tracer.record`, gives them.
 
     The trainer does not tell a callback that it was interrupted. The trace is then closed when the program ends, and
     says why; where the program goes on, `close` does so, or a ``with`` block::
@@ -65,7 +65,7 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]  # without transform
                 "pip install 'tracereel[transformers]'"
             )
         super().__init__()
-        self._loss = _Loss() if "loss" not in options else None
+        self._loss = ModelLoss() if "loss" not in options else None
         self._recording = Recording(path, {"loss": self._loss, **options})
         self._handle: Hanging | None = None
         self._epoch_over = False
@@ -81,9 +81,7 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]  # without transform
         optimizer = _inner(kwargs["optimizer"])
         self._unhook()
         self._recording.begin(kwargs["model"], [optimizer], state.global_step, int(state.epoch or 0))
-        exporter = self.run.exporter
-        exporter.watch_backward()
-        root = exporter.model
+        root = self.run.exporter.model
         if self._loss is not None and root is not None:
             self._handle = after_forward(root, _ModelHook(self._loss))
 
@@ -128,20 +126,13 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]  # without transform
         self.close(error)
 
 
-class _Loss(nn.Module):
-    """Stands for the loss inside a model: what it is called with is observed as that of any loss module."""
-
-    def forward(self, input: Tensor, target: Tensor, loss: Tensor) -> Tensor:  # noqa: A002 - torch's names
-        return loss
-
-
 class _ModelHook:
     """Tells what a model's own loss was; copies and pickles of the model are without it."""
 
-    def __init__(self, loss: _Loss) -> None:
+    def __init__(self, loss: ModelLoss) -> None:
         self._loss = weakref.ref(loss)
 
-    def __call__(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+    def __call__(self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         loss, labels = self._loss(), kwargs.get("labels")
