@@ -341,12 +341,16 @@ def traced() -> bool:
     As under ``torch.jit.trace``, ``torch.fx.symbolic_trace``, ``make_fx`` and an export without Dynamo. Our copies
     would become a part of what is found.
     """
-    if _get_tracing_state() is not None or is_compiling() or _symbolic_trace._is_fx_tracing_flag:
+    if _get_tracing_state() is not None or is_compiling() or _traces_symbolically():
         return True
     return _len_torch_dispatch_stack() > 0 and torch._C._get_dispatch_mode(_PROXY) is not None
 
 
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
+# its older name warns in newer versions
+_traces_symbolically: Callable[[], bool] = getattr(
+    _symbolic_trace, "is_fx_symbolic_tracing", _symbolic_trace.is_fx_tracing
+)
 
 
 next_node: Callable[[], int] = _get_sequence_nr
