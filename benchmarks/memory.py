@@ -50,8 +50,8 @@ class SlowStore:
         else:
             setattr(self._store, name, value)
 
-    def append(self, name: str, rows: Any) -> int:
-        first = self._store.append(name, rows)
+    def append(self, name: str, rows: Any, checksums: list[int] | None = None) -> int:
+        first = self._store.append(name, rows, checksums)
         time.sleep(rows.nbytes / self._rate)
         return first
 

@@ -70,7 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.patches": {"tracer.compiled", "tracer.walking", "tracer.hooks", "tracer.losses", "tracer.tensors"},
     "tracer.optimizers": {"tracer.walking"},
     "tracer.probes": {"tracer.walking", "tracer.tensors"},
-    "tracer.structure": {"tracer.wrappers"},
+    "tracer.structure": {"tracer.walking", "tracer.wrappers"},
     "tracer.environment": set(),
     "tracer.budget": {"tracer.memory", "tracer.messages"} | STORAGE,
     "tracer.wrappers": set(),

@@ -1703,6 +1703,11 @@ class Exporter:
         self._told_by_hand = weakref.ref(tensor)
         self._differentiated(tensor)
 
+    @property
+    def is_at_work(self) -> bool:
+        """Whether this thread runs code of the exporter, or code that the exporter calls, such as a receiver's."""
+        return bool(self._lock._is_owned())  # type: ignore[attr-defined]  # which threading itself uses
+
     def differentiates(self, *tensors: Tensor) -> None:
         """Publish the scalar of which a ``backward`` begins as the loss, without what a GradScaler multiplied it with.
 

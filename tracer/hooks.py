@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from tracer.compiled import name_hook, observe_in_graph, run_uncompiled
 from tracer.errors import raised_by_signal
-from tracer.hanging import on_gradient
+from tracer.hanging import on_gradient, on_gradient_once
 
 if TYPE_CHECKING:
     from tracer.exporter import Exporter
@@ -222,7 +222,7 @@ class Undifferentiated:
         hook = PassHook(self)
         for one in outputs:
             if one.grad_fn is not None:
-                one.register_hook(hook)
+                on_gradient_once(one, hook)
                 hook.waits = True
         self.passes += hook.waits
 

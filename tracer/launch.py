@@ -558,7 +558,7 @@ class _Session:
 
     def _tensors_of(self, alive: Sequence[Optimizer], untrained: bool) -> list[nn.Module]:
         """What holds the tensors of optimizers that train no module, under the names ``parameters.N``."""
-        watched = set() if untrained else {id(p) for _, top in self.exporter.tops for p in nn.Module.parameters(top)}
+        watched = set() if untrained else {id(p) for _, top in self.exporter.tops for p in walking.parameters(top)}
         holder = Tensors(alive, watched)
         if not holder._parameters:
             return []

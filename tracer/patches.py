@@ -282,7 +282,8 @@ def _observed(original: Callable[..., Any], tell: Callable[..., None]) -> Callab
 
 def _tell(tell: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for one in list(_told_of_backward):
-        one._guard("loss", functools.partial(tell, one, *args, **kwargs))
+        if not one.is_at_work:  # what a receiver or a condition of the user's differentiates is no loss of the training
+            one._guard("loss", functools.partial(tell, one, *args, **kwargs))
 
 
 run_uncompiled(_tell)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from tracer import walking
 from tracer.wrappers import named_parts
 
 
@@ -18,7 +19,7 @@ def summary_of(name: str, model: nn.Module) -> dict[str, Any]:
     >>> summary_of("head", nn.Linear(3, 2))
     {'name': 'head', 'class': 'torch.nn.modules.linear.Linear', 'parameters': 8}
     """
-    counted = sum(0 if is_lazy(one) else one.numel() for one in nn.Module.parameters(model))
+    counted = sum(0 if is_lazy(one) else one.numel() for one in walking.parameters(model))
     return {"name": name, "class": class_name(model), "parameters": counted}
 
 
