@@ -66,7 +66,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.fast_path": {"tracer.hanging", "tracer.hooks", "tracer.walking"},
     "tracer.tensors": {"tracer.memory", "tracer.layout", "tracer.leaves"},
     "tracer.losses": {"tracer.hooks"},
-    "tracer.objectives": {"tracer.losses", "tracer.messages", "tracer.tensors"},
+    "tracer.callers": set(),
+    "tracer.objectives": {"tracer.callers", "tracer.losses", "tracer.messages", "tracer.tensors"},
     "tracer.patches": {"tracer.compiled", "tracer.walking", "tracer.hooks", "tracer.losses", "tracer.tensors"},
     "tracer.optimizers": {"tracer.walking"},
     "tracer.probes": {"tracer.walking", "tracer.tensors"},
@@ -118,6 +119,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | RUNNING
     | {
         "tracer",
+        "tracer.callers",
         "tracer.epochs",
         "tracer.hanging",
         "tracer.identity",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pkgutil
 import textwrap
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import tracer
 from tracer import Capture, Collect
+from tracer.callers import differentiated_name
+from tracer.patches import unwatch_backward, watch_backward
 
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
 
@@ -503,6 +506,70 @@ def test_losses_of_one_optimizer_have_the_names_of_their_variables(tmp_path: Pat
 
     with recorded(tmp_path / "one.zarr", accumulate) as trace:
         assert [(one.leaf, one.call) for one in trace.messages("loss")] == [("", 0), ("", 1)] * 12
+
+
+def named(losses: Sequence[Tensor], differentiate: Callable[..., None]) -> list[str]:
+    """The names of what a function differentiates, as they are at each call of ``backward``."""
+    found: list[str] = []
+
+    # a function of the project's own, as the exporter's is: frames of the project are passed over
+    told: dict[str, Any] = {"__name__": "tracer.told", "found": found, "name": differentiated_name}
+    exec("def differentiates(self, *tensors): found.append(name())", told)
+    exporter = type("Told", (tracer.Exporter,), {"differentiates": told["differentiates"]})(strict=True)
+    watch_backward(exporter)
+    try:
+        differentiate(*losses)
+    finally:
+        unwatch_backward(exporter)
+    return found
+
+
+def test_what_a_program_calls_its_losses() -> None:
+    """Variables, attributes, entries; through functions of the program's, and through those that scale."""
+    scaler = torch.amp.GradScaler("cpu")
+
+    class Holder:
+        pass
+
+    def backward_of(loss: Tensor, retain: bool = False) -> None:
+        loss.backward(retain_graph=retain)
+
+    def given(image: Tensor, text: Tensor, other: Tensor, last: Tensor) -> None:
+        holder, losses = Holder(), {"critic": text}
+        holder.of_images = image  # type: ignore[attr-defined]
+        image.backward(retain_graph=True)
+        torch.autograd.backward(text, retain_graph=True)
+        holder.of_images.backward(  # type: ignore[attr-defined]
+            retain_graph=True
+        )
+        losses["critic"].backward(retain_graph=True)
+        backward_of(other, True)
+        backward_of(retain=True, loss=image)
+        scaler.scale(last).backward(retain_graph=True)
+        (image + text).backward(retain_graph=True)
+        for hidden in (text,):
+            hidden.backward()
+
+    weight = torch.ones(2, requires_grad=True)
+    losses = [(weight * number).sum() for number in range(1, 5)]
+    expected = ["image", "text", "of_images", "critic", "other", "image", "last", "", "hidden"]
+    assert named(losses, given) == expected
+
+
+def test_a_name_is_found_without_a_look_at_variables() -> None:
+    """What a function's ``locals()`` gave stays as it was, and its variables go when they are deleted."""
+
+    def given(loss: Tensor) -> None:
+        before = locals()
+        later = torch.ones(1000)
+        there = weakref.ref(later)
+        loss.backward()
+        assert set(before) == {"loss"}
+        del later
+        assert there() is None
+
+    weight = torch.ones(2, requires_grad=True)
+    assert named([weight.sum()], given) == ["loss"]
 
 
 # -- torch's own functions ------------------------------------------------------------------------------------

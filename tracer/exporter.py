@@ -212,7 +212,7 @@ class Exporter:
         self._began_in_eval_mode = False  # whether the model was in eval mode all through the first step
         self._ended_at: Node | None = None
         # what a GradScaler gave, what it got, and the value of that
-        self._last_scaled: tuple[weakref.ref[Tensor], weakref.ref[Tensor], Tensor] | None = None
+        self._last_scaled: tuple[weakref.ref[Tensor], Tensor] | None = None
         self.forwards_seen = 0  # of the root, in training and aside
         self.optimizer_calls = 0
 
@@ -1614,7 +1614,7 @@ class Exporter:
 
     def _loss_scaled(self, scaled: Tensor, loss: Tensor, scale: Tensor) -> None:
         """A GradScaler has multiplied a loss: see to it that the gradients of its backward are told without that."""
-        self._last_scaled = weakref.ref(scaled), weakref.ref(loss), loss.detach()
+        self._last_scaled = weakref.ref(scaled), loss.detach()
         listens = any(method in ("_after_forward", "_after_accumulation") for _, method, _ in self._hung)
         if self.clock.open and not self._idle and listens:
             on_gradient_once(scaled, ScaleHook(self, scale))
@@ -1736,11 +1736,10 @@ class Exporter:
             self._begin_step()
             if self._idle:
                 return
-        values, known_as = [], []
+        values = []
         for one in tensors:
             scaled = self._last_scaled if self._last_scaled is not None and self._last_scaled[0]() is one else None
-            values.append(one if scaled is None else scaled[2])
-            known_as += [one] if scaled is None or (loss := scaled[1]()) is None else [loss]
+            values.append(one if scaled is None else scaled[1])
         if self._user_tag is not None:
             for one in values:
                 self.publisher.publish_leaves("loss", None, one, self._user_tag)
@@ -1748,7 +1747,7 @@ class Exporter:
         whole = values[0].detach()
         for one in values[1:]:
             whole = whole + one.detach().to(whole.device)
-        self._objectives.differentiated(tensors, whole, tuple(known_as), hold=len(self.optimizers.all) > 1)
+        self._objectives.differentiated(tensors, whole, hold=len(self.optimizers.all) > 1)
 
     def grad_called(self, tensor: Tensor, inputs: Iterable[Any], *, derivable: bool) -> None:
         """Take what ``autograd.grad`` differentiates by the model's parameters for the loss, if nothing else is.

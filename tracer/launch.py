@@ -35,6 +35,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from tracer import termination, walking
 from tracer.bus import MessageBus
+from tracer.callers import variables_of
 from tracer.capture import Capture
 from tracer.compression import Compression
 from tracer.epochs import Epochs
@@ -659,7 +660,7 @@ def _named_modules() -> dict[str, nn.Module]:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in ("tracer", "torch"):
-            for name, value in list(frame.f_locals.items()):
+            for name, value in variables_of(frame).items():
                 inside = [] if isinstance(value, ModuleType | type | nn.Module) else [*_attributes(value).items()]
                 for called, one in ((name, value), *inside):
                     # type(), because isinstance() would ask lazy objects of the script for their class
@@ -682,7 +683,7 @@ def _at_hand() -> list[nn.Module]:
     found: list[Any] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        found += [*frame.f_locals.values(), *frame.f_globals.values()]
+        found += [*variables_of(frame).values(), *frame.f_globals.values()]
         frame = frame.f_back
     modules = {id(part): part for one in found if issubclass(type(one), nn.Module) for part in walking.modules(one)}
     return list(modules.values())

@@ -8,17 +8,16 @@ long as nothing shows that it is only a term of the loss.
 from __future__ import annotations
 
 import math
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tracer.callers import differentiated_name
 from tracer.losses import Node, is_made_of, multiple_of, node_of
 from tracer.messages import DEFAULT_TAG
 from tracer.tensors import unobservable
@@ -28,12 +27,8 @@ if TYPE_CHECKING:
 
 _TERMS = 256
 """How many of the latest results of loss functions are known by their place in the graph."""
-_FRAMES = 24
-"""How many callers are asked what they call a loss."""
 _LOOKS = 8
 """In how many steps with several losses, all of one name, names are looked for."""
-_LIBRARIES = frozenset({"torch", "tracer", "accelerate", "lightning", "pytorch_lightning", "transformers", "ignite"})
-"""Whose own variables say nothing of what a loss is."""
 
 At = tuple[int, int, int]
 
@@ -217,9 +212,7 @@ class Objectives:
         self._naming = True  # whether the first loss of a step is asked for its variable
         self._looks = _LOOKS
 
-    def differentiated(
-        self, tensors: tuple[Tensor, ...], value: Tensor, known_as: tuple[Tensor, ...], *, hold: bool
-    ) -> None:
+    def differentiated(self, tensors: tuple[Tensor, ...], value: Tensor, *, hold: bool) -> None:
         """Publish a loss of the training.
 
         Parameters
@@ -228,8 +221,6 @@ class Objectives:
             What ``backward`` was called on.
         value : Tensor
             Their sum, without what a GradScaler multiplied them with.
-        known_as : tuple of Tensor
-            The tensors that the program's variables may refer to.
         hold : bool
             Whether to wait until the step ends, because only then is known which optimizer the loss is for.
         """
@@ -240,7 +231,7 @@ class Objectives:
         if self._logged or self._publisher.wanted("loss", None, DEFAULT_TAG, at) is None:
             return
         asked = self._apart == "variable" or (self._looks > 0 and (self._naming or bool(self._seen)))
-        variable = _variable(known_as) if asked else ""
+        variable = differentiated_name() if asked else ""
         one = _Objective(value.detach().clone(), at, variable, term or "")
         self._seen.append(one)
         if hold:
@@ -333,19 +324,3 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     """Whether two numbers are the same, in the lower of their precisions."""
     tolerance = 1e-2 if min(one.itemsize, other.itemsize) < 4 else 1e-6
     return math.isclose(one.item(), other.item(), rel_tol=tolerance) or bool(one.isnan() and other.isnan())
-
-
-def _variable(tensors: tuple[Tensor, ...]) -> str:
-    """What the outermost of the callers that have a variable for one of some tensors call it; "" if none has."""
-    found = ""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_FRAMES):
-        if frame is None:
-            break
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _LIBRARIES:
-            for name, value in list(frame.f_locals.items()):
-                if any(value is one for one in tensors) and not name.startswith("_"):
-                    found = name
-                    break
-        frame = frame.f_back
-    return found
