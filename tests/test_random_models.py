@@ -693,7 +693,9 @@ def noted_pass(
     seen: dict[str, Any] = {"network_output": output}
     tag = tape.tag
     if plan.with_loss:
-        seen = {"network_output": added(output), "input_labels": target, "loss": loss}
+        # nothing is made of what the loss function gives, so its only term is the loss
+        terms = {"mse_loss": loss}
+        seen = {"network_output": added(output), "input_labels": target, "loss_terms": terms, "loss": loss}
         if not loss.requires_grad:  # all that it depends on is frozen: as the loss of an evaluation
             tape.tag, number = "eval", sum(key[0] == "loss" and key[2] == "eval" for key in {**tape.noted, **before})
     for kind, value in seen.items():
