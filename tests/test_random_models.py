@@ -691,6 +691,8 @@ def noted_pass(
     output = tape.call(model, *inputs)
     loss = plan.loss(output, target)
     seen: dict[str, Any] = {"network_output": output}
+    if loss.requires_grad:  # what `backward` is called on, whatever made it
+        seen["loss"] = loss
     tag = tape.tag
     if plan.with_loss:
         # nothing is made of what the loss function gives, so its only term is the loss
@@ -714,6 +716,7 @@ def heard(plan: Plan) -> tuple[Network, list[Message]]:
     def watch(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         exporter.set_model(model)
         exporter.set_optimizer(optimizer)
+        exporter.watch_backward()
         if plan.with_loss:
             exporter.set_loss(F.mse_loss)
         yield
