@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pkgutil
 import textwrap
 import weakref
@@ -368,6 +369,51 @@ def test_an_evaluation_with_the_training_s_own_term_has_a_loss(tmp_path: Path) -
             (step, call) for step in (0, 2, 4) for call in range(2)
         ]
         assert "problem" not in told(trace)
+
+
+def test_losses_of_evaluations_are_counted_in_their_step(tmp_path: Path) -> None:
+    """Also of one that is known for the loss only when the next step has begun, or ended, and nobody records that."""
+
+    def train(training: Training, run: Any) -> None:
+        for _ in range(4):
+            training.step(F.cross_entropy(training.model(X), Y))
+            list(evaluate(training, lambda out: F.cross_entropy(out, Y[:4])))
+        training.model.requires_grad_(False)  # nothing is learned: losses as of an evaluation
+        for _ in range(3):
+            F.cross_entropy(training.model(X), Y)
+            training.optimizer.step()
+
+    with recorded(tmp_path / "run.zarr", train, capture=Capture(kinds=["loss", "loss_terms"], every=2)) as trace:
+        counted = [
+            [(one.global_step, one.call, float(one.data)) for one in trace.messages(kind) if one.tag == "eval"]
+            for kind in ("loss", "loss_terms")
+        ]
+        assert counted[0] == counted[1]
+        assert [(step, call) for step, call, _ in counted[0]] == [
+            *((step, call) for step in (1, 2, 3, 4) for call in range(2)), (4, 2), (5, 0), (6, 0)
+        ]  # fmt: skip
+
+
+def test_a_loss_under_a_tag_is_counted_with_those_of_evaluations_under_it(tmp_path: Path) -> None:
+    """What ``backward`` is called on there is the loss of the pass, and its term is not another."""
+    kept: list[float] = []
+
+    def train(training: Training, run: Any) -> None:
+        kept.clear()
+        tagged: Any = getattr(run, "tag", None)
+        for _ in range(2):
+            training.step(F.cross_entropy(training.model(X), Y))
+            with contextlib.nullcontext() if tagged is None else tagged("attack"):
+                kept.extend(one for (one,) in evaluate(training, lambda out: F.cross_entropy(out, Y[:4])))
+                inputs = X.clone().requires_grad_()
+                loss = F.cross_entropy(training.model(inputs), Y) * 3
+                loss.backward(inputs=[inputs])
+                kept.append(loss.item())
+
+    with recorded(tmp_path / "run.zarr", train) as trace:
+        assert values(trace, tag="attack") == kept
+        numbers = [(one.global_step, one.call) for one in trace.messages("loss") if one.tag == "attack"]
+        assert numbers == [(step, call) for step in (1, 2) for call in range(3)]
 
 
 def test_a_term_of_an_evaluation_is_no_loss(tmp_path: Path) -> None:

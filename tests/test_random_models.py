@@ -691,9 +691,13 @@ def noted_pass(
     output = tape.call(model, *inputs)
     loss = plan.loss(output, target)
     seen: dict[str, Any] = {"network_output": output}
+    if loss.requires_grad:  # what `backward` is called on, whatever made it
+        seen["loss"] = loss
     tag = tape.tag
     if plan.with_loss:
-        seen = {"network_output": added(output), "input_labels": target, "loss": loss}
+        # nothing is made of what the loss function gives, so its only term is the loss
+        terms = {"mse_loss": loss}
+        seen = {"network_output": added(output), "input_labels": target, "loss_terms": terms, "loss": loss}
         if not loss.requires_grad:  # all that it depends on is frozen: as the loss of an evaluation
             tape.tag, number = "eval", sum(key[0] == "loss" and key[2] == "eval" for key in {**tape.noted, **before})
     for kind, value in seen.items():
@@ -712,6 +716,7 @@ def heard(plan: Plan) -> tuple[Network, list[Message]]:
     def watch(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         exporter.set_model(model)
         exporter.set_optimizer(optimizer)
+        exporter.watch_backward()
         if plan.with_loss:
             exporter.set_loss(F.mse_loss)
         yield

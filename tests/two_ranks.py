@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -168,9 +169,14 @@ def watch_collectives() -> None:
     """Note who calls the collectives of torch.distributed, and those of its operators that come by the dispatcher."""
     root = str(Path(tracer.__file__).parent)
 
+    def is_ours(frame: FrameType) -> bool:
+        # what stands in for torch's `backward` calls it, and in that FSDP makes the training's own collectives
+        stand_in = getattr(torch.autograd.backward, "__code__", None)
+        return frame.f_code.co_filename.startswith(root) and frame.f_code is not stand_in
+
     def noting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if any(frame.filename.startswith(root) for frame in traceback.extract_stack()):
+            if any(is_ours(frame) for frame, _ in traceback.walk_stack(None)):
                 callers.append(name)
             return original(*args, **kwargs)
 

@@ -836,6 +836,7 @@ class Exporter:
     def new_loss(self, loss: Tensor) -> None:
         """Publish the loss; from then on, what ``backward`` is called on is none."""
         self.loss_is_logged()
+        self._terms.logged(self.passes.now.tag)
         self.publisher.publish_leaves("loss", None, loss, self.passes.now.tag)
 
     def loss_is_logged(self) -> None:
@@ -1742,7 +1743,7 @@ class Exporter:
             values.append(one if scaled is None else scaled[1])
         if self._user_tag is not None:
             for one in values:
-                self.publisher.publish_leaves("loss", None, one, self._user_tag)
+                self._terms.whole(one, self._user_tag)
             return
         whole = values[0].detach()
         for one in values[1:]:

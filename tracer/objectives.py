@@ -64,6 +64,7 @@ class Terms:
         self._publisher = publisher
         self._names: OrderedDict[Node, str] = OrderedDict()  # a dict is slow to give its oldest
         self._asides: dict[int, _Aside] = {}  # by thread
+        self._numbers: dict[tuple[str, int], int] = {}  # by tag and step, how many losses of passes aside there are
         self._logged: set[str] = set()  # tags for which the user says himself what the loss is
         self._guessed: int | None = None  # the first step with a loss of an evaluation that no training came before
 
@@ -135,10 +136,14 @@ class Terms:
         self._asides[threading.get_ident()] = _Aside(value.detach().clone(), at, tag, name, node_of(value))
 
     def whole(self, value: Tensor, tag: str) -> None:
-        """Publish what a model itself calls the loss of a pass aside, whatever terms it is made of."""
+        """Publish what is known to be the loss of a pass aside, whatever terms it is made of.
+
+        A model calls it so, or ``backward`` is called on it in a pass that the user gave the tag.
+        """
         self._asides.pop(threading.get_ident(), None)
-        if tag not in self._logged:
-            self._publisher.publish_leaves("loss", None, value, tag)
+        if tag not in self._logged and self._publisher.wanted("loss", None, tag) is not None:
+            call = self._number(tag, self._publisher.now()[0])
+            self._publisher.publish_leaves("loss", None, value, tag, call)
 
     def settle(self, *, everywhere: bool = False) -> None:
         """Publish what waits, because this thread's pass aside is over; `everywhere`: because all are."""
@@ -149,7 +154,8 @@ class Terms:
             if not aside.several and self.single is not False:
                 if self.single is None and self._guessed is None:
                     self._guessed = aside.at[0]
-                self._publisher.publish("loss", None, aside.value, aside.tag, at=aside.at)
+                call = self._number(aside.tag, aside.at[0])
+                self._publisher.publish("loss", None, aside.value, aside.tag, call=call, at=aside.at)
                 continue
             why = (
                 "several loss functions were called in a pass"
@@ -158,6 +164,18 @@ class Terms:
             )
             what = f"the loss of passes tagged {aside.tag!r}"
             self._publisher.problem(what, f"{why}; what each gives is recorded as loss_terms", warn=False)
+
+    def _number(self, tag: str, step: int) -> int:
+        """The number of a loss among those of its tag and step.
+
+        The publisher counts those of the open step, and this loss may be of a step before.
+        """
+        if (tag, step) not in self._numbers:
+            oldest = min((aside.at[0] for aside in self._asides.values()), default=step)
+            self._numbers = {key: count for key, count in self._numbers.items() if key[1] >= min(step, oldest)}
+        number = self._numbers.get((tag, step), 0)
+        self._numbers[tag, step] = number + 1
+        return number
 
     def differentiated(self, loss: Tensor) -> None:
         """Take back what waits in this thread if a loss is made of it: then it is of the training."""
