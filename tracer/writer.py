@@ -177,6 +177,7 @@ class TraceWriter:
     Examples
     --------
     >>> import tempfile
+    >>> import torch
     >>> from tracer.messages import ModuleMessage
     >>> from tracer.reader import TraceReader
     >>> path = tempfile.mkdtemp() + "/run.zarr"
