@@ -111,10 +111,11 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
 """By the name of a command, how it is used: each is a command line that it takes."""
 
 GROUPS: Mapping[str, Sequence[str]] = {
+    "What is run": ("module", "epochs", "seed"),
     "What is asked": ("specs", "pairs"),
     "What is recorded": (
         *("kinds", "modules", "every", "start", "stop", "rows", "positions", "elements", "dtype", "config"),
-        "replicated",
+        *("replicated", "probe", "probe_every", "no_command"),
     ),
     "What is read": ("kinds", "modules", "steps", "tags", "ranks", "follow", "no_verify", "limit"),
     "Where it is computed": (
@@ -122,11 +123,15 @@ GROUPS: Mapping[str, Sequence[str]] = {
     ),
     "What is written": (
         *("out", "table", "tensorboard", "overwrite", "resume", "first_step", "max_bytes", "compression"),
-        *("chunk_bytes", "queue_bytes", "on_full", "commit_steps", "commit_seconds", "durable"),
+        *("chunk_bytes", "queue_bytes", "on_full", "strict", "commit_steps", "commit_seconds", "durable"),
     ),
     "Before it is done": ("only_plan", "dry_run", "certify_steps", "require_identical", "only_dry_run", "run_steps"),
+    "What is printed": ("values", "markdown", "as_json"),
 }  # fmt: skip
-"""Headings of `--help`, and the options below each; options of one name mean the same in every command but `record`."""
+"""Headings of `--help`, and the options below each; `--debug` and `--help` stand below "Options".
+
+Options of one name mean the same in every command but `record`.
+"""
 
 
 class Command(click.Command):

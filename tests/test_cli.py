@@ -114,6 +114,14 @@ def test_options_stand_in_groups() -> None:
         assert f"  -{second}" not in lines[lines.index("Options:") :]
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_stands_in_a_group(name: str) -> None:
+    """Only --debug and --help, which every command has, stand below no heading of their own."""
+    rest = run(name, "--help").stdout.partition("\nOptions:\n")[2].partition("\n\n")[0]
+    named = [line.split()[0].rstrip(",") for line in rest.splitlines() if line.startswith("  -")]
+    assert named == ["--debug", "-h"]
+
+
 def test_info_of_several(trace: Path, tmp_path: Path) -> None:
     """Of a folder, a glob or several traces there is a line each, and a list of JSON; a damaged one is told."""
     for name in ("a", "b"):
