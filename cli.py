@@ -37,9 +37,9 @@ from tracer.secrets import masked, masked_urls
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from rich.table import Table
 
     from analyze.results import Results, Sink
+    from analyze.tables import TextTable
     from tracer.bus import Receiver
     from tracer.messages import Message
     from tracer.reader import StreamInfo, TraceReader
@@ -373,32 +373,12 @@ _filters = _options(_kinds, _modules, _steps, _tags, _ranks)
 # -- printing ----------------------------------------------------------------------------------------------------
 
 
-def _table(
-    title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any]], right: Iterable[str] = ()
-) -> Table | str:
-    rows = list(rows)
-    if len(rows) > _LONG:
-        return _columns(columns, rows, frozenset(right))
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]], **how: Any) -> TextTable | str:
+    """A table for `_show`; `how` says which columns are names and the like, as for `analyze.tables.TextTable`."""
+    from analyze.tables import TextTable
 
-    # ruled on a terminal, bare in a pipe
-    made = Table(
-        title=title,
-        box=box.SIMPLE_HEAD if _is_terminal(sys.stdout) else None,
-        title_justify="left",
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    to_the_right = set(right)
-    for column in columns:
-        justify = "right" if column in to_the_right else "left"
-        made.add_column(column, justify=justify, overflow="fold", no_wrap=column in ("kind", "name"))  # type: ignore[arg-type]
-    for row in rows:
-        # Text, because a module named "[bold]" is not markup
-        made.add_row(*(Text(printable(_cell(value))) for value in row))
-    return made
+    made = TextTable(columns, [[printable(_cell(value)) for value in row] for row in rows], **how)
+    return made if _is_terminal(sys.stdout) else made.plain()
 
 
 def _is_plain() -> bool:
@@ -409,18 +389,6 @@ def _is_plain() -> bool:
 def _is_terminal(stream: TextIO | None) -> bool:
     """Whether somebody looks at a stream; Python has none where it is closed."""
     return stream is not None and stream.isatty()
-
-
-_LONG = 300
-"""Rows of the longest table that rich lays out; it takes seconds for thousands."""
-
-
-def _columns(columns: Sequence[str], rows: Sequence[Sequence[Any]], right: frozenset[str]) -> str:
-    """A long table as plain text."""
-    cells = [tuple(columns), *(tuple(printable(_cell(value)) for value in row) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    form = " ".join(f"{{:{'>' if name in right else '<'}{width}}}" for name, width in zip(columns, widths, strict=True))
-    return "\n".join(form.format(*row).rstrip() for row in cells)
 
 
 def _show(*parts: Any) -> None:
@@ -530,7 +498,8 @@ def demo(out: str, epochs: int, seed: int, overwrite: bool) -> None:
 
         shown = demonstration.run(folder, epochs=epochs, seed=seed, overwrite=overwrite, say=_say)
     for caption, columns, rows in shown.tables:
-        _show(_table(caption, columns, rows, right=[name for name in columns[1:] if name != "layer"]))
+        right = [name for name in columns[1:] if name != "layer"]
+        _show(f"\n{caption}", _table(columns, rows, right=right, names=("layer",), group=columns[0]))
     click.echo("\nThe files:")
     for path, what in shown.files:
         click.echo(f"  {path}  {what}")
@@ -886,7 +855,8 @@ def _print_dry_run(told: Mapping[str, Any]) -> None:
                 one["messages_per_recorded_step"] or None, steps,
             )
         )  # fmt: skip
-    _show(_table(None, columns, rows, right=("bytes a message", "a step")))
+    how: dict[str, Any] = {"names": ("module", "tag"), "prose": ("shape", "recorded"), "group": "kind"}
+    _show(_table(columns, rows, right=("bytes a message", "a step"), **how))
     click.echo(f"a step in which all is recorded: {_size(told['bytes_per_recorded_step'])}")
     click.echo(f"a step in the mean: {_size(told['bytes_per_step'])}")
     if told["run_steps"] is not None:
@@ -1010,7 +980,7 @@ def _info_of_several(traces: Sequence[str], as_json: bool) -> None:
         _print_json(told)
     else:
         columns = ("trace", "status", "steps", "epochs", "messages", "on disk", "problems")
-        _show(_table(None, columns, rows, right=("messages", "on disk", "problems")))
+        _show(_table(columns, rows, right=("messages", "on disk", "problems"), names=("trace",)))
     if any(one["status"] == "unreadable" for one in told):
         raise click.exceptions.Exit(SOME_FAILED)
 
@@ -1306,7 +1276,8 @@ def list_streams(trace: str, as_json: bool, **filters: Any) -> None:
         )
         for stream in streams
     ]
-    _show(_table(None, columns, rows, right=("rank", "calls", "messages", "bytes")))
+    right = ("rank", "calls", "messages", "bytes")
+    _show(_table(columns, rows, right=right, names=("module", "tag"), prose=("shape",), group="kind"))
 
 
 @main.command(cls=Command)
@@ -1419,7 +1390,7 @@ def recover(src: str, dst: str, as_json: bool) -> None:
                 for one in loss.streams
             ]
             columns = ("kind", "module", "tag", "saved", "lost", "steps lost")
-            _show(_table(None, columns, rows, right=("saved", "lost")))
+            _show(_table(columns, rows, right=("saved", "lost"), names=("module", "tag"), group="kind"))
         click.echo(f"saved {loss.saved:,} of {loss.messages:,} messages to {dst}")
         if not loss.lossless and not loss.lost:
             click.echo("what was lost cannot be counted: see above what is damaged or missing")
@@ -1502,7 +1473,7 @@ def subscribers(name: str | None, markdown: bool, as_json: bool) -> None:
             click.echo(line)
     else:
         rows = [(one["name"], one["needs"], _without_formulas(one["summary"])) for one in told]
-        _show(_table(None, ("name", "needs", "what it says"), rows))
+        _show(_table(("name", "needs", "what it says"), rows, prose=("needs", "what it says")))
 
 
 def _subscriber_page(told: Mapping[str, Any]) -> Iterator[str]:
@@ -1908,7 +1879,8 @@ def _print_plan(plan: Plan, as_json: bool) -> None:
         return
     rows = [(one.kind, _where(one), one.tag, one.dtype, one.count, _size(one.bytes)) for one in plan.streams]
     if rows:
-        _show(_table(None, ("kind", "module", "tag", "dtype", "recorded", "bytes"), rows, right=("recorded", "bytes")))
+        columns, right = ("kind", "module", "tag", "dtype", "recorded", "bytes"), ("recorded", "bytes")
+        _show(_table(columns, rows, right=right, names=("module", "tag"), group="kind"))
     total = int(plan.where.size)
     click.echo(f"would read {total - plan.skipped:,} of {total:,} messages, {_size(plan.bytes)}")
     for one in plan.derived:

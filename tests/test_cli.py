@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import click
 import h5py
@@ -22,6 +24,7 @@ import torch
 from click.testing import CliRunner, Result
 
 import tracer
+from analyze.tables import TextTable
 from cli import EXAMPLES, GROUPS, Size, main
 from tracer.messages import Message, ModuleMessage, NetworkMessage
 from tracer.stores.zarr import CHUNKS_PER_SHARD, chunks_begin
@@ -639,6 +642,126 @@ def test_long_tables_are_plain(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "False", done.stderr
 
 
+# -- tables on a terminal ----------------------------------------------------------------------------------------
+
+DEEP = ("features.denseblock3.denselayer16.conv2", "encoder.layers.10.attention.output.dense", "fc", "")
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trace with long module paths, which differ in their middle only, several tags, shapes and large numbers."""
+    path = tmp_path_factory.mktemp("deep") / "a_run_with_a_name_that_is_rather_long.zarr"
+    numbers = itertools.count(85)
+    with TraceWriter(path) as writer:
+        for step in (0, 100_000, 2_000_000):
+            where = {"global_step": step, "train_step": 0, "epoch": 0}
+            for module in (*DEEP, DEEP[1].replace("10", "11")):
+                for kind, tag in (("weights", "default"), ("weight_gradients", "default"), ("activations", "probe")):
+                    data = torch.full((3, 4 if step else 5), float(next(numbers)))
+                    writer.write(ModuleMessage(kind=kind, module=module, tag=tag, data=data, **where))
+    return path
+
+
+def dry_run_of(trace: Path) -> dict[str, Any]:
+    """What a dry run tells, as if the script recorded the streams of a trace."""
+    streams = []
+    with tracer.open(trace) as reader:
+        for number, one in enumerate(reader.streams):
+            told = {name: getattr(one, name) for name in ("kind", "module", "leaf", "tag", "dtype", "shapes")}
+            clock = {"clock": "step", "every": number + 1, "start": 1000 * number, "stop": None}
+            streams.append({**told, **clock, "bytes_per_message": 10**number, "messages_per_recorded_step": number})
+    numbers = {"bytes_per_recorded_step": 1, "bytes_per_step": 1.0, "run_steps": None, "max_bytes": None}
+    return {"streams": streams, **numbers, "estimated_cpu_ratio": None}
+
+
+LISTINGS = {
+    "ls": ("kind", "module", "tag", "rank", "calls", "dtype", "shape", "messages", "steps", "bytes"),
+    "plan": ("kind", "module", "tag", "dtype", "recorded", "bytes"),
+    "recover": ("kind", "module", "tag", "saved", "lost", "steps lost"),
+    "record": ("kind", "module", "tag", "dtype", "shape", "bytes a message", "a step", "recorded"),
+    "info": ("trace", "status", "steps", "epochs", "messages", "on disk", "problems"),
+    "subscribers": ("name", "needs", "what it says"),
+}
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("name", LISTINGS)
+def test_tables_fit_the_terminal(
+    name: str, width: int, deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No line is wider, no word or heading is broken, and no row takes more than four lines."""
+    script = tmp_path / "train.py"
+    script.touch()
+    damaged = tmp_path / "damaged.zarr"
+    shutil.copytree(deep, damaged)
+    for value in (100.0, 101.0):  # one of the weights, one of their gradients
+        damage(damaged, torch.full((3, 4), value).numpy().tobytes())
+    monkeypatch.setattr("tracer.rehearsal.dry_run", lambda *_, **__: dry_run_of(deep))
+    arguments = {
+        "ls": ("ls", deep),
+        "plan": ("replay", deep, "-s", "norm:kind=weights", "-s", "norm:kind=activations,tag=probe,as=b", "--plan"),
+        "recover": ("recover", damaged, tmp_path / "{}.zarr"),
+        "record": ("record", "--dry-run", script),
+        "info": ("info", deep, ROOT / "sample_traces/v1/run.h5", ROOT / "sample_traces/v1/run.zarr"),
+        "subscribers": ("subscribers",),
+    }[name]
+    plain = run(*(str(one).format("plain") for one in arguments))
+    monkeypatch.setattr("cli._is_terminal", lambda stream: stream is sys.stdout)
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = run(*(str(one).format("shown") for one in arguments))
+    assert shown.exit_code == plain.exit_code == (3 if name == "recover" else 0), shown.output
+    lines = shown.stdout.splitlines()
+    rule = next(at for at, line in enumerate(lines) if line.strip().startswith("──"))
+    end = next((at for at, line in enumerate(lines) if line.startswith(("would read", "saved", "a step in"))), None)
+    lines = lines[:end]
+    assert max(map(len, lines)) <= width
+
+    grouped = lines[0].startswith("  ")
+    heading = "\n".join(lines[:rule])
+    for column in sorted(LISTINGS[name][grouped:], key=len, reverse=True):
+        assert column in heading
+        heading = heading.replace(column, "", 1)
+    assert not heading.strip(" \n·")
+    words = {word for line in plain.stdout.splitlines() for word in line.split()}
+    assert {word for line in lines[rule + 1 :] for word in line.split() if "…" not in word} - {"·"} <= words
+
+    depth = [len(line) - len(line.lstrip()) for line in lines[rule + 1 :]]
+    starts = [at for at, indent in enumerate(depth) if indent <= 2 * grouped]
+    assert max(after - start for start, after in itertools.pairwise([*starts, len(depth)])) <= 4
+    if grouped:
+        kinds = [line for line in lines[rule + 1 :] if not line.startswith(" ")]
+        assert kinds == list(dict.fromkeys(kinds))
+        assert set(kinds) <= {"weights", "weight_gradients", "activations"}
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_different_modules_look_different(width: int, deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the paths would be alike in their shortened form, they stand in full below the rows."""
+    monkeypatch.setattr("cli._is_terminal", lambda stream: stream is sys.stdout)
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = [line.strip() for line in run("ls", deep, "-k", "weights").stdout.splitlines()]
+    for layer in (10, 11):
+        assert sum(f"encoder.layers.{layer}.attention.output.dense" in line for line in lines) == 1
+
+
+def test_a_cell_that_is_too_long_ends_with_an_ellipsis() -> None:
+    """A row of four lines is cut after a word; one word that is wider than the terminal is shortened."""
+    words = [f"word{number}" for number in range(200)]
+    table = TextTable(("name", "what"), [("a", " ".join(words)), ("b", "x" * 100)], prose=("what",))
+    (heading, _), (below, _), (rule, _), *rows = table.lines(30)
+    assert (heading, below, rule) == ("name", "  what", "─" * 30)
+    first, second = [line for line, _ in rows[:4]], [line for line, _ in rows[4:]]
+    told = " ".join(first).split()
+    assert told[0] == "a"
+    assert told[-1] == "…"
+    assert told[1:-1] == words[: len(told) - 2]
+    assert second == ["b", "  " + "x" * 14 + "…" + "x" * 13]
+    assert max(len(line) for line, _ in rows) <= 30
+
+
+# -- the rest of the process ------------------------------------------------------------------------------------
+
+
 def test_interrupting_gives_130(trace: Path, tmp_path: Path) -> None:
     """Ctrl-C ends a replay with one word and exit code 130."""
     file = tmp_path / "slow.py"
@@ -871,9 +994,10 @@ def test_odd_names_stay_on_their_line(tmp_path: Path) -> None:
 # -- checking, saving, copying ------------------------------------------------------------------------------------
 
 
-def damage(path: Path) -> None:
-    """Flip a bit of the first weight of ``conv1``."""
-    needle = next(one for one in messages() if one.kind == "weights").data.numpy().tobytes()
+def damage(path: Path, needle: bytes | None = None) -> None:
+    """Flip a bit of the first weight of ``conv1``, or of other bytes."""
+    if needle is None:
+        needle = next(one for one in messages() if one.kind == "weights").data.numpy().tobytes()
     for file in [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file()):
         data = bytearray(file.read_bytes())
         place = data.find(needle)
