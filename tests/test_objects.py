@@ -184,8 +184,8 @@ EXPECTED = [facts(message) for message in messages()]
 
 def test_locations() -> None:
     """URLs are told from paths, and those that no trace can be at are refused."""
-    assert location("runs/a.zarr") == Path("runs/a.zarr")
-    assert location("C:/a.zarr") == Path("C:/a.zarr")
+    assert location("runs/a.zarr") == Path.cwd() / "runs/a.zarr"
+    assert location("C:/a.zarr") == Path.cwd() / "C:/a.zarr"
     found = location("s3://bucket/runs/a.zarr/")
     assert found == Url("s3", "bucket", "runs/a.zarr")
     assert (str(found), found.name, found.suffix) == ("s3://bucket/runs/a.zarr", "a.zarr", ".zarr")
