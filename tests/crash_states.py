@@ -267,7 +267,7 @@ class Disk:
             what.truncate(size)
 
     def _truncate(self, *_: Any) -> None:
-        raise NotImplementedError
+        raise NotImplementedError("no store calls os.truncate, so this disk does not know it")
 
     def _fsync(self, _: None, __: bool, file: int) -> None:
         what = self._behind(file)

@@ -47,7 +47,7 @@ from tracer.launchers import refuse_other_languages
 from tracer.losses import LOSS_FUNCTIONS
 from tracer.messages import EVAL_TAG
 from tracer.parts import heads, refuse_living, this_process
-from tracer.patches import Backward
+from tracer.patches import Differentiating
 from tracer.probes import PROBED
 from tracer.recorder import COMMIT_SECONDS, QUEUE_BYTES
 from tracer.recording import Options, Resume, Run, concluded, end, start
@@ -364,7 +364,7 @@ class _Session:
     def watching(self) -> Iterator[None]:
         """Watch the few places of torch that every training passes through."""
         session = self
-        running = Backward()
+        running = Differentiating()
 
         def optimizer_init(original: Callable[..., None]) -> Callable[..., None]:
             def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -389,9 +389,15 @@ class _Session:
             def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
                 if session.refusal is not None:  # before anything is trained that was meant to be recorded
                     raise session.refusal
-                outermost = not running.of(tensor)
-                running.call(original, tensor, *args, **kwargs)
-                if outermost and not session._made_any:
+                if running.now:
+                    original(tensor, *args, **kwargs)
+                    return
+                running.now = True
+                try:
+                    original(tensor, *args, **kwargs)
+                finally:
+                    running.now = False
+                if not session._made_any:
                     session.guarded("a step", session.stepped_by_hand)
 
             return backward

@@ -223,13 +223,13 @@ _told_of_backward: weakref.WeakSet[Exporter] = weakref.WeakSet()
 _backward: dict[tuple[Any, str], Callable[..., Any]] = {}
 
 
-class _Differentiating(threading.local):
-    """Whether this thread is in a function that was told of: torch's call each other, and some call themselves."""
+class Differentiating(threading.local):
+    """Whether this thread is in a function that differentiates: torch's call each other, and some call themselves."""
 
     now: bool = False
 
 
-_differentiating = _Differentiating()
+_differentiating = Differentiating()
 
 
 def watch_backward(exporter: Exporter) -> None:
@@ -239,8 +239,7 @@ def watch_backward(exporter: Exporter) -> None:
         weakref.finalize(exporter, _settle_backward).atexit = False
     if not _backward:
         for owner, name, tell in (
-            (Tensor, "backward", _tell_of_backward),
-            (torch.autograd, "backward", _tell_of_backward),
+            (torch.autograd, "backward", _tell_of_backward),  # which `Tensor.backward` calls
             (torch.autograd, "grad", _tell_of_grad),
         ):
             _backward[owner, name] = _observed(getattr(owner, name), tell)
@@ -306,24 +305,3 @@ def _as_tuple(given: Any) -> tuple[Any, ...]:
     if isinstance(given, Mapping):
         return tuple(given.values())
     return tuple(given) if isinstance(given, Sequence) else (given,)
-
-
-class Backward(threading.local):
-    """Of which tensor a thread is in the ``backward``.
-
-    Torch calls the method anew, of the same tensor, for subclasses of tensors, and while there is a default device.
-    """
-
-    _tensor: Tensor | None = None
-
-    def of(self, tensor: Tensor) -> bool:
-        """Whether this thread is in the ``backward`` of this tensor."""
-        return self._tensor is tensor
-
-    def call(self, original: Callable[..., None], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Call the method."""
-        before, self._tensor = self._tensor, tensor
-        try:
-            original(tensor, *args, **kwargs)
-        finally:
-            self._tensor = before

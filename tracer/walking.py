@@ -6,9 +6,12 @@ hold, or have a truth value, and PyTorch's own functions call such methods. Here
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 from torch import Tensor, nn
+
+_Held = TypeVar("_Held", bound=Tensor)
 
 
 def children(module: nn.Module) -> list[nn.Module]:
@@ -46,12 +49,7 @@ def modules(top: nn.Module) -> Iterator[nn.Module]:
 
 def named_parameters(top: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of a module and of all below it, each once and by its first dotted path."""
-    seen: set[int] = set()
-    for path, owner in named_modules(top, prefix):
-        for name, parameter in owner._parameters.items():
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield f"{path}.{name}" if path else name, parameter
+    return _named(top, prefix, lambda one: one._parameters)
 
 
 def parameters(top: nn.Module) -> Iterator[nn.Parameter]:
@@ -61,9 +59,15 @@ def parameters(top: nn.Module) -> Iterator[nn.Parameter]:
 
 def named_buffers(top: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """The buffers of a module and of all below it, each once and by its first dotted path."""
+    return _named(top, prefix, lambda one: one._buffers)
+
+
+def _named(
+    top: nn.Module, prefix: str, held_by: Callable[[nn.Module], Mapping[str, _Held | None]]
+) -> Iterator[tuple[str, _Held]]:
     seen: set[int] = set()
     for path, owner in named_modules(top, prefix):
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield f"{path}.{name}" if path else name, buffer
+        for name, tensor in held_by(owner).items():
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield f"{path}.{name}" if path else name, tensor

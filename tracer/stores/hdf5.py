@@ -1139,31 +1139,47 @@ class Hdf5ReadStore:
 
     def _places_of(self, name: str, dataset: _Opened, stop: int) -> dict[int, int]:
         """Where in the file each chunk begins; looked up anew when rows are asked for that were not there before."""
-        known, places = self._places.get(name, (0, {}))
+
+        def place_of(stored: Any) -> int | None:
+            return stored.byte_offset if stored.filter_mask == 0 else None
+
+        return self._chunks_of(self._places, name, dataset, stop, place_of)
+
+    def _chunks_of(
+        self,
+        kept: dict[str, tuple[int, dict[int, _T]]],
+        name: str,
+        dataset: _Opened,
+        stop: int,
+        what: Callable[[Any], _T | None],
+    ) -> dict[int, _T]:
+        """What is said of each chunk, by its number: from `kept`, or by HDF5 if that ends before row `stop`."""
+        known, chunks = kept.get(name, (0, {}))
         if stop > known:
             chunk, shape = dataset.chunks, dataset.shape
             grid = [-(-size // part) for size, part in zip(shape, chunk, strict=True)]
             steps = [math.prod(grid[axis + 1 :]) for axis in range(len(grid))]
-            found: dict[int, int] = {}
+            chunks, rows = {}, shape[0]
 
             def note(stored: Any) -> None:
+                said = what(stored)
+                if said is None:
+                    return
                 number = 0
                 for offset, part, step in zip(stored.chunk_offset, chunk, steps, strict=True):
                     number += offset // part * step
-                if stored.filter_mask == 0:
-                    found[number] = stored.byte_offset
+                chunks[number] = said
 
-            places, rows = found, shape[0]
             try:
                 self._look_for_chunks(name, dataset, note)
             except Exception:
-                rows = self._rows_found(found, grid, chunk[0])
+                rows = self._rows_found(chunks, grid, chunk[0])
                 if rows > known:
-                    self._places[name] = (rows, places)
+                    kept[name] = (rows, chunks)
                 if stop > rows:
                     raise
-            self._places[name] = (rows, places)
-        return places
+            kept[name] = (rows, chunks)
+        return chunks
 
     def _rows_found(self, found: Mapping[int, Any], grid: Sequence[int], height: int) -> int:
         """How many rows are in the chunks that HDF5 told of before it failed: what it tells of comes in order.
@@ -1228,29 +1244,11 @@ class Hdf5ReadStore:
 
     def _stored_of(self, name: str, dataset: _Opened, stop: int) -> dict[int, tuple[int, int, int]]:
         """Where each chunk of an array with a filter begins, its bytes and its filter mask; as `_places_of`."""
-        known, places = self._stored.get(name, (0, {}))
-        if stop > known:
-            chunk, shape = dataset.chunks, dataset.shape
-            grid = [-(-size // part) for size, part in zip(shape, chunk, strict=True)]
-            steps = [math.prod(grid[axis + 1 :]) for axis in range(len(grid))]
-            found: dict[int, tuple[int, int, int]] = {}
 
-            def note(stored: Any) -> None:
-                offsets = zip(stored.chunk_offset, chunk, steps, strict=True)
-                number = sum(offset // part * step for offset, part, step in offsets)
-                found[number] = (stored.byte_offset, stored.size, stored.filter_mask)
+        def place_of(stored: Any) -> tuple[int, int, int]:
+            return stored.byte_offset, stored.size, stored.filter_mask
 
-            places, rows = found, shape[0]
-            try:
-                self._look_for_chunks(name, dataset, note)
-            except Exception:
-                rows = self._rows_found(found, grid, chunk[0])
-                if rows > known:
-                    self._stored[name] = (rows, places)
-                if stop > rows:
-                    raise
-            self._stored[name] = (rows, places)
-        return places
+        return self._chunks_of(self._stored, name, dataset, stop, place_of)
 
     def _check_compressed_size(self, name: str, dataset: _Opened, start: int, stop: int) -> None:
         """As `_check_size`: compressed, an array may be larger than the file, but not than its chunks become."""
