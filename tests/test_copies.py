@@ -8,7 +8,6 @@ import gc
 import importlib.util
 import io
 import pickle
-import subprocess
 import sys
 import warnings
 from collections import OrderedDict
@@ -22,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-import tracer
-from tests.test_launch_programs import ENVIRONMENT, script
+from tests.test_launch_programs import of, record, run, script
 from tracer import Collect, Exporter
 
 
@@ -277,15 +275,7 @@ SAFE = """
 def test_a_script_that_saves_its_model_whole_and_loads_it_safely(tmp_path: Path) -> None:
     """``trace record`` of it: the files have the same bytes, and the same is printed."""
     name = script(tmp_path, SAFE)
-    plain, recorded = (
-        subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-        for command in (
-            [sys.executable, name],
-            [sys.executable, "-m", "cli", "record", "--out", "run.zarr", name],
-        )
-    )
-    assert plain.returncode == recorded.returncode == 0, plain.stderr + recorded.stderr
-    assert recorded.stdout == plain.stdout != ""
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        assert trace.status == "finished"
-        assert len([*trace.messages(kinds="activations", modules="head", tags="default")]) == 8
+    plain = run(tmp_path, sys.executable, name)
+    printed, messages = record(tmp_path, name)
+    assert printed == plain != ""
+    assert len([one for one in of(messages, "activations") if one.key == "head"]) == 8

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import tracer
-from tests.test_launch_programs import ENVIRONMENT, script
+from tests.test_launch_programs import ENVIRONMENT, of, record, run, script, values
 from tracer import Capture, Collect, Exporter, Message, walking
 from tracer.messages import KINDS
 
@@ -214,20 +213,11 @@ SCRIPT = """
 def test_a_script_with_such_a_model(tmp_path: Path) -> None:
     """``trace record`` of it prints the same and records all."""
     name = script(tmp_path, SCRIPT)
-    plain, recorded = (
-        subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-        for command in (
-            [sys.executable, name],
-            [sys.executable, "-m", "cli", "record", "--out", "run.zarr", name],
-        )
-    )
-    assert plain.returncode == recorded.returncode == 0, plain.stderr + recorded.stderr
-    assert recorded.stdout == plain.stdout != ""
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        assert len([*trace.messages(kinds="activations", modules="head")]) == 4
-        assert [float(m.data) for m in trace.messages(kinds="loss") if m.data is not None] == [
-            pytest.approx(float(line)) for line in plain.stdout.split()
-        ]
+    plain = run(tmp_path, sys.executable, name)
+    printed, messages = record(tmp_path, name)
+    assert printed == plain != ""
+    assert len([one for one in of(messages, "activations") if one.key == "head"]) == 4
+    assert values(of(messages, "loss")) == [pytest.approx(float(line)) for line in plain.split()]
 
 
 def test_the_last_error_names_what_failed_first(tmp_path: Path) -> None:
