@@ -574,7 +574,7 @@ def test_an_exporter_that_is_dropped_leaves_torch_its_functions() -> None:
     """Without `detach`: what stood in the place of losses, of `backward` and of a scaler's methods goes with it."""
 
     def functions() -> list[Any]:
-        return [F.cross_entropy, Tensor.backward, torch.amp.GradScaler.scale, torch.amp.GradScaler.step]
+        return [F.cross_entropy, torch.autograd.backward, torch.amp.GradScaler.scale, torch.amp.GradScaler.step]
 
     before = functions()
     exporter = Exporter()
