@@ -320,6 +320,8 @@ def test_processes_that_a_script_starts(tmp_path: Path) -> None:
     assert alone.count("[1, 4, 9]") == alone.count("exit 0") == 2
     text, messages = record(tmp_path, "--module", "package.training", "--workers", "1")
     assert text == alone
+    assert [one.global_step for one in of(messages, "loss") if one.rank in (1, 2)] == [0, 0, 1, 1, 2, 2]
+    messages = [one for one in messages if one.rank == 0]
     assert [one.global_step for one in of(messages, "loss")] == list(range(6))
     assert epochs(messages) == [("started", 0, 0), ("finished", 0, 2), ("started", 1, 3), ("finished", 1, 5)]
     assert len(of(messages, "weight_gradients")) == 2 * 6
@@ -330,7 +332,7 @@ def test_a_script_with_spawned_workers(tmp_path: Path) -> None:
     """The same of a file, in which what is spawned looks for the classes of ``__main__``."""
     text, messages = record(tmp_path, script(tmp_path, SPAWNED), "--workers", "1", "spawn")
     assert text.startswith("[1, 4, 9]\nexit 0\n__main__ ")
-    assert [one.global_step for one in of(messages, "loss")] == [0, 1, 2]
+    assert [(one.global_step, one.rank) for one in of(messages, "loss")] == [(s, r) for s in range(3) for r in (0, 1)]
 
 
 # -- libraries ------------------------------------------------------------------------------------------------

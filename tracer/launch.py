@@ -16,13 +16,14 @@ import gc
 import importlib.util
 import io
 import os
+import signal
 import sys
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import thread as executors
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from types import CodeType, FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -33,7 +34,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from tracer import termination, walking
+from tracer import children, termination, walking
 from tracer.bus import MessageBus
 from tracer.callers import variables_of
 from tracer.capture import Capture
@@ -41,12 +42,13 @@ from tracer.compression import Compression
 from tracer.epochs import Epochs
 from tracer.errors import CaptureError, TraceError, TracerError
 from tracer.exporter import Exporter
+from tracer.family import Member
 from tracer.hanging import before_any_step
 from tracer.identity import WeakIdentitySet
 from tracer.launchers import refuse_other_languages
 from tracer.losses import LOSS_FUNCTIONS
 from tracer.messages import EVAL_TAG
-from tracer.parts import heads, refuse_living, this_process
+from tracer.parts import heads, of_launch, refuse_living, this_process
 from tracer.patches import Differentiating
 from tracer.probes import PROBED
 from tracer.recorder import COMMIT_SECONDS, QUEUE_BYTES
@@ -181,9 +183,7 @@ def run(
         capture = lighter_on_evaluation(capture if capture is not None else Capture())
     if probe is not None and not any(one.kinds is None or {*one.kinds} & {*PROBED} for one in capture):
         raise CaptureError(f"a probe gives {', '.join(PROBED)}, and the capture takes none of them")
-    session = _Session(script, location(out), tuple(capture), options, strict=strict)
-    if probe is not None:
-        session.exporter.probe_first(PROBE, probe, every=probe_every)
+    session = _Session(Recipe(script, location(out), tuple(capture), options, strict, probe, probe_every))
     if began is not None:
         began(session.run)
     argv = [str(main.__file__) if module else script, *arguments]
@@ -215,6 +215,39 @@ def run(
     if ended is not None:
         ended()
     return status
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a script, and each process that it starts, is recorded: as `run` takes it."""
+
+    name: str
+    out: Location
+    captures: tuple[Capture, ...]
+    options: Options
+    strict: bool = False
+    probe: int | None = None
+    probe_every: int = PROBE_EVERY
+    member: Member = field(default_factory=Member)
+
+
+def run_child(work: Callable[[], None], recipe: Recipe) -> None:
+    """Do the work of a process that a recorded script started, and record what it trains."""
+    session = _Session(recipe)
+    error: BaseException | None = None
+    try:
+        with session.watching():
+            work()
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        session.close(error)
+        if session.took_part:
+            session.check(required=False)
+        if termination.signalled():  # as it would have ended
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _end_late(
@@ -282,23 +315,24 @@ def lighter_on_evaluation(capture: Capture) -> tuple[Capture, ...]:
 class _Session:
     """Notices what a script makes and does, and tells the exporter."""
 
-    def __init__(
-        self, name: str, out: Location, captures: tuple[Capture, ...], options: Options, *, strict: bool
-    ) -> None:
-        self._name = name
-        bus = MessageBus(f"recording to {out}", on_error="raise" if strict else "disable")
-        self.exporter = Exporter(message_bus=bus, capture=captures, strict=strict)
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        bus = MessageBus(f"recording to {recipe.out}", on_error="raise" if recipe.strict else "disable")
+        self.exporter = Exporter(message_bus=bus, capture=recipe.captures, strict=recipe.strict)
         self.exporter.set_optimizer(())
         self.exporter.watch_backward()
         self.exporter.looked_at = self._looked_at
         self.exporter.set_loss(LOSS_FUNCTIONS)
         self.exporter.optimizers.found = True
-        self.run: Run = start(out, self.exporter, options=options, lazily=True)
+        if recipe.probe is not None:
+            self.exporter.probe_first(PROBE, recipe.probe, every=recipe.probe_every)
+        self.run: Run = start(recipe.out, self.exporter, options=recipe.options, member=recipe.member)
         self.exporter.clock.starting = self._begin(self.exporter.clock.starting)
         self.known = WeakIdentitySet()  # the optimizers
         self._made_any = False
         self._by_hand = 0  # backwards before there was an optimizer
-        self._children = False  # whether the script started processes
+        self._others = False  # whether the script started processes that are not recorded
+        self._children = 0  # how many it started that are, if they train
         self._tensors: dict[int, Tensors] = {}  # of optimizers that train no module, while all of them are there
         # optimizers that trained nothing that was watched when they were made
         self._beside = WeakIdentitySet()
@@ -319,8 +353,11 @@ class _Session:
             try:
                 starting()
             except (CaptureError, TraceError) as error:
-                self.refusal = error
                 self.exporter.train(False)
+                if self._recipe.member.number:  # the script and its other processes train
+                    self._trouble = str(error)
+                else:
+                    self.refusal = error
                 raise  # so that this step is not recorded
 
         return begin
@@ -330,15 +367,22 @@ class _Session:
         recorder = self.run.recorder
         return recorder is None or recorder.writer is not None
 
+    @property
+    def took_part(self) -> bool:
+        """Whether anything was there that trains."""
+        return self._made_any or self._by_hand > 0
+
     def check(self, required: bool) -> None:
         """Say, with the reason as far as it can be told, that nothing was recorded; `TraceError` if it is required."""
         if self.recorded and self.exporter.steps_seen:
+            return
+        if self._children and of_launch(self.run.path, self._recipe.member.process()):
             return
         recorder = self.run.recorder
         writer = None if recorder is None else recorder.writer
         besides = "" if writer is None else f" (what it did besides is in {writer.path})"
         unseen = "no training step was seen, so " if self.exporter.steps_seen == 0 else ""
-        sentence = f"{self._name} ended, but {unseen}nothing is recorded: {self.why_not()}{besides}"
+        sentence = f"{self._recipe.name} ended, but {unseen}nothing is recorded: {self.why_not()}{besides}"
         if required:
             raise TraceError(sentence)
         with contextlib.suppress(OSError, ValueError):  # the script may have closed it
@@ -351,7 +395,7 @@ class _Session:
                 return str(error)
         if not self._made_any:
             children = "; processes that it started may have trained, and only tracer.record in them records that"
-            return "it made no optimizer of torch.optim" + (children if self._children else "")
+            return "it made no optimizer of torch.optim" + (children if self._others else "")
         if self._trouble is not None:
             return self._trouble
         if not self.exporter.tops:
@@ -404,8 +448,8 @@ class _Session:
 
         def start(original: Callable[..., None]) -> Callable[..., None]:
             def start(process: Any) -> None:
-                session._children = True
-                original(process)
+                with session.child(process):
+                    original(process)
 
             return start
 
@@ -454,6 +498,19 @@ class _Session:
             steps.remove()
             for owner, name, original in originals:
                 setattr(owner, name, original)
+
+    def child(self, process: BaseProcess) -> contextlib.AbstractContextManager[None]:
+        """Have a process that the script starts meanwhile recorded, if it can be."""
+        recipe = self._recipe
+        # those of such a process, or of a rank, have no rank of their own
+        ours = os.getpid() == self.pid and not recipe.member.number and recipe.member.process().related
+        if not (ours and children.may_train(process) and children.can_be_told(recipe)):
+            self._others = True
+            return contextlib.nullcontext()
+        self._children += 1
+        name = f"{recipe.name}, {process.name},"
+        recipe = replace(recipe, name=name, member=recipe.member.child(self._children))
+        return children.recorded(process, recipe, self.exporter.detach)
 
     def guarded(self, what: str, work: Callable[[], None]) -> None:
         """Do our part of a call of the script's; in a worker process that it forked, there is none."""
@@ -609,6 +666,8 @@ class _Session:
                 self.exporter.publisher.problem("the training's forward pass", why)
         if os.getpid() == self.pid:
             end(self.run, None if clean else error)
+            if not self._recipe.member.number:
+                self._recipe.member.end()
 
 
 class Tensors(nn.Module):

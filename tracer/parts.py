@@ -680,7 +680,14 @@ class Process:
     size: int
     launch: str | None
 
+    @property
+    def related(self) -> bool:
+        """Whether one recorded script started this process, or is it: no other launch has the same name."""
+        return self.launch is not None and self.launch.startswith(OF_SCRIPT)
 
+
+OF_SCRIPT = "script "
+"""How the `launch` of a recorded script begins, and of the processes that it starts; see `tracer.family`."""
 _LAUNCH = (
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
@@ -729,7 +736,8 @@ def run_id_of(path: Location | str, process: Process) -> str | None:
     """
     launch = process.launch or ""
     # torchrun calls every run "none", unless it is told a name or is --standalone
-    if re.search(r"TORCHELASTIC_RUN_ID=(?!none(/|$))[^/]|SLURM_JOB_ID=\d", launch) is None:
+    named = re.search(r"TORCHELASTIC_RUN_ID=(?!none(/|$))[^/]|SLURM_JOB_ID=\d", launch)
+    if named is None and not process.related:
         return None
     return hashlib.sha256(f"{launch} {path}".encode()).hexdigest()[:12]
 
@@ -773,15 +781,29 @@ def claim(
         former = [one for one in of_this_launch if not one.lives and one.created < began]
         before = [one.attempt for one in parts if one in mine or one in former or one not in of_this_launch]
         return 1 + max(before, default=-1), next((one.run_id for one in parts if one.run_id), run_id_of(path, process))
+    if process.related:
+        if any(one in mine for one in of_this_launch):
+            raise TraceExistsError(f"{path} has a rank {process.rank} of this run already, from an earlier process")
+        if of_this_launch:  # the first of them has made room
+            return 0, run_id_of(path, process)
     if overwrite:
         refuse_link(path)
         for one in parts:
-            if one.rank == process.rank or (process.rank == min(ranks) and one.rank not in ranks):
+            mine_to_remove = process.rank == min(ranks) and one.rank not in ranks
+            if one.rank == process.rank or process.related or mine_to_remove:
                 remove_part(path, one.name)
     # a rank may be done before another begins; but a launch can look like one of long ago
     elif mine or any((one.ended and not one.fresh) or one not in of_this_launch for one in parts):
         raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
     return 0, next((one.run_id for one in of_this_launch if one not in mine), run_id_of(path, process))
+
+
+def of_launch(path: Location, process: Process) -> list[Head]:
+    """The parts that are there of the launch that a process is of; none if what is there is no trace."""
+    try:
+        return [one for one in heads(path) if process.launch is not None and one.launch == process.launch]
+    except TraceError:
+        return []
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,10 @@ from tracer.capture import Capture
 from tracer.compression import Compression
 from tracer.errors import CaptureError, TraceError, plain, summary, warn_only
 from tracer.exporter import Exporter
+from tracer.family import Member
 from tracer.layout import Column, declaration, part_name
 from tracer.messages import DEFAULT_TAG, KINDS
-from tracer.parts import claim, there, this_process
+from tracer.parts import Process, claim, of_launch, run_id_of, there, this_process
 from tracer.reader import TraceReader
 from tracer.recorder import COMMIT_SECONDS, QUEUE_BYTES, Recorder, check_options
 from tracer.stores import Anywhere, Location, exists, location
@@ -340,7 +341,7 @@ class Options:
             raise CaptureError("resume goes on with a trace, and overwrite removes it; give one of them")
         if self.replicated not in ("once", "every"):
             raise CaptureError(f"replicated is 'once' or 'every', not {self.replicated!r}")
-        object.__setattr__(self, "compression", Compression(self.compression).choice)
+        object.__setattr__(self, "compression", dict(Compression(self.compression).choice))
 
     def describe(self) -> dict[str, Any]:
         """Those that a trace's header tells, as JSON."""
@@ -431,25 +432,38 @@ def start(
     receivers: Iterable[Receiver] = (),
     options: Options | None = None,
     *,
-    lazily: bool = False,
+    member: Member | None = None,
 ) -> Run:
     """Put a recorder and the receivers on an exporter's bus.
 
-    `lazily`: create the trace at the first message, when the script has loaded its checkpoint.
+    `member`: which of the processes of a script this is. Then the trace is created at the first message, when the
+    script has loaded its checkpoint, and its rank is asked for no earlier.
     """
     options = options if options is not None else Options()
     resume, overwrite, max_bytes = options.resume, options.overwrite, options.max_bytes
-    process = this_process()
-    recorded = sorted(set(range(process.size) if options.ranks is None else options.ranks))
-    if not recorded or not all(type(one) is int and 0 <= one < process.size for one in recorded):
-        raise CaptureError(f"ranks are some of 0 to {process.size - 1}, the ranks of this run, not {recorded}")
-    exporter.publisher.rank = process.rank
-    exporter.recorded = recorded if options.replicated == "once" else None
+    process, recorded = _place(member, options)
+    budget = None if max_bytes is None else Budget(max(1, max_bytes // len(recorded)))
+
+    def settle() -> None:
+        """What depends on the rank, which a script may have only as it begins to train."""
+        nonlocal process, recorded
+        process, recorded = _place(member, options)
+        exporter.publisher.rank = process.rank
+        exporter.recorded = recorded if options.replicated == "once" else None
+        if budget is not None and max_bytes is not None:
+            if recorded != [0] and len(recorded) == 1 and process.related:
+                raise CaptureError(
+                    "processes that know nothing of each other cannot share max_bytes, so only the script that starts "
+                    "them is recorded"
+                )
+            budget.max_bytes = max(1, max_bytes // len(recorded))
+
+    if member is None or member.number == 0:
+        settle()
     if options.disabled and resume is not None and resume.first_step is not None:
         exporter.start_at(resume.first_step, 0, resume.first_epoch or 0)
     if options.disabled or process.rank not in recorded:
         return Run(path, exporter, None)
-    budget = None if max_bytes is None else Budget(max(1, max_bytes // len(recorded)))
     ordered = in_order(tuple(receivers))
     derived = {kind for one in ordered for kind in getattr(one, "produces", ())}
     _doubt_kinds(Compression(options.compression), {*KINDS, *exporter.message_bus.topics, *derived})
@@ -460,6 +474,7 @@ def start(
         trial.register(one)
 
     def begin() -> None:
+        settle()
         if resume is None:
             return
         if any(one.began for one in there(path, process)):
@@ -468,8 +483,15 @@ def start(
             exporter.start_at(resume.first_step, 0, resume.first_epoch or 0)
 
     def make() -> TraceWriter:
-        alone = recorded == [0]
-        attempt, run_id = 0, None
+        settle()
+        if member is None:
+            return made()
+        with member.beginning():
+            return made()
+
+    def made() -> TraceWriter:
+        alone = recorded == [0] and not (process.related and of_launch(path, process))
+        attempt, run_id = 0, run_id_of(path, process) if process.related else None
         if resume is not None or not alone:
             refuse_here(path, process.rank)
             attempt, run_id = claim(path, process, recorded, overwrite=overwrite, resume=resume is not None)
@@ -502,6 +524,7 @@ def start(
             compression=options.compression,
         )
 
+    lazily = member is not None
     if lazily:
         exporter.clock.starting = begin
     else:
@@ -535,6 +558,23 @@ def start(
         recorder.close(f"failed: {summary(error)}")
         raise
     return Run(path, exporter, recorder)
+
+
+def _place(member: Member | None, options: Options) -> tuple[Process, list[int]]:
+    """The rank of this process, and the ranks that are recorded as far as it knows.
+
+    Raises
+    ------
+    CaptureError
+        If the options name other ranks.
+    """
+    process = this_process() if member is None else member.process()
+    if process.related and process.size == 1:  # how many others there will be is not known
+        return process, [process.rank]
+    recorded = sorted(set(range(process.size) if options.ranks is None else options.ranks))
+    if not recorded or not all(type(one) is int and 0 <= one < process.size for one in recorded):
+        raise CaptureError(f"ranks are some of 0 to {process.size - 1}, the ranks of this run, not {recorded}")
+    return process, recorded
 
 
 def _doubt_kinds(compression: Compression, known: set[str]) -> None:

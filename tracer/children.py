@@ -1,0 +1,82 @@
+"""Processes that a script starts under ``trace record``: what they train is recorded, too, each as a rank.
+
+A process is recorded if it is started with `multiprocessing` (or `torch.multiprocessing`, ``spawn``, an executor), has
+torch, and trains. Daemons, which are ended without notice, and the helpers of `multiprocessing` itself are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tracer.launch import Recipe
+
+
+def may_train(process: BaseProcess) -> bool:
+    """Whether a process that is about to start is one of the script's own making, and will end in order."""
+    target = getattr(process, "_target", None)
+    helper = str(getattr(target, "__module__", "")).partition(".")[0] == "multiprocessing"
+    return not process.daemon and not helper and "run" not in vars(process)
+
+
+def can_be_told(recipe: Recipe) -> bool:
+    """Whether a new interpreter could be given the recipe: it holds no function that has no name, say."""
+    try:
+        pickle.dumps(recipe)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    # it imports this package by its name, which a module beside the script may have
+    found = importlib.machinery.PathFinder.find_spec("tracer", sys.path)
+    ours = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__init__.py")
+    return found is None or os.path.realpath(str(found.origin)) == os.path.realpath(ours)
+
+
+@contextlib.contextmanager
+def recorded(process: BaseProcess, recipe: Recipe, detach: Callable[[], None]) -> Iterator[None]:
+    """Let a process that is started meanwhile record what it trains."""
+    attributes: dict[str, Any] = vars(process)
+    attributes["run"] = Recorded(process, recipe, detach)
+    try:
+        yield
+    finally:
+        del attributes["run"]
+
+
+class Recorded:
+    """The ``run`` of a process that records what it trains.
+
+    Parameters
+    ----------
+    process : BaseProcess
+    recipe : Recipe
+        How it is recorded.
+    detach : callable, optional
+        Takes the script's own recording off its models, of which a forked process has copies.
+    """
+
+    def __init__(self, process: BaseProcess, recipe: Recipe, detach: Callable[[], None] | None = None) -> None:
+        self._process = process
+        self._recipe = recipe
+        self._detach = detach
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a new interpreter has nothing of the script's own recording
+        return Recorded, (self._process, self._recipe)
+
+    def __call__(self) -> None:
+        del vars(self._process)["run"]
+        if "torch" not in sys.modules:  # nothing that a new interpreter was given trains
+            self._process.run()
+            return
+        from tracer import launch
+
+        if self._detach is not None:
+            with contextlib.suppress(Exception):  # nobody looks at that recording in this process
+                self._detach()
+        launch.run_child(self._process.run, self._recipe)
