@@ -100,7 +100,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracer.recorder": FOUNDATION | STORAGE | {"tracer.transfers", "tracer.budget", "tracer.termination"},
     "tracer.recording": FOUNDATION
     | STORAGE
-    | {"tracer.exporter", "tracer.recorder", "tracer.budget", "tracer.environment", "tracer", "tracer.termination"},
+    | {"tracer.exporter", "tracer.recorder", "tracer.budget", "tracer.environment", "tracer", "tracer.termination"}
+    | {"tracer.family"},
+    "tracer.family": {"tracer.parts"},
+    "tracer.children": set(),
     "tracer.certify": STORAGE
     | {"tracer.exporter", "tracer.hooks", "tracer.optimizers", "tracer.recording", "tracer.environment"}
     | {"tracer.walking", "tracer.wrappers"},
@@ -120,7 +123,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {
         "tracer",
         "tracer.callers",
+        "tracer.children",
         "tracer.epochs",
+        "tracer.family",
         "tracer.hanging",
         "tracer.identity",
         "tracer.launchers",

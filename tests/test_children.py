@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import tracer
 from tracer import Capture, children
 from tracer.errors import TraceExistsError
 from tracer.family import Member
-from tracer.launch import Recipe
+from tracer.launch import Recipe, run_child
 from tracer.parts import Process, claim
 from tracer.recording import Options
 from tracer.stores import location
@@ -223,10 +224,13 @@ def test_a_rank_is_recorded_once(tmp_path: Path) -> None:
 
 def test_what_a_new_interpreter_can_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No function without a name, and not where the script's folder has a module of this package's name."""
-    recipe = Recipe("train.py", location(tmp_path / "run.zarr"), (Capture(),), Options())
-    assert children.can_be_told(recipe)
-    nameless = Recipe("train.py", recipe.out, (Capture(condition=lambda step: step > 1),), recipe.options)
-    assert not children.can_be_told(nameless)
+
+    def record(capture: Capture) -> children.Record:
+        recipe = Recipe("train.py", location(tmp_path / "run.zarr"), (capture,), Options())
+        return functools.partial(run_child, recipe)
+
+    assert children.can_be_told(record(Capture()))
+    assert not children.can_be_told(record(Capture(condition=lambda step: step > 1)))
     (tmp_path / "tracer.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert not children.can_be_told(recipe)
+    assert not children.can_be_told(record(Capture()))

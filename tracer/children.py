@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import importlib.machinery
 import os
-import pickle
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
-if TYPE_CHECKING:
-    from tracer.launch import Recipe
+Record = Callable[[Callable[[], None]], None]
+"""Does the work of a process, and records what it trains."""
 
 
 def may_train(process: BaseProcess) -> bool:
@@ -26,11 +26,11 @@ def may_train(process: BaseProcess) -> bool:
     return not process.daemon and not helper and "run" not in vars(process)
 
 
-def can_be_told(recipe: Recipe) -> bool:
-    """Whether a new interpreter could be given the recipe: it holds no function that has no name, say."""
+def can_be_told(record: Record) -> bool:
+    """Whether a new interpreter could be given what records it: it holds no function that has no name, say."""
     try:
-        pickle.dumps(recipe)
-    except (pickle.PicklingError, AttributeError, TypeError):
+        ForkingPickler.dumps(record)
+    except Exception:  # noqa: BLE001 - objects of the script's own raise what they like
         return False
     # it imports this package by its name, which a module beside the script may have
     found = importlib.machinery.PathFinder.find_spec("tracer", sys.path)
@@ -39,10 +39,10 @@ def can_be_told(recipe: Recipe) -> bool:
 
 
 @contextlib.contextmanager
-def recorded(process: BaseProcess, recipe: Recipe, detach: Callable[[], None]) -> Iterator[None]:
-    """Let a process that is started meanwhile record what it trains."""
+def recorded(process: BaseProcess, record: Record, detach: Callable[[], None]) -> Iterator[None]:
+    """Let a process that is started meanwhile record what it trains; as `Recorded`."""
     attributes: dict[str, Any] = vars(process)
-    attributes["run"] = Recorded(process, recipe, detach)
+    attributes["run"] = Recorded(process, record, detach)
     try:
         yield
     finally:
@@ -55,28 +55,27 @@ class Recorded:
     Parameters
     ----------
     process : BaseProcess
-    recipe : Recipe
-        How it is recorded.
+    record : callable, or what it is pickled to
+        Unpickling it imports torch, which not every new interpreter needs.
     detach : callable, optional
         Takes the script's own recording off its models, of which a forked process has copies.
     """
 
-    def __init__(self, process: BaseProcess, recipe: Recipe, detach: Callable[[], None] | None = None) -> None:
+    def __init__(self, process: BaseProcess, record: Record | bytes, detach: Callable[[], None] | None = None) -> None:
         self._process = process
-        self._recipe = recipe
+        self._record = record
         self._detach = detach
 
     def __reduce__(self) -> tuple[Any, ...]:  # a new interpreter has nothing of the script's own recording
-        return Recorded, (self._process, self._recipe)
+        return Recorded, (self._process, bytes(ForkingPickler.dumps(self._record)))
 
     def __call__(self) -> None:
         del vars(self._process)["run"]
-        if "torch" not in sys.modules:  # nothing that a new interpreter was given trains
+        if "torch" not in sys.modules:
             self._process.run()
             return
-        from tracer import launch
-
         if self._detach is not None:
             with contextlib.suppress(Exception):  # nobody looks at that recording in this process
                 self._detach()
-        launch.run_child(self._process.run, self._recipe)
+        record: Record = ForkingPickler.loads(self._record) if isinstance(self._record, bytes) else self._record
+        record(self._process.run)

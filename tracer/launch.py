@@ -231,7 +231,7 @@ class Recipe:
     member: Member = field(default_factory=Member)
 
 
-def run_child(work: Callable[[], None], recipe: Recipe) -> None:
+def run_child(recipe: Recipe, work: Callable[[], None]) -> None:
     """Do the work of a process that a recorded script started, and record what it trains."""
     session = _Session(recipe)
     error: BaseException | None = None
@@ -504,13 +504,13 @@ class _Session:
         recipe = self._recipe
         # those of such a process, or of a rank, have no rank of their own
         ours = os.getpid() == self.pid and not recipe.member.number and recipe.member.process().related
-        if not (ours and children.may_train(process) and children.can_be_told(recipe)):
+        member = recipe.member.child(self._children + 1)
+        record = functools.partial(run_child, replace(recipe, name=f"{recipe.name}, {process.name},", member=member))
+        if not (ours and children.may_train(process) and children.can_be_told(record)):
             self._others = True
             return contextlib.nullcontext()
         self._children += 1
-        name = f"{recipe.name}, {process.name},"
-        recipe = replace(recipe, name=name, member=recipe.member.child(self._children))
-        return children.recorded(process, recipe, self.exporter.detach)
+        return children.recorded(process, record, self.exporter.detach)
 
     def guarded(self, what: str, work: Callable[[], None]) -> None:
         """Do our part of a call of the script's; in a worker process that it forked, there is none."""
