@@ -140,7 +140,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | STORAGE
     | RUNNING
     | {"tracer.budget", "tracer.certify", "tracer.environment", "tracer.optimizers", "tracer.termination"}
-    | {"tracer.secrets"},
+    | {"tracer.patches", "tracer.secrets"},
     "analyze.metrics": set(),
     "analyze.metrics.*": {"tracer.messages", "tracer.subscription", "tracer.subscriber", "analyze.metrics.*"},
     "analyze.*": {"tracer", "tracer.*", "analyze", "analyze.*"},

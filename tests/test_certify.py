@@ -429,9 +429,11 @@ def train(after=lambda step: None):
 """
 
 
-def record(folder: Path, body: str, *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any] | None]:
+def record(
+    folder: Path, body: str, *options: str, head: str = HEAD
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any] | None]:
     """Run ``trace record`` on a script; what it did, and the certificate in the trace."""
-    (folder / "train.py").write_text(HEAD + textwrap.dedent(body))
+    (folder / "train.py").write_text(head + textwrap.dedent(body))
     done = subprocess.run(
         [sys.executable, "-m", "cli", "record", "--out", "run.zarr", *options, "train.py"],
         cwd=folder,
@@ -520,6 +522,27 @@ def test_a_script_that_fails(tmp_path: Path) -> None:
     certificate = rehearsed(tmp_path, body, 100)
     assert certificate.verdict == "failed"
     assert certificate.reason.endswith("failed after step 7: ValueError: bad data (exit status 1)")
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_script_that_updates_by_hand(tmp_path: Path, changed: bool) -> None:
+    """Without an optimizer each backward is a step; what it differentiated is compared, and its gradients."""
+    body = f"""
+    import torch
+    weight, bias = torch.ones(4, 3, requires_grad=True), torch.nn.Parameter(torch.zeros(3))
+    watched = hasattr(getattr(torch.Tensor.backward, "__wrapped__", None), "__wrapped__")
+    for _ in range(4):
+        loss = (torch.ones(5, 4) @ weight * (1.5 if watched and {changed} else 1.0) + bias).pow(2).mean()
+        loss.backward()
+        with torch.no_grad():
+            for one in (weight, bias): one -= 0.01 * one.grad; one.grad = None
+    """
+    done, certificate = record(tmp_path, body, "--certify", "3", head="")
+    assert certificate is not None, done.stderr
+    assert (certificate["verdict"], certificate["steps"]) == ("different" if changed else "identical", 3), certificate
+    if changed:
+        assert certificate["step"] == 0
+        assert certificate["differing"] == [f"buffer 'gradient of parameters.{number}'" for number in range(2)]
 
 
 def test_a_script_that_trains_nothing(tmp_path: Path) -> None:

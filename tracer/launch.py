@@ -184,8 +184,6 @@ def run(
     if probe is not None and not any(one.kinds is None or {*one.kinds} & {*PROBED} for one in capture):
         raise CaptureError(f"a probe gives {', '.join(PROBED)}, and the capture takes none of them")
     session = _Session(Recipe(script, location(out), tuple(capture), options, strict, probe, probe_every))
-    if began is not None:
-        began(session.run)
     argv = [str(main.__file__) if module else script, *arguments]
     first_path = os.getcwd() if module else os.path.dirname(os.path.abspath(script))
     error: BaseException | None = None
@@ -193,6 +191,8 @@ def run(
     with contextlib.ExitStack() as watching:
         watching.enter_context(session.watching())
         try:
+            if began is not None:
+                began(session.run)
             exec(code, main.__dict__)
         except BaseException as raised:
             error = raised

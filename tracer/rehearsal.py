@@ -27,7 +27,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -40,6 +40,7 @@ from tracer.errors import CaptureError, TracerError, plain
 from tracer.messages import DEFAULT_TAG, KINDS
 from tracer.optimizers import steps_within
 from tracer.parts import VERDICTS, this_process
+from tracer.patches import Differentiating
 from tracer.reader import TraceReader
 from tracer.recording import Run
 from tracer.secrets import masked_text
@@ -452,6 +453,8 @@ class _Rehearsal:
         self._recording: Run | None = None
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._models: dict[str, weakref.ref[nn.Module]] | None = None
+        self._made_any = False  # optimizers
+        self._differentiated: list[Tensor] = []  # the leaves of what backward was called on, while there was none
         self._probe_every = launch.PROBE_EVERY
         hashed = self._hashed if request["purpose"] == "certify" else dict
         self._stopwatch = Stopwatch(request["steps"], hashed, lambda: self._recording)
@@ -461,6 +464,7 @@ class _Rehearsal:
         request = self._request
         script, arguments, module = request["script"], request["arguments"], request["module"]
         if request["trace"] is None:
+            self._watch_backward()
             return launch.unwatched(script, arguments, module=module)
         given = tuple(Capture.from_mapping(one) for one in request["captures"])
         captures = launch.lighter_on_evaluation(given[0]) if len(given) == 1 else given
@@ -488,6 +492,7 @@ class _Rehearsal:
 
     def _began(self, run: Run) -> None:
         self._recording = run
+        self._watch_backward()  # outside of what the recording does after it
 
     def _tell_streams(self, captures: Sequence[Capture]) -> None:
         """Tell each stream of the trace, and how often the capture that decides on it takes it."""
@@ -515,13 +520,13 @@ class _Rehearsal:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Notice the optimizers that are made, and their steps."""
-        original = Optimizer.__init__
+        original, backward = Optimizer.__init__, Tensor.backward
 
         @functools.wraps(original)
         def made(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             self._optimizers.append(weakref.ref(optimizer))
-            self._models = None
+            self._models, self._made_any = None, True
 
         setattr(Optimizer, "__init__", made)  # noqa: B010 - mypy forbids to assign it
         # it is called after the hooks of an optimizer's own, the recorder's among them
@@ -531,6 +536,28 @@ class _Rehearsal:
         finally:
             handle.remove()
             setattr(Optimizer, "__init__", original)  # noqa: B010
+            setattr(Tensor, "backward", backward)  # noqa: B010
+
+    def _watch_backward(self) -> None:
+        """Until a script makes an optimizer, each backward is a step, as a recording counts them."""
+        original: Callable[..., None] = Tensor.backward
+        running = Differentiating()
+
+        @functools.wraps(original)
+        def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+            if self._made_any or running.now or os.getpid() != self._pid:
+                original(tensor, *args, **kwargs)
+                return
+            leaves = _leaves_of(tensor)
+            running.now = True
+            try:
+                original(tensor, *args, **kwargs)
+            finally:
+                running.now = False
+            self._differentiated = leaves
+            self._step_over()
+
+        setattr(Tensor, "backward", backward)  # noqa: B010 - as above
 
     def _alive(self) -> list[Optimizer]:
         return [one for one in (ref() for ref in self._optimizers) if one is not None]
@@ -539,6 +566,9 @@ class _Rehearsal:
         alive = self._alive()
         if os.getpid() != self._pid or not alive or optimizer is not alive[-1] or steps_within(optimizer):
             return
+        self._step_over()
+
+    def _step_over(self) -> None:
         before = len(self._stopwatch.steps.hashes)
         last = self._stopwatch.step_over()
         steps = self._stopwatch.steps
@@ -551,6 +581,13 @@ class _Rehearsal:
             raise _Left(0)
 
     def _hashed(self) -> dict[str, str]:
+        if not self._made_any:
+            holder = nn.Module()
+            for number, tensor in enumerate(self._differentiated):
+                parameters: dict[str, Any] = holder._parameters  # which these need not be
+                parameters[f"parameters.{number}"] = tensor
+                holder._buffers[f"gradient of parameters.{number}"] = tensor.grad
+            return fingerprint({"": holder}, [])
         alive = self._alive()
         if self._models is None:
             models = launch.models_of(alive)
@@ -558,3 +595,18 @@ class _Rehearsal:
             self._models = {name: weakref.ref(one) for name, one in named.items()}
         living = {name: one for name, ref in self._models.items() if (one := ref()) is not None}
         return fingerprint(living, alive)
+
+
+def _leaves_of(tensor: Tensor) -> list[Tensor]:
+    """The tensors that a backward gives gradients, in the order in which the graph leads to them."""
+    found: dict[int, Tensor] = {}
+    waiting: list[Any] = [tensor.grad_fn]
+    seen = {*waiting}
+    while waiting:
+        node = waiting.pop()
+        if isinstance(variable := getattr(node, "variable", None), Tensor):
+            found.setdefault(id(variable), variable)
+        inner = [one for one, _ in getattr(node, "next_functions", ()) if one is not None and one not in seen]
+        seen.update(inner)
+        waiting += inner
+    return [*found.values()]
