@@ -152,6 +152,7 @@ if sys.argv[1].endswith(".h5"):
 import torch
 import tracer
 from tracer.exporter import Exporter
+from tracer.family import Member
 from tracer.integrations.recording import Recording
 from tracer.recording import Options, start
 from tracer.recorders import ForwardOutput
@@ -174,7 +175,7 @@ else:
     exporter = Exporter()
     exporter.set_model(model)
     exporter.set_optimizer(optimizer)
-    kept = start(location(path), exporter, options=Options(commit_seconds=3600), lazily=True)
+    kept = start(location(path), exporter, options=Options(commit_seconds=3600), member=Member())
 for step in range(30):
     if who == "recorder":
         where = {"global_step": step, "train_step": step, "epoch": 0}
