@@ -731,9 +731,13 @@ class Survey:
     def _unverified(self, array: _Array, number: int) -> NDArray[Any] | None:
         """Rows of a chunk of a table that fails its checksum; None where they are not there."""
         start = number * array.height
+        return self._as_it_stands(array, start, min(start + array.height, array.length))
+
+    def _as_it_stands(self, array: _Array, start: int, stop: int) -> NDArray[Any] | None:
+        """Rows of an array, whether they are right or not; None where they are not there."""
         before, self._store.verifies = self._store.verifies, False
         try:
-            return self._store.read(array.name, start, min(start + array.height, array.length))
+            return self._store.read(array.name, start, stop)
         except TraceUnreadableError:
             raise
         except TracerError:
@@ -802,9 +806,23 @@ class Survey:
         if stream.dtype is None or layout.ENCODINGS[stream.dtype].storage != array.dtype:
             return None
         part = self._elements(array, row[Column.OFFSET], row[Column.COUNT])
-        if part is not None and row[Column.CRC32C] not in (layout.NONE, crc32c(part)):
+        if part is None:
+            return self._proven(array, row)
+        if row[Column.CRC32C] not in (layout.NONE, crc32c(part)):
             return None
         return part
+
+    def _proven(self, array: _Array, row: list[int]) -> NDArray[Any] | None:
+        """The elements of a message in a chunk that cannot be read, if its own checksum says that they are right."""
+        offset, count = row[Column.OFFSET], row[Column.COUNT]
+        if row[Column.CRC32C] == layout.NONE or offset + count > array.length * array.size:
+            return None
+        first, begin = divmod(offset, array.size)
+        rows = self._as_it_stands(array, first, first - (-(begin + count) // array.size))
+        if rows is None:
+            return None
+        part = rows.reshape(-1)[begin : begin + count]
+        return part if row[Column.CRC32C] == crc32c(part) else None
 
     def where(self, rows: Iterable[int], limit: int = 3) -> str:
         """Which messages these rows of the journal are, in words."""
@@ -917,7 +935,7 @@ class Survey:
             for number in np.flatnonzero(array.state == 0).tolist():
                 if touched[number] or self._should_be_right(array, number):
                     self._chunk(array, number)
-            good[members[self._touches_damage(array, members)]] = False
+            good[self._lost(array, members[self._touches_damage(array, members)])] = False
             good[failed] = False
             for number in failed:
                 start = int(journal[number, Column.OFFSET]) // array.size
@@ -930,6 +948,10 @@ class Survey:
                     1,
                 )
         return good
+
+    def _lost(self, array: _Array, members: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those of these messages in damaged chunks that cannot be had in spite of that."""
+        return np.array([one for one in members if self._proven(array, self.journal[one].tolist()) is None], np.int64)
 
     def _failed(self, array: _Array, members: NDArray[np.int64]) -> list[int]:
         """Which of the messages at these rows of the journal, in the order of their places, fail their own checksum.
@@ -989,7 +1011,7 @@ class Survey:
         offsets, counts = journal[members, Column.OFFSET], journal[members, Column.COUNT]
         for start, stop in _runs(array.state == DAMAGED):
             low, high = start * array.chunk_elements, stop * array.chunk_elements
-            reached = members[(offsets < high) & (offsets + counts > low)]
+            reached = self._lost(array, members[(offsets < high) & (offsets + counts > low)])
             rows = (start * array.height, min(stop * array.height, array.length))
             count, affects = len(reached), self.where(reached.tolist())
             if array.name == self.journal_name:
