@@ -42,8 +42,7 @@ class Member:
     @contextlib.contextmanager
     def beginning(self) -> Iterator[None]:
         """Let no other member begin its part of the trace meanwhile."""
-        with contextlib.ExitStack() as held:
-            lock = held.enter_context(open(self._lock, "ab"))
+        with open(self._lock, "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # it ends when the file is closed
             yield
 

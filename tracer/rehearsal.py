@@ -453,7 +453,6 @@ class _Rehearsal:
         self._recording: Run | None = None
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._models: dict[str, weakref.ref[nn.Module]] | None = None
-        self._made_any = False  # optimizers
         self._differentiated: list[Tensor] = []  # the leaves of what backward was called on, while there was none
         self._probe_every = launch.PROBE_EVERY
         hashed = self._hashed if request["purpose"] == "certify" else dict
@@ -526,7 +525,7 @@ class _Rehearsal:
         def made(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             self._optimizers.append(weakref.ref(optimizer))
-            self._models, self._made_any = None, True
+            self._models = None
 
         setattr(Optimizer, "__init__", made)  # noqa: B010 - mypy forbids to assign it
         # it is called after the hooks of an optimizer's own, the recorder's among them
@@ -545,7 +544,7 @@ class _Rehearsal:
 
         @functools.wraps(original)
         def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-            if self._made_any or running.now or os.getpid() != self._pid:
+            if self._optimizers or running.now or os.getpid() != self._pid:
                 original(tensor, *args, **kwargs)
                 return
             leaves = _leaves_of(tensor)
@@ -581,7 +580,7 @@ class _Rehearsal:
             raise _Left(0)
 
     def _hashed(self) -> dict[str, str]:
-        if not self._made_any:
+        if not self._optimizers:
             holder = nn.Module()
             for number, tensor in enumerate(self._differentiated):
                 parameters: dict[str, Any] = holder._parameters  # which these need not be
