@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar
 import click
 
 import tracer
-from analyze.escapes import in_json, printable
+from analyze.tables.escapes import in_json, printable
 from tracer.errors import (
     CaptureError,
     MessageError,
@@ -38,14 +38,14 @@ from tracer.secrets import masked, masked_urls
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from analyze.results import Results, Sink
-    from analyze.tables import TextTable
-    from tracer.bus import Receiver
-    from tracer.messages import Message
-    from tracer.reader import StreamInfo, TraceReader
-    from tracer.replay import Plan
+    from analyze.tables.layout import TextTable
+    from analyze.tables.results import Results, Sink
+    from tracer.messaging.bus import Receiver
+    from tracer.messaging.messages import Message
+    from tracer.messaging.subscriber import Subscriber
+    from tracer.replaying.replay import Plan
     from tracer.stores import Location
-    from tracer.subscriber import Subscriber
+    from tracer.trace.reader import StreamInfo, TraceReader
 
 FAILED, WRONG_USAGE, DAMAGED, SOME_FAILED, INTERRUPTED = 1, 2, 3, 4, 130
 VERDICT = "tracer.verdict"
@@ -337,7 +337,7 @@ class Size(click.ParamType[Any]):
         """The number of bytes."""
         if not isinstance(value, str):
             return value
-        from tracer.environment import size_of
+        from tracer.recording.environment import size_of
 
         try:
             return size_of(value)
@@ -374,8 +374,8 @@ _filters = _options(_kinds, _modules, _steps, _tags, _ranks)
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]], **how: Any) -> TextTable | str:
-    """A table for `_show`; `how` says which columns are names and the like, as for `analyze.tables.TextTable`."""
-    from analyze.tables import TextTable
+    """A table for `_show`; `how` says which columns are names and the like, as for `analyze.tables.layout.TextTable`."""
+    from analyze.tables.layout import TextTable
 
     made = TextTable(columns, [[printable(_cell(value)) for value in row] for row in rows], **how)
     return made if _is_terminal(sys.stdout) else made.plain()
@@ -741,7 +741,7 @@ def record(
         raise click.UsageError("--json is for --dry-run; a script that is recorded has its own output")
     if only_dry_run and certify_steps is not None:
         raise click.UsageError("--dry-run records nothing that could be certified: give --certify or --dry-run")
-    from tracer import launchers
+    from tracer.recording.launching import launchers
 
     with _wrong_usage():
         launcher = launchers.launcher_of(program, module)
@@ -757,18 +757,18 @@ def record(
         raise Failure(f"{program[0]} is not a file, so there is no script to run{launchers.hint_for(program[0])}")
     if module is None and launchers.PYTHON.fullmatch(Path(program[0]).name):
         raise Failure(f"{program[0]} is no script{launchers.hint_for(program[0])}")
-    from tracer.environment import DISABLE, bound_or, disabled
+    from tracer.recording.environment import DISABLE, bound_or, disabled
 
     with _wrong_usage():
         off = disabled()
         max_bytes = bound_or(max_bytes)
     if off and not only_dry_run:
-        from tracer.launch import unwatched
+        from tracer.recording.launching.launch import unwatched
 
         click.echo(f"{DISABLE} is set: the script runs without being recorded", err=True)
         script = program[0] if module is None else module
         click.get_current_context().exit(unwatched(script, arguments, module=module is not None))
-    from tracer.parts import this_process
+    from tracer.trace.part import this_process
 
     # other ranks of a distributed run may have begun their parts
     there = overwrite or resume or only_dry_run or this_process().size > 1
@@ -776,8 +776,8 @@ def record(
     files = _read_config(config) if config is not None else [{}]
     given = {key: value for key, value in settings.items() if value not in (None, ())}
     with _wrong_settings():
-        from tracer.capture import Capture
-        from tracer.compression import Compression
+        from tracer.observing.capture import Capture
+        from tracer.trace.compression import Compression
 
         captures = tuple(Capture.from_mapping({**file, **given}) for file in files)
         codecs = Compression.parse(compression).choice
@@ -788,7 +788,7 @@ def record(
         "probe": probe, "probe_every": probe_every,
     }  # fmt: skip
     if only_dry_run or certify_steps is not None:
-        from tracer import rehearsal
+        from tracer.recording.certifying import rehearsal
 
         rehearsed = rehearsal.Program(
             script=program[0] if module is None else module,
@@ -811,7 +811,7 @@ def record(
         click.echo(f"{warning}certificate: {certificate}", err=True)
         if require_identical and not certificate.identical:
             raise Failure("the script is not run, because --require-identical was given")
-    from tracer import launch
+    from tracer.recording.launching import launch
 
     code = launch.run(
         program[0] if module is None else module,
@@ -839,7 +839,7 @@ _CLOCKS = {"epoch": "every epoch", "aside": "as in the first steps"}
 
 
 def _print_dry_run(told: Mapping[str, Any]) -> None:
-    """What `tracer.rehearsal.dry_run` found, for people."""
+    """What `tracer.recording.certifying.rehearsal.dry_run` found, for people."""
     columns = ("kind", "module", "tag", "dtype", "shape", "bytes a message", "a step", "recorded")
     rows = []
     for one in told["streams"]:
@@ -877,8 +877,8 @@ def _print_dry_run(told: Mapping[str, Any]) -> None:
 
 
 def _say_what_was_recorded(path: Location, called: str) -> None:
-    from tracer.parts import this_process
     from tracer.stores import exists
+    from tracer.trace.part import this_process
 
     if exists(path):
         process = this_process()
@@ -957,7 +957,7 @@ def _means_several(trace: str) -> bool:
 
 
 def _info_of_several(traces: Sequence[str], as_json: bool) -> None:
-    from analyze.traces import find_traces
+    from analyze.batching.traces import find_traces
 
     with _wrong_usage():
         found = find_traces(traces)
@@ -1132,7 +1132,7 @@ def _chosen_streams(reader: TraceReader, filters: Mapping[str, Any]) -> list[Str
     """The streams that the filters leave; a name that is not in the trace is wrong usage, and is told what there is."""
     from fnmatch import fnmatchcase
 
-    from tracer.subscription import matches_tag, passes
+    from tracer.messaging.subscription import matches_tag, passes
 
     streams = reader.streams
     found = {"kind": {stream.kind for stream in streams}, "tag": {stream.tag for stream in streams}}
@@ -1219,7 +1219,7 @@ def _message_facts(
 
 def _answer_facts(message: Message) -> dict[str, Any]:
     """A message of a replay as JSON values, with a few of its numbers."""
-    from tracer.layout import encode, readable
+    from tracer.format.layout import encode, readable
 
     counters = message.global_step, message.train_step, message.epoch, message.call
     if message.data is None:
@@ -1293,7 +1293,7 @@ def cat(trace: str, limit: int | None, values: int, as_json: bool, **filters: An
     """
     from itertools import islice
 
-    from tracer.layout import Column
+    from tracer.format.layout import Column
 
     facts = [Column.STREAM, Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
     with tracer.open(trace) as reader:
@@ -1318,7 +1318,7 @@ def verify(trace: str, as_json: bool) -> None:
     The exit code is 0 for a trace that is whole, and 3 for one that is damaged or that its writer left without an end.
     Of a trace that is still being recorded, what is committed is checked.
     """
-    from tracer.verify import verify as check
+    from tracer.upkeep.verify import verify as check
 
     report = check(trace)
     if not report.complete:
@@ -1364,7 +1364,7 @@ def recover(src: str, dst: str, as_json: bool) -> None:
     SRC is left as it is, and DST is never overwritten. The exit code is 0 if nothing was lost, 3 if something was, and
     1 if nothing could be saved.
     """
-    from tracer.recover import recover as save
+    from tracer.upkeep.recover import recover as save
 
     with _progress("saving", None) as advance:
         try:
@@ -1414,8 +1414,8 @@ def convert(src: str, dst: str, chunk_bytes: int, compression: tuple[str, ...], 
     DST is never overwritten, and is there only when it is complete. Where ranks of SRC are missing or damaged, the
     others are copied, what is lost stands in the copy, and the exit code is 3.
     """
-    from tracer.compression import Compression
-    from tracer.convert import convert as copy
+    from tracer.trace.compression import Compression
+    from tracer.upkeep.convert import convert as copy
 
     with tracer.open(src) as reader:
         _chosen_streams(reader, filters)
@@ -1561,7 +1561,7 @@ def replay(
         raise click.UsageError("--plan tells what there is to read, and --follow waits for more: give one of them")
     with tracer.open(trace, ranks=filters["ranks"] or None, verify=not no_verify) as reader, _plain_warnings():
         from analyze import registry
-        from analyze.results import Results, times_of
+        from analyze.tables.results import Results, times_of
 
         if not follow:
             _chosen_streams(reader, filters)
@@ -1601,7 +1601,7 @@ def replay(
         results.to_tensorboard(tensorboard, times={} if times is None else {trace: times})
         click.echo(f"events written to {tensorboard}", err=True)
     if as_json:
-        from analyze.results import as_json as row_as_json
+        from analyze.tables.results import as_json as row_as_json
 
         for row in results if not follow else ():
             _print_json(row_as_json(row), indent=None)
@@ -1616,7 +1616,7 @@ def replay(
 def _note_silent(results: Results, asked: Iterable[Subscriber]) -> None:
     """Say which subscribers answered nothing, and what they need."""
     from analyze.catalogue import headings
-    from tracer.bus import describe
+    from tracer.messaging.bus import describe
 
     answered = results.subscribers
     silent = {describe(one): headings(type(one).__doc__ or "").get("Needs", "") for one in asked}
@@ -1685,7 +1685,7 @@ class _Printer:
     def receive(self, message: Message) -> Iterable[Message]:
         """Print an answer: on a line, or as JSON the rows that it is in the results."""
         if self.as_json:
-            from analyze.results import Results, as_json
+            from analyze.tables.results import Results, as_json
 
             rows = Results()
             rows.add(message, self.sink.trace, self.sink.producers[message.kind])
@@ -1794,11 +1794,11 @@ def batch(
     could not be answered, the rest is, and the exit code is 4.
     """
     _check_installed("pyarrow", "tables", "a batch")
-    from analyze.batch import batch as run_batch
-    from analyze.batch import estimate, plan_batch
-    from analyze.engines import options_of
-    from analyze.planning import PART_BYTES
-    from analyze.progress import display
+    from analyze.batching.batch import batch as run_batch
+    from analyze.batching.batch import estimate, plan_batch
+    from analyze.batching.engines import options_of
+    from analyze.batching.planning import PART_BYTES
+    from analyze.batching.progress import display
 
     asked: dict[str, Any] = {name: filters[name] or None for name in ("kinds", "modules", "steps", "tags")}
     asked |= {"pairs": pairs, "workers": workers, "part": part, "force": force, "part_bytes": part_bytes or PART_BYTES}

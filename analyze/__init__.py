@@ -6,26 +6,48 @@ function stands here under its registry name (`analyze.svcca`), its subscriber b
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from analyze.batch import BatchResults, batch
-    from analyze.compare import compare
-    from analyze.metrics.accuracy import accuracy
-    from analyze.metrics.activation_rate import ActivationRate, activation_rate
-    from analyze.metrics.adam_moments import AdamMoments, adam_moments
-    from analyze.metrics.aggregate import Aggregate, aggregate
-    from analyze.metrics.alpha import Alpha, alpha
-    from analyze.metrics.cca import CCA, PWCCA, R2CCA, cca, pwcca, r2_cca
-    from analyze.metrics.churn import Churn, churn
-    from analyze.metrics.cka import CKA, cka
-    from analyze.metrics.classification_report import ClassificationReport, classification_report
-    from analyze.metrics.descent_cosine import DescentCosine, descent_cosine
-    from analyze.metrics.distance import Distance, distance
-    from analyze.metrics.effective_rank import (
+    from analyze.batching.batch import BatchResults, batch
+    from analyze.comparing.compare import compare
+    from analyze.comparing.over_time import statistics_over_time
+    from analyze.comparing.pairs import pairs
+    from analyze.metrics.advice.freeze import Freeze, freeze
+    from analyze.metrics.advice.learning_rate_from_ratio import LearningRateFromRatio, learning_rate_from_ratio
+    from analyze.metrics.elementwise.activation_rate import ActivationRate, activation_rate
+    from analyze.metrics.elementwise.distance import Distance, distance
+    from analyze.metrics.elementwise.histogram import Histogram, histogram
+    from analyze.metrics.elementwise.mean import Mean, mean
+    from analyze.metrics.elementwise.norm import Norm, norm
+    from analyze.metrics.elementwise.quantiles import Quantiles, quantiles
+    from analyze.metrics.elementwise.sample_norm import SampleNorm, sample_norm
+    from analyze.metrics.elementwise.statistics import Statistics, statistics, statistics_of_tensors
+    from analyze.metrics.elementwise.sum import Sum, sum  # noqa: A004 - analyze.sum, as in numpy.sum
+    from analyze.metrics.elementwise.variance import Variance, variance
+    from analyze.metrics.gradients.adam_moments import AdamMoments, adam_moments
+    from analyze.metrics.gradients.alpha import Alpha, alpha
+    from analyze.metrics.gradients.descent_cosine import DescentCosine, descent_cosine
+    from analyze.metrics.gradients.gradient_geometry import GradientGeometry, gradient_geometry
+    from analyze.metrics.gradients.gradient_noise import GradientNoise, gradient_noise
+    from analyze.metrics.gradients.path_length import PathLength, path_length
+    from analyze.metrics.gradients.ratio import Ratio, ratio
+    from analyze.metrics.predictions.accuracy import accuracy
+    from analyze.metrics.predictions.churn import Churn, churn
+    from analyze.metrics.predictions.classification_report import ClassificationReport, classification_report
+    from analyze.metrics.predictions.forgetting import Forgetting, forgetting
+    from analyze.metrics.predictions.pooled_accuracy import TestAccuracy, test_accuracy
+    from analyze.metrics.predictions.train_accuracy import TrainAccuracy, train_accuracy
+    from analyze.metrics.reducing.aggregate import Aggregate, aggregate
+    from analyze.metrics.reducing.ema import EMA, ema
+    from analyze.metrics.reducing.loss import Loss, loss
+    from analyze.metrics.reducing.message_mean import MessageMean, message_mean
+    from analyze.metrics.similarity.cca import CCA, PWCCA, R2CCA, cca, pwcca, r2_cca
+    from analyze.metrics.similarity.cka import CKA, cka
+    from analyze.metrics.similarity.procrustes import Angular, Procrustes, angular, procrustes
+    from analyze.metrics.similarity.svcca import SVCCA, svcca
+    from analyze.metrics.spectra.effective_rank import (
         EffectiveRank,
         ParticipationRatio,
         StableRank,
@@ -33,53 +55,29 @@ if TYPE_CHECKING:
         participation_ratio,
         stable_rank,
     )
-    from analyze.metrics.ema import EMA, ema
-    from analyze.metrics.forgetting import Forgetting, forgetting
-    from analyze.metrics.freeze import Freeze, freeze
-    from analyze.metrics.gradient_geometry import GradientGeometry, gradient_geometry
-    from analyze.metrics.gradient_noise import GradientNoise, gradient_noise
-    from analyze.metrics.histogram import Histogram, histogram
-    from analyze.metrics.learning_rate_from_ratio import LearningRateFromRatio, learning_rate_from_ratio
-    from analyze.metrics.loss import Loss, loss
-    from analyze.metrics.mean import Mean, mean
-    from analyze.metrics.message_mean import MessageMean, message_mean
-    from analyze.metrics.norm import Norm, norm
-    from analyze.metrics.operator_norm import OperatorNorm, operator_norm
-    from analyze.metrics.path_length import PathLength, path_length
-    from analyze.metrics.pooled_accuracy import TestAccuracy, test_accuracy
-    from analyze.metrics.power_law import PowerLaw, WeightWatcher, power_law, weightwatcher
-    from analyze.metrics.procrustes import Angular, Procrustes, angular, procrustes
-    from analyze.metrics.quantiles import Quantiles, quantiles
-    from analyze.metrics.ratio import Ratio, ratio
-    from analyze.metrics.sample_norm import SampleNorm, sample_norm
-    from analyze.metrics.saturation import Saturation, saturation
-    from analyze.metrics.singular_values import (
+    from analyze.metrics.spectra.operator_norm import OperatorNorm, operator_norm
+    from analyze.metrics.spectra.power_law import PowerLaw, WeightWatcher, power_law, weightwatcher
+    from analyze.metrics.spectra.saturation import Saturation, saturation
+    from analyze.metrics.spectra.singular_values import (
         ConditionNumber,
         SingularValues,
         condition_number,
         singular_values,
     )
-    from analyze.metrics.spectral_norm import SpectralNorm, spectral_norm
-    from analyze.metrics.statistics import Statistics, statistics, statistics_of_tensors
-    from analyze.metrics.sum import Sum, sum  # noqa: A004 - analyze.sum, as in numpy.sum
-    from analyze.metrics.svcca import SVCCA, svcca
-    from analyze.metrics.train_accuracy import TrainAccuracy, train_accuracy
-    from analyze.metrics.variance import Variance, variance
-    from analyze.over_time import statistics_over_time
-    from analyze.pairs import pairs
+    from analyze.metrics.spectra.spectral_norm import SpectralNorm, spectral_norm
     from analyze.registry import describe, parse, subscribers
-    from analyze.results import Results, analyze
+    from analyze.tables.results import Results, analyze
 
 _OTHERS = {
-    "accuracy": "metrics.accuracy",
-    "analyze": "results",
-    "Results": "results",
-    "statistics_of_tensors": "metrics.statistics",
-    "statistics_over_time": "over_time",
-    "compare": "compare",
-    "pairs": "pairs",
-    "batch": "batch",
-    "BatchResults": "batch",
+    "accuracy": "metrics.predictions.accuracy",
+    "analyze": "tables.results",
+    "Results": "tables.results",
+    "statistics_of_tensors": "metrics.elementwise.statistics",
+    "statistics_over_time": "comparing.over_time",
+    "compare": "comparing.compare",
+    "pairs": "comparing.pairs",
+    "batch": "batching.batch",
+    "BatchResults": "batching.batch",
 } | dict.fromkeys(("describe", "parse", "subscribers"), "registry")
 """Public name → its home, for the names that no registered metric brings."""
 
@@ -212,15 +210,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-class _Package(ModuleType):
-    """Keeps a public name its function: importing a submodule of that name would else bind the module there."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, ModuleType) and _OTHERS.get(name) == name:
-            value = getattr(value, name)
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import tracer
-from analyze.metrics.pooled_accuracy import TestAccuracy
-from analyze.metrics.ratio import Ratio
-from analyze.metrics.spectral_norm import SpectralNorm
-from analyze.metrics.svcca import SVCCA
-from tracer.bus import Collect
+from analyze.metrics.gradients.ratio import Ratio
+from analyze.metrics.predictions.pooled_accuracy import TestAccuracy
+from analyze.metrics.similarity.svcca import SVCCA
+from analyze.metrics.spectra.spectral_norm import SpectralNorm
 from tracer.errors import TraceExistsError, TracerError
+from tracer.messaging.bus import Collect
 
 TRAINED_ON = 1437
 PROBE_EVERY = 10

@@ -21,57 +21,57 @@ from typing import TYPE_CHECKING, Any
 from tracer.errors import MessageError, TracerError, UnknownNameError, did_you_mean
 
 if TYPE_CHECKING:
-    from tracer.subscriber import Subscriber
+    from tracer.messaging.subscriber import Subscriber
 
 GROUP = "tracer.subscribers"
 """The group of entry points under which other packages name their subscribers."""
 
 BUILT_IN: Mapping[str, str] = {
-    "activation_rate": "analyze.metrics.activation_rate:ActivationRate",
-    "adam_moments": "analyze.metrics.adam_moments:AdamMoments",
-    "aggregate": "analyze.metrics.aggregate:Aggregate",
-    "alpha": "analyze.metrics.alpha:Alpha",
-    "angular": "analyze.metrics.procrustes:Angular",
-    "cca": "analyze.metrics.cca:CCA",
-    "churn": "analyze.metrics.churn:Churn",
-    "cka": "analyze.metrics.cka:CKA",
-    "classification_report": "analyze.metrics.classification_report:ClassificationReport",
-    "condition_number": "analyze.metrics.singular_values:ConditionNumber",
-    "descent_cosine": "analyze.metrics.descent_cosine:DescentCosine",
-    "distance": "analyze.metrics.distance:Distance",
-    "effective_rank": "analyze.metrics.effective_rank:EffectiveRank",
-    "ema": "analyze.metrics.ema:EMA",
-    "forgetting": "analyze.metrics.forgetting:Forgetting",
-    "freeze": "analyze.metrics.freeze:Freeze",
-    "gradient_geometry": "analyze.metrics.gradient_geometry:GradientGeometry",
-    "gradient_noise": "analyze.metrics.gradient_noise:GradientNoise",
-    "histogram": "analyze.metrics.histogram:Histogram",
-    "learning_rate_from_ratio": "analyze.metrics.learning_rate_from_ratio:LearningRateFromRatio",
-    "loss": "analyze.metrics.loss:Loss",
-    "mean": "analyze.metrics.mean:Mean",
-    "message_mean": "analyze.metrics.message_mean:MessageMean",
-    "norm": "analyze.metrics.norm:Norm",
-    "operator_norm": "analyze.metrics.operator_norm:OperatorNorm",
-    "participation_ratio": "analyze.metrics.effective_rank:ParticipationRatio",
-    "path_length": "analyze.metrics.path_length:PathLength",
-    "power_law": "analyze.metrics.power_law:PowerLaw",
-    "procrustes": "analyze.metrics.procrustes:Procrustes",
-    "pwcca": "analyze.metrics.cca:PWCCA",
-    "quantiles": "analyze.metrics.quantiles:Quantiles",
-    "r2_cca": "analyze.metrics.cca:R2CCA",
-    "ratio": "analyze.metrics.ratio:Ratio",
-    "sample_norm": "analyze.metrics.sample_norm:SampleNorm",
-    "saturation": "analyze.metrics.saturation:Saturation",
-    "singular_values": "analyze.metrics.singular_values:SingularValues",
-    "spectral_norm": "analyze.metrics.spectral_norm:SpectralNorm",
-    "stable_rank": "analyze.metrics.effective_rank:StableRank",
-    "statistics": "analyze.metrics.statistics:Statistics",
-    "sum": "analyze.metrics.sum:Sum",
-    "svcca": "analyze.metrics.svcca:SVCCA",
-    "test_accuracy": "analyze.metrics.pooled_accuracy:TestAccuracy",
-    "train_accuracy": "analyze.metrics.train_accuracy:TrainAccuracy",
-    "variance": "analyze.metrics.variance:Variance",
-    "weightwatcher": "analyze.metrics.power_law:WeightWatcher",
+    "activation_rate": "analyze.metrics.elementwise.activation_rate:ActivationRate",
+    "adam_moments": "analyze.metrics.gradients.adam_moments:AdamMoments",
+    "aggregate": "analyze.metrics.reducing.aggregate:Aggregate",
+    "alpha": "analyze.metrics.gradients.alpha:Alpha",
+    "angular": "analyze.metrics.similarity.procrustes:Angular",
+    "cca": "analyze.metrics.similarity.cca:CCA",
+    "churn": "analyze.metrics.predictions.churn:Churn",
+    "cka": "analyze.metrics.similarity.cka:CKA",
+    "classification_report": "analyze.metrics.predictions.classification_report:ClassificationReport",
+    "condition_number": "analyze.metrics.spectra.singular_values:ConditionNumber",
+    "descent_cosine": "analyze.metrics.gradients.descent_cosine:DescentCosine",
+    "distance": "analyze.metrics.elementwise.distance:Distance",
+    "effective_rank": "analyze.metrics.spectra.effective_rank:EffectiveRank",
+    "ema": "analyze.metrics.reducing.ema:EMA",
+    "forgetting": "analyze.metrics.predictions.forgetting:Forgetting",
+    "freeze": "analyze.metrics.advice.freeze:Freeze",
+    "gradient_geometry": "analyze.metrics.gradients.gradient_geometry:GradientGeometry",
+    "gradient_noise": "analyze.metrics.gradients.gradient_noise:GradientNoise",
+    "histogram": "analyze.metrics.elementwise.histogram:Histogram",
+    "learning_rate_from_ratio": "analyze.metrics.advice.learning_rate_from_ratio:LearningRateFromRatio",
+    "loss": "analyze.metrics.reducing.loss:Loss",
+    "mean": "analyze.metrics.elementwise.mean:Mean",
+    "message_mean": "analyze.metrics.reducing.message_mean:MessageMean",
+    "norm": "analyze.metrics.elementwise.norm:Norm",
+    "operator_norm": "analyze.metrics.spectra.operator_norm:OperatorNorm",
+    "participation_ratio": "analyze.metrics.spectra.effective_rank:ParticipationRatio",
+    "path_length": "analyze.metrics.gradients.path_length:PathLength",
+    "power_law": "analyze.metrics.spectra.power_law:PowerLaw",
+    "procrustes": "analyze.metrics.similarity.procrustes:Procrustes",
+    "pwcca": "analyze.metrics.similarity.cca:PWCCA",
+    "quantiles": "analyze.metrics.elementwise.quantiles:Quantiles",
+    "r2_cca": "analyze.metrics.similarity.cca:R2CCA",
+    "ratio": "analyze.metrics.gradients.ratio:Ratio",
+    "sample_norm": "analyze.metrics.elementwise.sample_norm:SampleNorm",
+    "saturation": "analyze.metrics.spectra.saturation:Saturation",
+    "singular_values": "analyze.metrics.spectra.singular_values:SingularValues",
+    "spectral_norm": "analyze.metrics.spectra.spectral_norm:SpectralNorm",
+    "stable_rank": "analyze.metrics.spectra.effective_rank:StableRank",
+    "statistics": "analyze.metrics.elementwise.statistics:Statistics",
+    "sum": "analyze.metrics.elementwise.sum:Sum",
+    "svcca": "analyze.metrics.similarity.svcca:SVCCA",
+    "test_accuracy": "analyze.metrics.predictions.pooled_accuracy:TestAccuracy",
+    "train_accuracy": "analyze.metrics.predictions.train_accuracy:TrainAccuracy",
+    "variance": "analyze.metrics.elementwise.variance:Variance",
+    "weightwatcher": "analyze.metrics.spectra.power_law:WeightWatcher",
 }
 """Registry name → where the class is. A name here wins over an entry point of the same name."""
 
@@ -206,7 +206,7 @@ def describe(name: str) -> dict[str, Any]:
     --------
     >>> about = describe("spectral_norm")
     >>> about["class"], about["needs"], about["produces"]
-    ('analyze.metrics.spectral_norm.SpectralNorm', ['weights'], ['weights_spectral_norm',
+    ('analyze.metrics.spectra.spectral_norm.SpectralNorm', ['weights'], ['weights_spectral_norm',
      'weights_spectral_norm_residual', 'weights_spectral_norm_status'])
     >>> [(one["name"], one["default"]) for one in about["parameters"]]
     [('kind', 'weights'), ('exact', False), ('tolerance', 1e-06), ('certify', 100), ('tag', 'default'),
@@ -287,7 +287,7 @@ def origin(text: str) -> list[str]:
     Examples
     --------
     >>> origin("ratio:order=1")
-    ['analyze.metrics.ratio:Ratio', '1']
+    ['analyze.metrics.gradients.ratio:Ratio', '1']
     """
     in_file = _IN_FILE.fullmatch(text)
     if in_file is not None:
@@ -354,7 +354,7 @@ def _guarded(load: Callable[[], Any], what: str) -> Any:
 
 
 def _checked(found: Any, name: str) -> type[Subscriber]:
-    from tracer.subscriber import Subscriber  # here, because it imports torch and the table of names must not
+    from tracer.messaging.subscriber import Subscriber  # here, because it imports torch and the table of names must not
 
     if not inspect.isclass(found):
         raise MessageError(f"{name} is not a subclass of tracer.Subscriber but of type {type(found).__name__}")

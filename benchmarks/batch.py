@@ -2,7 +2,7 @@
 
 Traces are made in a temporary folder: many small ones (copies under their own names) for planning and for what a part
 costs, and some with activations of which SVCCA takes long for scaling. Numbers of workers take turns; ratios are formed
-within a round, and their median is printed. What a part costs is the time of `analyze.tasks.run` over that of the
+within a round, and their median is printed. What a part costs is the time of `analyze.batching.tasks.run` over that of the
 replay alone, in processor time. Where more workers than there are processors would be needed, the curve is simulated:
 the part times that were recorded, taken in the order of the plan by N workers, each task waiting for the one process
 that hands them out, whose time per task is measured, too.
@@ -29,9 +29,9 @@ from typing import Any
 import torch
 
 import analyze
-from analyze.batch import batch, plan_batch
-from analyze.engines import Processes, environment, resident
-from analyze.tasks import run
+from analyze.batching.batch import batch, plan_batch
+from analyze.batching.engines import Processes, environment, resident
+from analyze.batching.tasks import run
 from tracer import ModuleMessage, NetworkMessage, TraceWriter
 
 SPECS = ["norm", "ratio", "message_mean", "svcca:tag=default", "loss"]
@@ -134,8 +134,8 @@ def handing_out(count: int = 300) -> float:
         def close(self) -> None:
             self.keys.clear()
 
-    from analyze.batch import _Work
-    from analyze.folder import Folder
+    from analyze.batching.batch import _Work
+    from analyze.batching.folder import Folder
 
     with tempfile.TemporaryDirectory() as name:
         small(Path(name) / "run.zarr", steps=count)

@@ -1,4 +1,4 @@
-"""What compressing each kind of message gains and costs: the figures behind the defaults of `tracer.compression`.
+"""What compressing each kind of message gains and costs: the figures behind the defaults of `tracer.trace.compression`.
 
 A small convolutional network is trained on scikit-learn's handwritten digits, and recorded in full. The messages of
 each kind are then written again with each codec, by `TraceWriter.write_many` as the recorder's thread does it, and read
@@ -38,12 +38,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import tracer
-from tracer import layout
-from tracer.messages import Message, ModuleMessage
-from tracer.reader import TraceReader
+from tracer.format import layout
+from tracer.messaging.messages import Message, ModuleMessage
 from tracer.stores import RowChunks
 from tracer.stores.codecs import CODECS, Codec, decode, encode
-from tracer.writer import TraceWriter
+from tracer.trace.reader import TraceReader
+from tracer.trace.writer import TraceWriter
 
 STEPS = 60
 BATCH = 1000

@@ -51,8 +51,8 @@ from torch import nn
 from turns import Training, fingerprint_of, quiet_allocator, settled, spread, take_turns
 
 import tracer
-from tracer.exporter import Exporter
-from tracer.messages import Message
+from tracer.messaging.messages import Message
+from tracer.observing.exporter import Exporter
 
 MODULES = 100
 EVERY = 10

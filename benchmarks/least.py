@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tracer.checksum import crc32c
+from tracer.format.checksum import crc32c
 from tracer.memory import LARGE_PAGE, PAGE
-from tracer.stores.direct import DIRECT
+from tracer.stores.disk.direct import DIRECT
 
 STEP_BYTES = 64 << 20
 """Bytes of the largest step."""

@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
-import tracer.writer
-from tracer.messages import NetworkMessage
-from tracer.reader import TraceReader
-from tracer.recorder import Recorder
-from tracer.writer import TraceWriter
+import tracer.trace.writer
+from tracer.messaging.messages import NetworkMessage
+from tracer.recording.recorder import Recorder
+from tracer.trace.reader import TraceReader
+from tracer.trace.writer import TraceWriter
 
 FORMATS = (".zarr", ".h5")
 SLACK = 64_000_000
@@ -83,8 +83,8 @@ class Peak:
 
 def measure(path: Path, on_full: str, queue: int, total: int, rate: float, size: int) -> dict[str, Any]:
     """Record so many bytes in messages of one size, in this process."""
-    create = tracer.writer.create_store
-    tracer.writer.create_store = lambda *given, **options: SlowStore(create(*given, **options), rate)
+    create = tracer.trace.writer.create_store
+    tracer.trace.writer.create_store = lambda *given, **options: SlowStore(create(*given, **options), rate)
     with TraceWriter(path.with_stem("first")) as writer:  # what is imported and allocated once is not the queue's
         for step in range(5):
             data = torch.ones(size // 4)

@@ -33,7 +33,7 @@ import torch
 from numpy.typing import NDArray
 
 import analyze
-from analyze.pairs import Bases
+from analyze.comparing.pairs import Bases
 
 torch.set_num_threads(1)
 Matrix = NDArray[Any]
@@ -178,7 +178,7 @@ def all_pairs(items: int) -> None:
 STREAM = """
 import sys, time
 import numpy as np
-from analyze.metrics.gathering import ByMoments
+from analyze.metrics.similarity.gathering import ByMoments
 
 def megabytes(which):
     with open("/proc/self/status") as status:

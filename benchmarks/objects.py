@@ -25,10 +25,10 @@ import obstore
 import torch
 from obstore.store import MemoryStore
 
-from tracer.messages import Message, ModuleMessage, NetworkMessage
-from tracer.reader import TraceReader
+from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.stores import objects
-from tracer.writer import TraceWriter
+from tracer.trace.reader import TraceReader
+from tracer.trace.writer import TraceWriter
 
 URL = "s3://bench/run.zarr"
 BATCH = 1000

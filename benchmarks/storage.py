@@ -36,11 +36,11 @@ import numpy as np
 import torch
 
 import tracer
-from tracer.checksum import crc32c
+from tracer.format.checksum import crc32c
 from tracer.memory import new_memory
-from tracer.messages import Message, ModuleMessage, NetworkMessage
-from tracer.reader import TraceReader
-from tracer.writer import TraceWriter
+from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
+from tracer.trace.reader import TraceReader
+from tracer.trace.writer import TraceWriter
 
 FORMATS = (".zarr", ".h5")
 PIECE = 65536

@@ -38,7 +38,7 @@ from torch import nn
 
 import analyze
 import tracer
-from analyze.metrics.bases import STATUSES
+from analyze.metrics.similarity.bases import STATUSES
 
 TRAINED_ON, BATCH, RECORDED = 1297, 64, 30
 REACHED = 0.9

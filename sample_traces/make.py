@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 import tracer
-from tracer.layout import VERSION
-from tracer.messages import Message, ModuleMessage, NetworkMessage
+from tracer.format.layout import VERSION
+from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 
 HEADER = {
     "run_id": "sample",

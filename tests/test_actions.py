@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import analyze
 import tracer
 from tracer import Actor, Collect, Message, MessageError, ModuleMessage, NetworkMessage
-from tracer.actions import freeze, scale_learning_rate
+from tracer.messaging.actor import freeze, scale_learning_rate
 
 
 def network() -> nn.Sequential:

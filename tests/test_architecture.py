@@ -17,132 +17,258 @@ SOURCES = sorted([ROOT / "cli.py", *(ROOT / "tracer").rglob("*.py"), *(ROOT / "a
 NOT_NAMES = {"utils", "helpers", "common", "base", "core", "misc", "manager", "factory"}
 
 # What a module may import of this project, itself and `tracer.errors` apart. Lower never imports upper.
-FOUNDATION = {"tracer.messages", "tracer.bus", "tracer.subscription", "tracer.subscriber", "tracer.capture"}
-STORAGE = {
-    *("tracer.writer", "tracer.reader", "tracer.parts", "tracer.layout", "tracer.stores", "tracer.compression"),
-    "tracer.placement",
+FOUNDATION = {
+    "tracer.messaging.messages",
+    "tracer.messaging.bus",
+    "tracer.messaging.subscription",
+    "tracer.messaging.subscriber",
+    "tracer.observing.capture",
 }
-RUNNING = {"tracer.exporter", "tracer.recorder", "tracer.recording", "tracer.replay", "tracer.launch"}
+STORAGE = {
+    *(
+        "tracer.trace.writer",
+        "tracer.trace.reader",
+        "tracer.trace.part",
+        "tracer.format.layout",
+        "tracer.stores",
+        "tracer.trace.compression",
+    ),
+    "tracer.format.placement",
+}
+RUNNING = {
+    "tracer.observing.exporter",
+    "tracer.recording.recorder",
+    "tracer.recording.recording",
+    "tracer.replay",
+    "tracer.recording.launching.launch",
+}
 MAY_IMPORT: dict[str, set[str]] = {
     "tracer.secrets": set(),
     "tracer.errors": {"tracer.secrets"},
-    "tracer.messages": set(),
-    "tracer.subscription": {"tracer.messages"},
-    "tracer.bus": {"tracer.messages", "tracer.subscription"},
-    "tracer.subscriber": {"tracer.messages", "tracer.subscription", "tracer.bus"},
-    "tracer.actions": {"tracer.walking", "tracer.messages", "tracer.bus"},
-    "tracer.capture": {"tracer.walking", "tracer.messages", "tracer.subscription"},
+    "tracer.messaging.messages": set(),
+    "tracer.messaging.subscription": {"tracer.messaging.messages"},
+    "tracer.messaging.bus": {"tracer.messaging.messages", "tracer.messaging.subscription"},
+    "tracer.messaging.subscriber": {
+        "tracer.messaging.messages",
+        "tracer.messaging.subscription",
+        "tracer.messaging.bus",
+    },
+    "tracer.messaging.actor": {"tracer.walking", "tracer.messaging.messages", "tracer.messaging.bus"},
+    "tracer.observing.capture": {"tracer.walking", "tracer.messaging.messages", "tracer.messaging.subscription"},
     "tracer.walking": set(),
     "tracer.memory": set(),
-    "tracer.checksum": set(),
-    "tracer.stores": {"tracer.memory", "tracer.checksum", "tracer.secrets"},
+    "tracer.format.checksum": set(),
+    "tracer.stores": {"tracer.memory", "tracer.format.checksum", "tracer.secrets"},
     "tracer.stores.*": {
-        *("tracer.stores", "tracer.stores.codecs", "tracer.stores.direct", "tracer.stores.torn", "tracer.memory"),
-        *("tracer.stores.flipped", "tracer.checksum"),
+        *("tracer.stores", "tracer.stores.codecs", "tracer.stores.disk.direct", "tracer.stores.torn", "tracer.memory"),
+        *("tracer.stores.flipped", "tracer.format.checksum"),
     },
     "tracer.stores.objects": {"tracer.stores", "tracer.stores.codecs", "tracer.stores.zarr", "tracer.stores.hdf5"},
-    "tracer.compression": {"tracer.stores.codecs"},
-    "tracer.layout": {"tracer.messages", "tracer.stores", "tracer.checksum"},
-    "tracer.placement": {"tracer.layout"},
-    "tracer.parts": {"tracer.messages", "tracer.layout", "tracer.stores", "tracer.placement"},
-    "tracer.writer": {
-        *("tracer.messages", "tracer.parts", "tracer.layout", "tracer.stores", "tracer.compression", "tracer.secrets"),
+    "tracer.trace.compression": {"tracer.stores.codecs"},
+    "tracer.format.layout": {"tracer.messaging.messages", "tracer.stores", "tracer.format.checksum"},
+    "tracer.format.placement": {"tracer.format.layout"},
+    "tracer.trace.part": {
+        "tracer.messaging.messages",
+        "tracer.format.layout",
+        "tracer.stores",
+        "tracer.format.placement",
     },
-    "tracer.reader": {
-        *("tracer.messages", "tracer.parts", "tracer.layout", "tracer.stores", "tracer.assembly", "tracer.memory"),
-        *("tracer.subscription", "tracer.stores.mapped", "tracer.checksum"),
+    "tracer.trace.writer": {
+        *(
+            "tracer.messaging.messages",
+            "tracer.trace.part",
+            "tracer.format.layout",
+            "tracer.stores",
+            "tracer.trace.compression",
+            "tracer.secrets",
+        ),
     },
-    "tracer.assembly": {"tracer.parts", "tracer.layout", "tracer.placement"},
-    "tracer.verify": {"tracer.messages", "tracer.checksum"} | STORAGE,
-    "tracer.convert": {"tracer", "tracer.messages", "tracer.subscription"} | STORAGE,
-    "tracer.recover": {"tracer.messages", "tracer.verify", "tracer.convert"} | STORAGE,
-    "tracer.leaves": set(),
-    "tracer.overflows": set(),
-    "tracer.compiled": {"tracer.leaves", "tracer.walking"},
-    "tracer.transfers": set(),
-    "tracer.termination": set(),
-    "tracer.hanging": set(),
-    "tracer.hooks": {"tracer.compiled", "tracer.hanging"},
-    "tracer.fast_path": {"tracer.hanging", "tracer.hooks", "tracer.walking"},
-    "tracer.tensors": {"tracer.memory", "tracer.layout", "tracer.leaves"},
-    "tracer.losses": {"tracer.hooks"},
-    "tracer.callers": set(),
-    "tracer.objectives": {"tracer.callers", "tracer.losses", "tracer.messages", "tracer.tensors"},
-    "tracer.patches": {"tracer.compiled", "tracer.walking", "tracer.hooks", "tracer.losses", "tracer.tensors"},
-    "tracer.optimizers": {"tracer.walking"},
-    "tracer.probes": {"tracer.walking", "tracer.tensors"},
-    "tracer.structure": {"tracer.walking", "tracer.wrappers"},
-    "tracer.environment": set(),
-    "tracer.budget": {"tracer.memory", "tracer.messages"} | STORAGE,
-    "tracer.wrappers": set(),
-    "tracer.parameters": {
-        *("tracer.messages", "tracer.capture", "tracer.tensors", "tracer.wrappers", "tracer.placement"),
+    "tracer.trace.reader": {
+        *(
+            "tracer.messaging.messages",
+            "tracer.trace.part",
+            "tracer.format.layout",
+            "tracer.stores",
+            "tracer.trace.assembly",
+            "tracer.memory",
+        ),
+        *("tracer.messaging.subscription", "tracer.stores.disk.mapped", "tracer.format.checksum"),
+    },
+    "tracer.trace.assembly": {"tracer.trace.part", "tracer.format.layout", "tracer.format.placement"},
+    "tracer.verify": {"tracer.messaging.messages", "tracer.format.checksum"} | STORAGE,
+    "tracer.convert": {"tracer", "tracer.messaging.messages", "tracer.messaging.subscription"} | STORAGE,
+    "tracer.recover": {"tracer.messaging.messages", "tracer.verify", "tracer.convert"} | STORAGE,
+    "tracer.observing.pytorch.leaves": set(),
+    "tracer.observing.overflows": set(),
+    "tracer.observing.pytorch.compiled": {"tracer.observing.pytorch.leaves", "tracer.walking"},
+    "tracer.recording.transfers": set(),
+    "tracer.recording.termination": set(),
+    "tracer.observing.pytorch.hanging": set(),
+    "tracer.observing.pytorch.hooks": {"tracer.observing.pytorch.compiled", "tracer.observing.pytorch.hanging"},
+    "tracer.observing.pytorch.fast_path": {
+        "tracer.observing.pytorch.hanging",
+        "tracer.observing.pytorch.hooks",
+        "tracer.walking",
+    },
+    "tracer.observing.pytorch.tensors": {"tracer.memory", "tracer.format.layout", "tracer.observing.pytorch.leaves"},
+    "tracer.observing.pytorch.loss_functions": {"tracer.observing.pytorch.hooks"},
+    "tracer.observing.callers": set(),
+    "tracer.observing.objectives": {
+        "tracer.observing.callers",
+        "tracer.observing.pytorch.loss_functions",
+        "tracer.messaging.messages",
+        "tracer.observing.pytorch.tensors",
+    },
+    "tracer.observing.pytorch.patches": {
+        "tracer.observing.pytorch.compiled",
+        "tracer.walking",
+        "tracer.observing.pytorch.hooks",
+        "tracer.observing.pytorch.loss_functions",
+        "tracer.observing.pytorch.tensors",
+    },
+    "tracer.observing.optimizers": {"tracer.walking"},
+    "tracer.observing.probes": {"tracer.walking", "tracer.observing.pytorch.tensors"},
+    "tracer.observing.pytorch.structure": {"tracer.walking", "tracer.observing.pytorch.wrappers"},
+    "tracer.recording.environment": set(),
+    "tracer.recording.budget": {"tracer.memory", "tracer.messaging.messages"} | STORAGE,
+    "tracer.observing.pytorch.wrappers": set(),
+    "tracer.observing.parameters": {
+        *(
+            "tracer.messaging.messages",
+            "tracer.observing.capture",
+            "tracer.observing.pytorch.tensors",
+            "tracer.observing.pytorch.wrappers",
+            "tracer.format.placement",
+        ),
         *("tracer.memory", "tracer.walking"),
     },
-    "tracer.clock": set(),
-    "tracer.identity": set(),
-    "tracer.publishing": {
-        *("tracer.messages", "tracer.bus", "tracer.capture", "tracer.clock", "tracer.memory", "tracer.parameters"),
-        *("tracer.placement", "tracer.probes", "tracer.subscription", "tracer.tensors", "tracer.layout"),
-        "tracer.overflows",
+    "tracer.observing.clock": set(),
+    "tracer.observing.pytorch.identity": set(),
+    "tracer.observing.publisher": {
+        *(
+            "tracer.messaging.messages",
+            "tracer.messaging.bus",
+            "tracer.observing.capture",
+            "tracer.observing.clock",
+            "tracer.memory",
+            "tracer.observing.parameters",
+        ),
+        *(
+            "tracer.format.placement",
+            "tracer.observing.probes",
+            "tracer.messaging.subscription",
+            "tracer.observing.pytorch.tensors",
+            "tracer.format.layout",
+        ),
+        "tracer.observing.overflows",
     },
-    "tracer.exporter": FOUNDATION
-    | {"tracer.hooks", "tracer.tensors", "tracer.losses", "tracer.patches", "tracer.optimizers", "tracer.probes"}
-    | {"tracer.compiled", "tracer.wrappers", "tracer.structure", "tracer.placement", "tracer.parameters"}
+    "tracer.observing.exporter": FOUNDATION
     | {
-        "tracer.clock",
-        "tracer.fast_path",
-        "tracer.hanging",
-        "tracer.publishing",
+        "tracer.observing.pytorch.hooks",
+        "tracer.observing.pytorch.tensors",
+        "tracer.observing.pytorch.loss_functions",
+        "tracer.observing.pytorch.patches",
+        "tracer.observing.optimizers",
+        "tracer.observing.probes",
+    }
+    | {
+        "tracer.observing.pytorch.compiled",
+        "tracer.observing.pytorch.wrappers",
+        "tracer.observing.pytorch.structure",
+        "tracer.format.placement",
+        "tracer.observing.parameters",
+    }
+    | {
+        "tracer.observing.clock",
+        "tracer.observing.pytorch.fast_path",
+        "tracer.observing.pytorch.hanging",
+        "tracer.observing.publisher",
         "tracer.walking",
-        "tracer.objectives",
+        "tracer.observing.objectives",
     },
-    "tracer.recorder": FOUNDATION | STORAGE | {"tracer.transfers", "tracer.budget", "tracer.termination"},
-    "tracer.recording": FOUNDATION
+    "tracer.recording.recorder": FOUNDATION
     | STORAGE
-    | {"tracer.exporter", "tracer.recorder", "tracer.budget", "tracer.environment", "tracer", "tracer.termination"}
-    | {"tracer.family"},
-    "tracer.family": {"tracer.parts"},
-    "tracer.children": set(),
+    | {"tracer.recording.transfers", "tracer.recording.budget", "tracer.recording.termination"},
+    "tracer.recording.recording": FOUNDATION
+    | STORAGE
+    | {
+        "tracer.observing.exporter",
+        "tracer.recording.recorder",
+        "tracer.recording.budget",
+        "tracer.recording.environment",
+        "tracer",
+        "tracer.recording.termination",
+    }
+    | {"tracer.recording.family"},
+    "tracer.recording.family": {"tracer.trace.part"},
+    "tracer.recording.launching.children": set(),
     "tracer.certify": STORAGE
-    | {"tracer.exporter", "tracer.hooks", "tracer.optimizers", "tracer.recording", "tracer.environment"}
-    | {"tracer.walking", "tracer.wrappers"},
+    | {
+        "tracer.observing.exporter",
+        "tracer.observing.pytorch.hooks",
+        "tracer.observing.optimizers",
+        "tracer.recording.recording",
+        "tracer.recording.environment",
+    }
+    | {"tracer.walking", "tracer.observing.pytorch.wrappers"},
     "tracer.recorders": FOUNDATION
     | STORAGE
-    | {"tracer.exporter", "tracer.recording", "tracer.wrappers", "tracer.termination"},
+    | {
+        "tracer.observing.exporter",
+        "tracer.recording.recording",
+        "tracer.observing.pytorch.wrappers",
+        "tracer.recording.termination",
+    },
     "tracer.replay": FOUNDATION | STORAGE,
     "tracer.integrations": set(),
     "tracer.integrations.*": FOUNDATION
     | STORAGE
-    | {"tracer.hanging", "tracer.losses", "tracer.recording", "tracer.termination", "tracer.integrations.*"},
-    "tracer.epochs": {"tracer.exporter", "tracer.identity"},
-    "tracer.launchers": set(),
-    "tracer.launch": FOUNDATION
+    | {
+        "tracer.observing.pytorch.hanging",
+        "tracer.observing.pytorch.loss_functions",
+        "tracer.recording.recording",
+        "tracer.recording.termination",
+        "tracer.integrations.*",
+    },
+    "tracer.recording.launching.epochs": {"tracer.observing.exporter", "tracer.observing.pytorch.identity"},
+    "tracer.recording.launching.launchers": set(),
+    "tracer.recording.launching.launch": FOUNDATION
     | STORAGE
     | RUNNING
     | {
         "tracer",
-        "tracer.callers",
-        "tracer.children",
-        "tracer.epochs",
-        "tracer.family",
-        "tracer.hanging",
-        "tracer.identity",
-        "tracer.launchers",
-        "tracer.losses",
-        "tracer.patches",
-        "tracer.probes",
+        "tracer.observing.callers",
+        "tracer.recording.launching.children",
+        "tracer.recording.launching.epochs",
+        "tracer.recording.family",
+        "tracer.observing.pytorch.hanging",
+        "tracer.observing.pytorch.identity",
+        "tracer.recording.launching.launchers",
+        "tracer.observing.pytorch.loss_functions",
+        "tracer.observing.pytorch.patches",
+        "tracer.observing.probes",
         "tracer.walking",
-        "tracer.wrappers",
-        "tracer.termination",
+        "tracer.observing.pytorch.wrappers",
+        "tracer.recording.termination",
     },
-    "tracer.rehearsal": FOUNDATION
+    "tracer.recording.certifying.rehearsal": FOUNDATION
     | STORAGE
     | RUNNING
-    | {"tracer.budget", "tracer.certify", "tracer.environment", "tracer.optimizers", "tracer.termination"}
-    | {"tracer.patches", "tracer.secrets"},
+    | {
+        "tracer.recording.budget",
+        "tracer.certify",
+        "tracer.recording.environment",
+        "tracer.observing.optimizers",
+        "tracer.recording.termination",
+    }
+    | {"tracer.observing.pytorch.patches", "tracer.secrets"},
     "analyze.metrics": set(),
-    "analyze.metrics.*": {"tracer.messages", "tracer.subscription", "tracer.subscriber", "analyze.metrics.*"},
+    "analyze.metrics.*": {
+        "tracer.messaging.messages",
+        "tracer.messaging.subscription",
+        "tracer.messaging.subscriber",
+        "analyze.metrics.*",
+    },
     "analyze.*": {"tracer", "tracer.*", "analyze", "analyze.*"},
     "cli": {"tracer", "tracer.*", "analyze", "analyze.*"},
 }

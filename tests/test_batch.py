@@ -24,12 +24,12 @@ from click.testing import CliRunner
 import analyze
 import cli
 import tracer
-from analyze import engines
-from analyze.batch import BatchResults, batch, estimate, plan_batch
-from analyze.engines import Dask, Death, Processes, environment, options_of, slurm
-from analyze.folder import Folder
-from analyze.planning import Selection
-from analyze.results import COLUMNS, Results, Row
+from analyze.batching import engines
+from analyze.batching.batch import BatchResults, batch, estimate, plan_batch
+from analyze.batching.engines import Dask, Death, Processes, environment, options_of, slurm
+from analyze.batching.folder import Folder
+from analyze.batching.planning import Selection
+from analyze.tables.results import COLUMNS, Results, Row
 from tracer import Collect, Message, ModuleMessage, NetworkMessage, TraceWriter
 from tracer.errors import CaptureError, MessageError, TraceError, TraceExistsError, TracerError, UnknownNameError
 
@@ -39,7 +39,7 @@ TROUBLE = '''
 import os, pathlib, signal, time
 import torch
 from tracer import ModuleMessage, NetworkMessage, Subscriber, Subscription
-from tracer.messages import derived
+from tracer.messaging.messages import derived
 
 class Raises(Subscriber):
     """Fails in step 3."""
@@ -235,7 +235,15 @@ def test_a_finished_batch_loads_nothing_that_computes(runs: Path, tmp_path: Path
         return set(modules.split())
 
     batch(runs, SPECS, tmp_path / "out", workers=0)
-    assert not loaded() & {"scipy.linalg", "pyarrow", "pandas", "distributed", "dask", "zarr", "analyze.worker"}
+    assert not loaded() & {
+        "scipy.linalg",
+        "pyarrow",
+        "pandas",
+        "distributed",
+        "dask",
+        "zarr",
+        "analyze.batching.worker",
+    }
 
 
 def test_a_folder_holds_the_answers_to_several_questions(runs: Path, tmp_path: Path) -> None:
@@ -742,7 +750,7 @@ def test_the_live_display_tells_what_happens(runs: Path, trouble: str, tmp_path:
     """On a terminal: a bar, and a line for each failure."""
     import io
 
-    from analyze.progress import Live
+    from analyze.batching.progress import Live
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import analyze
-from analyze.batch import batch
-from analyze.folder import Folder
-from analyze.traces import find_traces
+from analyze.batching.batch import batch
+from analyze.batching.folder import Folder
+from analyze.batching.traces import find_traces
 from tracer import ModuleMessage, TraceReader, TraceWriter
 from tracer.errors import CaptureError
 
@@ -30,7 +30,7 @@ BUCKET = "bucket"
 LARGE = """
 import torch
 from tracer import Subscriber, Subscription
-from tracer.messages import derived
+from tracer.messaging.messages import derived
 
 class Large(Subscriber):
     scope = "message"

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import tracer
-from analyze.batch import BatchResults, batch
-from analyze.results import Row
+from analyze.batching.batch import BatchResults, batch
+from analyze.tables.results import Row
 from tracer import ModuleMessage, NetworkMessage, TraceWriter
 from tracer.errors import CaptureError, MessageError
-from tracer.layout import part_name
+from tracer.format.layout import part_name
 
-module = pytest.importorskip("analyze.compare", reason="there is no comparison of two runs to partition")
+module = pytest.importorskip("analyze.comparing.compare", reason="there is no comparison of two runs to partition")
 SPECS = ["svcca", "cka"]
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from analyze.batch import batch
-from analyze.engines import environment
+from analyze.batching.batch import batch
+from analyze.batching.engines import environment
 from tracer import ModuleMessage, TraceWriter
 
 ROOT = Path(__file__).parent.parent

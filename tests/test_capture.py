@@ -23,9 +23,9 @@ import cli
 import tracer
 from tests.endings import alike, ended
 from tracer import Capture, CaptureError, Collect, Exporter, Message, UnknownNameError
-from tracer.capture import DEFAULT_KINDS, DTYPES, REDUCTIONS, choice
-from tracer.messages import KINDS
-from tracer.overflows import Overflows
+from tracer.messaging.messages import KINDS
+from tracer.observing.capture import DEFAULT_KINDS, DTYPES, REDUCTIONS, choice
+from tracer.observing.overflows import Overflows
 
 
 def observe(model: nn.Module, capture: Any, x: Any = None, steps: int = 3, optimizer: Any = None) -> Collect:
@@ -397,7 +397,7 @@ def test_reductions_by_name_are_numpys(name: str, values: list[float]) -> None:
 @pytest.mark.parametrize("size", [(7, 3), (8, 2), (5, 8)])
 def test_reductions_of_large_tensors(name: str, size: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """What has more elements than are converted at once is reduced in pieces, to the same number."""
-    monkeypatch.setattr("tracer.capture.PIECE", 8)
+    monkeypatch.setattr("tracer.observing.capture.PIECE", 8)
     values = (torch.randn(size, generator=torch.Generator().manual_seed(2)) + 1).to(torch.bfloat16).mT
     got = Capture(reduce=name).finish("weights", values)
     assert got.ndim == 0
@@ -408,7 +408,7 @@ def test_reductions_of_large_tensors(name: str, size: tuple[int, ...], monkeypat
 @pytest.mark.parametrize("name", ["mean", "sum", "absmax", "norm", "rms", "std"])
 def test_reductions_of_complex_tensors(name: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mean of complex numbers is complex; what measures them is real."""
-    monkeypatch.setattr("tracer.capture.PIECE", piece)
+    monkeypatch.setattr("tracer.observing.capture.PIECE", piece)
     values = torch.randn(9, dtype=torch.complex64, generator=torch.Generator().manual_seed(2))
     array = values.numpy().astype(np.complex128)
     oracle = {"norm": np.linalg.norm, "rms": lambda x: np.sqrt(np.mean(np.abs(x) ** 2))}.get(name, ORACLES[name])
@@ -453,7 +453,7 @@ def numeric() -> dict[str, torch.dtype]:
 @pytest.mark.parametrize("dtype", numeric().values(), ids=str)
 def test_reductions_of_every_dtype(dtype: torch.dtype, name: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each statistic is NumPy's of the same numbers, also of those for which torch has no kernels."""
-    monkeypatch.setattr("tracer.capture.PIECE", piece)
+    monkeypatch.setattr("tracer.observing.capture.PIECE", piece)
     numbers = [2.0, 0.5, 1.0, 4.0, 0.25, 8.0, 2.0, 1.0]
     if not dtype.is_floating_point and not dtype.is_complex and dtype is not torch.bool:
         # the least number of a dtype, whose modulus it has not, and the greatest
@@ -492,7 +492,7 @@ def test_reductions_stay_in_range(
     name: str, dtype: torch.dtype, scale: float, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where squares, or sums on the way, leave the range of float64 and the statistic does not, it is right."""
-    monkeypatch.setattr("tracer.capture.PIECE", piece)
+    monkeypatch.setattr("tracer.observing.capture.PIECE", piece)
     values = torch.tensor([3.0, -4.0, 9.0, 9.0, -8.0, 1.5, 2.0], dtype=dtype)
     exact = complex(Capture(reduce=name).finish("weights", values).item())
     got = complex(Capture(reduce=name).finish("weights", values * scale).item())
@@ -521,7 +521,7 @@ def test_an_offset_takes_no_digits_from_the_deviation(
     offset: float, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The deviation of numbers far from zero is that of the same numbers without the offset, summed exactly."""
-    monkeypatch.setattr("tracer.capture.PIECE", piece)
+    monkeypatch.setattr("tracer.observing.capture.PIECE", piece)
     values = torch.randn(5000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + offset
     rest = (values - offset).tolist()  # exactly
     mean = math.fsum(rest) / len(rest)
@@ -757,7 +757,7 @@ def test_a_function_may_write_into_what_it_gets(vandal: str, with_optimizer: boo
 def test_a_condition_that_looks_at_no_data_copies_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Data is copied for a condition that looks at it, and for the message; it is gone when the condition is over."""
     made: list[Tensor] = []
-    module = sys.modules["tracer.publishing"]
+    module = sys.modules["tracer.observing.publisher"]
     real = module.copied
 
     def counted(*args: Any) -> Tensor:

@@ -14,7 +14,7 @@ from torch import nn
 
 import analyze
 from analyze import catalogue, registry
-from analyze.invariances import INVARIANCES
+from analyze.comparing.invariances import INVARIANCES
 from cli import main
 from tracer import Subscriber
 

@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import cli
 import tracer
 from tracer import Capture, CaptureError, Certificate, Message
-from tracer.certify import Steps, compare, fingerprint
-from tracer.rehearsal import Program, certify_script
+from tracer.recording.certifying.certify import Steps, compare, fingerprint
+from tracer.recording.certifying.rehearsal import Program, certify_script
 
 ROOT = Path(__file__).parent.parent
 
@@ -682,8 +682,8 @@ def test_what_is_certified_is_the_run_that_follows(monkeypatch: pytest.MonkeyPat
         asked.append(options)
         return 0
 
-    monkeypatch.setattr("tracer.rehearsal.certify_script", certify)
-    monkeypatch.setattr("tracer.launch.run", run)
+    monkeypatch.setattr("tracer.recording.certifying.rehearsal.certify_script", certify)
+    monkeypatch.setattr("tracer.recording.launching.launch.run", run)
     options = ["--replicated", "every", "--max-bytes", "5MB", "--on-full", "drop", "--commit-steps", "3", "--durable"]
     given = {"replicated": "every", "max_bytes": 5_000_000, "on_full": "drop", "commit_steps": 3, "durable": True}
     arguments = ["record", "--certify", "2", *options, str(tmp_path / "train.py")]

@@ -1,4 +1,4 @@
-"""`tracer.checksum`: CRC-32C, whichever library computes it, and only where it is right."""
+"""`tracer.format.checksum`: CRC-32C, whichever library computes it, and only where it is right."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import google_crc32c
 import numpy as np
 import pytest
 
-from tracer import checksum, stores
+from tracer import stores
+from tracer.format import checksum
 
 awscrt = pytest.importorskip("awscrt.checksums")
 

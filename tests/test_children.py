@@ -14,13 +14,14 @@ import pytest
 import torch
 
 import tracer
-from tracer import Capture, children
+from tracer import Capture
 from tracer.errors import TraceExistsError
-from tracer.family import Member
-from tracer.launch import Recipe, run_child
-from tracer.parts import Process, claim
-from tracer.recording import Options
+from tracer.recording.family import Member
+from tracer.recording.launching import children
+from tracer.recording.launching.launch import Recipe, run_child
+from tracer.recording.recording import Options
 from tracer.stores import location
+from tracer.trace.part import Process, claim
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -24,11 +24,11 @@ import torch
 from click.testing import CliRunner, Result
 
 import tracer
-from analyze.tables import TextTable
+from analyze.tables.layout import TextTable
 from cli import EXAMPLES, GROUPS, Size, main
-from tracer.messages import Message, ModuleMessage, NetworkMessage
+from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.stores.zarr import CHUNKS_PER_SHARD, chunks_begin
-from tracer.writer import TraceWriter
+from tracer.trace.writer import TraceWriter
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = sorted(main.commands)
@@ -563,8 +563,8 @@ def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
     path = tmp_path / "killed.zarr"
     code = (
         "import os, signal, torch\n"
-        "from tracer.messages import NetworkMessage\n"
-        "from tracer.writer import TraceWriter\n"
+        "from tracer.messaging.messages import NetworkMessage\n"
+        "from tracer.trace.writer import TraceWriter\n"
         "writer = TraceWriter(sys.argv[1])\n"
         "for step in range(5):\n"
         "    where = dict(global_step=step, train_step=step, epoch=0)\n"
@@ -696,7 +696,7 @@ def test_tables_fit_the_terminal(
     shutil.copytree(deep, damaged)
     for value in (100.0, 101.0):  # one of the weights, one of their gradients
         damage(damaged, torch.full((3, 4), value).numpy().tobytes())
-    monkeypatch.setattr("tracer.rehearsal.dry_run", lambda *_, **__: dry_run_of(deep))
+    monkeypatch.setattr("tracer.recording.certifying.rehearsal.dry_run", lambda *_, **__: dry_run_of(deep))
     arguments = {
         "ls": ("ls", deep),
         "plan": ("replay", deep, "-s", "norm:kind=weights", "-s", "norm:kind=activations,tag=probe,as=b", "--plan"),
@@ -1089,7 +1089,7 @@ def test_recover_counts_nothing_of_a_trace_that_cannot_be_looked_through(
     def survey(where: Path) -> None:
         raise tracer.TraceCorruptError(f"{where}: nothing in it can be told from anything else")
 
-    monkeypatch.setattr(sys.modules["tracer.recover"], "survey", survey)
+    monkeypatch.setattr(sys.modules["tracer.upkeep.recover"], "survey", survey)
     result = run("recover", "--json", path, tmp_path / "a.zarr")
     assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
     assert f"nothing could be saved: {path}: nothing in it" in result.stderr

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import tracer
 from tests.endings import InBackward, alike, ended, optimizers_of
 from tracer import Capture, Collect, Exporter, Message
-from tracer.compiled import SUPPORTED
+from tracer.observing.pytorch.compiled import SUPPORTED
 
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="this torch has no operators with effects")
 

@@ -22,17 +22,17 @@ from hypothesis import strategies as st
 from numcodecs import blosc
 
 import tracer
-from tracer import layout
-from tracer.compression import NAMES, Compression
-from tracer.convert import convert
 from tracer.errors import CaptureError, TraceCorruptError, TraceFormatError, UnknownNameError
-from tracer.messages import Message, ModuleMessage, NetworkMessage
-from tracer.reader import TraceReader
-from tracer.recover import recover
+from tracer.format import layout
+from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.stores import create_store, open_store
 from tracer.stores.codecs import CODECS, HDF5_FILTER, OVERHEAD, decode, decoded_size, encode, hdf5_options
-from tracer.verify import verify
-from tracer.writer import TraceWriter
+from tracer.trace.compression import NAMES, Compression
+from tracer.trace.reader import TraceReader
+from tracer.trace.writer import TraceWriter
+from tracer.upkeep.convert import convert
+from tracer.upkeep.recover import recover
+from tracer.upkeep.verify import verify
 
 FORMATS = (".zarr", ".h5")
 every_format = pytest.mark.parametrize("suffix", FORMATS)

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from tracer import layout
-from tracer.convert import convert
 from tracer.errors import (
     CaptureError,
     TraceCorruptError,
@@ -22,10 +20,12 @@ from tracer.errors import (
     TraceNotFoundError,
     UnknownNameError,
 )
-from tracer.messages import Message, ModuleMessage, NetworkMessage
-from tracer.reader import TraceReader
-from tracer.verify import verify
-from tracer.writer import TraceWriter
+from tracer.format import layout
+from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
+from tracer.trace.reader import TraceReader
+from tracer.trace.writer import TraceWriter
+from tracer.upkeep.convert import convert
+from tracer.upkeep.verify import verify
 
 FORMATS = (".zarr", ".h5")
 every_format = pytest.mark.parametrize("suffix", FORMATS)

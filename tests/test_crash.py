@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tracer.reader import TraceReader
+from tracer.trace.reader import TraceReader
 
 FORMATS = (".zarr", ".h5")
 TRIALS = 30
@@ -21,8 +21,8 @@ COMMON = """
 import os, random, struct, sys, time
 import numcodecs.blosc
 import torch
-from tracer.messages import ModuleMessage, NetworkMessage
-from tracer.writer import TraceWriter
+from tracer.messaging.messages import ModuleMessage, NetworkMessage
+from tracer.trace.writer import TraceWriter
 
 def message(number):
     where = dict(global_step=number, train_step=number, epoch=0)

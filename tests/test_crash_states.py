@@ -23,10 +23,10 @@ import tracer.stores.hdf5
 import tracer.stores.zarr
 from tests.crash_states import Disk, Stage, State
 from tracer.errors import TraceError
-from tracer.messages import Message, ModuleMessage, NetworkMessage
-from tracer.parts import claim, this_process
-from tracer.reader import TraceReader
-from tracer.writer import TraceWriter
+from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
+from tracer.trace.part import claim, this_process
+from tracer.trace.reader import TraceReader
+from tracer.trace.writer import TraceWriter
 
 FORMATS = (".zarr", ".h5")
 GONE = {"process": {"pid": 2**22 + 1, "hostname": platform.node(), "start": "1"}}

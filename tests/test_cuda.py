@@ -24,9 +24,10 @@ from torch.utils.checkpoint import checkpoint
 
 import tracer
 from analyze.registry import parse, subscribers
-from tracer import Capture, Collect, compiled
-from tracer.capture import PIECE, REDUCTIONS
-from tracer.messages import KINDS
+from tracer import Capture, Collect
+from tracer.messaging.messages import KINDS
+from tracer.observing.capture import PIECE, REDUCTIONS
+from tracer.observing.pytorch import compiled
 
 ROOT = Path(__file__).parent.parent
 DEVICE = "cuda"

@@ -29,11 +29,12 @@ import cli
 import tracer
 from tests import two_ranks
 from tests.endings import alike, ended
-from tracer import Collect, ModuleMessage, TraceReader, TraceWriter, assembly
+from tracer import Collect, ModuleMessage, TraceReader, TraceWriter
 from tracer.errors import CaptureError, TraceCorruptError, TraceError
-from tracer.layout import part_name
-from tracer.placement import Placement, cover
+from tracer.format.layout import part_name
+from tracer.format.placement import Placement, cover
 from tracer.stores import zarr
+from tracer.trace import assembly
 
 ROOT = Path(__file__).parent.parent
 GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import tracer
-from tracer.rehearsal import _due, _reached
+from tracer.recording.certifying.rehearsal import _due, _reached
 
 ROOT = Path(__file__).parent.parent
 

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 import analyze
 import tracer
 from analyze import registry
-from analyze.invariances import INVARIANCES
-from analyze.metrics.classification_report import correctness
-from analyze.metrics.cosine import cosine
+from analyze.comparing.invariances import INVARIANCES
+from analyze.metrics.gradients.cosine import cosine
+from analyze.metrics.predictions.classification_report import correctness
 from tracer import Collect, Message, MessageError, ModuleMessage, NetworkMessage, Subscriber
 
 

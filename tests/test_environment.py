@@ -14,7 +14,7 @@ from torch import nn
 import cli
 import tracer
 from tracer import CaptureError
-from tracer.environment import bound_or, disabled, size_of
+from tracer.recording.environment import bound_or, disabled, size_of
 
 
 def train(path: Path, steps: int = 3, **settings: object) -> int:

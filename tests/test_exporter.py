@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 import tracer
 from analyze import TrainAccuracy
 from tracer import Capture, CaptureError, Collect, Exporter, Message, MessageError
-from tracer.messages import KINDS
+from tracer.messaging.messages import KINDS
 
 
 def mlp() -> nn.Sequential:

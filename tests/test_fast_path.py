@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from tracer import Capture, Collect, Exporter
-from tracer.messages import KINDS
+from tracer.messaging.messages import KINDS
 
 
 @pytest.fixture(autouse=True)

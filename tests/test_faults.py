@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import tracer
-import tracer.writer
+import tracer.trace.writer
 from tracer import TraceReader, TraceWriter
 from tracer.errors import TraceError, TraceExistsError, TracerError
-from tracer.messages import Message, ModuleMessage, NetworkMessage
+from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.stores import create_store, open_store
-from tracer.verify import verify
+from tracer.upkeep.verify import verify
 
 FORMATS = (".zarr", ".h5")
 every_format = pytest.mark.parametrize("suffix", FORMATS)
@@ -304,7 +304,7 @@ def test_a_store_that_fails(
     statuses = set()
     for fails in range(1000):
         monkeypatch.setattr(
-            tracer.writer,
+            tracer.trace.writer,
             "create_store",
             lambda *a, n=fails, **o: FailingStore(create_store(*a, **o), n, late, lasting),
         )

@@ -14,12 +14,12 @@ import torch
 import tracer
 from tests.test_torn import metadata
 from tracer.errors import TraceCorruptError
-from tracer.messages import ModuleMessage, NetworkMessage
-from tracer.reader import TraceReader
+from tracer.messaging.messages import ModuleMessage, NetworkMessage
 from tracer.stores.flipped import LONGEST, is_header, righted
 from tracer.stores.torn import checksum
-from tracer.verify import verify
-from tracer.writer import TraceWriter
+from tracer.trace.reader import TraceReader
+from tracer.trace.writer import TraceWriter
+from tracer.upkeep.verify import verify
 
 
 def blocks_of(path: Path, kind: bytes) -> list[tuple[bytes, bool]]:

@@ -201,7 +201,7 @@ def test_updates_are_derived_as_afterwards(tmp_path: Path, suffix: str) -> None:
 
 def test_streams_are_declared_before_they_have_messages(tmp_path: Path) -> None:
     """A follower may look between the commit of the declarations and that of the first rows."""
-    from tracer.replay import _plan, _settled
+    from tracer.replaying.replay import _plan, _settled
 
     path = tmp_path / "run.zarr"
     with TraceWriter(path) as writer:
@@ -414,7 +414,7 @@ def test_a_trace_from_another_machine_lives_while_it_is_touched(
     for file in path.rglob("*"):
         os.utime(file, (long_ago, long_ago))
     now = time.monotonic()
-    monkeypatch.setattr("tracer.writer.time.monotonic", lambda: now + 3600)
+    monkeypatch.setattr("tracer.trace.writer.time.monotonic", lambda: now + 3600)
     writer.commit_if_due()
     assert TraceReader(path).status == "recording"
     monkeypatch.undo()

@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 import torch
 
-from tracer import layout
 from tracer.errors import TraceCorruptError, TraceError, TraceFormatError, TracerError
-from tracer.layout import Column
-from tracer.messages import Message, ModuleMessage, NetworkMessage
-from tracer.reader import TraceReader
-from tracer.recover import recover
+from tracer.format import layout
+from tracer.format.layout import Column
+from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.stores import open_store
-from tracer.verify import CACHE_BYTES, verify
-from tracer.writer import TraceWriter
+from tracer.trace.reader import TraceReader
+from tracer.trace.writer import TraceWriter
+from tracer.upkeep.recover import recover
+from tracer.upkeep.verify import CACHE_BYTES, verify
 
 FORMATS = (".zarr", ".h5")
 every_format = pytest.mark.parametrize("suffix", FORMATS)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tracer.integrations.recording import Recording
-from tracer.reader import TraceReader
+from tracer.trace.reader import TraceReader
 
 ROOT = Path(__file__).parent.parent
 

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 import tracer
-from tracer.capture import Capture
-from tracer.launch import lighter_on_evaluation
-from tracer.optimizers import Optimizers
+from tracer.observing.capture import Capture
+from tracer.observing.optimizers import Optimizers
+from tracer.recording.launching.launch import lighter_on_evaluation
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tracer
-from tracer.losses import LOSS_FUNCTIONS
+from tracer.observing.pytorch.loss_functions import LOSS_FUNCTIONS
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -1020,10 +1020,10 @@ def test_training_in_eval_mode_is_told(tmp_path: Path) -> None:
 def test_an_optimizer_for_each_input_looks_for_no_model(tmp_path: Path) -> None:
     """To look for models takes long where there are many objects; what is no module's parameter has none."""
     body = """
-    import tracer.launch
+    import tracer.recording.launching.launch
     looked = []
-    plainly = tracer.launch.models_of
-    tracer.launch.models_of = lambda optimizers: looked.append(len(optimizers)) or plainly(optimizers)
+    plainly = tracer.recording.launching.launch.models_of
+    tracer.recording.launching.launch.models_of = lambda optimizers: looked.append(len(optimizers)) or plainly(optimizers)
     net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(5):
         bad = x.clone().requires_grad_(); attack = torch.optim.SGD([bad], lr=0.1)

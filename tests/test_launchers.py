@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import cli
 import tracer
 from tracer.errors import CaptureError
-from tracer.launchers import Launcher, launcher_of, refuse_other_languages
+from tracer.recording.launching.launchers import Launcher, launcher_of, refuse_other_languages
 
 ROOT = Path(__file__).parent.parent
 RUN, LAUNCH = "torch.distributed.run", "accelerate.commands.launch"

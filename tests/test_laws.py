@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tracer
-from analyze.batch import batch as run_batch
-from analyze.planning import questions
+from analyze.batching.batch import batch as run_batch
+from analyze.batching.planning import questions
 from analyze.registry import parse, subscribers
-from analyze.results import Row, analyze
+from analyze.tables.results import Row, analyze
 from tracer import Capture, Collect, Message, ModuleMessage, NetworkMessage, Subscriber
-from tracer.bus import in_order
-from tracer.messages import KINDS, MODULE_KINDS
+from tracer.messaging.bus import in_order
+from tracer.messaging.messages import KINDS, MODULE_KINDS
 
 FORMATS = ("zarr", "h5")
 NAMES = subscribers()

@@ -15,8 +15,8 @@ from awscrt.checksums import crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracer import layout
 from tracer.errors import MessageError, TraceCorruptError, TraceError, TraceFormatError
+from tracer.format import layout
 from tracer.stores import check_name
 
 NAMES = st.text(max_size=260) | st.sampled_from(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tracer
-from tracer.tensors import arguments_of, leaves
+from tracer.observing.pytorch.tensors import arguments_of, leaves
 
 X = torch.ones(1)
 

@@ -18,10 +18,11 @@ import tracer
 from analyze import Norm
 from tracer import ModuleMessage, TraceCorruptError, TraceReader, TraceWriter
 from tracer.memory import PAGE
-from tracer.messages import Message
-from tracer.reader import TOGETHER
-from tracer.stores import Place, mapped
-from tracer.stores.mapped import HUGE, WINDOW, MappedFiles
+from tracer.messaging.messages import Message
+from tracer.stores import Place
+from tracer.stores.disk import mapped
+from tracer.stores.disk.mapped import HUGE, WINDOW, MappedFiles
+from tracer.trace.reader import TOGETHER
 
 ELEMENTS = 1 << 18
 STEPS = 12

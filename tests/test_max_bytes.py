@@ -20,8 +20,8 @@ from torch import nn
 import cli
 import tracer
 from tracer import Capture, CaptureError, Collect, MessageBus, Recorder, TraceWriter
-from tracer.budget import ARRAY_BYTES, BASE_BYTES, ROW_BYTES, STREAM_BYTES, Budget
-from tracer.messages import NetworkMessage
+from tracer.messaging.messages import NetworkMessage
+from tracer.recording.budget import ARRAY_BYTES, BASE_BYTES, ROW_BYTES, STREAM_BYTES, Budget
 
 ROOT = Path(__file__).parent.parent
 FORMATS = ("zarr", "h5")

@@ -14,9 +14,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tracer import layout, memory
+from tracer import memory
+from tracer.format import layout
 from tracer.memory import SMALLEST, Memory
-from tracer.tensors import copied
+from tracer.observing.pytorch.tensors import copied
 
 USES: dict[str, Callable[[NDArray[np.uint8]], Any]] = {
     "itself": lambda block: block,

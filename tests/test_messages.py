@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tracer import KINDS, Message, MessageBundle, MessageError, ModuleMessage, NetworkMessage, derived
-from tracer.messages import MODULE_KINDS, NETWORK_KINDS
+from tracer.messaging.messages import MODULE_KINDS, NETWORK_KINDS
 
 AT = {"global_step": 5, "train_step": 2, "epoch": 1}
 

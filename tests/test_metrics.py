@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits, load_iris, load_linnerud
 
 import analyze
-from analyze.metrics.bases import basis
-from analyze.metrics.canonical import compare, null_baseline
-from analyze.metrics.datapoints import neurons
 from analyze.metrics.inputs import BLOCK, as_array
+from analyze.metrics.similarity.bases import basis
+from analyze.metrics.similarity.canonical import compare, null_baseline
+from analyze.metrics.similarity.datapoints import neurons
 from tracer import MessageBundle, MessageBus, MessageError, ModuleMessage, NetworkMessage
-from tracer.bus import Collect
+from tracer.messaging.bus import Collect
 
 INF, NAN = float("inf"), float("nan")
 

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import tracer
 from tracer import Capture, Collect
-from tracer.callers import differentiated_name
-from tracer.patches import unwatch_backward, watch_backward
+from tracer.observing.callers import differentiated_name
+from tracer.observing.pytorch.patches import unwatch_backward, watch_backward
 
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
 

@@ -26,7 +26,6 @@ from click.testing import CliRunner
 
 import tracer
 from cli import main
-from tracer import layout
 from tracer.errors import (
     TraceCorruptError,
     TraceError,
@@ -35,14 +34,15 @@ from tracer.errors import (
     TraceNotFoundError,
     TraceUnreachableError,
 )
-from tracer.layout import Column
+from tracer.format import layout
+from tracer.format.layout import Column
 from tracer.memory import PAGE
-from tracer.messages import Message, ModuleMessage, NetworkMessage
-from tracer.reader import TraceReader
-from tracer.recorder import Recorder
+from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
+from tracer.recording.recorder import Recorder
 from tracer.stores import Url, create_store, location, open_store
-from tracer.verify import verify
-from tracer.writer import TraceWriter, check_target
+from tracer.trace.reader import TraceReader
+from tracer.trace.writer import TraceWriter, check_target
+from tracer.upkeep.verify import verify
 
 obstore = pytest.importorskip("obstore", reason="obstore reads and writes object stores: pip install 'tracereel[s3]'")
 boto3 = pytest.importorskip("boto3", reason="boto3 prepares the buckets, and knows the credentials of ~/.aws")
@@ -556,7 +556,7 @@ def test_two_writers(url: str) -> None:
     with TraceWriter(url) as writer:
         with pytest.raises(TraceExistsError, match="already exists"):
             TraceWriter(url)
-        program = f"from tracer.writer import check_target\ncheck_target({url!r}, overwrite=True)"
+        program = f"from tracer.trace.writer import check_target\ncheck_target({url!r}, overwrite=True)"
         other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
         assert f"{url} is being recorded by process {os.getpid()}" in other.stderr
         writer.note({"still": "writing"})

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.test_launch_programs import ENVIRONMENT, of, record, run, script, values
 from tracer import Capture, Collect, Exporter, Message, walking
-from tracer.messages import KINDS
+from tracer.messaging.messages import KINDS
 
 
 def refuses(*_: Any, **__: Any) -> Any:
@@ -225,8 +225,8 @@ def test_the_last_error_names_what_failed_first(tmp_path: Path) -> None:
     name = script(
         tmp_path,
         """
-        import tracer.launch
-        tracer.launch.models_of = lambda optimizers: 1 / 0
+        import tracer.recording.launching.launch
+        tracer.recording.launching.launch.models_of = lambda optimizers: 1 / 0
         net = nn.Linear(4, 3)
         opt = torch.optim.SGD(net.parameters(), lr=0.1)
         for step in range(3):

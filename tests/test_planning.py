@@ -13,15 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tracer
-from analyze.planning import Run, Selection, Task, TracePlan, Unit, dealt, fused, plan_trace, questions
-from analyze.traces import find_traces
+from analyze.batching.planning import Run, Selection, Task, TracePlan, Unit, dealt, fused, plan_trace, questions
+from analyze.batching.traces import find_traces
 from tracer import ModuleMessage, NetworkMessage, TraceWriter
 from tracer.errors import CaptureError, MessageError, TraceNotFoundError, UnknownNameError
 
 SPECS = ["norm", "ratio", "message_mean", "svcca:tag=default", "spectral_norm"]
 SUBSCRIBERS = """
 from tracer import Subscriber, Subscription
-from tracer.messages import derived
+from tracer.messaging.messages import derived
 
 class Counter(Subscriber):
     scope = {scope!r}
@@ -149,7 +149,7 @@ def test_an_id_changes_with_the_source_of_a_subscriber(trace: Path, tmp_path: Pa
 def test_an_id_changes_with_the_version_of_a_subscriber(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Raising the version of a metric renews its answers, and those of what takes them; no others."""
     before = ids(trace, ["ratio", "message_mean", "norm"])
-    from analyze.metrics.ratio import Ratio
+    from analyze.metrics.gradients.ratio import Ratio
 
     monkeypatch.setattr(Ratio, "version", Ratio.version + 1)
     after = ids(trace, ["ratio", "message_mean", "norm"])

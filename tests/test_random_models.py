@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tracer
 from tracer import Capture, Collect, Exporter, Message
-from tracer.messages import KINDS
+from tracer.messaging.messages import KINDS
 
 WIDTH = 4
 WORDS = 7

@@ -26,7 +26,7 @@ from torch import nn
 import tracer
 from tracer import Capture, CaptureError, Collect, Recorder, TraceError, TraceExistsError, TraceWriter
 from tracer.errors import TraceNotFoundError
-from tracer.messages import Message, NetworkMessage
+from tracer.messaging.messages import Message, NetworkMessage
 
 FORMATS = ("zarr", "h5")
 
@@ -132,8 +132,8 @@ def test_drops_stand_in_the_trace_while_the_queue_is_full(
     tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that drops has a queue that never empties: one that is killed in it has said what it lacks."""
-    monkeypatch.setattr("tracer.recorder._DROPS_SECONDS", 0.0)
-    monkeypatch.setattr("tracer.recorder._BATCH_MESSAGES", 1)
+    monkeypatch.setattr("tracer.recording.recorder._DROPS_SECONDS", 0.0)
+    monkeypatch.setattr("tracer.recording.recorder._BATCH_MESSAGES", 1)
     path = tmp_path / f"run{suffix}"
     writer = TraceWriter(path, commit_seconds=0)
     recorder = Recorder(writer, queue_bytes=100_000, on_full="drop")
@@ -153,7 +153,7 @@ def test_drops_stand_in_the_trace_while_the_queue_is_full(
 
 def test_takes_its_time_only_while_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written is in no hurry while the queue is less than half full and the trace not being closed."""
-    monkeypatch.setattr("tracer.recorder._BATCH_MESSAGES", 1)
+    monkeypatch.setattr("tracer.recording.recorder._BATCH_MESSAGES", 1)
     noted = []
 
     class Noting(Slow):
@@ -496,7 +496,7 @@ def run_script(text: str, tmp_path: Path, **settings: Any) -> subprocess.Popen[s
 MEMORY = """
     import resource, sys, time, torch
     from tracer import Recorder, TraceWriter
-    from tracer.messages import ModuleMessage
+    from tracer.messaging.messages import ModuleMessage
 
     class Throttled(TraceWriter):
         def write_many(self, batch):

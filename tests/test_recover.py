@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from tracer.errors import TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError
-from tracer.messages import ModuleMessage, NetworkMessage
-from tracer.reader import TraceReader
-from tracer.recover import recover
-from tracer.verify import verify
-from tracer.writer import TraceWriter
+from tracer.messaging.messages import ModuleMessage, NetworkMessage
+from tracer.trace.reader import TraceReader
+from tracer.trace.writer import TraceWriter
+from tracer.upkeep.recover import recover
+from tracer.upkeep.verify import verify
 
 FORMATS = (".zarr", ".h5")
 every_format = pytest.mark.parametrize("suffix", FORMATS)
@@ -281,7 +281,7 @@ def test_what_follows_the_last_row(tmp_path: Path, interrupted: bool) -> None:
 
 def test_many_damaged_declarations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flipped bit is looked for in so many bytes of damaged lines, and no more: in long ones that takes long."""
-    from tracer import layout
+    from tracer.format import layout
 
     path = tmp_path / "run.h5"
     with TraceWriter(path) as writer:

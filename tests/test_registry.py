@@ -29,7 +29,7 @@ from tracer import (
     TracerError,
     UnknownNameError,
 )
-from tracer.bus import Collect
+from tracer.messaging.bus import Collect
 
 NAMES = sorted(registry.BUILT_IN)
 ROOT = Path(__file__).parent.parent
@@ -393,7 +393,7 @@ def test_broken_file_gets_a_sentence(tmp_path: Path) -> None:
 def test_plug_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entry points add names; a broken one harms nobody until it is asked for; a built-in name cannot be taken."""
     points = [
-        EntryPoint("callback", "tracer.subscriber:CallbackSubscriber", registry.GROUP),
+        EntryPoint("callback", "tracer.messaging.subscriber:CallbackSubscriber", registry.GROUP),
         EntryPoint("broken", "nothing_of_this_name:Mine", registry.GROUP),
         EntryPoint("mean", "nothing_of_this_name:Mine", registry.GROUP),
     ]

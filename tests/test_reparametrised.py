@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import tracer
 from tests.endings import alike, ended, same
 from tracer import Capture, Collect, Exporter, Message
-from tracer.messages import KINDS
+from tracer.messaging.messages import KINDS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated", "ignore:.*RNN module weights")
 

@@ -30,7 +30,7 @@ from tracer import (
     TraceWriter,
     UnknownNameError,
 )
-from tracer.messages import KINDS
+from tracer.messaging.messages import KINDS
 from tracer.stores.hdf5 import Hdf5ReadStore
 from tracer.stores.zarr import ZarrReadStore
 
@@ -132,13 +132,13 @@ class Reading:
             return found
 
         monkeypatch.setattr(reader._stores[0], "read", noting, raising=False)
-        at = tracer.reader._read_at
+        at = tracer.trace.reader._read_at
 
         def noting_places(place: Any, to: memoryview, *rest: Any) -> bool:
             self.bytes += len(to)
             return at(place, to, *rest)
 
-        monkeypatch.setattr(tracer.reader, "_read_at", noting_places)
+        monkeypatch.setattr(tracer.trace.reader, "_read_at", noting_places)
         place = reader._stores[0].place
 
         def noting_names(name: str, row: int) -> Any:
@@ -515,8 +515,10 @@ def test_updates_are_planned_only_if_asked_for(monkeypatch: pytest.MonkeyPatch, 
             for module in ("a", "b"):
                 writer.write(ModuleMessage(kind="weights", module=module, data=torch.ones(2), **where))
     asked = []
-    pairs = tracer.replay.__globals__["_pairs"]
-    monkeypatch.setitem(tracer.replay.__globals__, "_pairs", lambda *of: asked.append(len(of[1])) or pairs(*of))
+    pairs = tracer.replaying.replay.__globals__["_pairs"]
+    monkeypatch.setitem(
+        tracer.replaying.replay.__globals__, "_pairs", lambda *of: asked.append(len(of[1])) or pairs(*of)
+    )
     for kinds, modules, expected in (("weights", None, []), ("weight_updates", "b", [3, 3])):
         asked.clear()
         tracer.replay(path, CallbackSubscriber(kinds, lambda *_: None, modules=modules))

@@ -26,7 +26,7 @@ from rich.console import Console
 
 import analyze
 import tracer
-from analyze.results import COLUMNS, FORMATS, Row, as_json, sparkline, times_of
+from analyze.tables.results import COLUMNS, FORMATS, Row, as_json, sparkline, times_of
 from tracer import (
     MessageBus,
     MessageError,

@@ -15,7 +15,7 @@ import tracer
 from tracer.errors import TraceError, summary
 from tracer.secrets import masked, masked_command, masked_text
 from tracer.stores import location
-from tracer.writer import TraceWriter
+from tracer.trace.writer import TraceWriter
 
 S = "hUnter2/x+Y"  # with a slash, as keys of object stores have
 PROGRAM = """
@@ -222,7 +222,7 @@ class Fails(Subscriber):
 def test_a_batch_keeps_no_secret(tmp_path: Path) -> None:
     """What a subscriber failed at is told without what would have opened it, and so is a trace that is refused."""
     pytest.importorskip("pyarrow")
-    from analyze import batch
+    from analyze.batching import batch
 
     model = torch.nn.Linear(2, 2)
     with tracer.record(tmp_path / "run.zarr", model, ()) as run:

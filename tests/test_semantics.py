@@ -37,8 +37,8 @@ import cli
 import tracer
 from tests.endings import InBackward, alike, ended, optimizers_of, same
 from tracer import Capture, Collect, Exporter, Message
-from tracer.messages import KINDS
-from tracer.optimizers import skipped_inside
+from tracer.messaging.messages import KINDS
+from tracer.observing.optimizers import skipped_inside
 
 GRADIENT_KINDS = ("layer_gradients", "input_gradients")
 OF_CALLS = ("layer_inputs", "activations", *GRADIENT_KINDS)
@@ -656,7 +656,7 @@ class Shaped(nn.Module):
 @pytest.mark.parametrize("form", FORMS)
 def test_structured_outputs_and_keyword_inputs(form: str) -> None:
     """tuple/list/dict/dataclass/nested/None/int outputs, kwargs: each tensor with its path, value and gradient."""
-    from tracer.tensors import leaves
+    from tracer.observing.pytorch.tensors import leaves
 
     x, mask = batches(1)[0], torch.tensor([1.0, 0.0, 1.0])
     names = FORMS[form][1]
@@ -2638,7 +2638,7 @@ def test_updates_of_small_integers() -> None:
 
 def test_a_parameter_that_cannot_be_copied_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fails for one parameter is a problem of its stream; the other parameters and the clock go on."""
-    from tracer import parameters as module
+    from tracer.observing import parameters as module
 
     def failing(now: Tensor, before: Tensor, _: Any) -> Tensor:
         if now.shape == (3, 3):
@@ -2660,7 +2660,7 @@ def test_a_parameter_that_cannot_be_copied_stops_nothing(monkeypatch: pytest.Mon
 
 def test_strict_failures_of_a_parameter_leave_the_clock_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """With strict=True the failure reaches the loop, after the step was counted."""
-    from tracer import parameters as module
+    from tracer.observing import parameters as module
 
     def failing(*_: Any) -> Tensor:
         raise NotImplementedError("no such kernel")
@@ -3538,7 +3538,7 @@ def test_random_generators() -> None:
         optimizer.step()
     some = unchanged(make, simple, elements=5)[2]
     for kind in ("weights", "weight_gradients", "weight_updates", "activations"):
-        from tracer.capture import choice
+        from tracer.observing.capture import choice
 
         for full, part in zip(told(whole, kind, "0"), told(some, kind, "0"), strict=True):
             assert same(part, full.flatten()[torch.as_tensor(choice(full.numel(), 5, 0))])

@@ -22,16 +22,16 @@ from sklearn.datasets import load_digits, load_iris, load_linnerud
 
 import analyze
 import tracer
-from analyze.invariances import INVARIANCES
-from analyze.metrics import similarity
-from analyze.metrics.bases import STATUSES, Basis, basis, leading
-from analyze.metrics.canonical import compare, null_baseline
-from analyze.metrics.cka import ByBatches, ByLinear
-from analyze.metrics.covariance import Moments, Triangle
-from analyze.metrics.gathering import ByMoments, ByTriangle, Gathering
-from analyze.metrics.procrustes import ByNuclear
-from analyze.metrics.similarity import Similarity
-from analyze.pairs import Bases
+from analyze.comparing.invariances import INVARIANCES
+from analyze.comparing.pairs import Bases
+from analyze.metrics.similarity import similarity
+from analyze.metrics.similarity.bases import STATUSES, Basis, basis, leading
+from analyze.metrics.similarity.canonical import compare, null_baseline
+from analyze.metrics.similarity.cka import ByBatches, ByLinear
+from analyze.metrics.similarity.covariance import Moments, Triangle
+from analyze.metrics.similarity.gathering import ByMoments, ByTriangle, Gathering
+from analyze.metrics.similarity.procrustes import ByNuclear
+from analyze.metrics.similarity.similarity import Similarity
 from analyze.registry import parse
 from tracer import Capture, Collect, MessageError, ModuleMessage
 from tracer.errors import CaptureError
@@ -1122,7 +1122,7 @@ def test_pairs_in_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         np.zeros(0),
         random.standard_normal((80, 40)),
     ]
-    monkeypatch.setattr(sys.modules["analyze.pairs"], "_BLOCK", 80 * 8 * 7)
+    monkeypatch.setattr(sys.modules["analyze.comparing.pairs"], "_BLOCK", 80 * 8 * 7)
     for scratch in (None, tmp_path):
         bases = Bases(0.95, scratch=scratch)
         for number, one in enumerate(data):

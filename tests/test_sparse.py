@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tracer import Capture, Collect, Exporter, Message
-from tracer.messages import KINDS
+from tracer.messaging.messages import KINDS
 
 STEPS = 8
 EVERY = 3

@@ -20,13 +20,14 @@ from torch import nn
 
 import analyze
 import tracer
-from analyze.invariances import INVARIANCES
-from analyze.metrics import bases, lanczos, spectra
-from analyze.metrics.lanczos import largest, product, seeded
-from analyze.metrics.operator_norm import OperatorNorm, inferred
-from analyze.metrics.power_law import marchenko_pastur_edge, randomized
-from analyze.metrics.saturation import arranged
-from analyze.metrics.spectral_norm import STATUSES
+from analyze.comparing.invariances import INVARIANCES
+from analyze.metrics.similarity import bases
+from analyze.metrics.spectra import lanczos, spectra
+from analyze.metrics.spectra.lanczos import largest, product, seeded
+from analyze.metrics.spectra.operator_norm import OperatorNorm, inferred
+from analyze.metrics.spectra.power_law import marchenko_pastur_edge, randomized
+from analyze.metrics.spectra.saturation import arranged
+from analyze.metrics.spectra.spectral_norm import STATUSES
 from tracer import MessageError, ModuleMessage, Subscriber
 
 INF, NAN = float("inf"), float("nan")
@@ -242,11 +243,11 @@ def test_a_value_that_is_not_shown_is_not_called_converged(monkeypatch: pytest.M
     rng = np.random.default_rng(0)
     w = rng.standard_normal((200, 200))
     for steps, expected in ((2, "corrected"), (45, "certified")):
-        monkeypatch.setattr("analyze.metrics.spectral_norm.largest", partial(largest, steps=steps))
+        monkeypatch.setattr("analyze.metrics.spectra.spectral_norm.largest", partial(largest, steps=steps))
         found = analyze.spectral_norm(w)
         assert (found.status, found.steps) == (expected, steps)
         assert found == pytest.approx(np.linalg.norm(w, 2), rel=1e-6)
-    monkeypatch.setattr("analyze.metrics.operator_norm._STEPS", 5)
+    monkeypatch.setattr("analyze.metrics.spectra.operator_norm._STEPS", 5)
     kernel = rng.standard_normal((3, 3, 3, 3))
     short = analyze.operator_norm(kernel, 8)
     monkeypatch.undo()

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from analyze import catalogue, registry
-from tracer import layout
-from tracer.messages import ModuleMessage
-from tracer.reader import TraceReader
-from tracer.writer import TraceWriter
+from tracer.format import layout
+from tracer.messaging.messages import ModuleMessage
+from tracer.trace.reader import TraceReader
+from tracer.trace.writer import TraceWriter
 
 ROOT = Path(__file__).parent.parent
 SAMPLES = ROOT / "sample_traces" / "v1"

@@ -17,11 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import analyze
-from analyze.invariances import INVARIANCES
-from analyze.metrics import moments as moments_module
-from analyze.metrics import reducers
-from analyze.metrics.inputs import as_array
-from analyze.metrics.moments import (
+from analyze.comparing.invariances import INVARIANCES
+from analyze.metrics.elementwise import moments as moments_module
+from analyze.metrics.elementwise.moments import (
     BLOCK,
     NEEDS,
     ROW,
@@ -33,8 +31,10 @@ from analyze.metrics.moments import (
     moments_of_channels,
     needs_of,
 )
-from analyze.metrics.sketch import Sketch, sketch
-from analyze.metrics.statistics import channel_axis
+from analyze.metrics.elementwise.sketch import Sketch, sketch
+from analyze.metrics.elementwise.statistics import channel_axis
+from analyze.metrics.inputs import as_array
+from analyze.metrics.reducing import reducers
 from tracer import Collect, MessageBus, MessageError, ModuleMessage
 
 INF, NAN = float("inf"), float("nan")
@@ -614,7 +614,7 @@ DTYPES = ["float16", "float32", "float64", ">f8", "int8", "int16", "int32", "int
 @pytest.mark.parametrize("dtype", [*DTYPES, "uint64", "bool"])
 def test_quantiles_of_many_numbers_of_every_dtype(dtype: str, gathered: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted by their bits, whether or not few are left to sort, they are NumPy's; strided and far from 0, too."""
-    monkeypatch.setattr("analyze.metrics.quantiles._GATHERED", gathered)
+    monkeypatch.setattr("analyze.metrics.elementwise.quantiles._GATHERED", gathered)
     x = many(dtype, 2**18 + 3)
     places = (*PROBABILITIES, 0.3)
     exact = np.quantile(x[np.isfinite(x)].astype(np.float64), places)
@@ -660,7 +660,7 @@ def test_quantiles_of_tensors_convert_parts_only(monkeypatch: pytest.MonkeyPatch
         sizes.append(len(x))
         return as_array(x)
 
-    monkeypatch.setattr("analyze.metrics.quantiles.as_array", spied)
+    monkeypatch.setattr("analyze.metrics.elementwise.quantiles.as_array", spied)
     analyze.quantiles(torch.arange(2**20).to(torch.bfloat16), (0.5,))
     assert max(sizes) == BLOCK
 

@@ -37,14 +37,14 @@ from tracer.stores import (
     RowChunks,
     chunk_shape,
     create_store,
-    direct,
     hdf5,
     open_parts,
     open_store,
     store_files,
 )
 from tracer.stores import zarr as zarr_store
-from tracer.stores.direct import DIRECT, DirectIO
+from tracer.stores.disk import direct
+from tracer.stores.disk.direct import DIRECT, DirectIO
 from tracer.stores.zarr import ZarrReadStore, chunks_begin
 
 if sys.platform != "win32":

@@ -24,7 +24,7 @@ from tracer import (
     SynchronizedSubscription,
     derived,
 )
-from tracer.subscriber import unmet
+from tracer.messaging.subscriber import unmet
 
 
 def of(kind: str, step: int = 0, module: str | None = "fc", **fields: Any) -> Message:

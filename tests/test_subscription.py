@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tracer import Message, MessageBundle, MessageError, ModuleMessage, NetworkMessage, Subscription
 from tracer import SynchronizedSubscription as Synchronized
-from tracer.subscription import matches_tag
+from tracer.messaging.subscription import matches_tag
 
 
 def of(kind: str, step: int = 0, module: str | None = "fc", **fields: Any) -> Message:

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import tracer
-from tracer import termination
 from tracer.errors import TraceError
 from tracer.integrations.recording import Recording
-from tracer.reader import TraceReader
-from tracer.termination import what_ends_the_program
-from tracer.writer import TraceWriter
+from tracer.recording import termination
+from tracer.recording.termination import what_ends_the_program
+from tracer.trace.reader import TraceReader
+from tracer.trace.writer import TraceWriter
 
 PROGRAM = """
 import multiprocessing, os, signal, sys, time
@@ -151,10 +151,10 @@ if sys.argv[1].endswith(".h5"):
 
 import torch
 import tracer
-from tracer.exporter import Exporter
-from tracer.family import Member
+from tracer.observing.exporter import Exporter
+from tracer.recording.family import Member
 from tracer.integrations.recording import Recording
-from tracer.recording import Options, start
+from tracer.recording.recording import Options, start
 from tracer.recorders import ForwardOutput
 from tracer.stores import location
 
@@ -321,14 +321,14 @@ import atexit, contextlib, multiprocessing, os, signal, sys, threading, time, wa
 import tracer
 import torch
 from tracer import NetworkMessage, Recorder, TraceWriter
-import tracer.recorder
+import tracer.recording.recorder
 
 write_many = TraceWriter.write_many
 def slowly(self, batch):
     time.sleep(0.05)
     write_many(self, batch)
 TraceWriter.write_many = slowly
-tracer.recorder._BATCH_MESSAGES = 10
+tracer.recording.recorder._BATCH_MESSAGES = 10
 STEPS = 400  # which take two seconds
 
 def later(number, *seconds):  # what it returns begins it: Python 3.12.1 starts no thread in a program that ends
@@ -354,7 +354,7 @@ if how.startswith("close"):
     recorder = Recorder(TraceWriter(path, commit_seconds=3600))
     receive_all(recorder)
     later(signal.SIGINT if how == "close SIGINT" else signal.SIGTERM, 0.5)()
-    tracer.termination.watch(recorder.close)
+    tracer.recording.termination.watch(recorder.close)
     try:
         recorder.close()
         time.sleep(60)
@@ -391,7 +391,7 @@ else:
     recorder = Recorder(TraceWriter(path, commit_seconds=3600))
     receive_all(recorder)
     if "SIGTERM" in how:
-        tracer.termination.watch(recorder.close)
+        tracer.recording.termination.watch(recorder.close)
         atexit.register(later(signal.SIGTERM, 0.5))
     else:
         atexit.register(later(signal.SIGINT, *[0.5] * (2 if "twice" in how else 1)))
@@ -494,7 +494,7 @@ def test_an_exception_of_an_earlier_cell_is_not_why(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("where", ["writer", "locked"])
 def test_what_is_dropped_anywhere_is_closed(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A collection of garbage may happen in the recorder's thread, or while the training holds the recorder's lock."""
-    monkeypatch.setattr("tracer.recording._PATIENCE", 0.2)
+    monkeypatch.setattr("tracer.recording.recording._PATIENCE", 0.2)
     path = tmp_path / "run.zarr"
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

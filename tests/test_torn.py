@@ -14,11 +14,11 @@ import torch
 
 import tracer
 from tracer.errors import TraceError
-from tracer.messages import ModuleMessage
-from tracer.reader import TraceReader
+from tracer.messaging.messages import ModuleMessage
 from tracer.stores import hdf5, open_store, torn
 from tracer.stores.torn import PAGE, checksum, restored
-from tracer.writer import TraceWriter
+from tracer.trace.reader import TraceReader
+from tracer.trace.writer import TraceWriter
 
 CROSSING = PAGE - 1
 """A place in a file at which every block crosses the border of a page."""

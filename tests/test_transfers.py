@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import tracer
-from tracer import transfers as module
-from tracer.messages import ModuleMessage
-from tracer.recorder import Recorder
-from tracer.transfers import Transfers
+from tracer.messaging.messages import ModuleMessage
+from tracer.recording import transfers as module
+from tracer.recording.recorder import Recorder
+from tracer.recording.transfers import Transfers
 
 
 class OnDevice(Tensor):
@@ -490,7 +490,7 @@ def test_a_recorder_writes_what_was_on_the_device(
     path = tmp_path / f"run.{suffix}"
     recorder = Recorder(tracer.TraceWriter(path))
     if max_bytes is not None:
-        recorder.budget = tracer.budget.Budget(max_bytes)
+        recorder.budget = tracer.recording.budget.Budget(max_bytes)
     for step in range(20):
         recorder.receive(message(late(torch.full((1000,), float(step)), training), step))
     recorder.close()

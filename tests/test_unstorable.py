@@ -16,8 +16,8 @@ from torch.masked import masked_tensor
 import tracer
 from tests.endings import alike, ended
 from tracer import CaptureError, MessageBus, Recorder, TraceWriter
-from tracer.layout import ENCODINGS, MAX_AXES
-from tracer.messages import NetworkMessage
+from tracer.format.layout import ENCODINGS, MAX_AXES
+from tracer.messaging.messages import NetworkMessage
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*is not observed", "ignore:.*is not recorded", "ignore:.*prototype", "ignore:.*ComplexHalf",

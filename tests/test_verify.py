@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from tracer.errors import TraceFormatError, TraceNotFoundError
-from tracer.messages import ModuleMessage, NetworkMessage
-from tracer.recover import recover
+from tracer.messaging.messages import ModuleMessage, NetworkMessage
 from tracer.stores.hdf5 import Hdf5ReadStore
-from tracer.verify import CHECKS, Survey, verify
-from tracer.writer import TraceWriter
+from tracer.trace.writer import TraceWriter
+from tracer.upkeep.recover import recover
+from tracer.upkeep.verify import CHECKS, Survey, verify
 
 FORMATS = (".zarr", ".h5")
 every_format = pytest.mark.parametrize("suffix", FORMATS)

@@ -27,7 +27,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tracer
-from tracer import layout
 from tracer.errors import (
     CaptureError,
     MessageError,
@@ -38,13 +37,14 @@ from tracer.errors import (
     TraceNotFoundError,
     TraceUnreadableError,
 )
+from tracer.format import layout
+from tracer.format.layout import Column
 from tracer.integrations.recording import Recording
-from tracer.layout import Column
-from tracer.messages import Message, ModuleMessage, NetworkMessage
-from tracer.parts import Part
-from tracer.reader import TraceReader
+from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.recorders import ForwardOutput
-from tracer.writer import TraceWriter
+from tracer.trace.part import Part
+from tracer.trace.reader import TraceReader
+from tracer.trace.writer import TraceWriter
 
 FORMATS = (".zarr", ".h5")
 every_format = pytest.mark.parametrize("suffix", FORMATS)
@@ -426,11 +426,11 @@ def test_data_is_free_to_use(trace: TraceReader) -> None:
 @pytest.mark.parametrize("slow", [-1, 1e9])
 def test_blocks_do_not_change_what_is_read(trace: TraceReader, slow: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the blocks and gaps, the messages are the same, whether a thread reads ahead or not."""
-    monkeypatch.setattr("tracer.reader.SLOW_SECONDS", slow)
+    monkeypatch.setattr("tracer.trace.reader.SLOW_SECONDS", slow)
     for block, rows, gap in ((1, 16384, 0), (40000, 7, 0), (40000, 16384, 1 << 30)):
-        monkeypatch.setattr("tracer.reader.BLOCK_BYTES", block)
-        monkeypatch.setattr("tracer.reader.BLOCK_ROWS", rows)
-        monkeypatch.setattr("tracer.reader.GAP_BYTES", gap)
+        monkeypatch.setattr("tracer.trace.reader.BLOCK_BYTES", block)
+        monkeypatch.setattr("tracer.trace.reader.BLOCK_ROWS", rows)
+        monkeypatch.setattr("tracer.trace.reader.GAP_BYTES", gap)
         assert all(map(same, trace.messages(), run()))
         assert len(list(trace.messages(steps=(2, 9, 3)))) == len([m for m in run() if m.global_step in (2, 5, 8)])
 
@@ -820,7 +820,7 @@ FILTERED: list[dict[str, Any]] = [{}, {"kinds": "activations"}, {"modules": "sha
 def test_arrays(trace: TraceReader, filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of arrays hold every message with data once, with the numbers of `messages`, in blocks of any size."""
     for size in (1, 30_000, 1 << 30):
-        monkeypatch.setattr("tracer.reader.BLOCK_BYTES", size)
+        monkeypatch.setattr("tracer.trace.reader.BLOCK_BYTES", size)
         selected = trace.select(**filters)
         expected = dict(zip(selected.tolist(), trace.messages(**filters), strict=True))
         found = []
@@ -842,8 +842,8 @@ def test_kept_messages_stay_as_they_were(
 ) -> None:
     """Memory is used again only when nobody has it: what is kept, or kept in part, never changes."""
     # after a few blocks read by a thread, or by none
-    monkeypatch.setattr("tracer.reader.SLOW_SECONDS", slow)
-    monkeypatch.setattr("tracer.reader.BLOCK_BYTES", 1 << 19)
+    monkeypatch.setattr("tracer.trace.reader.SLOW_SECONDS", slow)
+    monkeypatch.setattr("tracer.trace.reader.BLOCK_BYTES", 1 << 19)
     path = tmp_path / f"run{suffix}"
     write(path, [module("weights", "fc", step, torch.full((130, 500), float(step))) for step in range(60)])
     with TraceReader(path) as reader:

@@ -5,20 +5,13 @@ The names below are imported when they are first used, so that ``import tracer``
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 # not when it is used: what a program has called at its end, from now on, may still end what it records
-from tracer import termination as _termination  # noqa: F401
+from tracer.recording import termination as _termination  # noqa: F401
 
 if TYPE_CHECKING:
-    from tracer.actions import Actor
-    from tracer.bus import Collect, MessageBus, Receiver, get_default_bus
-    from tracer.capture import Capture
-    from tracer.certify import Certificate, certify
-    from tracer.convert import convert
     from tracer.errors import (
         CaptureError,
         MessageError,
@@ -33,26 +26,31 @@ if TYPE_CHECKING:
         TraceUnreadableError,
         UnknownNameError,
     )
-    from tracer.exporter import Exporter
-    from tracer.messages import KINDS, Message, MessageBundle, ModuleMessage, NetworkMessage, derived
-    from tracer.reader import TraceReader
-    from tracer.reader import TraceReader as open  # noqa: A004 - tracer.open(path), as in gzip.open
-    from tracer.recorder import Recorder
-    from tracer.recording import Run, record
-    from tracer.recover import recover
-    from tracer.replay import plan, replay
-    from tracer.subscriber import CallbackSubscriber, Subscriber
-    from tracer.subscription import Subscription, SynchronizedSubscription
-    from tracer.verify import verify
-    from tracer.writer import TraceWriter
+    from tracer.messaging.actor import Actor
+    from tracer.messaging.bus import Collect, MessageBus, Receiver, get_default_bus
+    from tracer.messaging.messages import KINDS, Message, MessageBundle, ModuleMessage, NetworkMessage, derived
+    from tracer.messaging.subscriber import CallbackSubscriber, Subscriber
+    from tracer.messaging.subscription import Subscription, SynchronizedSubscription
+    from tracer.observing.capture import Capture
+    from tracer.observing.exporter import Exporter
+    from tracer.recording.certifying.certify import Certificate, certify
+    from tracer.recording.recorder import Recorder
+    from tracer.recording.recording import Run, record
+    from tracer.replaying.replay import plan, replay
+    from tracer.trace.reader import TraceReader
+    from tracer.trace.reader import TraceReader as open  # noqa: A004 - tracer.open(path), as in gzip.open
+    from tracer.trace.writer import TraceWriter
+    from tracer.upkeep.convert import convert
+    from tracer.upkeep.recover import recover
+    from tracer.upkeep.verify import verify
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "actions": ("Actor",),
-    "bus": ("Collect", "MessageBus", "Receiver", "get_default_bus"),
-    "capture": ("Capture",),
-    "certify": ("Certificate", "certify"),
+    "messaging.actor": ("Actor",),
+    "messaging.bus": ("Collect", "MessageBus", "Receiver", "get_default_bus"),
+    "observing.capture": ("Capture",),
+    "recording.certifying.certify": ("Certificate", "certify"),
     "errors": (
         "CaptureError",
         "MessageError",
@@ -67,18 +65,18 @@ _HOMES = {
         "TracerError",
         "UnknownNameError",
     ),
-    "exporter": ("Exporter",),
-    "messages": ("KINDS", "Message", "MessageBundle", "ModuleMessage", "NetworkMessage", "derived"),
-    "reader": ("TraceReader",),
-    "recorder": ("Recorder",),
-    "recording": ("Run", "record"),
-    "replay": ("plan", "replay"),
-    "subscriber": ("CallbackSubscriber", "Subscriber"),
-    "subscription": ("Subscription", "SynchronizedSubscription"),
-    "verify": ("verify",),
-    "convert": ("convert",),
-    "recover": ("recover",),
-    "writer": ("TraceWriter",),
+    "observing.exporter": ("Exporter",),
+    "messaging.messages": ("KINDS", "Message", "MessageBundle", "ModuleMessage", "NetworkMessage", "derived"),
+    "trace.reader": ("TraceReader",),
+    "recording.recorder": ("Recorder",),
+    "recording.recording": ("Run", "record"),
+    "replaying.replay": ("plan", "replay"),
+    "messaging.subscriber": ("CallbackSubscriber", "Subscriber"),
+    "messaging.subscription": ("Subscription", "SynchronizedSubscription"),
+    "upkeep.verify": ("verify",),
+    "upkeep.convert": ("convert",),
+    "upkeep.recover": ("recover",),
+    "trace.writer": ("TraceWriter",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -130,7 +128,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "open":
-        value = import_module("tracer.reader").TraceReader
+        value = import_module("tracer.trace.reader").TraceReader
     elif name in _HOME_OF:
         value = getattr(import_module(f"tracer.{_HOME_OF[name]}"), name)
     else:
@@ -141,15 +139,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-class _Package(ModuleType):
-    """Keeps `tracer.replay` and others functions: importing the submodule of that name would else bind it there."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("certify", "convert", "recover", "replay", "verify") and isinstance(value, ModuleType):
-            value = getattr(value, name)
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

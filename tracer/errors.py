@@ -77,7 +77,7 @@ class TraceLostError(TraceCorruptError):
 
     Attributes
     ----------
-    loss : tracer.recover.Loss or None
+    loss : tracer.upkeep.recover.Loss or None
         What was lost, as numbers.
     """
 

@@ -26,14 +26,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tracer import termination
-from tracer.capture import Capture
 from tracer.errors import CaptureError, TraceExistsError, TraceNotFoundError
-from tracer.exporter import Exporter
-from tracer.messages import Message
-from tracer.recording import Run, end, start
+from tracer.messaging.messages import Message
+from tracer.observing.capture import Capture
+from tracer.observing.exporter import Exporter
+from tracer.observing.pytorch.wrappers import unwrap
+from tracer.recording import termination
+from tracer.recording.recording import Run, end, start
 from tracer.stores import Anywhere, location
-from tracer.wrappers import unwrap
 
 _Types = type[nn.Module] | tuple[type[nn.Module], ...]
 _Reduction = Callable[[Any, Tensor], Any]

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tracer.errors import MessageError
-from tracer.messages import KINDS
-from tracer.subscription import Subscription
+from tracer.messaging.messages import KINDS
+from tracer.messaging.subscription import Subscription
 
 Array: TypeAlias = Tensor | NDArray[Any] | Iterable[Any] | float
 """What the pure functions take: a tensor (any device, any dtype), an array, nested lists or a number."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
-from tracer.messages import Message, MessageBundle
+from tracer.messaging.messages import Message, MessageBundle
 
 Stream: TypeAlias = tuple[str | None, str, int, str, int]
 """Module (None for the network), tag, call, leaf and rank: what tells the streams of one kind apart."""
@@ -19,7 +19,7 @@ def stream_of(source: Message | MessageBundle) -> Stream:
     Examples
     --------
     >>> import torch
-    >>> from tracer.messages import ModuleMessage
+    >>> from tracer.messaging.messages import ModuleMessage
     >>> where = dict(module="fc", global_step=3, train_step=3, epoch=0)
     >>> stream_of(ModuleMessage(kind="weights", data=torch.ones(2), **where))
     ('fc', 'default', 0, '', 0)

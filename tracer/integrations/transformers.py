@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tracer.errors import TracerError
-from tracer.hanging import Hanging, after_forward
 from tracer.integrations.recording import Recording
-from tracer.losses import ModelLoss
-from tracer.recording import Run
+from tracer.observing.pytorch.hanging import Hanging, after_forward
+from tracer.observing.pytorch.loss_functions import ModelLoss
+from tracer.recording.recording import Run
 from tracer.stores import Anywhere
 
 try:

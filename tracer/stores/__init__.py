@@ -1,6 +1,6 @@
 """What a trace is kept in: named arrays that grow by rows, and JSON attributes, and nothing else.
 
-A store knows no messages. `WriteStore` and `ReadStore` are what `tracer.writer` and `tracer.reader` need of one; a new
+A store knows no messages. `WriteStore` and `ReadStore` are what `tracer.trace.writer` and `tracer.trace.reader` need of one; a new
 store is a module with two such classes and a row in `STORES`. `RowChunks` is the arithmetic that every chunked store
 shares: how appended rows fall into chunks.
 """
@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from tracer.checksum import joined, without_zeros
 from tracer.errors import TraceError, TraceExistsError, TraceFormatError, TraceUnreadableError
+from tracer.format.checksum import joined, without_zeros
 from tracer.memory import new_memory
 from tracer.secrets import masked_urls
 
@@ -761,7 +761,7 @@ def row_checksums(chunks: Sequence[int], lengths: Sequence[int], chunk_nbytes: i
 
     Examples
     --------
-    >>> from tracer.checksum import crc32c
+    >>> from tracer.format.checksum import crc32c
     >>> [found] = row_checksums([crc32c(b"abcd"), crc32c(b"ef" + bytes(2)), crc32c(b"ghij")], [4, 2, 4], 4)
     >>> found == crc32c(b"abcdefghij")
     True

@@ -62,7 +62,7 @@ from tracer.stores import (
     walk,
 )
 from tracer.stores.codecs import CODECS, HDF5_FILTER, OVERHEAD, Codec, codec_of, decode, encode, hdf5_options
-from tracer.stores.direct import DIRECT, PIECE, REFUSALS, DirectIO, is_aligned, write_all
+from tracer.stores.disk.direct import DIRECT, PIECE, REFUSALS, DirectIO, is_aligned, write_all
 from tracer.stores.flipped import HEADER_BYTES, is_header, righted
 from tracer.stores.torn import checksum, header, messages, restored
 

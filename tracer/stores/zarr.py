@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tracer.checksum import crc32c
 from tracer.errors import (
     TraceCorruptError,
     TraceError,
@@ -39,6 +38,7 @@ from tracer.errors import (
     TraceNotFoundError,
     TraceUnreadableError,
 )
+from tracer.format.checksum import crc32c
 from tracer.memory import PAGE, new_memory
 from tracer.stores import (
     ALIGNED_BYTES,
@@ -59,7 +59,7 @@ from tracer.stores import (
     walk,
 )
 from tracer.stores.codecs import CODECS, OVERHEAD, Codec, codec_of, decode, decoded_size, encode, zarr_codec
-from tracer.stores.direct import DIRECT, PIECE, REFUSALS, DirectIO, is_aligned, write_all
+from tracer.stores.disk.direct import DIRECT, PIECE, REFUSALS, DirectIO, is_aligned, write_all
 
 CHUNKS_PER_SHARD = 128
 READ_PIECE = 1 << 20

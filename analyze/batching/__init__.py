@@ -1,0 +1,1 @@
+"""Many traces, many subscribers: planned, computed on engines, kept."""

@@ -1,0 +1,237 @@
+"""The plan of a batch that compares runs: each layer of one with the same layer of another, at the steps of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analyze.batching.planning import (
+    PART_BYTES,
+    SCHEMA,
+    Failure,
+    Question,
+    Run,
+    Selection,
+    TracePlan,
+    Unit,
+    digest,
+    unplanned,
+    where,
+)
+from tracer.errors import CaptureError, MessageError, TracerError
+from tracer.format.layout import Column
+from tracer.replaying.replay import plan
+from tracer.stores import Anywhere
+from tracer.trace.reader import TraceReader
+
+Pairs: TypeAlias = Literal["all", "first"]
+"""Which runs are compared: each two, or each with the first."""
+_Key: TypeAlias = tuple[str, str | None, str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Taken:
+    """What a question reads of a trace: for each stream its steps, the bytes of each, and a digest of all of it."""
+
+    steps: dict[_Key, NDArray[np.int64]]
+    nbytes: dict[_Key, NDArray[np.int64]]
+    digest: str
+
+
+def plan_pairs(
+    traces: Sequence[Anywhere],
+    asked: Sequence[Question],
+    which: Pairs,
+    selection: Selection | None = None,
+    *,
+    part_bytes: int = PART_BYTES,
+) -> list[TracePlan]:
+    """Cut the comparison of traces into units; each trace is opened once, and no data is read.
+
+    What is cut is the steps that both have, because a comparison remembers nothing.
+
+    Parameters
+    ----------
+    traces : sequence of path or URL
+    asked : sequence of Question
+        Subscribers that compare layers, such as ``svcca`` and ``cka``.
+    which : {"all", "first"}
+    selection : Selection, optional
+        Steps only: which layers are compared is said by the subscribers.
+    part_bytes : int
+
+    Raises
+    ------
+    CaptureError, MessageError
+        If a subscriber compares nothing, or something else than steps is chosen.
+    """
+    selection = selection or Selection()
+    if which not in ("all", "first"):
+        raise CaptureError(f"pairs is 'all' or 'first', not {which!r}")
+    if (selection.kinds, selection.modules, selection.tags) != (None, None, None):
+        raise CaptureError(
+            "which kinds, modules and tags runs are compared in is said by the subscriber: svcca:tag=probe"
+        )
+    for question in asked:
+        # what `analyze.compare` asks of a subscriber: see `analyze.metrics.similarity.similarity.Similarity`
+        if not hasattr(question.receivers[-1], "represent"):
+            raise MessageError(f"{question.spec} compares no layers; svcca, cka, pwcca, procrustes and their like do")
+    names = list(dict.fromkeys(where(trace) for trace in traces))
+    if len(names) < 2:
+        raise CaptureError(f"to compare runs takes at least two traces, and not {len(names)}")
+    runs: dict[str, Run] = {}
+    taken: dict[tuple[str, str], dict[int, Taken]] = {}
+    unread = TracePlan(run=None)
+    for name in names:
+        try:
+            with TraceReader(name) as reader:
+                runs[name] = Run.of(name, reader)
+                for question in asked:
+                    try:
+                        taken[name, question.spec] = take_ranks(reader, question, selection)
+                    except TracerError as error:
+                        unread.failures.append(unplanned(name, question.spec, None, error))
+        except Exception as error:  # noqa: BLE001 - one file that a library chokes on must not end a batch of hundreds
+            why = error if isinstance(error, TracerError) else f"{type(error).__name__}: {error}"
+            unread.failures.append(unplanned(name, "", None, why))
+    plans = [unread]
+    pairs = combinations(names, 2) if which == "all" else ((names[0], name) for name in names[1:])
+    for one, other in pairs:
+        if one in runs and other in runs:
+            planned = TracePlan(run=runs[one].beside(runs[other]))
+            for question in asked:
+                if (one, question.spec) in taken and (other, question.spec) in taken:
+                    mine, theirs = taken[one, question.spec], taken[other, question.spec]
+                    found = [
+                        unit
+                        for a, b in both_ranks(mine, theirs)
+                        for unit in _units((one, a), (other, b), question, (mine[a], theirs[b]), selection, part_bytes)
+                    ]
+                    planned.units += found
+                    planned.failures += [] if found else [_apart(one, other, question, mine, theirs)]
+            plans.append(planned)
+    return plans
+
+
+def both_ranks(one: Iterable[int], other: Iterable[int]) -> list[tuple[int, int]]:
+    """Which ranks of two runs are compared: those of the same number; of runs of one rank each, these."""
+    mine, theirs = list(one), list(other)
+    if len(mine) == len(theirs) == 1:
+        return [(mine[0], theirs[0])]
+    return [(rank, rank) for rank in mine if rank in theirs]
+
+
+def _apart(one: str, other: str, question: Question, mine: Iterable[int], theirs: Iterable[int]) -> Failure:
+    why = f"{one} and {other} have no step of a layer in common"
+    if not both_ranks(mine, theirs):
+        ranks = [", ".join(map(str, some)) for some in (mine, theirs)]
+        why = f"what is compared is in {one} of the ranks {ranks[0]}, in {other} of {ranks[1]}: none is in both"
+    return unplanned(f"{one}|{other}", question.spec, None, why)
+
+
+def identity_of(
+    one: tuple[str, int],
+    other: tuple[str, int],
+    question: Question,
+    steps: tuple[int | None, ...] | None,
+    pair: tuple[Taken, Taken],
+) -> str:
+    """A digest of all that the stored answers of a unit depend on."""
+    return digest([SCHEMA, one, other, question.identity, steps, pair[0].digest, pair[1].digest])[:32]
+
+
+def take_ranks(reader: TraceReader, question: Question, selection: Selection) -> dict[int, Taken]:
+    """What a question reads of each rank of a trace; a rank that was recorded in part may be left out.
+
+    Raises
+    ------
+    CaptureError
+        If no rank has what it reads.
+    """
+    found: dict[int, Taken] = {}
+    lacking: CaptureError | None = None
+    for rank in reader.ranks:
+        try:
+            found[rank] = take(reader.of_rank(rank), question, selection)
+        except CaptureError as error:
+            lacking = lacking or error
+    if lacking is not None and not found:
+        raise lacking
+    return found
+
+
+def take(reader: TraceReader, question: Question, selection: Selection) -> Taken:
+    """What a question reads of a trace of one rank.
+
+    Raises
+    ------
+    CaptureError
+        If that is not there.
+    """
+    todo = plan(reader, *question.receivers, steps=selection.steps)  # type: ignore[arg-type] # a tuple of two or three
+    if todo.missing:
+        raise CaptureError("; ".join(todo.missing))
+    rows = np.flatnonzero(todo.where)
+    steps: dict[_Key, NDArray[np.int64]] = {}
+    nbytes: dict[_Key, NDArray[np.int64]] = {}
+    streams = reader.journal[rows, Column.STREAM]
+    for stream in reader.streams:
+        mine = rows[streams == stream.id]
+        if len(mine):
+            key = (stream.kind, stream.module, f"{stream.tag}/{stream.leaf}")
+            steps[key], place = np.unique(reader.journal[mine, Column.GLOBAL_STEP], return_inverse=True)
+            nbytes[key] = np.bincount(place, reader.sizes(mine)).astype(np.int64)
+    return Taken(steps, nbytes, f"{Run.of('', reader).ended} {reader.fingerprint(rows)}")
+
+
+def _units(
+    one: tuple[str, int],
+    other: tuple[str, int],
+    question: Question,
+    pair: tuple[Taken, Taken],
+    selection: Selection,
+    part_bytes: int,
+) -> list[Unit]:
+    """The units of one question about two traces, each with a rank; none if they have no step of a layer in common."""
+    both = [key for key in pair[0].steps if key in pair[1].steps]
+    met = [np.intersect1d(pair[0].steps[key], pair[1].steps[key]) for key in both]
+    numbers = np.unique(np.concatenate(met)) if met else np.zeros(0, np.int64)
+    if not len(numbers):
+        return []
+    sizes = np.zeros(len(numbers), np.int64)
+    for key, common in zip(both, met, strict=True):
+        for side in pair:
+            sizes[np.searchsorted(numbers, common)] += side.nbytes[key][np.searchsorted(side.steps[key], common)]
+    ends = np.cumsum(sizes)
+    stride = (*(selection.steps or ()), None, None, None)[2] or 1
+    cell = digest([one, other, question.spec])[:16]
+    units = []
+    first = 0
+    while first < len(numbers):
+        before = int(ends[first - 1]) if first else 0
+        last = max(int(np.searchsorted(ends, before + part_bytes, side="right")), first + 1)
+        whole = first == 0 and last == len(numbers)
+        share: tuple[int | None, ...] | None = (int(numbers[first]), int(numbers[last - 1]) + 1, stride)
+        share = selection.steps if whole else share
+        units.append(
+            Unit(
+                id=f"{cell}-{identity_of(one, other, question, share, pair)}",
+                spec=question.spec,
+                chain=question.chain,
+                trace=one[0],
+                rank=one[1],
+                modules=None,
+                steps=share,
+                messages=2 * (last - first),
+                bytes=int(ends[last - 1]) - before,
+                other=other[0],
+                other_rank=other[1],
+            )
+        )
+        first = last
+    return units

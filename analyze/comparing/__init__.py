@@ -1,0 +1,1 @@
+"""Runs and steps compared by their representations."""

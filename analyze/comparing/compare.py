@@ -1,0 +1,222 @@
+"""The same layers of two recorded runs, step by step, over the same datapoints."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from analyze.batching.pairing import both_ranks
+from analyze.metrics.similarity.similarity import Origin, Similarity
+from analyze.registry import instances
+from analyze.tables.results import Results
+from tracer.errors import CaptureError, MessageError
+from tracer.messaging.messages import Message
+from tracer.messaging.subscriber import unmet
+from tracer.stores import Anywhere
+from tracer.trace.reader import Steps, StreamInfo, TraceReader
+
+
+def compare(
+    one: Anywhere | TraceReader,
+    other: Anywhere | TraceReader,
+    subscribers: str | Similarity | Iterable[str | Similarity] = "svcca",
+    *,
+    steps: Steps | None = None,
+) -> Results:
+    """How similar each layer of one run is to the same layer of another, at each step that both have.
+
+    Parameters
+    ----------
+    one, other : path, URL or TraceReader
+        Two traces with activations of the same datapoints in the same order: the same probe.
+    subscribers : str or subscriber, or several
+        Which similarities, of which kind, tag and modules: ``"svcca:threshold=0.9"``. What the layers are compared
+        against is said by this function, not by them.
+    steps : (start, stop) or (start, stop, stride), optional
+        Only these global steps.
+
+    Returns
+    -------
+    Results
+        A row for each number, at the step, module, call and leaf that both have; the trace is called ``one|other``. Of
+        runs of several ranks, each is compared with that of the same number in the other run, as far as both have it.
+
+    Raises
+    ------
+    CaptureError
+        If a trace has nothing that a subscriber takes, the traces' datapoints are not the same as far as labels and
+        sampling tell, or they have no step of a layer in common.
+    MessageError
+        If a subscriber does not compare layers.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tracer
+    >>> paths = [tempfile.mkdtemp() + "/run.zarr" for _ in range(2)]
+    >>> for number, path in enumerate(paths):
+    ...     with tracer.TraceWriter(path) as writer:
+    ...         for step in range(2):
+    ...             where = dict(global_step=step, train_step=step, epoch=0, tag="probe")
+    ...             x = torch.linspace(0, 1, 60).reshape(20, 3) ** (step * number + 1)
+    ...             writer.write(tracer.ModuleMessage(kind="activations", module="fc", data=x, **where))
+    >>> found = compare(*paths, "svcca:details=false")
+    >>> [(row.kind, row.module, row.global_step, round(row.value, 6)) for row in found]
+    [('activations_svcca', 'fc', 0, 1.0), ('activations_svcca', 'fc', 1, 0.967569)]
+    """
+    asked = instances(subscribers)
+    for measure in asked:
+        if not isinstance(measure, Similarity):
+            raise MessageError(f"compare compares layers, and {type(measure).__name__} does not")
+    results = Results()
+    with contextlib.ExitStack() as stack:
+        first, second = (
+            trace if isinstance(trace, TraceReader) else stack.enter_context(TraceReader(trace))
+            for trace in (one, other)
+        )
+        for measure in asked:
+            sink = results.sink([measure], f"{first.path}|{second.path}")
+            met = 0
+            for a, b in _ranks(first, second, measure):
+                with aligned([first.of_rank(a), second.of_rank(b)], measure) as (mine, theirs):
+                    for x, y in _matched(observed(mine, measure, steps), observed(theirs, measure, steps)):
+                        found = measure.compare(measure.represent(x.data), measure.represent(y.data))
+                        for answer in measure.answers(Origin.of(x), found):
+                            sink.receive(answer)
+                        met += 1
+            if not met:
+                raise CaptureError(f"{first.path} and {second.path} have no step of a layer in common")
+    return results
+
+
+def _ranks(one: TraceReader, other: TraceReader, measure: Similarity) -> list[tuple[int, int]]:
+    """Which ranks of two traces are compared; where none has all that it takes, `aligned` tells what is missing.
+
+    Raises
+    ------
+    CaptureError
+        If there are none.
+    """
+    having = [
+        [rank for rank in reader.ranks if not _lacking(reader.of_rank(rank), measure)] or reader.ranks[:1]
+        for reader in (one, other)
+    ]
+    both = both_ranks(*having)
+    if not both:
+        mine, theirs = (", ".join(map(str, ranks)) for ranks in having)
+        raise CaptureError(
+            f"what is compared is in {one.path} of the ranks {mine}, in {other.path} of {theirs}: none is in both; "
+            "compare TraceReader(path).of_rank(number) of each"
+        )
+    return both
+
+
+def _lacking(reader: TraceReader, measure: Similarity) -> list[str]:
+    """What a trace lacks that a subscriber needs, in sentences."""
+    offered = [(stream.kind, stream.module, stream.tag) for stream in reader.streams]
+    return unmet([measure], offered, str(reader.path))
+
+
+def observed(reader: TraceReader, measure: Similarity, steps: Steps | None) -> Iterator[Message]:
+    """The messages of a trace that a subscriber takes."""
+    subscription = measure.subscriptions[0]
+    chosen = [stream.id for stream in _taken(reader, measure)]
+    for message in reader.messages(streams=chosen, steps=steps):
+        if subscription.wants(message.kind, message.key, message.tag, message.step):
+            yield message
+
+
+def _taken(reader: TraceReader, measure: Similarity) -> list[StreamInfo]:
+    wants = measure.subscriptions[0].wants
+    return [stream for stream in reader.streams if wants(stream.kind, stream.module, stream.tag, None)]
+
+
+_Key = tuple[str | None, str, int, str, int]
+
+
+def _matched(one: Iterator[Message], other: Iterator[Message]) -> Iterator[tuple[Message, Message]]:
+    """The messages of the same layer and step of both; only those of the steps that are going on are held."""
+    waiting: tuple[dict[_Key, Message], dict[_Key, Message]] = ({}, {})
+    sources, ended, at = (one, other), [False, False], [-1, -1]
+    while not all(ended):
+        # the one that is behind goes on, so that both are in about the same step
+        side = 0 if ended[1] or (not ended[0] and at[0] <= at[1]) else 1
+        message = next(sources[side], None)
+        if message is None:
+            ended[side] = True
+            continue
+        if message.global_step != at[side]:
+            at[side] = message.global_step
+            for held in waiting:
+                for key in [key for key in held if key[2] < min(at)]:
+                    del held[key]
+        key = (message.key, message.tag, message.global_step, message.leaf, message.call)
+        partner = waiting[1 - side].pop(key, None)
+        if partner is None:
+            waiting[side][key] = message
+        else:
+            yield (message, partner) if side == 0 else (partner, message)
+
+
+@contextlib.contextmanager
+def aligned(traces: Sequence[Anywhere | TraceReader], measure: Similarity) -> Iterator[list[TraceReader]]:
+    """Readers of traces that hold what a subscriber takes, of the same datapoints as far as can be told.
+
+    Raises
+    ------
+    CaptureError
+        If not.
+    """
+    with contextlib.ExitStack() as stack:
+        readers = [
+            trace if isinstance(trace, TraceReader) else stack.enter_context(TraceReader(trace)) for trace in traces
+        ]
+        for reader in readers:
+            missing = _lacking(reader, measure)
+            if missing:
+                raise CaptureError("; ".join(missing))
+            if len(reader.ranks) > 1:
+                raise CaptureError(
+                    f"{reader.path} has the ranks {', '.join(map(str, reader.ranks))}: give one of them, as "
+                    f"TraceReader(path).of_rank({reader.ranks[0]})"
+                )
+        for other in readers[1:]:
+            _check_alike(readers[0], other, measure)
+        yield readers
+
+
+def _check_alike(one: TraceReader, other: TraceReader, measure: Similarity) -> None:
+    """Raise `CaptureError` if two traces were sampled differently, or the labels of their datapoints differ."""
+    theirs = {(stream.kind, stream.module, stream.tag, stream.leaf): stream for stream in _taken(other, measure)}
+    tags = set()
+    for stream in _taken(one, measure):
+        twin = theirs.get((stream.kind, stream.module, stream.tag, stream.leaf))
+        if twin is None:
+            continue
+        tags.add(stream.tag)
+        sampled = [{k: v for k, v in (s.sampling or {}).items() if k != "dtype"} for s in (stream, twin)]
+        if sampled[0] != sampled[1]:
+            raise CaptureError(
+                f"{stream.kind} of {stream.module} are not of the same datapoints: {one.path} recorded them with "
+                f"{sampled[0] or 'no sampling'}, {other.path} with {sampled[1] or 'no sampling'}"
+            )
+    for tag in sorted(tags):
+        labels = [_labels(reader, tag) for reader in (one, other)]
+        if all(label is not None for label in labels) and not _equal(*labels):
+            raise CaptureError(
+                f"the datapoints under the tag {tag!r} are not the same: their labels differ in {one.path} and "
+                f"{other.path}"
+            )
+
+
+def _labels(reader: TraceReader, tag: str) -> torch.Tensor | None:
+    """The labels of a probe, the first time it ran."""
+    chosen = [stream.id for stream in reader.streams if stream.kind == "input_labels" and stream.tag == tag]
+    message = next(reader.messages(streams=chosen), None) if chosen else None
+    return None if message is None else message.data
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return bool(one.shape == other.shape and torch.equal(one, other))

@@ -1,0 +1,128 @@
+"""Statistics of recorded tensors over time, many small ones at once: without a message for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analyze.metrics.elementwise.statistics import SEVEN, StatisticsResult, check_names, statistics_of_tensors
+from tracer.errors import CaptureError
+from tracer.format.layout import Column
+from tracer.stores import Anywhere
+from tracer.trace.reader import Batch, Steps, StreamInfo, TraceReader
+
+
+@dataclass(frozen=True, eq=False)
+class StreamStatistics:
+    """Statistics of one stream over time.
+
+    Attributes
+    ----------
+    stream : StreamInfo
+        Its kind, module, tag, leaf and rank.
+    global_steps : ndarray of int64, (n,)
+        The step of each message.
+    calls : ndarray of int64, (n,)
+        Its call in the step.
+    statistics : StatisticsResult
+        By name: float64 arrays (n,).
+    """
+
+    stream: StreamInfo
+    global_steps: NDArray[np.int64]
+    calls: NDArray[np.int64]
+    statistics: StatisticsResult
+
+
+def statistics_over_time(
+    trace: Anywhere | TraceReader,
+    kind: str,
+    which: str | Iterable[str] = SEVEN,
+    *,
+    modules: str | Iterable[str] | None = None,
+    steps: Steps | None = None,
+    tags: str | Iterable[str] | None = None,
+    ddof: int = 1,
+    precision: Literal["double", "single"] = "double",
+) -> list[StreamStatistics]:
+    """Statistics of every recorded tensor of a kind: the numbers of `Statistics`, but much faster where they are small.
+
+    Parameters
+    ----------
+    trace : path, URL or TraceReader
+    kind : str
+        A kind with data of real dtype.
+    which, ddof, precision
+        As in `statistics`.
+    modules, steps, tags
+        As in `TraceReader.messages`.
+
+    Returns
+    -------
+    list of StreamStatistics
+        One for each stream, in the order of the trace; the same numbers, to the bit, as a replay through `Statistics`.
+
+    Raises
+    ------
+    CaptureError
+        If the trace has no such stream, or its messages are events or complex.
+    MessageError
+        If a statistic is unknown.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from tracer import ModuleMessage, TraceWriter
+    >>> path = tempfile.mkdtemp() + "/run.zarr"
+    >>> with TraceWriter(path) as writer:
+    ...     for step in range(3):
+    ...         where = {"global_step": step, "train_step": step, "epoch": 0}
+    ...         writer.write(ModuleMessage(kind="biases", module="fc", data=torch.full((2,), float(step)), **where))
+    >>> (found,) = statistics_over_time(path, "biases", "mean+norm1")
+    >>> found.stream.module, found.global_steps.tolist(), found.statistics.norm1.tolist()
+    ('fc', [0, 1, 2], [0.0, 2.0, 4.0])
+    """
+    names = check_names(which)
+    with nullcontext(trace) if isinstance(trace, TraceReader) else TraceReader(trace) as reader:
+        rows = reader.select(kind, modules, steps, tags)
+        streams = {stream.id: stream for stream in reader.streams if stream.kind == kind}
+        chosen = np.unique(reader.journal[rows, Column.STREAM]).tolist()
+        if not chosen:
+            raise CaptureError(f"{reader.path} has no {kind} messages that pass these filters")
+        for number in chosen:
+            dtype = streams[number].dtype
+            if dtype is None or "complex" in dtype:
+                raise CaptureError(f"statistics need real numbers, but {streams[number]} of {reader.path} has {dtype}")
+        columns = np.full((len(names), len(reader.journal)), np.nan)
+        for batch in reader.arrays(kind, modules, steps, tags):
+            _fill(columns, batch, names, ddof, precision)
+        found = []
+        for number in chosen:
+            of_stream = rows[reader.journal[rows, Column.STREAM] == number]
+            found.append(
+                StreamStatistics(
+                    streams[number],
+                    reader.journal[of_stream, Column.GLOBAL_STEP],
+                    reader.journal[of_stream, Column.CALL],
+                    StatisticsResult(zip(names, columns[:, of_stream], strict=True)),
+                )
+            )
+        return found
+
+
+def _fill(
+    columns: NDArray[np.float64],
+    batch: Batch,
+    names: tuple[str, ...],
+    ddof: int,
+    precision: Literal["double", "single"],
+) -> None:
+    data = batch.data.reshape(len(batch.rows), -1) if batch.data.size else batch.data.reshape(len(batch.rows), 0)
+    found = statistics_of_tensors(data, names, ddof=ddof, precision=precision)
+    for place, name in enumerate(names):
+        columns[place, batch.rows] = found[name]

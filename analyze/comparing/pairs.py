@@ -1,0 +1,377 @@
+"""All pairs: the similarity of each layer at each step of a run, or of several, with each other layer and step.
+
+The bases of all items are made once, in one pass over the trace, and then each pair costs one small product of
+matrices. What does not fit into memory goes to a scratch file, of which a few blocks are read at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import weakref
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import numpy as np
+import scipy
+from numpy.typing import NDArray
+
+from analyze.metrics.inputs import Array
+from analyze.metrics.similarity.bases import STATUSES, Basis, Status, basis, check_threshold
+from analyze.metrics.similarity.canonical import Average, null_baseline
+from analyze.metrics.similarity.cca import CCA, R2CCA
+from analyze.metrics.similarity.datapoints import Channels, Positions
+from analyze.metrics.similarity.similarity import Origin, Similarity
+from analyze.metrics.similarity.svcca import SVCCA
+from analyze.registry import instances
+from tracer.errors import CaptureError, MessageError
+from tracer.stores import Anywhere
+from tracer.trace.reader import Steps, TraceReader
+
+_BLOCK = 1 << 26
+"""Bytes of bases in a block: two blocks and their product are in memory at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A layer at a step of a run: what a row and a column of `Similarities` stand for.
+
+    Attributes
+    ----------
+    trace : str
+    module : str or None
+        Dotted path; None for the network.
+    global_step, call : int
+    leaf : str
+    """
+
+    trace: str
+    module: str | None
+    global_step: int
+    call: int
+    leaf: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Similarities:
+    """The similarity of each two items.
+
+    Attributes
+    ----------
+    items : tuple
+        What the rows and columns stand for: `Item`, or the keys that were given to `Bases.add`.
+    values : array (items, items)
+        NaN where there is none.
+    codes : array (items, items) of int8
+        The status of each pair, as a place in `analyze.metrics.similarity.bases.STATUSES`.
+    k : array (items,)
+        Directions kept of each; 0 for measures that keep all activations.
+    n : array (items,)
+        Datapoints of each.
+    """
+
+    items: tuple[Any, ...]
+    values: NDArray[np.float64]
+    codes: NDArray[np.int8]
+    k: NDArray[np.int64]
+    n: NDArray[np.int64]
+
+    def status(self, i: int, j: int) -> Status:
+        """The status of a pair."""
+        return STATUSES[int(self.codes[i, j])]
+
+    def null(self, i: int, j: int) -> float:
+        """The value to expect of unrelated Gaussian layers with the n and k of this pair, of a mean correlation."""
+        return null_baseline(int(self.n[i]), int(self.k[i]), int(self.k[j]))
+
+    def of(self, module: str | None) -> Similarities:
+        """Those of one module, step by step."""
+        chosen = [place for place, item in enumerate(self.items) if getattr(item, "module", None) == module]
+        both = np.ix_(chosen, chosen)
+        items = tuple(self.items[place] for place in chosen)
+        return Similarities(items, self.values[both], self.codes[both], self.k[chosen], self.n[chosen])
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Each pair once, as a row of a table: both items, value, status, directions kept and null baseline."""
+        for i, one in enumerate(self.items):
+            for j in range(i, len(self.items)):
+                yield {
+                    "one": one,
+                    "other": self.items[j],
+                    "value": float(self.values[i, j]),
+                    "status": self.status(i, j),
+                    "k": int(self.k[i]),
+                    "m": int(self.k[j]),
+                    "null": self.null(i, j),
+                }
+
+
+class Bases:
+    """Orthonormal bases of many sets of activations, and then the similarity of each two of them.
+
+    Parameters
+    ----------
+    threshold : float
+        As in `analyze.svcca`; 1 for plain CCA.
+    average : {"mean", "square"}
+        The mean of the correlations, or of their squares, which needs no singular values.
+    channels, positions
+        As in `analyze.svcca`; positions are no frequencies.
+    dtype : {"float64", "float32"}
+        In which the bases are kept. float32 halves memory and time, and moves no mean by more than 4e-7.
+    scratch : path of a folder, optional
+        Where to keep them in a file that has no name and goes with this object, instead of in memory.
+
+    Examples
+    --------
+    >>> import numpy as np, analyze
+    >>> random = np.random.default_rng(0)
+    >>> hidden = random.standard_normal((200, 8))
+    >>> bases = Bases()
+    >>> for step in range(3):
+    ...     bases.add(step, np.tanh(step * hidden @ random.standard_normal((8, 8)) + hidden))
+    >>> found = bases.similarities()
+    >>> found.values.shape, found.values.diagonal().round(12).tolist(), found.status(0, 2)
+    ((3, 3), [1.0, 1.0, 1.0], 'ok')
+    """
+
+    def __init__(
+        self,
+        threshold: float = 0.99,
+        *,
+        average: Average = "mean",
+        channels: Channels = "auto",
+        positions: Positions = "datapoints",
+        dtype: Literal["float64", "float32"] = "float64",
+        scratch: str | Path | None = None,
+    ) -> None:
+        check_threshold(threshold)
+        if average not in ("mean", "square"):
+            raise MessageError(f"average is 'mean' or 'square', not {average!r}")
+        if dtype not in ("float64", "float32"):
+            raise MessageError(f"dtype is 'float64' or 'float32', not {dtype!r}")
+        if positions not in ("datapoints", "pooled"):
+            raise MessageError(f"positions is 'datapoints' or 'pooled', not {positions!r}")
+        self.threshold, self.average, self.channels, self.positions = threshold, average, channels, positions
+        self.dtype = np.dtype(dtype)
+        self.keys: list[Hashable] = []
+        self._known: list[tuple[int, int, Status, tuple[int, ...], bool]] = []  # n, k, status, rows, ill posed
+        self._places: list[int] = []
+        self._kept: list[NDArray[Any]] = []
+        self._file: IO[bytes] | None = None
+        if scratch is not None:
+            self._file = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115 - it lives as long as this object
+            weakref.finalize(self, self._file.close)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def add(self, key: Hashable, data: Array) -> None:
+        """Make and keep the basis of one set of activations; never raises for what it holds."""
+        self.add_basis(key, basis(data, self.threshold, channels=self.channels, positions=self.positions))
+
+    def add_basis(self, key: Hashable, made: Basis) -> None:
+        """Keep a basis that is there already."""
+        self.keys.append(key)
+        self._known.append((made.n, made.k, made.status, made.rows, made.ill_posed))
+        u_kn = np.ascontiguousarray(made.u_nk.T, dtype=self.dtype)
+        if self._file is None:
+            self._kept.append(u_kn)
+            return
+        self._places.append(self._file.seek(0, 2))
+        self._file.write(u_kn.tobytes())
+
+    def _block(self, items: list[int]) -> NDArray[Any]:
+        """The bases of some items of one n, below each other."""
+        if self._file is None:
+            return np.concatenate([self._kept[item] for item in items])
+        n = self._known[items[0]][0]
+        block = np.empty((sum(self._known[item][1] for item in items), n), self.dtype)
+        row = 0
+        for item in items:
+            k = self._known[item][1]
+            self._file.seek(self._places[item])
+            block[row : row + k] = np.frombuffer(self._file.read(k * n * self.dtype.itemsize), self.dtype).reshape(k, n)
+            row += k
+        return block
+
+    def similarities(self, *, quick: bool = False) -> Similarities:
+        """The similarity of each two.
+
+        Parameters
+        ----------
+        quick : bool
+            Whether to take the correlations from the eigenvalues of the squared overlap, which is faster, and good to
+            1e-12 unless correlations are 0 exactly.
+        """
+        count = len(self.keys)
+        values, codes = np.full((count, count), math.nan), np.zeros((count, count), np.int8)
+        n = np.array([known[0] for known in self._known], np.int64)
+        k = np.array([known[1] for known in self._known], np.int64)
+        alone = np.array([STATUSES.index(known[2]) for known in self._known], np.int8)
+        mismatch, ill_posed, few = (STATUSES.index(word) for word in ("mismatch", "ill_posed", "few_samples"))
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for item, (_, _, status, rows, _) in enumerate(self._known):
+            if status == "ok":
+                alike.setdefault(rows if len(rows) > 1 else (*rows, 1), []).append(item)
+        shaky = np.array([known[4] for known in self._known], bool)
+        scarce = (n - 1)[:, None] < 5 * np.maximum(k[:, None], k)
+        codes[:] = np.where(shaky[:, None] | shaky, ill_posed, np.where(scarce, few, 0))
+        same = np.zeros((count, count), bool)
+        for items in alike.values():
+            same[np.ix_(items, items)] = True
+        codes[~same] = mismatch
+        codes = np.where(alone[None, :] != 0, alone[None, :], codes)
+        codes = np.where(alone[:, None] != 0, alone[:, None], codes)
+        for items in alike.values():
+            blocks = self._blocks(items)
+            for first, one in enumerate(blocks):
+                block_one = self._block(one)
+                for other in blocks[first:]:
+                    block_other = block_one if other is one else self._block(other)
+                    self._fill(values, one, block_one, other, block_other, quick)
+        return Similarities(tuple(self.keys), values, codes.astype(np.int8), k, n)
+
+    def _blocks(self, items: list[int]) -> list[list[int]]:
+        size = max(1, _BLOCK // (self.dtype.itemsize * self._known[items[0]][0]))
+        blocks: list[list[int]] = [[]]
+        filled = 0
+        for item in items:
+            k = self._known[item][1]
+            if filled and filled + k > size:
+                blocks.append([])
+                filled = 0
+            blocks[-1].append(item)
+            filled += k
+        return blocks
+
+    def _fill(
+        self,
+        values: NDArray[np.float64],
+        one: list[int],
+        block_one: NDArray[Any],
+        other: list[int],
+        block_other: NDArray[Any],
+        quick: bool,
+    ) -> None:
+        widths = [self._known[item][1] for item in other]
+        ends = np.cumsum(widths)
+        start = 0
+        for number, i in enumerate(one):
+            k = self._known[i][1]
+            first = number if other is one else 0
+            begin = int(ends[first] - widths[first])
+            overlaps = block_one[start : start + k] @ block_other[begin:].T
+            start += k
+            for place in range(first, len(other)):
+                j, m = other[place], widths[place]
+                overlap_km = overlaps[:, int(ends[place]) - m - begin : int(ends[place]) - begin]
+                values[i, j] = values[j, i] = self._value(overlap_km, quick)
+
+    def _value(self, overlap_km: NDArray[Any], quick: bool) -> float:
+        k, m = overlap_km.shape
+        if self.average == "square":
+            return min(1.0, float(np.vdot(overlap_km, overlap_km)) / int(min(k, m)))
+        overlap_km = overlap_km.astype(np.float64, copy=False)
+        if not quick:
+            rho = scipy.linalg.svdvals(overlap_km, check_finite=False)
+        else:
+            squared = overlap_km @ overlap_km.T if k <= m else overlap_km.T @ overlap_km
+            rho = np.sqrt(scipy.linalg.eigvalsh(squared, check_finite=False).clip(0.0, 1.0))
+        return float(rho.clip(0.0, 1.0).mean())
+
+
+def pairs(
+    traces: Anywhere | TraceReader | Iterable[Anywhere | TraceReader],
+    subscriber: str | Similarity = "svcca",
+    *,
+    steps: Steps | None = None,
+    dtype: Literal["float64", "float32"] = "float64",
+    scratch: str | Path | None = None,
+    quick: bool = False,
+) -> Similarities:
+    """The similarity of each layer at each step with each other layer and step, of a recorded run or of several.
+
+    Parameters
+    ----------
+    traces : path, URL or TraceReader, or several
+        Of several, the datapoints must be the same: see `analyze.compare`.
+    subscriber : str or subscriber
+        Which similarity, and of which kind, tag and modules: ``"svcca:threshold=0.9,modules=conv*"``. What the layers
+        are compared against is said by this function, not by it.
+    steps : (start, stop) or (start, stop, stride), optional
+        Only these global steps.
+    dtype, scratch
+        As in `Bases`; of measures that have bases.
+    quick : bool
+        As in `Bases.similarities`.
+
+    Returns
+    -------
+    Similarities
+
+    Raises
+    ------
+    CaptureError
+        If a trace has nothing that the subscriber takes, or the traces' datapoints are not the same.
+    MessageError
+        If the subscriber does not compare layers, or is not symmetric.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tracer
+    >>> path = tempfile.mkdtemp() + "/run.zarr"
+    >>> with tracer.TraceWriter(path) as writer:
+    ...     for step in range(3):
+    ...         where = dict(global_step=step, train_step=step, epoch=0, tag="probe")
+    ...         x = torch.linspace(0, 1, 60).reshape(20, 3) ** (step + 1)
+    ...         writer.write(tracer.ModuleMessage(kind="activations", module="fc", data=x, **where))
+    >>> found = pairs(path, "svcca")
+    >>> found.values.shape, found.items[1].global_step, round(float(found.values[0, 1]), 3)
+    ((3, 3), 1, 0.968)
+    """
+    from analyze.comparing.compare import aligned, observed
+
+    (measure,) = instances(subscriber)
+    if not isinstance(measure, Similarity):
+        raise MessageError(f"pairs compares layers, and {type(measure).__name__} does not")
+    if not measure.symmetric:
+        raise MessageError(f"pairs compares each two layers once, but {type(measure).__name__} is not symmetric")
+    single = isinstance(traces, (str, Path, TraceReader)) or not isinstance(traces, Iterable)
+    sources: list[Any] = [traces] if single else list(traces)  # type: ignore[arg-type] # one or many, as was just seen
+    averages: dict[type, Average] = {SVCCA: "mean", CCA: "mean", R2CCA: "square"}
+    average = averages.get(type(measure)) if measure.positions != "fourier" else None
+    made = Bases(average=average or "mean", dtype=dtype, scratch=scratch)
+    others: list[Any] = []
+    with aligned(sources, measure) as readers:
+        for reader in readers:
+            for message in observed(reader, measure, steps):
+                origin = Origin.of(message)
+                item = Item(str(reader.path), origin.module, origin.global_step, origin.call, origin.leaf)
+                assert message.data is not None
+                represented = measure.represent(message.data)
+                if average is not None:
+                    made.add_basis(item, represented)
+                else:
+                    made.keys.append(item)
+                    others.append(represented)
+    if not made.keys:
+        raise CaptureError(f"no step of {', '.join(str(one.path) for one in readers)} is among those that were asked")
+    return made.similarities(quick=quick) if average is not None else _each(measure, made.keys, others)
+
+
+def _each(measure: Similarity, items: list[Hashable], kept: list[Any]) -> Similarities:
+    """Each two by themselves, for measures without bases."""
+    count = len(kept)
+    values, codes = np.full((count, count), math.nan), np.zeros((count, count), np.int8)
+    n = np.zeros(count, np.int64)
+    for i, one in enumerate(kept):
+        for j in range(i, count):
+            found = measure.compare(one, kept[j])
+            values[i, j] = values[j, i] = float(found)
+            codes[i, j] = codes[j, i] = STATUSES.index(found.status)
+            if i == j:
+                n[i] = found.n
+    return Similarities(tuple(items), values, codes, np.zeros(count, np.int64), n)

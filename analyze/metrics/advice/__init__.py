@@ -1,0 +1,1 @@
+"""Metrics that advise: what to freeze, which learning rate."""

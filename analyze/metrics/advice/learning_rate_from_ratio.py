@@ -1,0 +1,172 @@
+"""The rule that keeps the update/weight ratio at its target: by which factor the learning rate would be changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, final
+
+from analyze.metrics.inputs import answer, as_array, subscription_to
+from tracer.errors import MessageError
+from tracer.messaging.messages import DEFAULT_TAG, Message, NetworkMessage
+from tracer.messaging.subscriber import Subscriber
+
+
+def learning_rate_from_ratio(ratios: Iterable[float], *, target: float = 1e-3, max_factor: float = 2.0) -> float:
+    """By which factor to multiply the learning rate, so that the mean of the ratios becomes the target.
+
+    Parameters
+    ----------
+    ratios : iterable of float
+        Update/weight ratios of the layers, of one step or several; those that are not finite do not count.
+    target, max_factor
+        As in `LearningRateFromRatio`.
+
+    Returns
+    -------
+    float
+        From 1 / max_factor to max_factor; 1, which changes nothing, if no ratio counts.
+
+    Raises
+    ------
+    MessageError
+        If a parameter is out of its range.
+
+    Examples
+    --------
+    >>> learning_rate_from_ratio([0.001, 0.003]), learning_rate_from_ratio([1.0]), learning_rate_from_ratio([])
+    (0.5, 0.5, 1.0)
+    """
+    _check(target, max_factor)
+    finite = [float(one) for one in ratios if math.isfinite(one)]
+    mean = math.fsum(finite) / len(finite) if finite else math.nan
+    if math.isnan(mean):
+        return 1.0
+    return min(max(target / mean, 1 / max_factor), max_factor) if mean > 0 else max_factor
+
+
+def _check(target: object, max_factor: object, window: object = 1) -> None:
+    for what, number, least in (("target", target, 0), ("max_factor", max_factor, 1)):
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not least < number < math.inf:
+            raise MessageError(f"{what} is a finite number above {least}, not {number!r}")
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise MessageError(f"the window is a positive number of steps, not {window!r}")
+
+
+@final
+class LearningRateFromRatio(Subscriber):
+    r"""Learning rate from the update/weight ratio: the factor :math:`\tau / \bar r` that would bring it to its target.
+
+    Answers ``{kind}_learning_rate_factor``, for the whole network and after each `window` steps, when a later step
+    begins or the run ends: a float64 scalar without unit, by which the learning rate would be multiplied. In a replay
+    it says what the rule would have done at first, with the ratios of the run as it was; in a live run a
+    `tracer.messaging.actor.Actor` does it, and the next window shows what came of it.
+
+    Parameters
+    ----------
+    kind : str
+        A kind whose messages carry one ratio each, such as the answers of `Ratio`.
+    target : float
+        The ratio to keep; about 1e-3 is healthy.
+    window : int
+        Over how many steps the mean of the ratios is taken, before each factor.
+    max_factor : float
+        A factor is at most this, and at least its inverse.
+    tag, subsample, modules
+        As in `tracer.Subscription`.
+
+    Raises
+    ------
+    MessageError
+        If messages of this kind carry no data, or a parameter is out of its range.
+
+    Notes
+    -----
+    *Formula*: :math:`\min(\max(\tau / \bar r, 1/f), f)`, :math:`\bar r` the mean over layers and the steps of the
+    window.
+    *Needs*: the answers of another subscriber, by default those of `Ratio`: ask for both.
+    *Cost*: O(1) for each message.
+    *Invariant to* the order of the layers.
+    *Edge values*: ratios that are not finite do not count; 1 if none does, `max_factor` if all are 0. Never raises
+    during a replay.
+    *Memory*: the ratios of the window that is going on; part of `state_dict`.
+    *Source*: the rule is that of ikkuna's experiments; the target is A. Karpathy, "CS231n, Neural Networks Part 3". A
+    smoothed ratio would lag behind the rate that it sets, so the mean begins anew after each factor.
+    *Formerly*: ``RatioLRSubscriber`` and ``ExponentialRatioLRSubscriber`` of ikkuna's experiments.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tracer import ModuleMessage
+    >>> rule, said = LearningRateFromRatio(window=1), []
+    >>> for step, value in enumerate([0.004, 0.001]):
+    ...     where = dict(module="fc", global_step=step, train_step=step, epoch=0)
+    ...     ratio = ModuleMessage(kind="weight_updates_weights_ratio", data=torch.tensor(value).double(), **where)
+    ...     said += rule.compute(ratio)
+    >>> [(one.kind, one.global_step, float(one.data)) for one in [*said, *rule.conclude()]][0]
+    ('weight_updates_weights_ratio_learning_rate_factor', 0, 0.5)
+    """
+
+    name = "learning_rate_from_ratio"
+    scope = "everything"
+
+    def __init__(
+        self,
+        kind: str = "weight_updates_weights_ratio",
+        *,
+        target: float = 1e-3,
+        window: int = 5,
+        max_factor: float = 2.0,
+        tag: str | None = DEFAULT_TAG,
+        subsample: int = 1,
+        modules: str | Iterable[str] | None = None,
+    ) -> None:
+        _check(target, max_factor, window)
+        super().__init__(subscription_to(kind, tag, subsample, modules), produces=f"{kind}_learning_rate_factor")
+        self.target, self.window, self.max_factor = target, window, max_factor
+        self._windows: dict[str, dict[str, Any]] = {}
+
+    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+        """Keep one ratio; answer if the step before was the last of a window and this one begins another."""
+        message = message_or_bundle
+        at = [message.global_step, message.train_step, message.epoch, message.rank]
+        now = self._windows.get(message.tag)
+        if now is not None and now["at"] != at:
+            if now["steps"] == self.window:
+                yield self._answer(message.tag, now)
+                now = None
+            else:
+                now["steps"] += 1
+        if now is None:
+            now = self._windows[message.tag] = {"steps": 1, "ratios": []}
+        now["at"] = at
+        value = as_array(message.data)
+        if value.size == 1 and value.dtype.kind != "c":
+            now["ratios"].append(float(value.reshape(-1)[0]))
+
+    def conclude(self) -> Iterator[Message]:
+        """Answer for the windows that are complete."""
+        windows, self._windows = self._windows, {}
+        for tag, last in windows.items():
+            if last["steps"] == self.window:
+                yield self._answer(tag, last)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ratios of the windows that are going on, by tag."""
+        return {"windows": {tag: {**now, "ratios": list(now["ratios"])} for tag, now in self._windows.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another stopped."""
+        self._windows = {tag: {**now, "ratios": list(now["ratios"])} for tag, now in state["windows"].items()}
+
+    def _answer(self, tag: str, over: Mapping[str, Any]) -> Message:
+        global_step, train_step, epoch, rank = over["at"]
+        return NetworkMessage(
+            kind=self.produces[0],
+            global_step=global_step,
+            train_step=train_step,
+            epoch=epoch,
+            tag=tag,
+            rank=rank,
+            data=answer(learning_rate_from_ratio(over["ratios"], target=self.target, max_factor=self.max_factor)),
+        )

@@ -1,0 +1,1 @@
+"""Metrics of a tensor's elements: moments, norms, quantiles, histograms."""

@@ -1,0 +1,219 @@
+"""How often the units of a layer are active, and how many of them never are."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias, final, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from analyze.metrics.inputs import Array, answer, as_array, subscription_to
+from analyze.metrics.streams import Stream, packed, stream_of, unpacked
+from tracer.errors import MessageError
+from tracer.messaging.messages import DEFAULT_TAG, KINDS, Message, derived
+from tracer.messaging.subscriber import Subscriber
+
+Units: TypeAlias = Literal["auto", "first", "second", "last"]
+
+
+class Activity(NamedTuple):
+    """What `activation_rate` finds; as a number it is the activation rate."""
+
+    activation_rate: float
+    death_rate: float
+    rates: NDArray[np.float64]
+
+    def __float__(self) -> float:
+        return self.activation_rate
+
+
+def activation_rate(x: Array, *, threshold: float = 1e-8, units: Units = "auto") -> Activity:
+    """How often each unit is active, on average over the units; and the share of the units that never are.
+
+    Parameters
+    ----------
+    x : array
+        Outputs of a layer, (n, c), (n, t, c) or (n, c, h, w); a vector is one datapoint.
+    threshold : float
+        An element is active if its modulus is above this.
+    units : {"auto", "first", "second", "last"}
+        Which axis counts the units: ``"first"`` for the gradient of a weight, ``"second"`` for convolutions, ``"last"``
+        for sequences. ``"auto"`` takes the second of four and more axes, else the last.
+
+    Returns
+    -------
+    Activity
+        ``activation_rate`` and ``death_rate`` from 0 to 1, and ``rates`` of shape (c,). NaN for a unit that has a NaN,
+        and NaN if there are no elements.
+
+    Raises
+    ------
+    MessageError
+        If `threshold` is negative or not a number, or `units` is another word.
+
+    Examples
+    --------
+    >>> found = activation_rate([[0.0, 1.0, 2.0], [0.0, 0.0, 3.0]])
+    >>> found.activation_rate, round(found.death_rate, 3), found.rates.tolist()
+    (0.5, 0.333, [0.0, 0.5, 1.0])
+    """
+    _check(threshold, units)
+    active, count = _counts(as_array(x), threshold, units)
+    return _activity(active, count)
+
+
+def _counts(array: NDArray[Any], threshold: float, units: Units) -> tuple[NDArray[np.float64], int]:
+    """For each unit how many of its elements are active (NaN if one is NaN), and of how many."""
+    if array.ndim < 2:
+        array = array.reshape(1, -1)
+    if units == "auto":
+        units = "second" if array.ndim >= 4 else "last"
+    axis = {"first": 0, "second": 1, "last": array.ndim - 1}[units]
+    others = tuple(number for number in range(array.ndim) if number != axis)
+    size = array.size // array.shape[axis] if array.shape[axis] else 0
+    with np.errstate(invalid="ignore", over="ignore"):
+        # not by the modulus: the least whole number of a dtype has none in it
+        beyond = np.abs(array) > threshold if array.dtype.kind == "c" else (array > threshold) | (array < -threshold)
+        active = np.count_nonzero(beyond, axis=others).astype(np.float64)
+    if array.dtype.kind in "fc":
+        active[np.isnan(array).any(axis=others)] = math.nan
+    return active, size
+
+
+def _activity(active: NDArray[np.float64], count: int) -> Activity:
+    if not count or not active.size:
+        return Activity(math.nan, math.nan, np.full(active.shape, math.nan))
+    rates = active / count
+    dead = math.nan if np.isnan(rates).any() else np.count_nonzero(rates == 0) / rates.size
+    return Activity(float(rates.mean()), float(dead), rates)
+
+
+def _check(threshold: object, units: object) -> None:
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not threshold >= 0:
+        raise MessageError(f"the threshold of an activation is a number from 0 on, not {threshold!r}")
+    if units not in get_args(Units):
+        raise MessageError(f"units is 'auto', 'first', 'second' or 'last', not {units!r}")
+
+
+@final
+class ActivationRate(Subscriber):
+    r"""Activation rate and death rate of each layer: :math:`\frac1C\sum_c r_c` and :math:`\frac1C\,\#\{c: r_c=0\}`.
+
+    :math:`r_c` is the share of active elements of unit c over the last `window` messages. Answers
+    ``{kind}_activation_rate`` and ``{kind}_death_rate``: float64 scalars from 0 to 1, without unit, for each message.
+
+    Parameters
+    ----------
+    kind : str
+        ``"activations"``, ``"layer_gradients"``, ``"weight_gradients"`` or any other kind with data.
+    threshold : float
+        An element is active if its modulus is above this; give 0 for gradients, which may be small and alive.
+    units : {"auto", "first", "second", "last"}
+        Which axis counts the units. ``"auto"`` is the first for kinds of parameters, whose rows are output units; else
+        the second of four and more axes (n, c, h, w), else the last (n, c), (n, t, c).
+    window : int
+        How many messages of a stream are looked at together: a unit that is silent in one batch is not yet dead.
+    tag, subsample, modules
+        As in `tracer.Subscription`.
+
+    Raises
+    ------
+    MessageError
+        If messages of this kind carry no data, or a parameter is out of its range.
+
+    Notes
+    -----
+    *Formula*: :math:`r_c` = share of :math:`|x_{nc\dots}|` above the threshold, over datapoints, positions and window.
+    *Cost*: one pass over the data, O(n).
+    *Invariant to* the order of the datapoints and of the units, and to signs.
+    *Edge values*: NaN for empty data; where NaN occurs the activation rate is NaN, and so is the death rate. A window
+    begins anew when the number of units changes. Never raises during a replay.
+    *Memory*: the counts of the last `window` messages of each stream; part of `state_dict`.
+    *Found by*: dead units, dead neurons, dying ReLU, sparsity of activations; saturated units of tanh: the share of
+    elements beyond ``threshold=0.99``.
+    *Source*: L. Lu et al., "Dying ReLU and Initialization", arXiv:1903.06733, for the death of units.
+    *Formerly*: monitorch ``OutputActivation`` and ``GradientActivation`` (1e-8, one batch).
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tracer import ModuleMessage
+    >>> where = dict(module="relu", global_step=0, train_step=0, epoch=0)
+    >>> outputs = torch.tensor([[0.0, 1.0, 2.0, 0.0], [0.0, 0.0, 3.0, 4.0]])
+    >>> message = ModuleMessage(kind="activations", data=outputs, **where)
+    >>> [(said.kind, float(said.data)) for said in ActivationRate().compute(message)]
+    [('activations_activation_rate', 0.5), ('activations_death_rate', 0.25)]
+    """
+
+    name = "activation_rate"
+    scope = "stream"
+    version = 2
+    spoiled_by = ("elements", "reduce")
+    invariances = ("rows", "sign")
+
+    def __init__(
+        self,
+        kind: str = "activations",
+        *,
+        threshold: float = 1e-8,
+        units: Units = "auto",
+        window: int = 1,
+        tag: str | None = DEFAULT_TAG,
+        subsample: int = 1,
+        modules: str | Iterable[str] | None = None,
+    ) -> None:
+        _check(threshold, units)
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            raise MessageError(f"the window of an activation rate is a positive integer, not {window!r}")
+        super().__init__(
+            subscription_to(kind, tag, subsample, modules), produces=(f"{kind}_activation_rate", f"{kind}_death_rate")
+        )
+        self.threshold, self.units, self.window = threshold, units, window
+        of_parameter = kind in KINDS and not KINDS[kind].batched
+        self._units: Units = "first" if units == "auto" and of_parameter else units
+        self._past: dict[Stream, deque[tuple[NDArray[np.float64], int]]] = {}
+
+    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+        """Answer one message with the rates of the window that it ends."""
+        message = message_or_bundle
+        array = as_array(message.data)
+        # a bias is a vector of units
+        units = "last" if array.ndim < 2 else self._units
+        active, count = _counts(array, self.threshold, units)
+        if self.window > 1:
+            past = self._past.setdefault(stream_of(message), deque(maxlen=self.window))
+            if past and past[-1][0].shape != active.shape:
+                past.clear()
+            past.append((active, count))
+            active = np.sum([one for one, _ in past], axis=0)
+            count = sum(size for _, size in past)
+        found = _activity(active, count)
+        yield derived(message, self.produces[0], answer(found.activation_rate))
+        yield derived(message, self.produces[1], answer(found.death_rate))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts of the last messages of each stream."""
+        return {
+            "past": packed(
+                {
+                    stream: {
+                        "active": [torch.from_numpy(active) for active, _ in past],
+                        "counts": [size for _, size in past],
+                    }
+                    for stream, past in self._past.items()
+                }
+            )
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another stopped."""
+        self._past = {
+            stream: deque(
+                zip((active.numpy() for active in one["active"]), one["counts"], strict=True), maxlen=self.window
+            )
+            for stream, one in unpacked(state["past"]).items()
+        }

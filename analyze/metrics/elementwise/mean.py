@@ -1,0 +1,95 @@
+"""The mean of a tensor's elements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import final
+
+from analyze.metrics.elementwise.moments import NEEDS, derive, moments, shared
+from analyze.metrics.inputs import Array, answer, as_array, subscription_to
+from tracer.messaging.messages import DEFAULT_TAG, Message, derived
+from tracer.messaging.subscriber import Subscriber
+
+
+def mean(x: Array) -> float:
+    """Mean of all elements, accumulated in float64.
+
+    Parameters
+    ----------
+    x : array of any shape and real dtype
+
+    Returns
+    -------
+    float
+        NaN for an empty tensor, for one that contains NaN or infinities of both signs, and for complex data, whose
+        mean is not one number.
+
+    Examples
+    --------
+    >>> mean([[1, 2], [3, 6]])
+    3.0
+    """
+    array = as_array(x)
+    if array.size == 0 or array.dtype.kind == "c":
+        return float("nan")
+    return float(derive(moments(array, NEEDS["mean"]), ("mean",))["mean"][0])
+
+
+@final
+class Mean(Subscriber):
+    r"""Mean of each tensor of a kind: :math:`\frac1n \sum_i x_i`.
+
+    Answers ``{kind}_mean``: a float64 scalar, in the unit of the data, for each message.
+
+    Parameters
+    ----------
+    kind : str
+        A kind with data of any shape and real dtype.
+    tag, subsample, modules
+        As in `tracer.Subscription`.
+
+    Raises
+    ------
+    MessageError
+        If messages of this kind carry no data.
+
+    Notes
+    -----
+    *Formula*: :math:`\frac1n \sum_i x_i`.
+    *Cost*: one pass over the data, which mean, sum, variance and norms that are asked together share.
+    *Invariant to* the order and shape of the elements; scales with the data and shifts with it.
+    *Edge values*: NaN for empty or complex data and where NaN occurs. Never raises during a replay.
+    *Numerics*: float64 sums over rows of 2048 elements, error about 1e-15 of mean :math:`|x|`.
+    *Source*: the arithmetic mean.
+    *Formerly*: ikkuna's ``MeanSubscriber``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tracer import ModuleMessage
+    >>> where = dict(module="fc", global_step=0, train_step=0, epoch=0)
+    >>> message = ModuleMessage(kind="weights", data=torch.tensor([[1.0, 2.0], [3.0, 6.0]]), **where)
+    >>> [(said.kind, float(said.data)) for said in Mean("weights").compute(message)]
+    [('weights_mean', 3.0)]
+    """
+
+    name = "mean"
+    scope = "message"
+    spoiled_by = ("reduce",)
+    version = 2
+    invariances = ("order",)
+
+    def __init__(
+        self,
+        kind: str = "activations",
+        *,
+        tag: str | None = DEFAULT_TAG,
+        subsample: int = 1,
+        modules: str | Iterable[str] | None = None,
+    ) -> None:
+        super().__init__(subscription_to(kind, tag, subsample, modules), produces=f"{kind}_mean")
+
+    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+        """Answer one message with its mean."""
+        message = message_or_bundle
+        yield derived(message, self.produces[0], answer(shared(message, "mean")))

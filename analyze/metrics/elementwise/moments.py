@@ -1,0 +1,613 @@
+"""Counts, sums, central moments and extremes of many numbers in one pass: what the elementwise statistics share.
+
+The numbers go through a buffer that stays in a core's second-level cache, as float64, and every sum is taken there over
+rows of at most `ROW` numbers; what the rows give is put together by the formulas of Chan and Pébay, with a mean in two
+parts: a centre and the sum of the deviations from it. So nothing is lost to an offset or to the number of elements, and
+two accumulators can be merged. Rows are so short that no BLAS takes a
+second thread for them: on one machine the same numbers give the same bits, whatever the device, the memory layout or
+the number of threads; another processor agrees to about 1e-15.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from analyze.metrics.inputs import Array, as_array
+from tracer.errors import MessageError
+from tracer.messaging.messages import Message
+
+ROW = 2048
+BLOCK = 64 * ROW
+"""Numbers in a row and in a block: a block is 1 MiB of float64, half of what the second-level cache of a core holds."""
+
+
+class Need:
+    """What to accumulate, as bits; whatever else is asked, each of them comes out the same to the bit."""
+
+    TOTAL = 1  # the sum
+    SQUARES = 2  # the sum of squares
+    ABSOLUTE = 4  # the sum of moduli
+    EXTREMES = 8  # the least and the greatest
+    ZEROS = 16  # how many are zero
+    NONFINITE = 32 | TOTAL  # how many are NaN, how many infinite
+    SPREAD = 64 | TOTAL | SQUARES  # the sum of squared deviations from the mean
+    HIGHER = 128 | SPREAD  # the sums of their third and fourth powers
+
+
+def has(need: int, wanted: int) -> bool:
+    """Whether all of what is wanted is among what is needed."""
+    return need & wanted == wanted
+
+
+_NAMES = (
+    *("count", "zeros", "nan", "inf", "exponent", "total", "squares", "absolute", "low", "high"),
+    *("m2", "m3", "m4", "centre", "rest"),
+)
+COUNT, ZEROS, NAN, INF, EXPONENT, TOTAL, SQUARES, ABSOLUTE, LOW, HIGH, M2, M3, M4, CENTRE, REST = range(len(_NAMES))
+_ADDED = (COUNT, ZEROS, NAN, INF, TOTAL, SQUARES, ABSOLUTE)
+_POWERS = {TOTAL: 1, SQUARES: 2, ABSOLUTE: 1, LOW: 1, HIGH: 1, M2: 2, M3: 3, M4: 4, CENTRE: 1, REST: 1}
+_Table: TypeAlias = NDArray[np.float64]
+
+
+@dataclass(slots=True, eq=False)
+class Moments:
+    """What is known of one or several sets of numbers: of a tensor, of each of its channels, of each of many tensors.
+
+    Attributes
+    ----------
+    need : Need
+        What was accumulated; the rows of the table for which it was not asked are without meaning.
+    table : ndarray of float64, (15, sets)
+        Its rows, in this order: the counts of numbers, zeros, NaN and infinities; the exponent, 0 unless powers would
+        leave float64: all that follows is of the numbers divided by 2 to this power; the sums of the numbers, of their
+        squares and of their moduli; the least and the greatest; the sums of squared deviations from the mean, of their
+        third and of their fourth powers; a number near the mean, and the sum of the deviations from that.
+    """
+
+    need: int
+    table: _Table
+
+    @classmethod
+    def empty(cls, need: int, sets: int) -> Moments:
+        """Of no numbers at all."""
+        table = np.zeros((len(_NAMES), sets))
+        table[LOW], table[HIGH] = np.inf, -np.inf
+        return cls(need, table)
+
+    def merge(self, other: Moments) -> Moments:
+        """Those of the numbers of both, set by set."""
+        with np.errstate(all="ignore"):
+            return Moments(self.need & other.need, _united(np.stack([self.table, other.table])))
+
+    def state(self) -> dict[str, Any]:
+        """As plain values and tensors."""
+        return {"need": self.need, "table": torch.from_numpy(self.table.copy())}
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> Moments:
+        """From what `state` gave, or what it gave before there was a centre."""
+        told = state["table"].numpy()
+        table = np.zeros((len(_NAMES), told.shape[1]))
+        table[: len(told)] = told
+        if len(told) < len(_NAMES):
+            _centre(table)
+        return cls(state["need"], table)
+
+
+def _united(tables: NDArray[np.float64]) -> _Table:
+    """The table of the union of groups of numbers, set by set; (groups, 15, sets) → (15, sets).
+
+    The formulas are those of P. Pébay, "Formulas for robust, one-pass parallel computation of covariances and
+    arbitrary-order statistical moments", SAND2008-6212 (2008), for many groups at once. Means are taken relative to the
+    centre of a group, because the rounding of a mean far from zero may be as large as the distance between two.
+    """
+    if len(tables) == 1:
+        alone: _Table = tables[0]
+        return alone
+    if tables[:, EXPONENT].any():
+        tables = _of_one_exponent(tables)
+    found = np.empty(tables.shape[1:])
+    for row in _ADDED:
+        np.add.reduce(tables[:, row], axis=0, out=found[row])
+    found[EXPONENT] = tables[0, EXPONENT]
+    np.minimum.reduce(tables[:, LOW], axis=0, out=found[LOW])
+    np.maximum.reduce(tables[:, HIGH], axis=0, out=found[HIGH])
+    counts, m2, m3, m4 = (tables[:, row] for row in (COUNT, M2, M3, M4))
+    first = np.argmax(counts > 0, axis=0)
+    origin = np.take_along_axis(tables[:, CENTRE], first[None], axis=0)[0]
+    means = np.where(counts > 0, tables[:, CENTRE] - origin + tables[:, REST] / np.maximum(counts, 1), 0.0)
+    mean = np.add.reduce(counts * means, axis=0) / np.maximum(found[COUNT], 1)
+    found[CENTRE] = origin + mean
+    found[REST] = found[COUNT] * (mean - (found[CENTRE] - origin))
+    delta = means - mean
+    weighed = counts * delta
+    found[M2] = np.add.reduce(m2 + weighed * delta, axis=0)
+    found[M3] = np.add.reduce(m3 + delta * (3 * m2 + weighed * delta), axis=0)
+    found[M4] = np.add.reduce(m4 + delta * (4 * m3 + delta * (6 * m2 + weighed * delta)), axis=0)
+    return found
+
+
+def _centre(table: _Table) -> None:
+    """Fill the centres by the means, which is precise enough where those are not far from zero."""
+    table[CENTRE], table[REST] = table[TOTAL] / np.maximum(table[COUNT], 1), 0.0
+
+
+def _of_one_exponent(tables: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The same groups, all with the largest exponent that a group with numbers has."""
+    tables = tables.copy()
+    there = tables[:, COUNT] > 0
+    common = np.where(there, tables[:, EXPONENT], -np.inf).max(axis=0)
+    common[~np.isfinite(common)] = 0
+    shift = np.where(there, tables[:, EXPONENT] - common, 0).astype(np.int64)
+    for row, power in _POWERS.items():
+        tables[:, row] = np.ldexp(tables[:, row], shift * power)
+    tables[:, EXPONENT] = common
+    return tables
+
+
+def moments(x: Array, need: int, *, single: bool = False) -> Moments:
+    """Of all elements of an array of any shape and real dtype.
+
+    With `single`, sums of `SHORT` and fewer numbers of 32 bits and less are taken in float32: about 1e-7 of what all
+    the moduli, or the squares, add up to, in half the time.
+    """
+    array = as_array(x)
+    flat = array.reshape(-1)
+    if flat.size <= ROW:
+        return moments_of_tensors(flat.reshape(1, -1), need, single=single)
+    with np.errstate(all="ignore"):
+        low, high, exponent = np.inf, -np.inf, 0
+        wide, single = _is_wide(array), single and array.dtype == np.float32 and not has(need, Need.HIGHER)
+        if wide:
+            low, high = extremes(flat)
+            exponent = int(_exponents(np.array([max(abs(low), abs(high))]))[0])
+        tables = np.zeros((-(-flat.size // ROW), len(_NAMES)))
+        tables[:, COUNT] = ROW
+        tables[-1, COUNT] = flat.size - (len(tables) - 1) * ROW
+        zeros = 0
+        for start in range(0, flat.size, BLOCK):
+            part = flat[start : start + BLOCK]
+            if need & Need.ZEROS:
+                zeros += len(part) - int(np.count_nonzero(part if part.dtype.kind == "b" else part != 0))
+            precise = not single
+            if not wide and (single or need & Need.EXTREMES):  # while the block comes into the cache
+                least, greatest = extremes(part)
+                low, high = float(np.minimum(low, least)), float(np.maximum(high, greatest))
+                precise = not (single and _SMALL < max(-least, greatest) < _LARGE)
+            first = start // ROW
+            for rows in _rows(part, exponent) if precise else _whole_rows(part):
+                (_sums if precise else _single_sums)(rows, need, tables[first : first + len(rows)].T)
+                first += len(rows)
+        if has(need, Need.SPREAD):
+            tables[:, M2] = _second(tables.T)
+            _centre(tables.T)
+            again = _cancelled(tables.T, single) if not has(need, Need.HIGHER) else np.ones(len(tables), np.bool_)
+            for block in np.unique(np.flatnonzero(again) // (BLOCK // ROW)).tolist():
+                first = block * (BLOCK // ROW)
+                for rows in _rows(flat[block * BLOCK : (block + 1) * BLOCK], exponent):
+                    table = tables[first : first + len(rows)].T
+                    if single:
+                        _sums(rows, Need.SPREAD, table)
+                        _centre(table)
+                    _deviations(rows, need, table, _cancelled(table, single))
+                    first += len(rows)
+        table = _united(tables[:, :, None])
+        table[EXPONENT], table[ZEROS] = exponent, zeros
+        table[LOW], table[HIGH] = np.ldexp(low, -exponent), np.ldexp(high, -exponent)
+        if has(need, Need.NONFINITE) and array.dtype.kind == "f" and not np.isfinite(table[TOTAL, 0]):
+            # the sum is finite if and only if all numbers are
+            table[NAN], table[INF] = np.count_nonzero(np.isnan(flat)), np.count_nonzero(np.isinf(flat))
+        return Moments(need, table)
+
+
+def _rows(part: NDArray[Any], exponent: int) -> Iterator[NDArray[Any]]:
+    """The numbers of a block as float64: the whole rows, and the last one."""
+    values = buffer(len(part), 0)
+    np.copyto(values, part, casting="unsafe")
+    if exponent:
+        np.ldexp(values, -exponent, out=values)
+    return _whole_rows(values)
+
+
+def _whole_rows(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    whole = len(values) // ROW * ROW
+    if whole:
+        yield values[:whole].reshape(-1, ROW)
+    if whole < len(values):
+        yield values[whole:].reshape(1, -1)
+
+
+def moments_of_channels(x: Array, need: int, axis: int) -> Moments:
+    """Of each of the slices of an array along an axis."""
+    array = as_array(x)
+    outer, channels, inner = _split(array.shape, axis)
+    view, wide = array.reshape(outer, channels, inner), _is_wide(array)
+    if array.size == 0:
+        return Moments.empty(need, channels)
+    # so many channels, entries and elements of each at once that each channel has a row, and all together a block
+    elements = min(inner, ROW)
+    entries = min(outer, ROW // elements)
+    together = min(channels, BLOCK // (elements * entries))
+    groups = []
+    with np.errstate(all="ignore"):
+        for first in range(0, channels, together):
+            tables: list[_Table] = []
+            for start in range(0, outer, entries):
+                for begin in range(0, inner, elements):
+                    chunk = view[start : start + entries, first : first + together, begin : begin + elements]
+                    chunk = chunk.transpose(1, 0, 2)  # the channels first, each with its elements in logical order
+                    rows = buffer(chunk.size, 0)
+                    np.copyto(rows.reshape(chunk.shape), chunk, casting="unsafe")
+                    tables.append(_of_rows(rows.reshape(len(chunk), -1), need, wide=wide))
+                    if len(tables) == _AT_ONCE:
+                        tables = [_united(np.stack(tables))]
+            groups.append(_united(np.stack(tables)))
+        return Moments(need, np.concatenate(groups, axis=1))
+
+
+_AT_ONCE = 256
+"""So many tables of a channel are united at a time, so that memory does not grow with the data."""
+
+
+def moments_of_tensors(x_tn: NDArray[Any], need: int, *, single: bool = False) -> Moments:
+    """Of each row of an array (tensors, elements), bit for bit those of `moments` of each."""
+    tensors, size = x_tn.shape
+    if x_tn.size == 0:
+        return Moments.empty(need, tensors)
+    if size > ROW:
+        return Moments(need, np.concatenate([moments(row, need, single=single).table for row in x_tn], axis=1))
+    single = single and x_tn.dtype == np.float32 and not has(need, Need.HIGHER)
+    together = max(1, BLOCK // size)
+    tables = []
+    with np.errstate(all="ignore"):
+        for start in range(0, tensors, together):
+            chunk = x_tn[start : start + together]
+            if single:
+                table, wrong = _of_single_rows(chunk, need)
+                if wrong.size:
+                    table[:, wrong] = _of_rows(chunk[wrong].astype(np.float64), need, wide=False)
+            else:
+                rows = buffer(chunk.size, 0).reshape(chunk.shape)
+                np.copyto(rows, chunk, casting="unsafe")
+                table = _of_rows(rows, need, wide=_is_wide(x_tn))
+            tables.append(table)
+    return Moments(need, tables[0] if len(tables) == 1 else np.concatenate(tables, axis=1))
+
+
+def _of_rows(rows: NDArray[np.float64], need: int, *, wide: bool) -> _Table:
+    """The table of a float64 array (sets, elements), of at most `ROW` elements each, which is overwritten."""
+    table = np.zeros((len(_NAMES), len(rows)))
+    table[COUNT] = rows.shape[1]
+    if wide or need & Need.EXTREMES:
+        low, high = extremes_of_rows(rows)
+        if wide:
+            table[EXPONENT] = _exponents(np.maximum(np.abs(low), np.abs(high)))
+            if table[EXPONENT].any():
+                shift = -table[EXPONENT].astype(np.int64)
+                np.ldexp(rows, shift[:, None], out=rows)
+                low, high = np.ldexp(low, shift), np.ldexp(high, shift)
+        table[LOW], table[HIGH] = low + 0.0, high + 0.0
+    if need & Need.ZEROS:
+        table[ZEROS] = rows.shape[1] - _dots((rows != 0).astype(rows.dtype), _ONES[: rows.shape[1]])
+    if has(need, Need.NONFINITE):
+        wrong = np.flatnonzero(~np.isfinite(_dots(rows, _ONES[: rows.shape[1]])))
+        if wrong.size:
+            table[NAN, wrong] = np.count_nonzero(np.isnan(rows[wrong]), axis=1)
+            table[INF, wrong] = np.count_nonzero(np.isinf(rows[wrong]), axis=1)
+    if has(need, Need.SPREAD):
+        _sums(rows, need & ~Need.ABSOLUTE, table)
+        table[M2] = _second(table)
+        _centre(table)
+        cancelled = _cancelled(table)
+        if has(need, Need.HIGHER) or cancelled.any():
+            kept = rows.copy() if need & Need.ABSOLUTE else rows
+            _deviations(rows, need, table, cancelled)
+            rows = kept
+        need &= Need.ABSOLUTE
+    _sums(rows, need, table)
+    return table
+
+
+def _of_single_rows(rows: NDArray[np.float32], need: int) -> tuple[_Table, NDArray[np.int64]]:
+    """The table of a float32 array (sets, elements), and the sets for which this is not precise enough."""
+    table = np.zeros((len(_NAMES), len(rows)))
+    table[COUNT] = rows.shape[1]
+    _single_sums(rows, need, table)
+    of_each = table[SQUARES] / rows.shape[1]
+    wrong = ~((of_each > _SMALL**2) & (of_each < _LARGE**2))
+    if has(need, Need.SPREAD):
+        table[M2] = _second(table)
+        _centre(table)
+        wrong |= _cancelled(table, single=True)
+    if need & Need.EXTREMES:
+        low, high = extremes_of_rows(rows)
+        table[LOW], table[HIGH] = low + 0.0, high + 0.0
+    if need & Need.ZEROS:
+        ones = np.ones(rows.shape[1], np.float32)
+        table[ZEROS] = rows.shape[1] - _dots((rows != 0).astype(np.float32), ones)
+    if has(need, Need.NONFINITE):
+        wrong |= ~np.isfinite(table[TOTAL])
+    return table, np.flatnonzero(wrong)
+
+
+def _sums(rows: NDArray[np.float64], need: int, table: _Table) -> None:
+    """Fill the sums over each row that are asked for; the rows are overwritten by their moduli, if those are."""
+    ones = _ONES[: rows.shape[1]]
+    if need & Need.TOTAL:
+        _dots(rows, ones, out=table[TOTAL])
+    if need & Need.SQUARES:
+        _dots(rows, rows, out=table[SQUARES])
+    if need & Need.ABSOLUTE:
+        _dots(np.abs(rows, out=rows), ones, out=table[ABSOLUTE])
+
+
+SHORT = 512
+_SMALL, _LARGE = 1e-15, 1e15
+"""Between these the squares of float32 numbers are float32 numbers."""
+
+
+def _single_sums(rows: NDArray[np.float32], need: int, table: _Table) -> None:
+    """The same sums, over short pieces in float32."""
+    even = rows.shape[1] // SHORT * SHORT
+    for piece in (rows[:, :even].reshape(len(rows), -1, SHORT), rows[:, None, even:]):
+        if not piece.size:
+            continue
+        ones = _ONES_OF_32_BITS[: piece.shape[2]]
+        if need & Need.TOTAL:
+            table[TOTAL] += np.add.reduce(_dots(piece, ones), axis=1, dtype=np.float64)
+        table[SQUARES] += np.add.reduce(_dots(piece, piece), axis=1, dtype=np.float64)
+        if need & Need.ABSOLUTE:
+            table[ABSOLUTE] += np.add.reduce(_dots(np.abs(piece), ones), axis=1, dtype=np.float64)
+
+
+_CANCELLED = 64.0, 4.0
+"""A sum of squares that is more than this times its part about the mean has lost too many digits, of 16 or of 7."""
+
+
+def _second(table: _Table) -> NDArray[np.float64]:
+    """The sums of squared deviations, from the sums of squares."""
+    second: NDArray[np.float64] = np.maximum(table[SQUARES] - table[TOTAL] * table[TOTAL] / table[COUNT], 0.0)
+    return second
+
+
+def _cancelled(table: _Table, single: bool = False) -> NDArray[np.bool_]:
+    """Where too little is left of the squares for the difference to be good."""
+    lost: NDArray[np.bool_] = _second(table) * _CANCELLED[single] < table[SQUARES]
+    return lost
+
+
+def _deviations(rows: NDArray[np.float64], need: int, table: _Table, cancelled: NDArray[np.bool_]) -> None:
+    """Fill the sums of powers of deviations, of the mean taken off each number first; the rows are overwritten."""
+    size = rows.shape[1]
+    rows -= table[CENTRE][:, None]
+    total = _dots(rows, _ONES[:size])  # what the rounding of the mean left
+    rest = total / size
+    second = np.maximum(_dots(rows, rows) - size * rest * rest, 0.0)
+    table[M2] = np.where(cancelled, second, table[M2])
+    table[REST] = np.where(cancelled, total, 0.0)
+    if has(need, Need.HIGHER):
+        squared = np.square(rows, out=buffer(rows.size, 1).reshape(rows.shape))
+        third, fourth = _dots(rows, squared), _dots(squared, squared)
+        table[M3] = third - rest * (3 * second + size * rest * rest)
+        table[M4] = fourth - rest * (4 * third - rest * (6 * second + 3 * size * rest * rest))
+
+
+def _einsum_dots(
+    a: NDArray[np.float64], b: NDArray[np.float64], out: NDArray[np.float64] | None = None
+) -> NDArray[np.float64]:
+    dots: NDArray[np.float64] = np.einsum("...i,...i->...", a, b, out=out)
+    return dots
+
+
+_dots: Callable[..., NDArray[np.float64]] = getattr(np, "vecdot", _einsum_dots)  # since NumPy 2.0
+"""The inner products of rows."""
+
+_ONES = np.ones(ROW)
+_ONES_OF_32_BITS = np.ones(SHORT, np.float32)
+
+
+def _exponents(largest: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The power of two to divide by: 0 unless fourth powers of such numbers, or their sums, would leave float64."""
+    outside = np.isfinite(largest) & (largest != 0) & ((largest > 1e60) | (largest < 1e-60))
+    exponents: NDArray[np.int64] = np.where(outside, np.frexp(largest)[1], 0).astype(np.int64)
+    return exponents
+
+
+def extremes(flat: NDArray[Any]) -> tuple[float, float]:
+    """The least and the greatest, without the sign of a zero; NaN where there is one."""
+    low, high = flat[0], flat[0]
+    for start in range(0, flat.size, BLOCK):  # the greatest is looked for where the least was: in the cache
+        part = flat[start : start + BLOCK]
+        low, high = np.minimum(low, np.minimum.reduce(part)), np.maximum(high, np.maximum.reduce(part))
+    return float(low) + 0.0, float(high) + 0.0
+
+
+def extremes_of_rows(rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The least and the greatest of each row of native floating-point numbers; NaN where there is one."""
+    if not rows.flags.writeable or not rows.dtype.isnative or min(rows.strides) <= 0:
+        return np.minimum.reduce(rows, axis=1), np.maximum.reduce(rows, axis=1)
+    tensor = torch.from_numpy(rows)  # three times as fast as NumPy along short rows
+    return tensor.amin(dim=1).numpy(), tensor.amax(dim=1).numpy()
+
+
+def _is_wide(array: NDArray[Any]) -> bool:
+    """Whether powers of its numbers may leave float64."""
+    return array.dtype.kind == "f" and array.dtype.itemsize > 4
+
+
+def _split(shape: tuple[int, ...], axis: int) -> tuple[int, int, int]:
+    if not shape:
+        return 1, 1, 1
+    if not -len(shape) <= axis < len(shape):
+        raise MessageError(f"an array of shape {shape} has no axis {axis}")
+    axis %= len(shape)
+    return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
+
+
+class _Memory(threading.local):
+    """The buffers of a thread."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[int, NDArray[np.float64]] = {}
+
+
+_memory = _Memory()
+
+
+def buffer(size: int, number: int) -> NDArray[np.float64]:
+    """Memory for so many float64; its content is what was last in it."""
+    if size > BLOCK:
+        return np.empty(size)
+    whole = _memory.buffers.get(number)
+    if whole is None:
+        whole = _memory.buffers[number] = np.empty(BLOCK)
+    return whole[:size]
+
+
+# -- what follows from moments ---------------------------------------------------------------------------------
+
+NEEDS: dict[str, int] = {
+    "count": 0,
+    "mean": Need.TOTAL,
+    "sum": Need.TOTAL,
+    "variance": Need.SPREAD,
+    "std": Need.SPREAD,
+    "min": Need.EXTREMES,
+    "max": Need.EXTREMES,
+    "norm1": Need.ABSOLUTE,
+    "norm2": Need.SQUARES,
+    "norminf": Need.EXTREMES,
+    "absmean": Need.ABSOLUTE,
+    "rms": Need.SQUARES,
+    "skewness": Need.HIGHER,
+    "kurtosis": Need.HIGHER,
+    "sparsity": Need.ZEROS,
+    "zeros": Need.ZEROS,
+    "nan": Need.NONFINITE,
+    "inf": Need.NONFINITE,
+}
+"""Name of a statistic → what it takes. Besides, there are ``norm3`` and other orders, ``median`` and ``q0.05``."""
+
+
+def needs_of(names: Iterable[str]) -> int:
+    """What these statistics take together; those with a pass of their own take nothing."""
+    need = 0
+    for name in names:
+        need |= NEEDS.get(name, 0)
+    return need
+
+
+def derive(of: Moments, names: Iterable[str], ddof: int = 1) -> dict[str, NDArray[np.float64]]:
+    """What follows from moments, as float64 arrays (sets,); names that do not follow from them are left out."""
+    table = of.table
+    count, exponent = table[COUNT], table[EXPONENT].astype(np.int64)
+    scaled = bool(exponent.any())
+
+    def unscaled(values: NDArray[np.float64], power: int = 1) -> NDArray[np.float64]:
+        return np.ldexp(values, power * exponent) if scaled else values
+
+    found: dict[str, NDArray[np.float64]] = {}
+    with np.errstate(all="ignore"):
+        spread = np.where(np.isnan(table[M2]) | (count <= ddof), np.nan, table[M2] / np.maximum(count - ddof, 0))
+        for name in names:
+            if name == "count":
+                value = count
+            elif name == "sum":
+                value = unscaled(table[TOTAL])
+            elif name == "mean":
+                value = unscaled(table[TOTAL] / count)
+            elif name == "variance":
+                value = unscaled(spread, 2)
+            elif name == "std":
+                value = unscaled(np.sqrt(spread))
+            elif name == "min":
+                value = unscaled(np.where(count > 0, table[LOW], np.nan))
+            elif name == "max":
+                value = unscaled(np.where(count > 0, table[HIGH], np.nan))
+            elif name == "norm1":
+                value = unscaled(table[ABSOLUTE])
+            elif name == "norm2":
+                value = unscaled(np.sqrt(table[SQUARES]))
+            elif name == "norminf":
+                value = unscaled(np.where(count > 0, np.maximum(-table[LOW], table[HIGH]), 0.0)) + 0.0
+            elif name == "absmean":
+                value = unscaled(table[ABSOLUTE] / count)
+            elif name == "rms":
+                value = unscaled(np.sqrt(table[SQUARES] / count))
+            elif name == "skewness":
+                value = np.sqrt(count) * table[M3] / table[M2] ** 1.5
+            elif name == "kurtosis":
+                value = count * table[M4] / np.square(table[M2]) - 3
+            elif name == "sparsity":
+                value = table[ZEROS] / count
+            elif name in ("zeros", "nan", "inf"):
+                value = table[{"zeros": ZEROS, "nan": NAN, "inf": INF}[name]]
+            else:
+                continue
+            found[name] = np.array(value, dtype=np.float64)
+    return found
+
+
+def check_ddof(ddof: object) -> None:
+    """Raise `MessageError` unless `ddof` is an integer from 0 on."""
+    if isinstance(ddof, bool) or not isinstance(ddof, int) or ddof < 0:
+        raise MessageError(f"ddof is an integer from 0 on, not {ddof!r}")
+
+
+# -- sharing a pass between subscribers -----------------------------------------------------------------------
+
+
+class _Shared(threading.local):
+    """The moments of the tensor that was last asked about, and what is asked of each kind."""
+
+    def __init__(self) -> None:
+        self.tensor: weakref.ref[Tensor] | None = None
+        self.version = -1
+        self.kind = ""
+        self.asked = 0
+        self.found: list[Moments] = []
+        self.usual: dict[str, int] = {}
+
+
+_shared = _Shared()
+
+
+def shared(message: Message, name: str, ddof: int = 1) -> float:
+    """A statistic of a message's data, in a pass that others may share; NaN for complex data."""
+    data = message.data
+    if data is not None and data.is_complex():
+        return math.nan
+    if data is None or data.layout != torch.strided:
+        return float(derive(moments(as_array(data), NEEDS[name]), (name,), ddof)[name][0])
+    return float(derive(shared_moments(data, message.kind, NEEDS[name]), (name,), ddof)[name][0])
+
+
+def shared_moments(data: Tensor, kind: str, need: int) -> Moments:
+    """Moments of a message's data, which several subscribers may ask for: one pass for all of them.
+
+    What was asked of the kind's message before is taken to be asked again, and accumulated at once. Since each of the
+    moments is the same to the bit whatever else is accumulated, who else asks changes nothing but the time.
+    """
+    version = -1 if data.is_inference() else data._version
+    if _shared.tensor is None or _shared.tensor() is not data or _shared.version != version or version < 0:
+        if _shared.kind:
+            _shared.usual[_shared.kind] = _shared.asked
+        _shared.tensor, _shared.version, _shared.kind = weakref.ref(data), version, kind
+        _shared.asked, _shared.found = 0, []
+    _shared.asked |= need
+    for known in _shared.found:
+        if has(known.need, need):
+            return known
+    found = moments(as_array(data), need | _shared.usual.get(kind, 0))
+    _shared.found.append(found)
+    return found

@@ -1,0 +1,215 @@
+"""A histogram of any numbers in bins of equal relative width, which can be merged: the canonical one.
+
+A float32 number is counted under its upper 16 bits, which are its sign, its exponent and 7 bits of its mantissa (and
+so a bfloat16). That takes one pass, whatever the range of the data, and two such histograms of different data add up.
+A bin is at most 1/128 of its numbers wide, so that a quantile from its middle is off by 0.4 % at most.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from analyze.metrics.elementwise.moments import BLOCK, buffer, extremes
+from analyze.metrics.inputs import Array, as_array
+
+_INFINITY, _SIGN = 0x7F80, 0x8000
+
+
+@dataclass(slots=True, eq=False)
+class Sketch:
+    """How many of many numbers lie where.
+
+    Attributes
+    ----------
+    counts : ndarray of int64, (65536,)
+        The finite numbers but zero, by the upper 16 bits of the float32 number nearest to them.
+    zeros, nan, positive_infinities, negative_infinities : int
+        How many of each there are, exactly.
+    low, high : float
+        The least and the greatest finite number; inf and -inf if there is none.
+    """
+
+    counts: NDArray[np.int64]
+    zeros: int = 0
+    nan: int = 0
+    positive_infinities: int = 0
+    negative_infinities: int = 0
+    low: float = np.inf
+    high: float = -np.inf
+
+    @property
+    def finite(self) -> int:
+        """How many numbers are finite."""
+        return int(self.counts.sum()) + self.zeros
+
+    def merge(self, other: Sketch) -> Sketch:
+        """That of the numbers of both; exactly what counting them together gives."""
+        return Sketch(
+            self.counts + other.counts,
+            self.zeros + other.zeros,
+            self.nan + other.nan,
+            self.positive_infinities + other.positive_infinities,
+            self.negative_infinities + other.negative_infinities,
+            min(self.low, other.low),
+            max(self.high, other.high),
+        )
+
+    def bins(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
+        """The bins that hold something, in rising order: their least number, their greatest, and how many they hold.
+
+        Zeros have a bin of no width. The first and the last bin are cut at the least and the greatest number.
+        """
+        keys = np.flatnonzero(self.counts)
+        near, far = _edges(keys)
+        lows, highs = np.where(keys < _SIGN, near, -far), np.where(keys < _SIGN, far, -near)
+        counts = self.counts[keys]
+        if self.zeros:
+            lows, highs, counts = np.append(lows, 0.0), np.append(highs, 0.0), np.append(counts, self.zeros)
+        order = np.lexsort((highs, lows))
+        return lows[order].clip(self.low, self.high), highs[order].clip(self.low, self.high), counts[order]
+
+    def quantiles(self, probabilities: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The finite numbers below which these shares of them lie, each to 0.4 %; NaN if there are none."""
+        lows, highs, counts = self.bins()
+        if not len(counts):
+            return np.full(len(probabilities), np.nan)
+        ranks = np.round(np.asarray(probabilities) * (self.finite - 1))
+        place = np.searchsorted(np.cumsum(counts), ranks, side="right")
+        found = (lows[place] + highs[place]) / 2
+        found[ranks == 0], found[ranks == self.finite - 1] = self.low, self.high
+        return found
+
+    def histogram(self, edges: NDArray[np.float64]) -> NDArray[np.int64]:
+        """How many finite numbers lie between edges; those of a bin with an edge in it are taken for evenly spread.
+
+        Each interval has its lower edge and not its upper, the last both. Counts are whole numbers, whose sum is how
+        many lie between the ends.
+        """
+        lows, highs, counts = self.bins()
+        cumulated = np.zeros(len(edges))
+        if len(counts):
+            before = np.concatenate([[0], np.cumsum(counts)])
+            for number, edge in enumerate(edges.tolist()):
+                # the bins that end below the edge, then a share of the one that it cuts
+                whole = int(np.searchsorted(highs, edge, side="left"))
+                cumulated[number] = before[whole]
+                if whole < len(counts) and lows[whole] < edge:
+                    cumulated[number] += counts[whole] * ((edge - lows[whole]) / (highs[whole] - lows[whole]))
+            last = int(np.searchsorted(highs, edges[-1], side="right"))
+            cumulated[-1] = max(cumulated[-1], before[last])
+        whole_numbers = np.round(cumulated).astype(np.int64)
+        return whole_numbers[1:] - whole_numbers[:-1]
+
+    def state(self) -> dict[str, Any]:
+        """As plain values and tensors; only the bins that hold something."""
+        keys = np.flatnonzero(self.counts)
+        rest = ("zeros", "nan", "positive_infinities", "negative_infinities", "low", "high")
+        return {
+            "keys": torch.from_numpy(keys),
+            "counts": torch.from_numpy(self.counts[keys]),
+            **{name: getattr(self, name) for name in rest},
+        }
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> Sketch:
+        """From what `state` gave."""
+        counts = np.zeros(65536, np.int64)
+        counts[state["keys"].numpy()] = state["counts"].numpy()
+        return cls(counts, **{name: value for name, value in state.items() if name not in ("keys", "counts")})
+
+
+def sketch(x: Array) -> Sketch:
+    """Count all elements of an array of any shape and real dtype.
+
+    Numbers of more than 32 bits are rounded to float32 before they are counted; those beyond its range are counted
+    with its greatest, and those that would round to zero with its least.
+
+    Examples
+    --------
+    >>> found = sketch([0.0, 1.0, 1.001, -3.0, float("nan"), float("inf")])
+    >>> found.zeros, found.nan, found.positive_infinities, found.finite, found.low
+    (1, 1, 1, 4, -3.0)
+    >>> [part.tolist() for part in found.bins()]
+    [[-3.0, 0.0, 1.0], [-3.0, 0.0, 1.001], [1, 1, 2]]
+    """
+    array = as_array(x)
+    flat = array.reshape(-1)
+    found = Sketch(np.zeros(65536, np.int64))
+    if flat.size == 0 or flat.dtype.kind == "c":
+        return found
+    counts = counts_by_key(flat)
+    infinite = int(counts[_INFINITY]), int(counts[_INFINITY | _SIGN])
+    found.nan = int(counts[_INFINITY + 1 : _SIGN].sum() + counts[(_INFINITY | _SIGN) + 1 :].sum())
+    if any(infinite):  # some NaN have the upper bits of an infinity
+        found.positive_infinities = _how_many(flat, lambda part: part == np.inf)
+        found.negative_infinities = _how_many(flat, lambda part: part == -np.inf)
+        found.nan += sum(infinite) - found.positive_infinities - found.negative_infinities
+    counts[_INFINITY:_SIGN] = counts[_INFINITY | _SIGN :] = 0
+    if counts[0] or counts[_SIGN]:  # some tiny numbers have the upper bits of a zero
+        found.zeros = _how_many(flat, lambda part: part == 0)
+        tiny, below = int(counts[0] + counts[_SIGN]) - found.zeros, 0
+        if tiny:
+            below = _how_many(flat, lambda part: part < 0) - int(counts[_SIGN + 1 :].sum()) - found.negative_infinities
+        counts[0], counts[_SIGN] = tiny - below, below
+    found.counts = counts
+    if found.finite:
+        found.low, found.high = extremes(flat) if not (found.nan or any(infinite)) else _finite_extremes(flat)
+    return found
+
+
+def counts_by_key(flat: NDArray[Any]) -> NDArray[np.int64]:
+    """How many numbers of a vector have each of the 65536 combinations of upper bits, as float32."""
+    counts = np.zeros(65536, np.int64)
+    for start in range(0, flat.size, BLOCK):
+        keys = keys_of_float32(_as_float32(flat[start : start + BLOCK]))
+        numbers = buffer(len(keys), 0).view(np.int64)  # what bincount would else make anew
+        np.copyto(numbers, keys)
+        counts += np.bincount(numbers, minlength=65536)
+    return counts
+
+
+def _how_many(flat: NDArray[Any], such: Callable[[NDArray[Any]], NDArray[np.bool_]]) -> int:
+    """How many numbers of a vector are such, block by block in the cache."""
+    return sum(int(np.count_nonzero(such(flat[start : start + BLOCK]))) for start in range(0, flat.size, BLOCK))
+
+
+def _finite_extremes(flat: NDArray[Any]) -> tuple[float, float]:
+    """The least and the greatest finite number of a vector, block by block in the cache."""
+    low, high = np.inf, -np.inf
+    for start in range(0, flat.size, BLOCK):
+        part = flat[start : start + BLOCK]
+        part = part[np.isfinite(part)]
+        if part.size:
+            least, greatest = extremes(part)
+            low, high = min(low, least), max(high, greatest)
+    return low, high
+
+
+def _as_float32(part: NDArray[Any]) -> NDArray[np.float32]:
+    if part.dtype == np.float32:
+        return part
+    with np.errstate(all="ignore"):
+        narrow = part.astype(np.float32)
+        if part.dtype.kind == "f" and part.dtype.itemsize > 4:
+            beyond = np.isinf(narrow) & np.isfinite(part)
+            narrow[beyond] = np.copysign(np.finfo(np.float32).max, narrow[beyond])
+    return narrow
+
+
+def keys_of_float32(flat: NDArray[Any]) -> NDArray[np.uint16]:
+    """The upper 16 bits of each of a vector of float32."""
+    halves = np.ascontiguousarray(flat, dtype=np.float32).view(np.uint16)
+    return halves[1::2] if sys.byteorder == "little" else halves[::2]
+
+
+def _edges(keys: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The modulus at which each bin begins, and the one with which it ends: the greatest float32 of these bits."""
+    bits = (keys & ~_SIGN).astype(np.uint32) << np.uint32(16)
+    return bits.view(np.float32).astype(np.float64), (bits | np.uint32(0xFFFF)).view(np.float32).astype(np.float64)

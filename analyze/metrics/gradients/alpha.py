@@ -1,0 +1,205 @@
+"""How far a step goes along its direction: short of the minimum, into it, or over to the other side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import numpy as np
+from torch import Tensor
+
+from analyze.metrics.inputs import answer, blocks, carries_data
+from tracer.errors import MessageError
+from tracer.messaging.messages import DEFAULT_TAG, Message, NetworkMessage
+from tracer.messaging.subscriber import Subscriber
+from tracer.messaging.subscription import Subscription
+
+
+def alpha(slope: float, slope_after: float) -> float:
+    """The normalised length of a step, from the slopes of the loss along it at its beginning and at its end.
+
+    Parameters
+    ----------
+    slope, slope_after : float
+        The inner products of the update with the gradient before and after it.
+
+    Returns
+    -------
+    float
+        0 in the minimum of the parabola with these slopes, 1 on its other side, at equal height; -1 where the slope has
+        not changed; below -1 where it became steeper. NaN if the slope at the beginning is 0.
+
+    Examples
+    --------
+    >>> alpha(-2.0, 0.0), alpha(-2.0, 2.0), alpha(-2.0, -1.0), alpha(0.0, 1.0)
+    (0.0, 1.0, -0.5, nan)
+    """
+    return 0.0 - slope_after / slope if slope else math.nan
+
+
+@dataclass
+class _Step:
+    """The parameters of the step that is going on: what came of updates and gradients, by kind and module."""
+
+    global_step: int
+    train_step: int
+    epoch: int
+    rank: int = 0
+    heard: dict[tuple[str, str | None], Tensor] = field(default_factory=dict)
+
+
+@final
+class Alpha(Subscriber):
+    r"""Normalised step length: :math:`\alpha_t = -\langle g_{t+1}, u_t\rangle / \langle g_t, u_t\rangle`.
+
+    0 says that the step went into the minimum along its direction, 1 that it went over to the other side at equal
+    height, -1 that the loss falls after it as steeply as before. Answers, for the whole
+    network and each step but the last, ``{kind}_alpha``, without unit, and ``{kind}_slope``, :math:`\langle g_t,
+    u_t\rangle` in the unit of the loss: float64 scalars. What alpha says is of steps that go downhill, with a slope
+    below 0.
+
+    Parameters
+    ----------
+    kind : str
+        The kind of the updates of the weights.
+    gradients, bias_updates, bias_gradients : str
+        The kinds of the other parts of the step.
+    bias : bool
+        Whether biases belong to it; give false for networks without any.
+    tag, subsample, modules
+        As in `tracer.Subscription`. It takes two steps in a row, so only ``subsample=1`` has answers.
+
+    Raises
+    ------
+    MessageError
+        If a kind carries no data, or two are the same.
+
+    Notes
+    -----
+    *Formula*: :math:`-f'(1)/f'(0)` with :math:`f'(s) = \langle \nabla L(W_t + s\,u_t), u_t\rangle`; the gradient after
+    the step is that of the next batch.
+    *Needs*: updates and gradients of every step; a replay derives updates from consecutive weights.
+    *Cost*: two passes over all parameters and their gradients, O(n).
+    *Invariant to* the scale of the loss, and to a reordering of the parameters.
+    *Edge values*: NaN if the slope is 0. With much momentum a step may go uphill, which the slope shows. No answer if
+    the next step was not heard. Parameters that lack one of the two are left out. Never raises during a replay.
+    *Memory*: the updates and gradients of the step that is going on; part of `state_dict`.
+    *Numerics*: sums in float64.
+    *Source*: F. Schneider, F. Dangel, P. Hennig, "Cockpit", arXiv:2102.06604, section 2.2, which fits a parabola to
+    losses and slopes, weighted with their variances. Losses of two batches differ by more than a step changes them, so
+    here the slopes alone decide.
+    *Formerly*: cockpit ``Alpha``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tracer import ModuleMessage
+    >>> rule, said = Alpha(bias=False), []
+    >>> for step, gradient in enumerate([2.0, -1.0]):  # of the parabola x², from 1 to -1/2
+    ...     where = dict(module="fc", global_step=step, train_step=step, epoch=0)
+    ...     for kind, data in ("weight_gradients", gradient), ("weight_updates", -1.5):
+    ...         said += rule.compute(ModuleMessage(kind=kind, data=torch.tensor(data), **where))
+    >>> [(one.kind, one.global_step, float(one.data)) for one in [*said, *rule.conclude()]]
+    [('weight_updates_alpha', 0, 0.5), ('weight_updates_slope', 0, -3.0)]
+    """
+
+    name = "alpha"
+    scope = "everything"
+    spoiled_by = ("elements", "reduce")
+    invariances = ("order", "sign")
+
+    def __init__(
+        self,
+        kind: str = "weight_updates",
+        *,
+        gradients: str = "weight_gradients",
+        bias_updates: str = "bias_updates",
+        bias_gradients: str = "bias_gradients",
+        bias: bool = True,
+        tag: str | None = DEFAULT_TAG,
+        subsample: int = 1,
+        modules: str | Iterable[str] | None = None,
+    ) -> None:
+        pairs = [(kind, gradients), *([(bias_updates, bias_gradients)] if bias else [])]
+        kinds = [one for pair in pairs for one in pair]
+        for one in kinds:
+            carries_data(one)
+        if len(set(kinds)) != len(kinds):
+            raise MessageError(f"alpha needs different kinds, not {', '.join(kinds)}")
+        super().__init__(
+            [Subscription(one, tag, subsample, modules) for one in kinds], produces=(f"{kind}_alpha", f"{kind}_slope")
+        )
+        self._pairs = pairs
+        # for each tag the step before, and the one that is going on
+        self._steps: dict[str, list[_Step]] = {}
+
+    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+        """Keep one message; answer for the step before the last one if a new step begins."""
+        message = message_or_bundle
+        steps = self._steps.setdefault(message.tag, [])
+        if steps and steps[-1].global_step != message.global_step:
+            yield from self._answer(message.tag, steps)
+            del steps[:-1]
+        if not steps or steps[-1].global_step != message.global_step:
+            steps.append(_Step(message.global_step, message.train_step, message.epoch, message.rank))
+        if message.data is not None:
+            steps[-1].heard[message.kind, message.key] = message.data
+
+    def conclude(self) -> Iterator[Message]:
+        """Answer for the step before the last one."""
+        all_steps, self._steps = self._steps, {}
+        for tag, steps in all_steps.items():
+            yield from self._answer(tag, steps)
+
+    def _answer(self, tag: str, steps: list[_Step]) -> Iterator[Message]:
+        if len(steps) < 2 or steps[1].global_step != steps[0].global_step + 1:
+            return
+        before, after = steps
+        slope = slope_after = 0.0
+        for updates, gradients in self._pairs:
+            for (kind, module), update in before.heard.items():
+                now, then = before.heard.get((gradients, module)), after.heard.get((gradients, module))
+                if kind == updates and now is not None and then is not None and update.shape == now.shape == then.shape:
+                    slope, slope_after = slope + _product(update, now), slope_after + _product(update, then)
+        for kind, value in zip(self.produces, (alpha(slope, slope_after), slope), strict=True):
+            yield NetworkMessage(
+                kind=kind,
+                global_step=before.global_step,
+                train_step=before.train_step,
+                epoch=before.epoch,
+                tag=tag,
+                rank=before.rank,
+                data=answer(value),
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was heard of the last two steps of each tag."""
+        return {
+            "steps": {
+                tag: [
+                    {
+                        "at": [one.global_step, one.train_step, one.epoch, one.rank],
+                        "heard": [
+                            {"kind": kind, "module": module, "data": x} for (kind, module), x in one.heard.items()
+                        ],
+                    }
+                    for one in steps
+                ]
+                for tag, steps in self._steps.items()
+            }
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another stopped."""
+        self._steps = {}
+        for tag, told in state["steps"].items():
+            steps = self._steps[tag] = [_Step(*one["at"]) for one in told]
+            for step, one in zip(steps, told, strict=True):
+                step.heard = {(heard["kind"], heard["module"]): heard["data"] for heard in one["heard"]}
+
+
+def _product(one: Tensor, other: Tensor) -> float:
+    with np.errstate(all="ignore"):
+        return float(sum(float((a * b.conj()).sum().real) for a, b in zip(blocks(one), blocks(other), strict=True)))

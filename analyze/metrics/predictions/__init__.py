@@ -1,0 +1,1 @@
+"""Metrics of predictions: accuracy and its relatives."""

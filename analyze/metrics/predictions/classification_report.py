@@ -1,0 +1,463 @@
+"""How good classifications are, over all datapoints of a pass or an epoch: right, nearly right, confused, confident.
+
+Shapes: ``scores_nc`` has n datapoints (with pixels or tokens flattened in) and c classes, ``labels_n`` n class indices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias, final, get_args
+
+import numpy as np
+import scipy
+import torch
+from numpy.typing import NDArray
+
+from analyze.metrics.inputs import Array, answer, as_array
+from analyze.metrics.predictions.accuracy import IGNORED, class_axis, yes_no
+from tracer.errors import MessageError
+from tracer.messaging.messages import Message, MessageBundle, NetworkMessage
+from tracer.messaging.subscriber import Subscriber
+from tracer.messaging.subscription import SynchronizedSubscription
+
+Outputs: TypeAlias = Literal["logits", "probabilities"]
+Per: TypeAlias = Literal["pass", "epoch"]
+
+
+class Report(NamedTuple):
+    """What `classification_report` finds; as a number it is the accuracy."""
+
+    accuracy: float
+    top_k_accuracy: float
+    class_accuracy: NDArray[np.float64]
+    confusion: NDArray[np.int64]
+    calibration_error: float
+    margin: float
+    entropy: float
+    total: int
+
+    def __float__(self) -> float:
+        return self.accuracy
+
+
+def classification_report(
+    output: Array,
+    labels: Array,
+    *,
+    k: int = 5,
+    bins: int = 15,
+    outputs: Outputs = "logits",
+    ignore_index: int = IGNORED,
+) -> Report:
+    """Accuracy, top-k accuracy, accuracy per class, confusion matrix, calibration error, margin and entropy.
+
+    Parameters
+    ----------
+    output, labels, ignore_index
+        As in `accuracy`; at least two classes, or the score of a yes/no question.
+    k : int
+        The label counts as found if it is among the k largest scores.
+    bins : int
+        Of the calibration error.
+    outputs : {"logits", "probabilities"}
+        What the scores are; logarithms of probabilities are logits too.
+
+    Returns
+    -------
+    Report
+        ``accuracy``, ``top_k_accuracy`` and ``class_accuracy`` (c,) from 0 to 1; ``confusion`` (c, c), rows are labels,
+        columns predictions; ``calibration_error`` from 0 to 1; ``margin`` in the unit of the scores; ``entropy`` in
+        nats; ``total``, how many labels count. NaN if none does.
+
+    Raises
+    ------
+    MessageError
+        If the shapes do not fit, a label is no class, or a parameter is out of its range.
+
+    Examples
+    --------
+    >>> found = classification_report([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0]], [0, 1, 1], k=2)
+    >>> found.accuracy, found.top_k_accuracy, found.confusion.tolist(), found.class_accuracy.tolist(), found.margin
+    (0.6666666666666666, 1.0, [[1, 0], [1, 1]], [1.0, 0.5], 0.0)
+    """
+    check_positive(k, "k")
+    check_positive(bins, "the number of bins")
+    if outputs not in get_args(Outputs):
+        raise MessageError(f"outputs is 'logits' or 'probabilities', not {outputs!r}")
+    tally = Tally()
+    tally.add(output, labels, k, bins, outputs, ignore_index)
+    return tally.report()
+
+
+def cases(
+    output: Array, labels: Array, outputs: Outputs = "logits", ignore_index: int = IGNORED
+) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.bool_]]:
+    """Scores (n, c), labels (n,), and which of them count, of outputs and labels in any form that `accuracy` takes.
+
+    Raises
+    ------
+    MessageError
+        If the shapes do not fit, or a label that counts is no class.
+    """
+    scores, truth = as_array(output), as_array(labels)
+    if scores.dtype.kind == "c" or truth.dtype.kind == "c":
+        raise MessageError("a classification needs real outputs and labels, not complex ones")
+    binary = yes_no(scores, truth, 0.0)
+    if binary is not None:
+        yes_n = scores.reshape(-1).astype(np.float64)
+        scores_nc = np.stack([1 - yes_n if outputs == "probabilities" else np.zeros_like(yes_n), yes_n], axis=1)
+        return scores_nc, binary[1].reshape(-1).astype(np.int64), truth.reshape(-1) != ignore_index
+    axis = class_axis(scores, truth)
+    classes = scores.shape[axis]
+    if classes == 0:
+        raise MessageError(f"a classification needs at least one class, but the output has the shape {scores.shape}")
+    # a copy: integers become floats, and the rows of several outputs lie alike in memory, so sums agree to the bit
+    scores_nc = np.array(np.moveaxis(scores, axis, -1).reshape(-1, classes), dtype=np.float64, order="C")
+    if truth.shape == scores.shape:
+        labels_n = truth.argmax(axis).reshape(-1).astype(np.int64)
+        return scores_nc, labels_n, np.ones(labels_n.shape, dtype=np.bool_)
+    flat = truth.reshape(-1)
+    counted = flat != ignore_index
+    with np.errstate(invalid="ignore"):
+        labels_n = flat.astype(np.int64)
+    wrong = counted & ((labels_n != flat) | (labels_n < 0) | (labels_n >= classes))
+    if wrong.any():
+        raise MessageError(f"a label is a class from 0 to {classes - 1}, not {flat[wrong][0]}")
+    return scores_nc, labels_n, counted
+
+
+def correctness(output: Array, labels: Array, ignore_index: int = IGNORED) -> NDArray[np.int8]:
+    """For each label whether the prediction is it: 1, 0, or -1 for a label that does not count.
+
+    Examples
+    --------
+    >>> correctness([[2.0, 0.0], [2.0, 0.0], [2.0, 0.0]], [0, 1, -100]).tolist()
+    [1, 0, -1]
+    """
+    scores_nc, labels_n, counted = cases(output, labels, ignore_index=ignore_index)
+    right = (scores_nc.argmax(1) == labels_n) & ~np.isnan(scores_nc).any(1)
+    return np.where(counted, right, -1).astype(np.int8)
+
+
+def check_positive(number: object, what: str) -> None:
+    """Raise `MessageError` unless `number` is a positive integer."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise MessageError(f"{what} is a positive integer, not {number!r}")
+
+
+def _empty() -> NDArray[Any]:
+    return np.zeros(0)
+
+
+@dataclass
+class Tally:
+    """Counts and sums over the datapoints so far; two of them can be added."""
+
+    classes: int = 0
+    total: int = 0
+    correct: int = 0
+    found: int = 0
+    margin: float = 0.0
+    entropy: float = 0.0
+    fits: bool = True
+    of_class: NDArray[Any] = field(default_factory=_empty)
+    confusion: NDArray[Any] = field(default_factory=_empty)
+    bin_counts: NDArray[Any] = field(default_factory=_empty)
+    bin_correct: NDArray[Any] = field(default_factory=_empty)
+    bin_confidence: NDArray[Any] = field(default_factory=_empty)
+
+    def add(self, output: Array, labels: Array, k: int, bins: int, outputs: Outputs, ignore_index: int) -> None:
+        """Count one batch; raises `MessageError` if its shapes do not fit."""
+        scores_nc, labels_n, counted = cases(output, labels, outputs, ignore_index)
+        if not counted.all():
+            scores_nc, labels_n = scores_nc[counted], labels_n[counted]
+        self.plus(_count(scores_nc, labels_n, k, bins, outputs))
+
+    def plus(self, other: Tally) -> None:
+        """Add what another has counted."""
+        if not self.classes:
+            self.classes = other.classes
+            for name in _ARRAYS:
+                setattr(self, name, getattr(other, name).copy())
+        elif other.classes and other.classes != self.classes:
+            raise MessageError(f"a pass has one number of classes, not {self.classes} and {other.classes}")
+        elif other.classes:
+            for name in _ARRAYS:
+                setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("total", "correct", "found", "margin", "entropy"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.fits = self.fits and other.fits
+
+    def report(self) -> Report:
+        """What the counts say."""
+        if not self.fits or not self.total:
+            c = self.classes if self.fits else 0
+            nan = math.nan
+            return Report(nan, nan, np.full(c, nan), np.zeros((c, c), np.int64), nan, nan, nan, 0)
+        n = self.total
+        with np.errstate(invalid="ignore", divide="ignore"):
+            class_accuracy = np.diagonal(self.confusion) / self.of_class
+            error = float(np.abs(self.bin_correct - self.bin_confidence).sum() / n)
+        return Report(
+            self.correct / n,
+            self.found / n,
+            class_accuracy.astype(np.float64),
+            self.confusion.astype(np.int64),
+            error,
+            self.margin / n,
+            self.entropy / n,
+            n,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """As numbers and tensors."""
+        return {
+            name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+            for name, value in vars(self).items()
+        }
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Tally:
+        """One that counted what the other of this `state` has."""
+        tally = cls()
+        for name, value in state.items():
+            setattr(tally, name, value.numpy().copy() if isinstance(value, torch.Tensor) else value)
+        return tally
+
+
+_ARRAYS = ("of_class", "confusion", "bin_counts", "bin_correct", "bin_confidence")
+
+
+def _count(scores_nc: NDArray[np.float64], labels_n: NDArray[np.int64], k: int, bins: int, outputs: Outputs) -> Tally:
+    n, classes = scores_nc.shape
+    rows = np.arange(n)
+    valid = ~np.isnan(scores_nc).any(1)
+    predicted = scores_nc.argmax(1)
+    of_label = scores_nc[rows, labels_n]
+    with np.errstate(invalid="ignore", over="ignore"):
+        # of equal scores the first class wins, as in argmax
+        ahead = (scores_nc > of_label[:, None]) | (
+            (scores_nc == of_label[:, None]) & (np.arange(classes) < labels_n[:, None])
+        )
+        p_nc = scores_nc if outputs == "probabilities" else scipy.special.softmax(scores_nc, axis=1) if n else scores_nc
+        confidence = p_nc[rows, predicted]
+        others = scores_nc.copy()
+        others[rows, labels_n] = -math.inf
+        margin = float((of_label - others.max(1)).sum()) if n and classes > 1 else math.nan if n else 0.0
+        entropy = float(scipy.special.entr(p_nc).sum())
+        # bins are open below and closed above, as in Guo et al.
+        place = np.nan_to_num(np.ceil(confidence * bins) - 1, nan=0).clip(0, bins - 1).astype(np.int64)
+    right = (predicted == labels_n) & valid
+    pairs = labels_n[valid] * classes + predicted[valid]
+    return Tally(
+        classes=classes,
+        total=n,
+        correct=int(np.count_nonzero(right)),
+        found=int(np.count_nonzero(valid & (np.count_nonzero(ahead, axis=1) < k))),
+        margin=margin,
+        entropy=entropy,
+        of_class=np.bincount(labels_n, minlength=classes).astype(np.int64),
+        confusion=np.bincount(pairs, minlength=classes**2).reshape(classes, classes).astype(np.int64),
+        bin_counts=np.bincount(place, minlength=bins).astype(np.int64),
+        bin_correct=np.bincount(place, weights=right, minlength=bins),
+        bin_confidence=np.bincount(place, weights=confidence, minlength=bins),
+    )
+
+
+@dataclass
+class _Pass:
+    """A pass or epoch that is going on, and the counters of its last batch."""
+
+    global_step: int
+    train_step: int
+    epoch: int
+    rank: int = 0
+    tally: Tally = field(default_factory=Tally)
+
+
+@final
+class ClassificationReport(Subscriber):
+    r"""How good the classifications of each pass (or epoch) are, over all its datapoints together: correct / total.
+
+    Answers, for each pass: ``{kind}_accuracy``, ``{kind}_top{k}_accuracy`` and ``{kind}_calibration_error``, float64
+    scalars from 0 to 1; ``{kind}_margin``, in the unit of the scores, and ``{kind}_entropy``, in nats;
+    ``{kind}_class_accuracy``, float64 (c,), and ``{kind}_confusion``, int64 (c, c), rows labels, columns predictions.
+    They come with the counters of the pass's last batch, as soon as a later pass of that tag begins or the run ends.
+
+    Parameters
+    ----------
+    kind : str
+        The kind of the outputs: scores of classes, (n, c) or any other that `accuracy` takes.
+    labels : str
+        The kind of the labels.
+    k : int
+        The label counts as found if it is among the k largest scores.
+    bins : int
+        Of the calibration error, equally wide.
+    outputs : {"logits", "probabilities"}
+        What the scores are; logarithms of probabilities are logits too.
+    per : {"pass", "epoch"}
+        What is pooled: all forward passes of one tag at one global step, or of one tag in one epoch (give
+        ``tag=default`` for the accuracy on the training set).
+    ignore_index : int
+        The class index that is not counted.
+    tag, subsample
+        As in `tracer.Subscription`; by default every tag but that of training passes.
+
+    Raises
+    ------
+    MessageError
+        If the two kinds are the same, or a parameter is out of its range.
+
+    Notes
+    -----
+    *Formula*: accuracy and top-k: share of datapoints whose label has a rank up to 1 and k. Calibration error:
+    :math:`\sum_b \frac{n_b}{n} |\mathrm{acc}_b - \mathrm{conf}_b|` over bins b of the largest probability. Margin: mean
+    of the label's score minus the largest other. Entropy: mean of :math:`-\sum_c p_c \ln p_c`.
+    *Needs*: outputs and labels of the same pass.
+    *Cost*: O(n c) for n datapoints and c classes.
+    *Invariant to* the order of the datapoints and how they are cut into batches; the accuracies also to increasing maps
+    of the scores that are common to all classes.
+    *Edge values*: NaN if no label counts, if a label is no class, or if outputs and labels of a batch do not fit each
+    other; for a class without labels; for confidences that are NaN. A datapoint with a NaN among its scores is wrong
+    and in no cell of the confusion matrix. Of equal scores the first class wins. Never raises during a replay.
+    *Memory*: the counts of the pass that is going on, for each tag; part of `state_dict`, and mergeable.
+    *Source*: C. Guo et al., "On Calibration of Modern Neural Networks", arXiv:1706.04599, equation (3), for the
+    calibration error; P. Bartlett et al., "Spectrally-normalized margin bounds", arXiv:1706.08498, for the margin.
+    *Formerly*: ikkuna ``TestAccuracySubscriber`` (the accuracy); smdebug ``Confusion`` (the matrix).
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tracer import MessageBundle, NetworkMessage
+    >>> report = ClassificationReport(k=2)
+    >>> for call, (output, labels) in enumerate([([[2.0, 0.0], [0.0, 1.0]], [0, 1]), ([[3.0, 0.0]], [1])]):
+    ...     bundle = MessageBundle(["network_output", "input_labels"])
+    ...     where = dict(global_step=9, train_step=9, epoch=0, tag="eval", call=call)
+    ...     bundle.add(NetworkMessage(kind="network_output", data=torch.tensor(output), **where))
+    ...     bundle.add(NetworkMessage(kind="input_labels", data=torch.tensor(labels), **where))
+    ...     assert not list(report.compute(bundle))
+    >>> said = {one.kind: one.data.tolist() for one in report.conclude()}
+    >>> said["network_output_confusion"], round(said["network_output_accuracy"], 6)
+    ([[1, 0], [1, 1]], 0.666667)
+    """
+
+    name = "classification_report"
+    scope = "stream"
+    mergeable = True
+    invariances = ("rows",)
+
+    def __init__(
+        self,
+        kind: str = "network_output",
+        *,
+        labels: str = "input_labels",
+        k: int = 5,
+        bins: int = 15,
+        outputs: Outputs = "logits",
+        per: Per = "pass",
+        ignore_index: int = IGNORED,
+        tag: str | None = "!default",
+        subsample: int = 1,
+    ) -> None:
+        check_positive(k, "k")
+        check_positive(bins, "the number of bins")
+        if outputs not in get_args(Outputs):
+            raise MessageError(f"outputs is 'logits' or 'probabilities', not {outputs!r}")
+        check_per(per)
+        whats = (
+            "accuracy",
+            f"top{k}_accuracy",
+            "class_accuracy",
+            "confusion",
+            "calibration_error",
+            "margin",
+            "entropy",
+        )
+        super().__init__(
+            SynchronizedSubscription((kind, labels), tag, subsample, incomplete="drop"),
+            produces=[f"{kind}_{what}" for what in whats],
+        )
+        self.kind, self.labels, self.k, self.bins, self.outputs = kind, labels, k, bins, outputs
+        self.per, self.ignore_index = per, ignore_index
+        self._passes: dict[tuple[str, int], _Pass] = {}
+
+    def compute(self, message_or_bundle: MessageBundle) -> Iterator[Message]:
+        """Count one batch; answer with the report of the pass before if this batch begins another."""
+        bundle = message_or_bundle
+        now = bundle.tag, bundle.epoch if self.per == "epoch" else bundle.global_step
+        if now not in self._passes:
+            for over in [key for key in self._passes if key[0] == bundle.tag]:
+                yield from self._answers(bundle.tag, self._passes.pop(over))
+            self._passes[now] = _Pass(bundle.global_step, bundle.train_step, bundle.epoch, bundle.rank)
+        one = self._passes[now]
+        one.global_step, one.train_step, one.epoch = bundle.global_step, bundle.train_step, bundle.epoch
+        try:
+            one.tally.add(bundle[self.kind], bundle[self.labels], self.k, self.bins, self.outputs, self.ignore_index)
+        except MessageError:  # shapes that do not fit: this pass has no report, the replay goes on
+            one.tally.fits = False
+
+    def conclude(self) -> Iterator[Message]:
+        """Answer with the report of the last pass of each tag."""
+        passes, self._passes = self._passes, {}
+        for (tag, _), last in passes.items():
+            yield from self._answers(tag, last)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts of the passes that are going on."""
+        return {
+            "passes": [
+                {
+                    "tag": tag,
+                    "number": number,
+                    "at": [one.global_step, one.train_step, one.epoch, one.rank],
+                    "tally": one.tally.state(),
+                }
+                for (tag, number), one in self._passes.items()
+            ]
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting where another stopped."""
+        self._passes = {}
+        for one in state["passes"]:
+            now = self._passes[one["tag"], one["number"]] = _Pass(*one["at"])
+            now.tally = Tally.of(one["tally"])
+
+    def merge(self, state: Mapping[str, Any]) -> None:
+        """Count together with another that heard other batches; passes that only one of them heard stand side by side.
+
+        Raises
+        ------
+        MessageError
+            If the numbers of classes in the two halves of a pass differ.
+        """
+        for one in state["passes"]:
+            at = one["tag"], one["number"]
+            mine = self._passes.setdefault(at, _Pass(*one["at"]))
+            mine.tally.plus(Tally.of(one["tally"]))
+            mine.global_step, mine.train_step, mine.epoch = max(
+                [mine.global_step, mine.train_step, mine.epoch], list(one["at"][:3])
+            )
+
+    def _answers(self, tag: str, over: _Pass) -> Iterator[Message]:
+        found = over.tally.report()
+        values: tuple[Any, ...] = found[:-1]
+        for kind, value in zip(self.produces, values, strict=True):
+            yield NetworkMessage(
+                kind=kind,
+                global_step=over.global_step,
+                train_step=over.train_step,
+                epoch=over.epoch,
+                tag=tag,
+                rank=over.rank,
+                data=torch.from_numpy(value) if isinstance(value, np.ndarray) else answer(value),
+            )
+
+
+def check_per(per: object) -> None:
+    """Raise `MessageError` unless `per` is a word for what is pooled."""
+    if per not in get_args(Per):
+        raise MessageError(f"per is 'pass' or 'epoch', not {per!r}")

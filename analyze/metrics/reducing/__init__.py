@@ -1,0 +1,1 @@
+"""Metrics that reduce the values of many messages."""

@@ -1,0 +1,87 @@
+"""The loss, as the training computed it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import final
+
+from analyze.metrics.elementwise.mean import mean
+from analyze.metrics.inputs import Array, answer, as_array, subscription_to
+from tracer.messaging.messages import DEFAULT_TAG, Message, derived
+from tracer.messaging.subscriber import Subscriber
+
+
+def loss(x: Array) -> float:
+    """The value of a loss; of one that was not reduced, the mean over its elements.
+
+    Parameters
+    ----------
+    x : array of any shape
+        A number, or one per datapoint.
+
+    Returns
+    -------
+    float
+        NaN for an empty loss.
+
+    Examples
+    --------
+    >>> loss(0.25), loss([0.0, 1.0])
+    (0.25, 0.5)
+    """
+    return mean(x)
+
+
+@final
+class Loss(Subscriber):
+    r"""Value of each recorded loss :math:`\ell`; of one that was not reduced, the mean over its elements.
+
+    Answers ``{kind}_value``: a float64 scalar, in the unit of the loss, for each message.
+
+    Parameters
+    ----------
+    kind : str
+        ``"loss"``, or another kind with a number, such as one that the user logged.
+    tag, subsample, modules
+        As in `tracer.Subscription`; ``tag="eval"`` for the loss of the evaluation.
+
+    Raises
+    ------
+    MessageError
+        If messages of this kind carry no data.
+
+    Notes
+    -----
+    *Formula*: the recorded number, or the mean of the recorded numbers.
+    *Cost*: O(1) for a number.
+    *Invariant to* nothing: it is the recorded number.
+    *Edge values*: NaN for an empty loss. Never raises during a replay.
+    *Source*: what ``backward`` was called on; in an evaluation the loss function's own output.
+    *Formerly*: ikkuna ``LossSubscriber``; monitorch ``LossModule``; cockpit ``Loss``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tracer import NetworkMessage
+    >>> message = NetworkMessage(kind="loss", global_step=0, train_step=0, epoch=0, data=torch.tensor(0.25))
+    >>> [(said.kind, float(said.data)) for said in Loss().compute(message)]
+    [('loss_value', 0.25)]
+    """
+
+    name = "loss"
+    scope = "message"
+
+    def __init__(
+        self,
+        kind: str = "loss",
+        *,
+        tag: str | None = DEFAULT_TAG,
+        subsample: int = 1,
+        modules: str | Iterable[str] | None = None,
+    ) -> None:
+        super().__init__(subscription_to(kind, tag, subsample, modules), produces=f"{kind}_value")
+
+    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+        """Answer one message with its value."""
+        message = message_or_bundle
+        yield derived(message, self.produces[0], answer(loss(as_array(message.data))))

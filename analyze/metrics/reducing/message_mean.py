@@ -1,0 +1,182 @@
+"""The mean, or another statistic, of a number over all modules that published it in one step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, final
+
+from analyze.metrics.inputs import answer, as_array, subscription_to
+from analyze.metrics.reducing.reducers import Reducer, check_reductions
+from tracer.errors import MessageError
+from tracer.messaging.messages import DEFAULT_TAG, Message, NetworkMessage
+from tracer.messaging.subscriber import Subscriber
+
+
+def message_mean(values: Iterable[float]) -> float:
+    """The mean of numbers, correctly rounded, so that their order does not matter.
+
+    Parameters
+    ----------
+    values : iterable of numbers
+
+    Returns
+    -------
+    float
+        NaN if there are none, if one is NaN, or if there are infinities of both signs.
+
+    Examples
+    --------
+    >>> message_mean([1e100, 1.0, -1e100]), message_mean([])
+    (0.3333333333333333, nan)
+    """
+    numbers = [float(value) for value in values]
+    if not numbers:
+        return math.nan
+    if not all(map(math.isfinite, numbers)):
+        return sum(number for number in numbers if not math.isfinite(number))
+    try:
+        return math.fsum(numbers) / len(numbers)
+    except OverflowError:  # the sum is beyond float64, the mean is not
+        return math.fsum(number / len(numbers) for number in numbers)
+
+
+@dataclass
+class _Step:
+    """The numbers of the step that is going on under one tag."""
+
+    global_step: int
+    train_step: int
+    epoch: int
+    rank: int = 0
+    values: list[float] = field(default_factory=list)
+
+
+@final
+class MessageMean(Subscriber):
+    r"""Mean, or another statistic, of a published number over the modules of one step: :math:`\frac1L \sum_l x_l`.
+
+    Answers ``{kind}_message_mean`` (``_message_max`` and so on for other statistics): a float64 scalar, in the unit of
+    the numbers, for the whole network, for each tag and global step, as soon as a later step of that tag begins or the
+    run ends. It takes what other subscribers answer, so ``Ratio()`` and ``MessageMean()`` together give the mean
+    update/weight ratio of the network.
+
+    Parameters
+    ----------
+    kind : str
+        A kind whose messages carry one number each.
+    which : str or iterable of str
+        What is answered of the numbers: ``mean``, ``std``, ``min``, ``median``, ``q0.75`` and the others of
+        `Aggregate`. Written ``mean+max``.
+    tag, subsample, modules
+        As in `tracer.Subscription`.
+
+    Raises
+    ------
+    MessageError
+        If messages of this kind carry no data, or a reduction is unknown.
+
+    Notes
+    -----
+    *Formula*: :math:`\frac1L \sum_l x_l` over the L modules that answered in the step; else as `Aggregate`.
+    *Cost*: microseconds a step.
+    *Invariant to* the order of the modules (the sum is exact); scales and shifts with the numbers.
+    *Edge values*: NaN if one of the numbers is NaN; a message that carries no single real number counts as NaN. Never
+    raises during a replay.
+    *Memory*: the numbers of the step that is going on, for each tag; part of `state_dict`, and can be merged.
+    *Numerics*: the mean is correctly rounded; quantiles are exact.
+    *Source*: ikkuna's ``MessageMeanSubscriber``.
+    *Formerly*: ikkuna's ``MessageMeanSubscriber``; monitorch's aggregations over layers.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tracer import ModuleMessage
+    >>> overall = MessageMean("weights_norm2")
+    >>> for module, value in ("fc1", 1.0), ("fc2", 2.0):
+    ...     where = dict(module=module, global_step=0, train_step=0, epoch=0)
+    ...     assert not list(overall.compute(ModuleMessage(kind="weights_norm2", data=torch.tensor(value), **where)))
+    >>> [(said.kind, said.key, float(said.data)) for said in overall.conclude()]
+    [('weights_norm2_message_mean', None, 1.5)]
+    """
+
+    name = "message_mean"
+    scope = "step"
+    mergeable = True
+
+    def __init__(
+        self,
+        kind: str = "weight_updates_weights_ratio",
+        *,
+        which: str | Iterable[str] = "mean",
+        tag: str | None = DEFAULT_TAG,
+        subsample: int = 1,
+        modules: str | Iterable[str] | None = None,
+    ) -> None:
+        names = check_reductions(which)
+        super().__init__(
+            subscription_to(kind, tag, subsample, modules), produces=[f"{kind}_message_{name}" for name in names]
+        )
+        self.which = names
+        self._steps: dict[str, _Step] = {}
+
+    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+        """Keep one number; answer with the mean of the step before if this one begins another."""
+        message = message_or_bundle
+        array = as_array(message.data)
+        single = array.size == 1 and array.dtype.kind != "c"
+        now = self._steps.get(message.tag)
+        if now is not None and now.global_step != message.global_step:
+            yield from self._answers(message.tag, now)
+            now = None
+        if now is None:
+            now = self._steps[message.tag] = _Step(message.global_step, message.train_step, message.epoch, message.rank)
+        now.values.append(float(array.reshape(-1)[0]) if single else math.nan)
+
+    def conclude(self) -> Iterator[Message]:
+        """Answer with the mean of the last step of each tag."""
+        steps, self._steps = self._steps, {}
+        for tag, last in steps.items():
+            yield from self._answers(tag, last)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The numbers of the steps that are going on, by tag."""
+        return {"steps": {tag: asdict(now) for tag, now in self._steps.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another stopped."""
+        self._steps = {tag: _Step(**{**now, "values": list(now["values"])}) for tag, now in state["steps"].items()}
+
+    def merge(self, state: Mapping[str, Any]) -> None:
+        """Take the numbers of another that heard other modules, or more of the same step.
+
+        Raises
+        ------
+        MessageError
+            If the two are in the middle of different steps of one tag: no numbers say which answers come first.
+        """
+        for tag, other in state["steps"].items():
+            mine = self._steps.setdefault(tag, _Step(**{**other, "values": []}))
+            if mine.global_step != other["global_step"]:
+                raise MessageError(
+                    f"the global steps {mine.global_step} and {other['global_step']} of tag {tag!r} are two"
+                )
+            mine.values += other["values"]
+
+    def _answers(self, tag: str, over: _Step) -> Iterator[Message]:
+        reducer = Reducer()
+        reducer.add(over.values)
+        found = reducer.answer(self.which)
+        if "mean" in found:
+            found["mean"] = message_mean(over.values)
+        for kind, value in zip(self.produces, found.values(), strict=True):
+            yield NetworkMessage(
+                kind=kind,
+                global_step=over.global_step,
+                train_step=over.train_step,
+                epoch=over.epoch,
+                tag=tag,
+                rank=over.rank,
+                data=answer(value),
+            )

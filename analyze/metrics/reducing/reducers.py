@@ -1,0 +1,201 @@
+"""Accumulators of many numbers that come one by one or in parts, of which two can be merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from analyze.metrics.elementwise.moments import NEEDS, Moments, derive, moments, needs_of
+from analyze.metrics.elementwise.quantiles import interpolated, quantiles
+from tracer.errors import MessageError
+
+KEPT = 4096
+"""So many numbers are kept as they are; beyond, they are counted in bins 1/1024 of their numbers wide."""
+
+_SHIFT = np.uint64(42)
+_SIGN = np.int64(1 << 21)
+
+
+def _bins(values: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The bin of each number, by sign, exponent and 10 bits of the mantissa; bins rise as the numbers do."""
+    keys = ((values + 0.0).view(np.uint64) >> _SHIFT).astype(np.int64)
+    return np.where(keys < _SIGN, keys, _SIGN - 1 - keys)
+
+
+def _middles(bins: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The number in the middle of each bin; of that of zero, zero."""
+    keys = np.where(bins >= 0, bins, -1 - bins).astype(np.uint64)
+    near = keys << _SHIFT
+    moduli = (near | np.uint64(1 << 41)).view(np.float64)
+    infinite = near.view(np.float64) == np.inf
+    moduli = np.where(infinite, np.inf, np.where(keys == 0, 0.0, moduli))
+    return np.where(bins >= 0, moduli, -moduli) + 0.0
+
+
+class Reducer:
+    """Statistics of a set of real numbers that grows.
+
+    Quantiles are exact of up to `KEPT` numbers, and of more good to 0.05 % of the numbers that they lie between; all
+    else is exact to rounding of any number. Merging gives the same as hearing all, to rounding.
+
+    Examples
+    --------
+    >>> one, other = Reducer(), Reducer()
+    >>> one.add([3.0, 1.0])
+    >>> other.add([10.0])
+    >>> one.merge(other)
+    >>> one.answer(("mean", "median", "last"))
+    {'mean': 4.666666666666667, 'median': 3.0, 'last': 10.0}
+    """
+
+    __slots__ = ("_bins", "_counts", "_kept", "_moments", "_size", "first", "last")
+
+    def __init__(self) -> None:
+        self._kept: list[NDArray[np.float64]] = []
+        self._size = 0
+        self._moments = Moments.empty(_ALL, 1)
+        self._bins, self._counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self.first = self.last = np.nan
+
+    def add(self, values: Iterable[float] | NDArray[np.float64]) -> None:
+        """Add numbers that come after those that are there."""
+        more = np.array(values, dtype=np.float64).reshape(-1)
+        if not more.size:
+            return
+        if not self._size and not self._folded:
+            self.first = float(more[0])
+        self.last = float(more[-1])
+        self._keep([more])
+
+    def merge(self, other: Reducer) -> None:
+        """Add the numbers of another, which come after these."""
+        if not other.count:
+            return
+        if not self.count:
+            self.first = other.first
+        self.last = other.last
+        self._moments = self._moments.merge(other._moments)
+        self._count(other._bins, other._counts)
+        self._keep(other._kept)
+
+    @property
+    def count(self) -> int:
+        """How many numbers there are."""
+        return self._size + self._folded
+
+    @property
+    def _folded(self) -> int:
+        return int(self._counts.sum())
+
+    def answer(self, names: Iterable[str]) -> dict[str, float]:
+        """The statistics of these names, as `check_reductions` knows them; NaN where they are not defined."""
+        values = self._values()
+        names = tuple(names)
+        wanted = {name: _PROBABILITIES.get(name) or _probability(name) for name in names if _is_quantile(name)}
+        probabilities = sorted({0.25, 0.75, *wanted.values()}) if wanted or "iqr" in names else []
+        found = dict(zip(probabilities, self._quantiles(values, probabilities), strict=True))
+        whole = self._moments.merge(moments(values, _ALL)) if self._folded else moments(values, _ALL)
+        derived = derive(whole, [name for name in names if name in NEEDS])
+        answers: dict[str, float] = {}
+        for name in names:
+            if name in derived:
+                answers[name] = float(derived[name][0])
+            elif name == "iqr":
+                with np.errstate(invalid="ignore", over="ignore"):
+                    answers[name] = float(found[0.75] - found[0.25])
+            elif name in ("first", "last"):
+                answers[name] = getattr(self, name)
+            else:
+                answers[name] = float(found[wanted[name]])
+        return answers
+
+    def state(self) -> dict[str, Any]:
+        """As plain values and tensors."""
+        return {
+            "kept": torch.from_numpy(self._values().copy()),
+            "moments": self._moments.state(),
+            "bins": torch.from_numpy(self._bins.copy()),
+            "counts": torch.from_numpy(self._counts.copy()),
+            "first": self.first,
+            "last": self.last,
+        }
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> Reducer:
+        """From what `state` gave."""
+        one = cls()
+        one._kept, one._size = [state["kept"].numpy().copy()], len(state["kept"])
+        one._moments = Moments.of_state(state["moments"])
+        one._bins, one._counts = state["bins"].numpy().copy(), state["counts"].numpy().copy()
+        one.first, one.last = state["first"], state["last"]
+        return one
+
+    def _keep(self, parts: list[NDArray[np.float64]]) -> None:
+        self._kept = [*self._kept, *parts]
+        self._size += sum(len(part) for part in parts)
+        if len(self._kept) > 64 or self._size > KEPT or self._folded:
+            values = self._values()
+            if self._size > KEPT or self._folded:
+                self._moments = self._moments.merge(moments(values, _ALL))
+                self._count(*np.unique(_bins(values[~np.isnan(values)]), return_counts=True))
+                self._kept, self._size = [], 0
+            else:
+                self._kept = [values]
+
+    def _count(self, bins: NDArray[np.int64], counts: NDArray[Any]) -> None:
+        """Add the counts of bins."""
+        united, where = np.unique(np.concatenate([self._bins, bins]), return_inverse=True)
+        total = np.zeros(len(united), np.int64)
+        np.add.at(total, where, np.concatenate([self._counts, counts]))
+        self._bins, self._counts = united, total
+
+    def _values(self) -> NDArray[np.float64]:
+        values: NDArray[np.float64] = np.concatenate([np.zeros(0), *self._kept])
+        return values
+
+    def _quantiles(self, values: NDArray[np.float64], probabilities: list[float]) -> NDArray[np.float64]:
+        if not probabilities:
+            return np.zeros(0)
+        if not self._folded:
+            return quantiles(values, probabilities)
+        least, greatest = (float(derive(self._moments, (name,))[name][0]) for name in ("min", "max"))
+        if np.isnan(least):
+            return np.full(len(probabilities), np.nan)
+        places = np.array(probabilities) * (self._folded - 1)
+        ends, middles = np.cumsum(self._counts), _middles(self._bins).clip(least, greatest)
+        low, high = (middles[np.searchsorted(ends, of, side="right")] for of in (np.floor(places), np.ceil(places)))
+        found = interpolated(low, high, places - np.floor(places))
+        found[np.array(probabilities) == 0], found[np.array(probabilities) == 1] = least, greatest
+        return found
+
+
+_ALL = needs_of(NEEDS)
+_PROBABILITIES = {"median": 0.5}
+REDUCTIONS = (*NEEDS, "median", "iqr", "first", "last")
+
+
+def _is_quantile(name: str) -> bool:
+    return name in _PROBABILITIES or (isinstance(name, str) and name.startswith("q") and _probability(name) >= 0)
+
+
+def _probability(name: str) -> float:
+    try:
+        found = float(name[1:])
+    except ValueError:
+        return -1.0
+    return found if 0 <= found <= 1 else -1.0
+
+
+def check_reductions(which: str | Iterable[str]) -> tuple[str, ...]:
+    """The names of reductions as a tuple; `MessageError` if there is none, or one that is unknown or there twice."""
+    names = tuple(which.split("+")) if isinstance(which, str) else tuple(which)
+    for name in names:
+        if name not in REDUCTIONS and not _is_quantile(name):
+            raise MessageError(f"there is no reduction {name!r}; there are {', '.join(REDUCTIONS)}, and such as q0.05")
+    if not names or len(set(names)) != len(names):
+        raise MessageError(f"reductions are named once each, at least one, not {', '.join(names) or 'none'}")
+    return names

@@ -1,0 +1,461 @@
+"""Orthonormal bases of what a layer says about its datapoints, cut to the directions that hold most of its variance.
+
+Shapes: ``u_nk`` has k orthonormal columns over n datapoints; ``singular_k`` are the singular values of the centred
+activations that belong to them; ``loadings_kd = u_nk.T @ x_nd`` are the directions in terms of the d neurons.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import scipy
+import torch
+from numpy.typing import NDArray
+
+from analyze.metrics.inputs import Array
+from analyze.metrics.similarity.covariance import Moments, Triangle, negligible, power_of_two
+from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, frequencies, lowest, multiplicity
+from tracer.errors import MessageError
+
+Status = Literal["ok", "few_samples", "ill_posed", "zero_variance", "nonfinite", "mismatch"]
+STATUSES: tuple[Status, ...] = ("ok", "few_samples", "ill_posed", "zero_variance", "nonfinite", "mismatch")
+"""What a similarity says of itself; subscribers publish the place in this table, from 0 on."""
+
+EXACTLY = 1 - 1e-6
+"""Above this share of the variance a covariance is not good enough, and the data itself is decomposed."""
+_EPS = float(np.finfo(np.float64).eps)
+_SMALL = 64
+"""Neurons up to which all eigenvectors are as fast as some."""
+
+
+def check_threshold(threshold: object) -> None:
+    """Raise `MessageError` unless a share of the variance is above 0 and at most 1."""
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 < threshold <= 1:
+        raise MessageError(f"threshold is the share of the variance to keep, above 0 and at most 1, not {threshold!r}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spectrum:
+    """The eigenvalues of a scatter matrix, and where they were cut.
+
+    Attributes
+    ----------
+    variances : array (d,)
+        All eigenvalues, falling.
+    k : int
+        How many of them hold the share of the variance, the crossing one included.
+    vectors_dk : array (d, k)
+        Their eigenvectors.
+    cut_gap : float
+        How far the last kept eigenvalue is above the first left out, over the largest. At 0 the kept subspace is
+        arbitrary.
+    tau_margin : float
+        How far the threshold is from the shares at which k would be another.
+    """
+
+    variances: NDArray[np.float64]
+    k: int
+    vectors_dk: NDArray[np.float64]
+    cut_gap: float
+    tau_margin: float
+
+
+def cut(variances: NDArray[np.float64], total: float, threshold: float) -> tuple[int, float, float]:
+    """How many falling variances hold the share of the total (slack for rounding only), cut gap and margin of tau."""
+    held = np.cumsum(np.clip(variances, 0, None))
+    k = min(int(np.searchsorted(held, threshold * total * (1 - 1e-12))) + 1, len(variances))
+    following = max(0.0, float(variances[k])) if k < len(variances) else 0.0
+    shares = np.array([held[k - 2] if k > 1 else 0.0, held[k - 1]]) / total
+    margin = np.abs(shares - threshold)
+    # with all the variance kept there is no share to cross
+    tau_margin = float(margin[0] if following == 0 and shares[1] > threshold else margin.min())
+    return k, (float(variances[k - 1]) - following) / float(variances[0]), tau_margin
+
+
+def leading(scatter_dd: NDArray[np.float64], threshold: float, total: float | None = None) -> Spectrum:
+    """The eigenvectors of the fewest directions that hold a share of the variance.
+
+    Parameters
+    ----------
+    scatter_dd : array (d, d)
+        Symmetric positive semidefinite, finite, with a positive trace; only its lower triangle is read. It is
+        destroyed.
+    threshold : float
+    total : float, optional
+        The exact trace.
+
+    Notes
+    -----
+    One tridiagonalisation, which is the whole cost (4/3 d³); all eigenvalues of the tridiagonal matrix; the
+    eigenvectors of the k kept ones by MRRR, or of all by divide and conquer if k is above d / 5, mapped back at the
+    speed of matrix products (2 d² k). Residual 3e-15, orthogonality 4e-12 at worst.
+    """
+    total = float(np.trace(scatter_dd)) if total is None else total
+    d = len(scatter_dd)
+    if d > _SMALL:
+        try:
+            return _some(scatter_dd, threshold, total)
+        except scipy.linalg.LinAlgError:  # MRRR may fail for spectra that divide and conquer can do
+            pass
+    variances, vectors = scipy.linalg.eigh(scatter_dd, lower=True, check_finite=False, driver="evd")
+    variances = variances[::-1]
+    k, gap, margin = cut(variances, total, threshold)
+    return Spectrum(variances, k, vectors[:, ::-1][:, :k], gap, margin)
+
+
+def _some(scatter_dd: NDArray[np.float64], threshold: float, total: float) -> Spectrum:
+    d = len(scatter_dd)
+    work = int(scipy.linalg.lapack.dsytrd_lwork(d, lower=1)[0])
+    reflectors, diagonal, off, tau, info = scipy.linalg.lapack.dsytrd(scatter_dd, lower=1, lwork=work, overwrite_a=1)
+    if info:
+        raise scipy.linalg.LinAlgError("the matrix cannot be made tridiagonal")
+    variances = scipy.linalg.eigvalsh_tridiagonal(diagonal, off, check_finite=False, lapack_driver="sterf")[::-1]
+    k, gap, margin = cut(variances, total, threshold)
+    vectors = _of_tridiagonal(diagonal, off, k)
+    below = np.asfortranarray(reflectors[1:, : d - 1])
+    rest = np.asfortranarray(vectors[1:])
+    work = int(scipy.linalg.lapack.dormqr("L", "N", below, tau, rest, -1)[1][0])
+    turned, _, info = scipy.linalg.lapack.dormqr("L", "N", below, tau, rest, work, overwrite_c=1)
+    if info:
+        raise scipy.linalg.LinAlgError("the eigenvectors cannot be mapped back")
+    vectors[1:] = turned
+    return Spectrum(variances, k, vectors, gap, margin)
+
+
+def _of_tridiagonal(diagonal: NDArray[np.float64], off: NDArray[np.float64], k: int) -> NDArray[np.float64]:
+    """The eigenvectors of the k largest eigenvalues, those falling."""
+    d = len(diagonal)
+    divide_and_conquer = getattr(scipy.linalg.lapack, "dstevd", None)  # SciPy has it since 1.13
+    if k > d // 5 and divide_and_conquer is not None:  # all of them are faster than that many
+        _, vectors, info = divide_and_conquer(diagonal, off, compute_v=1)
+        if info:
+            raise scipy.linalg.LinAlgError("the eigenvectors of the tridiagonal matrix cannot be found")
+        return np.asfortranarray(vectors[:, : d - k - 1 : -1] if k < d else vectors[:, ::-1])
+    _, vectors = scipy.linalg.eigh_tridiagonal(
+        diagonal, off, select="i", select_range=(d - k, d - 1), check_finite=False, lapack_driver="stemr"
+    )
+    return np.asfortranarray(vectors[:, ::-1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Basis:
+    """What is kept of a set of activations: an orthonormal basis of its directions of most variance.
+
+    Attributes
+    ----------
+    u_nk : array (n, k), or (frequencies, n, k)
+        Orthonormal columns, centred, by falling variance. (Of a stream of chunks, in coordinates that all layers of the
+        stream have in common, which may be fewer than n.) With frequencies complex, and filled up with columns of 0.
+    n, d : int
+        Datapoints and neurons.
+    status : str
+        ``"ok"``; or why there is no basis (k = 0): ``"zero_variance"``, ``"nonfinite"`` or ``"mismatch"`` (not a set
+        of at least two datapoints with real activations).
+    singular_k : array (k,)
+        The singular values of the centred activations, falling.
+    cut_gap, tau_margin : float
+        How well posed the cut is, see `Spectrum`.
+    loadings_kd : array (k, d) or None
+        The directions in terms of the neurons, if they were asked for.
+    rows : tuple of int
+        The lengths of the axes of the datapoints.
+    nonfinite_d : array (d,) of int, or None
+        How many NaN and infinities each neuron has, if there are any.
+    sizes : tuple of int
+        The lengths of the axes of positions, if the basis is one of each frequency.
+    """
+
+    u_nk: NDArray[Any]
+    n: int
+    d: int
+    status: Status
+    singular_k: NDArray[np.float64]
+    cut_gap: float = math.nan
+    tau_margin: float = math.nan
+    loadings_kd: NDArray[np.float64] | None = None
+    rows: tuple[int, ...] = ()
+    nonfinite_d: NDArray[np.int64] | None = None
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def k(self) -> int:
+        """How many directions are kept; of several frequencies, the mean, rounded."""
+        if self.u_nk.ndim == 2:
+            return int(self.u_nk.shape[1])
+        kept = np.count_nonzero(np.abs(self.u_nk).max(axis=1, initial=0) > 0, axis=1)
+        return round(float(np.mean(kept))) if kept.size else 0
+
+    @property
+    def ill_posed(self) -> bool:
+        """Whether rounding decides which directions are kept."""
+        return self.status == "ok" and (self.cut_gap < 1e3 * _EPS * self.d or self.tau_margin < 1e-10)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, as tensors and plain values."""
+        state: dict[str, Any] = {name: getattr(self, name) for name in Basis.__slots__}
+        return {
+            name: torch.from_numpy(np.ascontiguousarray(value)) if isinstance(value, np.ndarray) else value
+            for name, value in state.items()
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Basis:
+        """The basis of such a state."""
+        fields: dict[str, Any] = {
+            name: value.numpy() if isinstance(value, torch.Tensor) else tuple(value) if name in _TUPLES else value
+            for name, value in state.items()
+        }
+        return cls(**fields)
+
+
+_TUPLES = ("rows", "sizes")
+
+
+def no_basis(sheet: Sheet, status: Status) -> Basis:
+    """The basis of activations that have none."""
+    counts = sheet.nonfinite() if status == "nonfinite" else None
+    return Basis(np.zeros((sheet.n, 0)), sheet.n, sheet.d, status, np.zeros(0), rows=sheet.rows, nonfinite_d=counts)
+
+
+def basis(
+    x_nd: Array,
+    threshold: float = 0.99,
+    *,
+    channels: Channels = "auto",
+    positions: Positions = "datapoints",
+    loadings: bool = False,
+) -> Basis:
+    """An orthonormal basis of the fewest directions that hold a share of the variance, the crossing one included.
+
+    Never raises for degenerate data: the result says in `Basis.status` why it is empty.
+
+    Parameters
+    ----------
+    x_nd, threshold, channels, positions
+        As in `analyze.svcca`.
+    loadings : bool
+        Whether to keep the directions in terms of the neurons too.
+
+    Notes
+    -----
+    For a threshold below 1 the eigenvectors of the smaller of covariance and Gram matrix, in float64, are as good as
+    the SVD: the condition of the part that is kept is at most d / (1 - threshold). At 1, or closer to it than 1e-6, it
+    is the SVD.
+    """
+    check_threshold(threshold)
+    if positions == "fourier":
+        return _fourier(x_nd, threshold, channels)
+    return of_sheet(Sheet.of(x_nd, channels, positions), threshold, loadings=loadings)
+
+
+def of_sheet(sheet: Sheet, threshold: float, *, loadings: bool = False) -> Basis:
+    """The basis of some activations, see `basis`."""
+    n, d = sheet.n, sheet.d
+    if n < 2 or not sheet.real:
+        return no_basis(sheet, "mismatch")
+    if threshold > EXACTLY or n <= d:
+        found: Basis | Status = _by_rows(sheet, threshold, loadings)
+        return no_basis(sheet, found) if isinstance(found, str) else found
+    moments = Moments()
+    for _, part_dm in sheet.parts():
+        moments.update(part_dm)
+    spectrum = spectrum_of(moments, threshold)
+    if isinstance(spectrum, str):
+        return no_basis(sheet, spectrum)
+    return project(sheet, moments, spectrum, loadings=loadings)
+
+
+def spectrum_of(moments: Moments, threshold: float) -> Spectrum | Status:
+    """The cut spectrum of the scatter of a layer, or why there is none."""
+    return spectrum_of_scatter(moments.scatter(whole=False), threshold, moments.finite(), moments.negligible())
+
+
+def spectrum_of_scatter(
+    scatter_dd: NDArray[np.float64], threshold: float, finite: bool, rounding: float
+) -> Spectrum | Status:
+    """The same of a scatter matrix (its lower triangle; it is destroyed), whose trace may be mere `rounding`."""
+    total = float(np.trace(scatter_dd))
+    if not finite or not math.isfinite(total):
+        return "nonfinite"
+    return "zero_variance" if total <= rounding else leading(scatter_dd, threshold, total)
+
+
+def project(sheet: Sheet, moments: Moments, spectrum: Spectrum, *, loadings: bool = False) -> Basis:
+    """The basis over the datapoints, given the eigenvectors over the neurons: a second pass over the activations."""
+    singular_k = np.sqrt(spectrum.variances[: spectrum.k])
+    map_dk, mean_d = spectrum.vectors_dk / singular_k, moments.mean()
+    u_nk = np.empty((sheet.n, spectrum.k))
+    for start, part_dm in sheet.parts():
+        scaled = part_dm / moments.scale if moments.scale != 1 else part_dm
+        a_dm = np.subtract(scaled, mean_d[:, None], dtype=np.float64)
+        np.matmul(a_dm.T, map_dk, out=u_nk[start : start + a_dm.shape[1]])
+    return Basis(
+        u_nk,
+        sheet.n,
+        sheet.d,
+        "ok",
+        singular_k * moments.scale,
+        spectrum.cut_gap,
+        spectrum.tau_margin,
+        (spectrum.vectors_dk * (singular_k * moments.scale)).T if loadings else None,
+        sheet.rows,
+    )
+
+
+def centred(sheet: Sheet) -> tuple[NDArray[np.float64], float, float] | Status:
+    """All activations in float64, centred, over a power of two; it; and what sum of squares is rounding."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        matrix = np.moveaxis(sheet.array, 1, -1) if sheet.first else sheet.array
+        x_nd = matrix.reshape(-1, sheet.d).astype(np.float64)
+        largest_d = np.abs(x_nd).max(axis=0, initial=0)
+    if not np.isfinite(largest_d).all():
+        return "nonfinite"
+    scale = power_of_two(float(largest_d.max()))
+    x_nd /= scale
+    x_nd -= x_nd.mean(axis=0)
+    x_nd -= x_nd.mean(axis=0)  # the rounding of the first mean, which an offset makes large
+    return x_nd, scale, negligible(sheet.n, largest_d / scale)
+
+
+def _by_rows(sheet: Sheet, threshold: float, loadings: bool) -> Basis | Status:
+    """By the SVD, or the Gram matrix of the datapoints; for all the variance, or more neurons than datapoints."""
+    prepared = centred(sheet)
+    if isinstance(prepared, str):
+        return prepared
+    x_nd, scale, rounding = prepared
+    return of_matrix(x_nd, threshold, rounding, sheet, loadings=loadings, scale=scale)
+
+
+def of_matrix(
+    x_nd: NDArray[np.float64],
+    threshold: float,
+    rounding: float,
+    sheet: Sheet,
+    *,
+    loadings: bool = False,
+    scale: float = 1.0,
+) -> Basis | Status:
+    """The basis of a centred matrix, or of its triangular factor; or why there is none."""
+    n, d = sheet.n, sheet.d
+    if threshold <= EXACTLY:
+        gram_nn = x_nd @ x_nd.T
+        total = float(np.trace(gram_nn))
+        if total <= rounding:
+            return "zero_variance"
+        spectrum = leading(np.asfortranarray(gram_nn), threshold, total)
+        k = min(spectrum.k, n - 1)
+        u_nk = np.ascontiguousarray(spectrum.vectors_dk[:, :k])
+        singular_k, gap, margin = np.sqrt(spectrum.variances[:k]), spectrum.cut_gap, spectrum.tau_margin
+    else:
+        left, singular, _ = scipy.linalg.svd(x_nd, full_matrices=False, check_finite=False)
+        total = float(np.sum(np.square(singular)))
+        if total <= rounding:
+            return "zero_variance"
+        negligible_s = float(singular[0]) * max(n, d) * _EPS
+        k = min(int(np.count_nonzero(singular > negligible_s)), n - 1)
+        # at 1 the numerical rank decides: how far is its last singular value above what counts as 0
+        gap, margin = float((singular[k - 1] - negligible_s) / singular[0]), 1.0
+        if threshold < 1:
+            by_share, gap_of_share, margin_of_share = cut(np.square(singular), total, threshold)
+            if by_share <= k:
+                k, gap, margin = by_share, gap_of_share, margin_of_share
+        u_nk, singular_k = np.ascontiguousarray(left[:, :k]), singular[:k]
+    loadings_kd = (u_nk.T @ x_nd) * scale if loadings else None
+    return Basis(u_nk, n, d, "ok", singular_k * scale, gap, margin, loadings_kd, sheet.rows)
+
+
+def of_triangle(triangle: Triangle, columns: slice, threshold: float, *, loadings: bool = False) -> Basis:
+    """The basis of one layer of a stream of chunks, in the coordinates of the triangular factor of all of them."""
+    d = len(range(triangle.d)[columns])
+    sheet = Sheet(np.zeros((0, d)), d, (triangle.n,), False)
+    if triangle.n < 2:
+        return no_basis(sheet, "mismatch")
+    if not triangle.finite(columns):
+        return no_basis(sheet, "nonfinite")
+    r_nd = np.ascontiguousarray(triangle.factor()[:, columns])
+    scale = float(triangle.scale_d[columns][0])
+    found = of_matrix(r_nd, threshold, triangle.negligible(columns), sheet, loadings=loadings, scale=scale)
+    return no_basis(sheet, found) if isinstance(found, str) else found
+
+
+def _fourier(x: Array, threshold: float, channels: Channels) -> Basis:
+    """A basis for each frequency of the positions."""
+    sheet = Sheet.of(x, channels)
+    n = sheet.rows[0] if sheet.rows else 0
+    if sheet.array.ndim < 3 or n < 2 or not sheet.real or not sheet.d:
+        return replace(no_basis(sheet, "mismatch"), n=n)
+    transformed, sizes = frequencies(sheet.array, channels)
+    return of_frequencies(transformed, sizes, threshold, sheet)
+
+
+def of_frequencies(
+    transformed: NDArray[np.complex128], sizes: tuple[int, ...], threshold: float, sheet: Sheet
+) -> Basis:
+    """A basis for each frequency, of transforms (..., n, c)."""
+    n, c = transformed.shape[-2:]
+    x = transformed.reshape(-1, n, c)
+    if not np.isfinite(x).all():
+        return replace(no_basis(sheet, "nonfinite"), n=n)
+    largest = float(np.abs(x).max(initial=0))
+    x = x / power_of_two(largest)
+    x = x - x.mean(axis=1, keepdims=True)
+    rounding = n * c * (8 * _EPS * largest / power_of_two(largest)) ** 2
+    exactly = threshold > EXACTLY
+    if exactly:
+        left, singular, _ = np.linalg.svd(x, full_matrices=False)
+        variances = np.square(singular)
+    else:
+        dual = n <= c
+        gram = x @ x.conj().swapaxes(1, 2) if dual else x.conj().swapaxes(1, 2) @ x
+        variances, left = np.linalg.eigh(gram)
+        variances, left = variances[:, ::-1], left[:, :, ::-1]
+    totals = np.clip(variances, 0, None).sum(axis=1)
+    if totals.max(initial=0) <= rounding * len(x):
+        return replace(no_basis(sheet, "zero_variance"), n=n)
+    bases: list[NDArray[Any]] = []
+    gap = margin = math.inf
+    for number, (values, total) in enumerate(zip(variances, totals, strict=True)):
+        if total <= rounding:  # a frequency that the layer does not have
+            bases.append(np.zeros((n, 0), np.complex128))
+            continue
+        k, gap_here, margin_here = cut(values, float(total), threshold)
+        if exactly:
+            rank = int(np.count_nonzero(np.sqrt(values) > math.sqrt(values[0]) * max(n, c) * _EPS))
+            k, gap_here, margin_here = min(k, rank) if threshold < 1 else rank, 1.0, 1.0
+        k = min(k, n - 1)
+        gap, margin = min(gap, gap_here), min(margin, margin_here)
+        if exactly or n <= c:
+            bases.append(left[number][:, :k])
+        else:
+            bases.append(x[number] @ (left[number][:, :k] / np.sqrt(values[:k])))
+    widest = max(one.shape[1] for one in bases)
+    u = np.zeros((len(bases), n, widest), np.complex128)
+    for number, one in enumerate(bases):
+        u[number, :, : one.shape[1]] = one
+    return Basis(u, n, c, "ok", np.zeros(0), gap, margin, None, (n,), None, sizes)
+
+
+def frequencies_in_common(one: Basis, other: Basis) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.float64]] | None:
+    """The bases of the frequencies that both have, and for how many of all frequencies each stands."""
+    if len(one.sizes) != len(other.sizes):
+        return None
+    to = tuple(map(min, one.sizes, other.sizes))
+    halves, cut_last = [], one.sizes[-1] != other.sizes[-1]
+    for this in (one, other):
+        u = this.u_nk.reshape(*this.sizes[:-1], this.sizes[-1] // 2 + 1, *this.u_nk.shape[1:])
+        if cut_last and this.sizes[-1] == to[-1]:  # the smaller one loses its Nyquist frequency too
+            u = np.take(u, np.arange((to[-1] - 1) // 2 + 1), axis=len(to) - 1)
+            sizes = (*this.sizes[:-1], to[-1])
+        else:
+            sizes = this.sizes
+        for axis, target in enumerate(to[:-1]):
+            if one.sizes[axis] != other.sizes[axis] and sizes[axis] == target and target % 2 == 0:
+                most = (target - 1) // 2
+                u = np.take(u, np.r_[0 : most + 1, target - most : target], axis=axis)
+        halves.append(lowest(u, sizes, to).reshape(-1, *this.u_nk.shape[1:]))
+    weights = multiplicity(to, cut_last)
+    return halves[0], halves[1], np.tile(weights, len(halves[0]) // len(weights))

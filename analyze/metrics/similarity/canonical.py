@@ -1,0 +1,379 @@
+"""Canonical correlations of two layers, given orthonormal bases of both; and what to expect of unrelated layers.
+
+Shapes: ``u_nk`` and ``w_nm`` are orthonormal bases of what is kept of x and of y; their overlap ``u_nk.T @ w_nm`` has
+the canonical correlations rho as its singular values, and no whitening, inverse or epsilon is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import scipy
+from numpy.typing import NDArray
+
+from analyze.metrics.inputs import Array
+from analyze.metrics.similarity.bases import (
+    EXACTLY,
+    Basis,
+    Spectrum,
+    Status,
+    check_threshold,
+    frequencies_in_common,
+    no_basis,
+    of_sheet,
+    of_triangle,
+    project,
+    spectrum_of,
+)
+from analyze.metrics.similarity.bases import basis as basis_of
+from analyze.metrics.similarity.covariance import Moments, Triangle, add_product
+from analyze.metrics.similarity.datapoints import (
+    Channels,
+    Positions,
+    Sheet,
+    check_channels,
+    check_positions,
+    comparable,
+    together,
+)
+from tracer.errors import MessageError
+
+Average = Literal["mean", "square", "weighted"]
+"""How correlations become one number: SVCCA and CCA, R2_CCA, PWCCA."""
+
+_AT_ONCE = 1 << 16
+"""Products of two layers' neurons up to which they are correlated in the same pass in which each is decomposed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CanonicalResult:
+    """The similarity of two sets of activations by their canonical correlations; ``float()`` gives its value.
+
+    Attributes
+    ----------
+    value : float
+        From 0 to 1; NaN if there is none.
+    rho : array (min(k, m),)
+        The canonical correlations, falling. (By Fourier: (frequencies, min(k, m)), filled up with 0.)
+    k, m : int
+        Directions kept of x and of y.
+    n : int
+        Datapoints that were used.
+    status : str
+        ``"ok"``; ``"few_samples"`` if n - 1 < 5 max(k, m), where unrelated layers look similar too; ``"ill_posed"`` if
+        rounding decides which directions are kept; or why the value is NaN: ``"zero_variance"``, ``"nonfinite"``, or
+        (in a replay only) ``"mismatch"``: not the same datapoints.
+    null_baseline : float
+        The value to expect of unrelated Gaussian layers with these n, k and m. A similarity means something above it.
+    forced_ones : int
+        How many of `rho` are 1 for any data, because n is so small: max(0, k + m - (n - 1)).
+    cut_gap, tau_margin : float
+        The smaller one of both layers': how far the last kept variance is above the first left out, over the largest;
+        how far the threshold is from a share of the variance where another number of directions would be kept.
+    nonfinite : tuple of (array (d,) or None) for x and y
+        How many NaN and infinities each neuron has, of layers that have any.
+    """
+
+    value: float
+    rho: NDArray[np.float64]
+    k: int
+    m: int
+    n: int
+    status: Status
+    null_baseline: float
+    forced_ones: int
+    cut_gap: float
+    tau_margin: float
+    nonfinite: tuple[NDArray[np.int64] | None, NDArray[np.int64] | None] = (None, None)
+
+    def __float__(self) -> float:
+        return self.value
+
+
+def canonical(
+    what: str,
+    x: Array,
+    y: Array,
+    threshold: float,
+    average: Average,
+    *,
+    channels: Channels = "auto",
+    positions: Positions = "datapoints",
+    drop_rows: bool = False,
+    strict: bool = False,
+) -> CanonicalResult:
+    """The similarity of two fresh sets of activations; `what` is its name in errors, and the rest as in `svcca`.
+
+    Raises
+    ------
+    MessageError
+        If they cannot be compared, or an argument is out of its range; and, if `strict`, instead of a NaN.
+    """
+    check_threshold(threshold)
+    check_channels(channels)
+    check_positions(positions)
+    x_sheet, y_sheet = sheets(what, x, y, channels, positions, drop_rows)
+    if positions == "fourier":
+        bases = (
+            basis_of(x_sheet.array, threshold, channels=channels, positions=positions),
+            basis_of(y_sheet.array, threshold, channels=channels, positions=positions),
+        )
+        found = compare(*bases, average)
+    else:
+        found = _fresh(x_sheet, y_sheet, threshold, average)
+    return refuse(what, found) if strict else found
+
+
+def refuse(what: str, found: Any) -> Any:
+    """The result, or `MessageError` if it has no value."""
+    if math.isnan(float(found)):
+        raise MessageError(f"{what} has no value for these activations: {found.status}")
+    return found
+
+
+def sheets(
+    what: str, x: Array, y: Array, channels: Channels, positions: Positions, drop_rows: bool
+) -> tuple[Sheet, Sheet]:
+    """Two sets of activations of the same datapoints; raises `MessageError` if they cannot be that."""
+    kept = "datapoints" if positions == "fourier" else positions
+    x_sheet, y_sheet = Sheet.of(x, channels, kept), Sheet.of(y, channels, kept)
+    for name, sheet in (("x", x_sheet), ("y", y_sheet)):
+        fourier = positions == "fourier" and sheet.array.ndim < 3
+        if (sheet.rows[0] if positions == "fourier" else sheet.n) < 2 or not sheet.d or not sheet.real or fourier:
+            axes = ", and positions=fourier needs axes of positions" if fourier else ""
+            raise MessageError(
+                f"{what} needs at least two datapoints with real activations, but {name} has the shape "
+                f"{sheet.array.shape} and dtype {sheet.array.dtype}{axes}"
+            )
+    if positions == "fourier":
+        if drop_rows:
+            raise MessageError("drop_rows goes with positions 'datapoints' or 'pooled', not with 'fourier'")
+        agree = x_sheet.rows[0] == y_sheet.rows[0] and x_sheet.array.ndim == y_sheet.array.ndim
+    else:
+        agree = comparable(x_sheet.rows, y_sheet.rows)
+    if not agree:
+        many = max(len(x_sheet.rows), len(y_sheet.rows)) > 1
+        advice = "; positions='pooled' compares layers of different sizes by their means over positions" if many else ""
+        raise MessageError(
+            f"{what} compares activations of the same datapoints, but x has {_told(x_sheet)} and y has "
+            f"{_told(y_sheet)}{advice}"
+        )
+    if drop_rows:
+        finite = x_sheet.finite_rows() & y_sheet.finite_rows()
+        if not finite.all():
+            if np.count_nonzero(finite) < 2:
+                raise MessageError(f"{what} needs at least two datapoints without NaN and infinity, but finds fewer")
+            return x_sheet.chosen(finite), y_sheet.chosen(finite)
+    return x_sheet, y_sheet
+
+
+def _told(sheet: Sheet) -> str:
+    return " x ".join(map(str, sheet.rows))
+
+
+def _fresh(x: Sheet, y: Sheet, threshold: float, average: Average) -> CanonicalResult:
+    """Both layers decomposed, and their overlap by the cheapest of the orders in which its factors can be taken."""
+    weighted = average == "weighted"
+    if threshold > EXACTLY and x.n > x.d + y.d + 1:
+        triangle = Triangle()
+        for a_dm, b_em in together(x, y):
+            triangle.update(np.concatenate([a_dm, b_em]), (x.d, y.d))
+        one = of_triangle(triangle, slice(0, x.d), threshold, loadings=weighted)
+        other = of_triangle(triangle, slice(x.d, None), threshold)
+        return compare(_counted(one, x), _counted(other, y), average)
+    if threshold > EXACTLY or x.n <= max(x.d, y.d):
+        return compare(of_sheet(x, threshold, loadings=weighted), of_sheet(y, threshold), average)
+    x_moments, y_moments = Moments(), Moments()
+    cross_de = np.zeros((x.d, y.d), order="F") if x.d * y.d <= _AT_ONCE else None
+    if cross_de is not None:
+        for a_dm, b_em in together(x, y):
+            cross_de = add_product(x_moments.take(a_dm), y_moments.take(b_em), cross_de)
+    else:
+        for moments, sheet in ((x_moments, x), (y_moments, y)):
+            for _, part_dm in sheet.parts():
+                moments.update(part_dm)
+    x_spectrum, y_spectrum = spectrum_of(x_moments, threshold), spectrum_of(y_moments, threshold)
+    one, other = with_spectrum(x, x_spectrum), with_spectrum(y, y_spectrum)
+    if isinstance(x_spectrum, str) or isinstance(y_spectrum, str):
+        return compare(one, other, average)
+    loadings_kd = loadings_of(x_moments, x_spectrum) if weighted else None
+    k, m, n, d, e = x_spectrum.k, y_spectrum.k, x.n, x.d, y.d
+    if cross_de is None and n * (d * k + e * m + k * m) <= n * d * e + k * d * e + k * e * m:
+        u_nk = project(x, x_moments, x_spectrum).u_nk
+        overlap_km = np.zeros((k, m), order="F")
+        map_em = y_spectrum.vectors_dk / np.sqrt(y_spectrum.variances[:m])
+        for start, part_em in y.parts():
+            w_mm = y_moments.centred(part_em).T @ map_em
+            overlap_km = add_product(u_nk[start : start + len(w_mm)].T, w_mm.T, overlap_km)
+        return compare(one, other, average, overlap_km, loadings_kd)
+    if cross_de is None:
+        cross_de = np.zeros((d, e), order="F")
+        for a_dm, b_em in together(x, y):
+            cross_de = add_product(x_moments.centred(a_dm), y_moments.centred(b_em), cross_de)
+    else:
+        cross_de = x_moments.unshifted(cross_de, y_moments)
+    return compare(one, other, average, overlap_of(x_spectrum, y_spectrum, cross_de), loadings_kd)
+
+
+def overlap_of(x: Spectrum, y: Spectrum, cross_de: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The overlap of two bases from the sum of the products of both layers' centred neurons."""
+    kept_km = x.vectors_dk.T @ cross_de @ y.vectors_dk
+    scaled_km: NDArray[np.float64] = kept_km / np.sqrt(x.variances[: x.k])[:, None] / np.sqrt(y.variances[: y.k])
+    return scaled_km
+
+
+def loadings_of(moments: Moments, spectrum: Spectrum) -> NDArray[np.float64]:
+    """The directions of a basis in terms of the neurons."""
+    loadings_kd: NDArray[np.float64] = (
+        spectrum.vectors_dk * (np.sqrt(spectrum.variances[: spectrum.k]) * moments.scale)
+    ).T
+    return loadings_kd
+
+
+def with_spectrum(sheet: Sheet, spectrum: Spectrum | Status) -> Basis:
+    """What is known of a layer before its basis over the datapoints is made: its numbers, or why there is none."""
+    if isinstance(spectrum, str):
+        return no_basis(sheet, spectrum)
+    singular_k, empty = np.sqrt(spectrum.variances[: spectrum.k]), np.zeros((0, spectrum.k))
+    return Basis(empty, sheet.n, sheet.d, "ok", singular_k, spectrum.cut_gap, spectrum.tau_margin, None, sheet.rows)
+
+
+def _counted(found: Basis, sheet: Sheet) -> Basis:
+    return no_basis(sheet, "nonfinite") if found.status == "nonfinite" else found
+
+
+def compare(
+    one: Basis,
+    other: Basis,
+    average: Average = "mean",
+    overlap_km: NDArray[np.float64] | None = None,
+    loadings_kd: NDArray[np.float64] | None = None,
+) -> CanonicalResult:
+    """The similarity of two sets of activations, given their bases; never raises.
+
+    Parameters
+    ----------
+    one, other : Basis
+    average : {"mean", "square", "weighted"}
+        The mean of rho (SVCCA, CCA), of its squares (R2_CCA), or weighted by `one`'s neurons (PWCCA).
+    overlap_km : array, optional
+        ``one.u_nk.T @ other.u_nk``, if it is known already.
+    loadings_kd : array, optional
+        Those of `one`, if it has none itself.
+    """
+    n, k, m = one.n, one.k, other.k
+    status: Status = "ok"
+    for status in (one.status, other.status):
+        if status != "ok":
+            break
+    if status == "ok" and (n != other.n or (one.rows and other.rows and not comparable(one.rows, other.rows))):
+        status = "mismatch"
+    pair = None
+    if status == "ok" and (one.sizes or other.sizes):
+        pair = frequencies_in_common(one, other)
+        status = "mismatch" if pair is None else "ok"
+    gap, margin = min(one.cut_gap, other.cut_gap), min(one.tau_margin, other.tau_margin)
+    nonfinite = (one.nonfinite_d, other.nonfinite_d)
+    if status != "ok":
+        return CanonicalResult(math.nan, np.zeros(0), k, m, n, status, math.nan, 0, gap, margin, nonfinite)
+    if pair is not None:
+        return _of_frequencies(*pair, one, other, average)
+    if overlap_km is None:
+        overlap_km = one.u_nk.T @ other.u_nk
+    loadings_kd = one.loadings_kd if loadings_kd is None else loadings_kd
+    if average == "weighted":
+        if loadings_kd is None:
+            raise MessageError("a weighted mean of correlations needs the loadings of the first layer")
+        left, rho, _ = scipy.linalg.svd(overlap_km, full_matrices=False, check_finite=False)
+        rho = rho.clip(0.0, 1.0)
+        weights = np.abs(left.T @ loadings_kd).sum(axis=1)
+        value = float(weights @ rho / weights.sum())
+        null = null_baseline(n, k, m)
+    else:
+        rho = scipy.linalg.svdvals(overlap_km, check_finite=False).clip(0.0, 1.0)
+        if average == "mean":
+            value, null = float(rho.mean()), null_baseline(n, k, m)
+        else:
+            value, null = float(np.square(rho).mean()), min(1.0, max(k, m) / (n - 1))
+    forced = max(0, k + m - (n - 1))
+    return CanonicalResult(value, rho, k, m, n, _judged(one, other, n, max(k, m)), null, forced, gap, margin, nonfinite)
+
+
+def _judged(one: Basis, other: Basis, n: int, most: int) -> Status:
+    if one.ill_posed or other.ill_posed:
+        return "ill_posed"
+    return "few_samples" if n - 1 < 5 * most else "ok"
+
+
+def _of_frequencies(
+    u: NDArray[Any], w: NDArray[Any], weights: NDArray[np.float64], one: Basis, other: Basis, average: Average
+) -> CanonicalResult:
+    """The mean over the frequencies of the similarity at each, those that the other half of them stands for counted."""
+    n = one.n
+    kept = [np.count_nonzero(np.abs(bases).max(axis=1, initial=0) > 0, axis=1) for bases in (u, w)]
+    smaller = np.minimum(*kept)
+    rho = np.linalg.svd(u.conj().swapaxes(1, 2) @ w, compute_uv=False).clip(0.0, 1.0)
+    used = smaller > 0  # a frequency that one of the layers does not have says nothing
+    most = int(max(kept[0].max(initial=0), kept[1].max(initial=0)))
+    k, m = (round(float(np.average(counts, weights=weights))) for counts in kept)
+    gap, margin = min(one.cut_gap, other.cut_gap), min(one.tau_margin, other.tau_margin)
+    if not used.any():
+        return CanonicalResult(math.nan, rho, k, m, n, "zero_variance", math.nan, 0, gap, margin)
+    powers = rho if average == "mean" else np.square(rho)
+    each = powers.sum(axis=1)[used] / smaller[used]
+    nulls = np.array([null_baseline(n, *pair, square=average == "square", real=False) for pair in zip(*kept)])  # noqa: B905
+    value = float(np.average(each, weights=weights[used]))
+    null = float(np.average(nulls[used], weights=weights[used]))
+    forced = int((weights * np.maximum(0, kept[0] + kept[1] - (n - 1))).sum())
+    return CanonicalResult(value, rho, k, m, n, _judged(one, other, n, most), null, forced, gap, margin)
+
+
+def null_baseline(n: int, k: int, m: int, *, square: bool = False, real: bool = True) -> float:
+    """The mean canonical correlation to expect of unrelated Gaussian data: n datapoints, k and m directions.
+
+    Parameters
+    ----------
+    n, k, m : int
+    square : bool
+        The mean of the squared correlations instead, which is max(k, m) / (n - 1) exactly.
+    real : bool
+        Whether the data is real, or complex.
+
+    Returns
+    -------
+    float
+        Exact if k or m is 1; else by the limit law, good to about 1/min(k, m)^2.
+
+    Notes
+    -----
+    With one direction on one side, rho² has a Beta distribution. Else the rho² follow the law of K. W. Wachter, "The
+    limiting empirical measure of multiple discriminant ratios", The Annals of Statistics 8 (1980).
+
+    Examples
+    --------
+    >>> round(null_baseline(10000, 500, 500), 4)
+    0.1908
+    """
+    small, large, free = min(k, m), max(k, m), n - 1
+    if small < 1 or free < 1:
+        return math.nan
+    if large >= free:
+        return 1.0
+    if square:
+        return large / free
+    if small == 1:
+        beta, half = scipy.special.betaln, 0.5 if real else 1.0
+        above, below = large * half, (free - large) * half
+        return float(np.exp(beta(above + 0.5, below) - beta(above, below)))
+    a, b = small / free, large / free
+    ends = [(math.sqrt(a * (1 - b)) + sign * math.sqrt(b * (1 - a))) ** 2 for sign in (-1, 1)]
+    centre, radius = (ends[0] + ends[1]) / 2, (ends[1] - ends[0]) / 2
+    # x = centre + radius cos(angle) takes the square root out of the density, and the midpoint rule converges fast
+    angle = (np.arange(2000) + 0.5) * (math.pi / 2000)
+    x = np.clip(centre + radius * np.cos(angle), 1e-300, 1 - 1e-16)
+    density = (radius * np.sin(angle)) ** 2 / (2 * math.pi * a * np.sqrt(x) * (1 - x))
+    ones = max(0.0, a + b - 1) / a
+    return float(min(1.0, ones + density.sum() * (math.pi / 2000)))

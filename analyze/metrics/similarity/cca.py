@@ -1,0 +1,305 @@
+"""All canonical correlations of two sets of activations: their mean (CCA), mean square and weighted mean.
+
+They keep all directions down to the numerical rank, so they are invariant to every invertible map of the neurons, and
+count noise directions like all others; `analyze.svcca` leaves those out.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, final
+
+from analyze.metrics.inputs import Array
+from analyze.metrics.similarity.bases import Basis, basis
+from analyze.metrics.similarity.canonical import Average, CanonicalResult, canonical, compare
+from analyze.metrics.similarity.datapoints import Channels, Positions, check_positions
+from analyze.metrics.similarity.gathering import ByTriangle, Gathering
+from analyze.metrics.similarity.similarity import Similarity, code
+from analyze.metrics.similarity.svcca import unlike
+
+
+def cca(
+    x_nd: Array,
+    y_ne: Array,
+    *,
+    channels: Channels = "auto",
+    positions: Positions = "datapoints",
+    drop_rows: bool = False,
+    strict: bool = False,
+) -> CanonicalResult:
+    """Mean canonical correlation of two sets of activations, of all directions down to the numerical rank.
+
+    Parameters and errors are those of `analyze.svcca`; this is its limit for a threshold of 1.
+
+    Returns
+    -------
+    CanonicalResult
+
+    Examples
+    --------
+    >>> x = [[1, 2, 0], [2, 1, 3], [3, 5, 1], [4, 2, 2], [5, 7, 9], [6, 1, 4], [7, 8, 2], [8, 3, 6]]
+    >>> y = [[2, 1], [0, 3], [4, 4], [1, 7], [6, 2], [3, 8], [9, 5], [5, 9]]
+    >>> cca(x, y).rho.round(9).tolist()
+    [0.994130121, 0.915928051]
+    """
+    options: dict[str, Any] = {"channels": channels, "positions": positions, "drop_rows": drop_rows, "strict": strict}
+    return canonical("cca", x_nd, y_ne, 1.0, "mean", **options)
+
+
+def r2_cca(
+    x_nd: Array,
+    y_ne: Array,
+    *,
+    channels: Channels = "auto",
+    positions: Positions = "datapoints",
+    drop_rows: bool = False,
+    strict: bool = False,
+) -> CanonicalResult:
+    """Mean squared canonical correlation of two sets of activations, of all directions down to the numerical rank.
+
+    Parameters and errors are those of `analyze.svcca`.
+
+    Returns
+    -------
+    CanonicalResult
+        Its null baseline is exact: max(k, m) / (n - 1).
+
+    Examples
+    --------
+    >>> x = [[1, 2, 0], [2, 1, 3], [3, 5, 1], [4, 2, 2], [5, 7, 9], [6, 1, 4], [7, 8, 2], [8, 3, 6]]
+    >>> y = [[2, 1], [0, 3], [4, 4], [1, 7], [6, 2], [3, 8], [9, 5], [5, 9]]
+    >>> found = r2_cca(x, y)
+    >>> round(float(found), 9), round(found.null_baseline, 9)
+    (0.913609446, 0.428571429)
+    """
+    options: dict[str, Any] = {"channels": channels, "positions": positions, "drop_rows": drop_rows, "strict": strict}
+    return canonical("r2_cca", x_nd, y_ne, 1.0, "square", **options)
+
+
+def pwcca(
+    x_nd: Array,
+    y_ne: Array,
+    *,
+    channels: Channels = "auto",
+    positions: Positions = "datapoints",
+    drop_rows: bool = False,
+    strict: bool = False,
+) -> CanonicalResult:
+    """Projection-weighted CCA: the mean canonical correlation, weighted by what each direction says of x's neurons.
+
+    Not symmetric: the weights are those of `x_nd`.
+
+    Parameters and errors are those of `analyze.svcca`, but positions are no frequencies.
+
+    Returns
+    -------
+    CanonicalResult
+
+    Examples
+    --------
+    >>> x = [[1, 2, 0], [2, 1, 3], [3, 5, 1], [4, 2, 2], [5, 7, 9], [6, 1, 4], [7, 8, 2], [8, 3, 6]]
+    >>> y = [[2, 1], [0, 3], [4, 4], [1, 7], [6, 2], [3, 8], [9, 5], [5, 9]]
+    >>> round(float(pwcca(x, y)), 6), round(float(pwcca(y, x)), 6)
+    (0.96446, 0.956615)
+    """
+    check_positions(positions, fourier=False)
+    options: dict[str, Any] = {"channels": channels, "positions": positions, "drop_rows": drop_rows, "strict": strict}
+    return canonical("pwcca", x_nd, y_ne, 1.0, "weighted", **options)
+
+
+class FullRank(Similarity):
+    """A `Similarity` by the canonical correlations of all directions."""
+
+    average: ClassVar[Average]
+    companions = ("_k", "_m", "_null", "_forced_ones", "_cut_gap", "_status")
+    fourier = True
+
+    def represent(self, data: Array) -> Basis:
+        """The basis of a layer at one step, of all its directions; if weighted, in terms of its neurons too."""
+        loadings = self.average == "weighted"
+        return basis(data, 1.0, channels=self.channels, positions=self.positions, loadings=loadings)
+
+    def compare(self, one: Basis, other: Basis) -> CanonicalResult:
+        """The similarity of two bases; if it is weighted, with the weights of the first."""
+        return compare(one, other, self.average)
+
+    def numbers(self, found: CanonicalResult) -> tuple[float, ...]:
+        """The value and its companions."""
+        counts = (found.k, found.m, found.null_baseline, found.forced_ones, found.cut_gap)
+        return (found.value, *counts, code(found.status))
+
+    def unlike(self) -> CanonicalResult:
+        """The result for layers that have not the same datapoints."""
+        return unlike()
+
+    def gathering(self) -> Gathering:
+        """The triangular factor of all layers."""
+        return super().gathering() if self.positions == "fourier" else ByTriangle(1.0, self.average)
+
+
+@final
+class CCA(FullRank):
+    r"""Mean canonical correlation of each layer with its own past, its final state, or the other layers.
+
+    Answers ``{kind}_cca``, a float64 scalar from 0 to 1 without unit, and beside it its companions, for each message
+    that can be compared.
+
+    Parameters
+    ----------
+    kind : str
+        A kind with activations of the same datapoints at each probe.
+    against, lag, calls, channels, positions
+        As in `analyze.SVCCA`.
+    details : bool
+        Whether to answer also ``_k``, ``_m``, ``_null``, ``_forced_ones``, ``_cut_gap`` (of the singular values: how
+        far the last kept one is above what counts as 0) and ``_status``, as in `analyze.SVCCA`.
+    tag, subsample, modules
+        As in `tracer.Subscription`; by default the probe's.
+
+    Raises
+    ------
+    MessageError
+        If messages of this kind carry no data, or a parameter is out of its range.
+
+    Notes
+    -----
+    *Formula*: :math:`\frac1{\min(k,m)} \sum_i \rho_i`, where k and m are the numerical ranks (singular values above
+    the largest times max(n, d) times 2.2e-16) and :math:`\rho_i` the singular values of :math:`U_k^\top W_m`.
+    *Needs*: activations of the same datapoints each time: a probe.
+    *Cost*: an SVD of the (n, d) activations for each layer and step, 2 n k m for each pair.
+    *Invariant to* any invertible linear map of either set of neurons, to offsets, to dead neurons, and to a permutation
+    of the datapoints common to both. Symmetric.
+    *Edge values*: as `analyze.SVCCA`. With n - 1 < k + m some correlations are 1 whatever the data.
+    *Memory*: as `analyze.SVCCA`, with k up to d.
+    *Numerics*: by the SVD of the activations, or a QR of their chunks (TSQR): a covariance would square the condition,
+    and is wrong by 2e-3 at a condition of 1e7, where this is good to 1e-9.
+    *Source*: H. Hotelling, "Relations between two sets of variates", Biometrika 28 (1936); as a measure of networks,
+    M. Raghu et al., arXiv:1706.05806.
+    *Formerly*: what ikkuna's ``SVCCASubscriber`` computes; google/svcca's ``get_cca_similarity``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tracer import ModuleMessage
+    >>> x_nd = torch.tensor([[1.0, 2.0], [2.0, 1.0], [3.0, 5.0], [4.0, 2.0]])
+    >>> probe, answers = CCA(details=False), []
+    >>> for step, activations in enumerate([x_nd, x_nd @ torch.tensor([[1.0, 2.0], [0.0, 1.0]])]):
+    ...     where = dict(module="fc", global_step=step, train_step=step, epoch=0, tag="probe")
+    ...     answers += probe.compute(ModuleMessage(kind="activations", data=activations, **where))
+    >>> [(said.kind, round(float(said.data), 12)) for said in answers]
+    [('activations_cca', 1.0)]
+    """
+
+    name = "cca"
+    average = "mean"
+    invariances = ("rows", "columns", "sign", "scale", "shift", "offset", "orthogonal", "invertible")
+
+
+@final
+class R2CCA(FullRank):
+    r"""Mean squared canonical correlation of each layer with its own past, its final state, or the other layers.
+
+    Answers ``{kind}_r2_cca``, a float64 scalar from 0 to 1 without unit, and beside it its companions, for each message
+    that can be compared.
+
+    Parameters
+    ----------
+    kind : str
+        A kind with activations of the same datapoints at each probe.
+    against, lag, calls, details, channels, positions
+        As in `analyze.CCA`.
+    tag, subsample, modules
+        As in `tracer.Subscription`; by default the probe's.
+
+    Raises
+    ------
+    MessageError
+        If messages of this kind carry no data, or a parameter is out of its range.
+
+    Notes
+    -----
+    *Formula*: :math:`\|U_k^\top W_m\|_F^2 / \min(k,m) = \frac1{\min(k,m)} \sum_i \rho_i^2`.
+    *Needs*: activations of the same datapoints each time: a probe.
+    *Cost*: as `analyze.CCA`.
+    *Invariant to* any invertible linear map of either set of neurons, to offsets, to dead neurons, and to a permutation
+    of the datapoints common to both. Symmetric.
+    *Edge values*: as `analyze.SVCCA`. Of unrelated Gaussian layers max(k, m) / (n - 1) is to be expected, exactly.
+    *Memory*, *Numerics*: as `analyze.CCA`.
+    *Source*: S. Kornblith, M. Norouzi, H. Lee, G. Hinton, arXiv:1905.00414, section 3 and table 1.
+    *Formerly*: ``cca`` in the Demo.ipynb of google-research/representation_similarity.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tracer import ModuleMessage
+    >>> x_nd = torch.tensor([[1.0, 2.0], [2.0, 1.0], [3.0, 5.0], [4.0, 2.0]])
+    >>> probe, answers = R2CCA(details=False), []
+    >>> for step, activations in enumerate([x_nd, x_nd @ torch.tensor([[1.0, 2.0], [0.0, 1.0]])]):
+    ...     where = dict(module="fc", global_step=step, train_step=step, epoch=0, tag="probe")
+    ...     answers += probe.compute(ModuleMessage(kind="activations", data=activations, **where))
+    >>> [(said.kind, round(float(said.data), 12)) for said in answers]
+    [('activations_r2_cca', 1.0)]
+    """
+
+    name = "r2_cca"
+    average = "square"
+    invariances = ("rows", "columns", "sign", "scale", "shift", "offset", "orthogonal", "invertible")
+
+
+@final
+class PWCCA(FullRank):
+    r"""Projection-weighted CCA of each layer with its own past, its final state, or the other layers.
+
+    Answers ``{kind}_pwcca``, a float64 scalar from 0 to 1 without unit, and beside it its companions, for each message
+    that can be compared. Not symmetric: the weights are those of the layer now (of the earlier state, where it is
+    compared with the final one); of two layers there are both answers, ``a|b`` with the weights of a and ``b|a``.
+
+    Parameters
+    ----------
+    kind : str
+        A kind with activations of the same datapoints at each probe.
+    against, lag, calls, details, channels
+        As in `analyze.CCA`.
+    positions : {"datapoints", "pooled"}
+        As in `analyze.svcca`.
+    tag, subsample, modules
+        As in `tracer.Subscription`; by default the probe's.
+
+    Raises
+    ------
+    MessageError
+        If messages of this kind carry no data, or a parameter is out of its range.
+
+    Notes
+    -----
+    *Formula*: :math:`\sum_i \alpha_i \rho_i / \sum_i \alpha_i` with :math:`\alpha_i = \sum_j |\langle h_i, x_j
+    \rangle|`, where :math:`h_i` are the orthonormal canonical directions of x over the datapoints and :math:`x_j` its
+    neurons.
+    *Needs*: activations of the same datapoints each time: a probe.
+    *Cost*: as `analyze.CCA`, and the vectors of the small SVD.
+    *Invariant to* the scale of either set of neurons, to offsets, and to a permutation of the datapoints common to
+    both; to any invertible map of y, of x only to permutations and signs of its neurons.
+    *Edge values*: as `analyze.SVCCA`. The null baseline is that of the plain mean: of unrelated layers the weights say
+    nothing of the correlations.
+    *Memory*, *Numerics*: as `analyze.CCA`; the directions in terms of the neurons, k by d, are kept too.
+    *Source*: A. Morcos, M. Raghu, S. Bengio, arXiv:1806.05759, section 3 (with h orthonormal, as in the paper, not
+    coefficients made orthonormal).
+    *Formerly*: google/svcca's ``pwcca.py``, anatome's ``pwcca_distance``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tracer import ModuleMessage
+    >>> x_nd = torch.tensor([[1.0, 2.0], [2.0, 1.0], [3.0, 5.0], [4.0, 2.0]])
+    >>> probe, answers = PWCCA(details=False), []
+    >>> for step, activations in enumerate([x_nd, 1 - x_nd]):
+    ...     where = dict(module="fc", global_step=step, train_step=step, epoch=0, tag="probe")
+    ...     answers += probe.compute(ModuleMessage(kind="activations", data=activations, **where))
+    >>> [(said.kind, round(float(said.data), 12)) for said in answers]
+    [('activations_pwcca', 1.0)]
+    """
+
+    name = "pwcca"
+    average = "weighted"
+    fourier = False
+    symmetric = False
+    invariances = ("rows", "columns", "sign", "scale", "shift", "offset")

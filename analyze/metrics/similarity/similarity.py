@@ -1,0 +1,505 @@
+"""What subscribers that compare layers have in common: which two states of which layers they compare, and when.
+
+A subclass says what is kept of a layer at one step and how two of these are compared; this module says which.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from analyze.metrics.inputs import Array, as_array, subscription_to
+from analyze.metrics.similarity.bases import STATUSES, Basis, Status
+from analyze.metrics.similarity.datapoints import (
+    Channels,
+    Positions,
+    Sheet,
+    check_channels,
+    check_positions,
+    comparable,
+)
+from analyze.metrics.similarity.gathering import Gathering, Layers
+from tracer.errors import MessageError
+from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
+from tracer.messaging.subscriber import Scope, Subscriber
+
+Against = Literal["past", "final", "layers"]
+Calls = Literal["apart", "together"]
+
+_SCOPES: dict[str, Scope] = {"past": "stream", "final": "stream", "layers": "step"}
+
+WIDE = 16384
+"""Neurons of all layers together, of which the matrix of their products takes 2 GiB."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """The activations of a layer at one step, as they were recorded.
+
+    Attributes
+    ----------
+    x_nd : array (n, d)
+    rows : tuple of int
+        The lengths of the axes of the datapoints.
+    status : str
+        ``"ok"``, or ``"mismatch"`` if they are not a set of at least two datapoints with real activations.
+    """
+
+    x_nd: NDArray[Any]
+    rows: tuple[int, ...]
+    status: Status = "ok"
+
+    @classmethod
+    def of(cls, data: Array, channels: Channels, positions: Positions) -> Kept:
+        """What is kept of some activations; never raises."""
+        sheet = Sheet.of(data, channels, positions)
+        if sheet.n < 2 or not sheet.real:
+            return cls(np.zeros((0, 0)), sheet.rows, "mismatch")
+        return cls(np.array(sheet.flat().array), sheet.rows)
+
+    @property
+    def sheet(self) -> Sheet:
+        """The matrix, with its axes named."""
+        return Sheet(self.x_nd, self.x_nd.shape[1], (len(self.x_nd),), False)
+
+    def like(self, other: Kept) -> bool:
+        """Whether both are there, and of the same datapoints, as far as their shapes tell."""
+        return self.status == other.status == "ok" and comparable(self.rows, other.rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, as tensors and plain values."""
+        return {"x": torch.from_numpy(self.x_nd), "rows": self.rows, "status": self.status}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Kept:
+        """What was kept, of such a state."""
+        return cls(state["x"].numpy(), tuple(state["rows"]), state["status"])
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Whose activations: the fields of their message but the data."""
+
+    module: str | None
+    global_step: int
+    train_step: int
+    epoch: int
+    tag: str
+    call: int
+    leaf: str
+    rank: int
+
+    @classmethod
+    def of(cls, message: Message) -> Origin:
+        """The origin of a message's data."""
+        fields = (message.global_step, message.train_step, message.epoch, message.tag)
+        return cls(message.key, *fields, message.call, message.leaf, message.rank)
+
+    @property
+    def layer(self) -> str:
+        """What to call the layer beside others of its step: ``fc``, ``lstm[1.0]``, ``relu#2`` (its third call)."""
+        leaf, call = f"[{self.leaf}]" if self.leaf else "", f"#{self.call}" if self.call else ""
+        return f"{self.module or ''}{leaf}{call}"
+
+
+class Similarity(Subscriber):
+    """Compares what a layer says of the same datapoints with what it said before, or another layer says.
+
+    Parameters
+    ----------
+    kind, against, lag, calls, details, channels, positions, tag, subsample, modules
+        As in `analyze.SVCCA`.
+
+    Attributes
+    ----------
+    name : str
+        What is put behind the kind in the names of the answers.
+    companions : tuple of str
+        What is put behind that for each further number, in the order of `numbers`.
+    representation : type
+        Of what is kept of a layer at one step.
+    symmetric : bool
+        Whether two layers have one answer, and not one for each of them.
+    fourier : bool
+        Whether positions can be taken for frequencies.
+    """
+
+    name: ClassVar[str]
+    companions: ClassVar[tuple[str, ...]]
+    representation: ClassVar[type[Basis] | type[Kept]] = Basis
+    symmetric: ClassVar[bool] = True
+    fourier: ClassVar[bool] = False
+    scope: Scope = "stream"
+    same_inputs: bool = True
+    spoiled_by = ("elements", "reduce")
+
+    def __init__(
+        self,
+        kind: str = "activations",
+        *,
+        lag: int = 1,
+        against: Against = "past",
+        calls: Calls = "apart",
+        details: bool = True,
+        channels: Channels = "auto",
+        positions: Positions = "datapoints",
+        tag: str | None = "probe",
+        subsample: int = 1,
+        modules: str | Iterable[str] | None = None,
+    ) -> None:
+        if against not in _SCOPES:
+            raise MessageError(f"against is 'past', 'final' or 'layers', not {against!r}")
+        if calls not in ("apart", "together"):
+            raise MessageError(f"calls is 'apart' or 'together', not {calls!r}")
+        check_lag(lag)
+        check_channels(channels)
+        check_positions(positions, fourier=self.fourier)
+        produces = tuple(f"{kind}_{self.name}{suffix}" for suffix in ("", *(self.companions if details else ())))
+        super().__init__(subscription_to(kind, tag, subsample, modules), produces)
+        self.against, self.lag, self.calls, self.details = against, lag, calls, details
+        self.channels, self.positions = channels, positions
+        self.same_inputs = against != "layers"  # which are compared at one step
+        self.scope = _SCOPES[against]  # the class says that of its default; an instance may reach elsewhere
+        self.statuses: Counter[str] = Counter()
+        self._past: dict[tuple[Any, ...], deque[Any]] = {}
+        self._kept: dict[tuple[Any, ...], list[tuple[Origin, Any]]] = {}
+        self._waiting: dict[tuple[Any, ...], tuple[Origin, list[NDArray[Any]]]] = {}
+        self._layers: dict[tuple[str, int], tuple[Origin, list[tuple[str, Any]]]] = {}
+        self._gathered: dict[tuple[str, int], _Step] = {}
+
+    @abstractmethod
+    def represent(self, data: Array) -> Any:
+        """What is kept of the activations of a layer at one step; never raises."""
+
+    @abstractmethod
+    def compare(self, one: Any, other: Any) -> Any:
+        """The similarity of two of these: something with a ``status``, that ``float()`` turns to its value."""
+
+    @abstractmethod
+    def numbers(self, found: Any) -> tuple[float | NDArray[np.float64], ...]:
+        """The value of a result and its companions."""
+
+    @abstractmethod
+    def unlike(self) -> Any:
+        """The result for layers that have not the same datapoints."""
+
+    def gathering(self) -> Gathering:
+        """What adds up the calls of all layers in a step, if they are taken together."""
+        return _Whole(self)
+
+    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+        """Keep one message, and answer what it completes."""
+        message = message_or_bundle
+        origin = Origin.of(message)
+        if self.against == "layers":
+            yield from self._with_layers(origin, message.data)
+            return
+        key = (origin.module, origin.tag, origin.leaf, origin.rank)
+        if self.calls == "apart":
+            yield from self._with_itself((*key, origin.call), origin, self.represent(as_array(message.data)))
+            return
+        waiting = self._waiting.get(key)
+        if waiting is not None and waiting[0].global_step != origin.global_step:
+            yield from self._whole_step(key)
+            waiting = None
+        if waiting is None:
+            waiting = self._waiting[key] = (origin, [])
+        waiting[1].append(np.array(as_array(message.data)))
+
+    def conclude(self) -> Iterator[Message]:
+        """Answer what waited for the end of a step, or of the run."""
+        for key in list(self._waiting):
+            yield from self._whole_step(key)
+        for place in list(self._gathered):
+            yield from self._end_of_step(place)
+        kept, self._kept = self._kept, {}
+        for steps in kept.values():
+            final = steps[-1][1]
+            for origin, one in steps:
+                yield from self.answers(origin, self.compare(one, final))
+
+    def _whole_step(self, key: tuple[Any, ...]) -> Iterator[Message]:
+        origin, parts = self._waiting.pop(key)
+        yield from self._with_itself((*key, 0), origin, self.represent(joined(parts)))
+
+    def _with_itself(self, key: tuple[Any, ...], origin: Origin, now: Any) -> Iterator[Message]:
+        if self.against == "final":
+            self._kept.setdefault(key, []).append((origin, now))
+            return
+        past = self._past.setdefault(key, deque(maxlen=self.lag))
+        if len(past) == self.lag:
+            yield from self.answers(origin, self.compare(now, past[0]))
+        past.append(now)
+
+    def _with_layers(self, origin: Origin, data: Tensor | None) -> Iterator[Message]:
+        place = (origin.tag, origin.rank)
+        if self.calls == "together":
+            step = self._gathered.get(place)
+            if step is not None and step.origin.global_step != origin.global_step:
+                yield from self._end_of_step(place)
+                step = None
+            if step is None:
+                step = self._gathered[place] = _Step(origin)
+            step.add(self, origin, as_array(data))
+            return
+        if place not in self._layers or self._layers[place][0].global_step != origin.global_step:
+            self._layers[place] = (origin, [])
+        before, now = self._layers[place][1], self.represent(as_array(data))
+        for layer, other in before:
+            yield from self.answers(_pair_of(origin, layer, origin.layer), self.compare(other, now))
+            if not self.symmetric:
+                yield from self.answers(_pair_of(origin, origin.layer, layer), self.compare(now, other))
+        before.append((origin.layer, now))
+
+    def _end_of_step(self, place: tuple[str, int]) -> Iterator[Message]:
+        step = self._gathered.pop(place)
+        step.flush(self)
+        for one, other, found in step.pairs(self):
+            yield from self.answers(_pair_of(step.origin, one, other), found)
+
+    def answers(self, origin: Origin, found: Any) -> Iterator[Message]:
+        """The messages of a result: the value and its companions."""
+        self.statuses[found.status] += 1
+        for kind, number in zip(self.produces, self.numbers(found), strict=False):  # without details, the value only
+            fields = asdict(origin)
+            module = fields.pop("module")
+            data = torch.as_tensor(number, dtype=torch.float64, device="cpu").clone()
+            yield (
+                NetworkMessage(kind=kind, data=data, **fields)
+                if module is None
+                else ModuleMessage(kind=kind, module=module, data=data, **fields)
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is kept of each stream and of the step that is going on, and how often each status was met."""
+        return {
+            "statuses": dict(self.statuses),
+            "past": [
+                {"key": list(key), "kept": [one.state_dict() for one in past]} for key, past in self._past.items()
+            ],
+            "final": [
+                {
+                    "key": list(key),
+                    "origins": [asdict(o) for o, _ in kept],
+                    "kept": [one.state_dict() for _, one in kept],
+                }
+                for key, kept in self._kept.items()
+            ],
+            "waiting": [
+                {"key": list(key), "origin": asdict(origin), "parts": [torch.from_numpy(part) for part in parts]}
+                for key, (origin, parts) in self._waiting.items()
+            ],
+            "layers": [
+                {
+                    "origin": asdict(origin),
+                    "names": [name for name, _ in layers],
+                    "kept": [one.state_dict() for _, one in layers],
+                }
+                for origin, layers in self._layers.values()
+            ],
+            "steps": [step.state_dict() for step in self._gathered.values()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another of the same parameters stopped."""
+        load = self.representation.from_state_dict
+        self.statuses = Counter(state["statuses"])
+        self._past = {
+            tuple(one["key"]): deque((load(kept) for kept in one["kept"]), maxlen=self.lag) for one in state["past"]
+        }
+        self._kept = {
+            tuple(one["key"]): [
+                (Origin(**origin), load(kept)) for origin, kept in zip(one["origins"], one["kept"], strict=True)
+            ]
+            for one in state["final"]
+        }
+        self._waiting = {
+            tuple(one["key"]): (Origin(**one["origin"]), [part.numpy() for part in one["parts"]])
+            for one in state["waiting"]
+        }
+        self._layers, self._gathered = {}, {}
+        for one in state["layers"]:
+            origin = Origin(**one["origin"])
+            kept = [(name, load(each)) for name, each in zip(one["names"], one["kept"], strict=True)]
+            self._layers[origin.tag, origin.rank] = (origin, kept)
+        for one in state["steps"]:
+            step = _Step.from_state_dict(one, self)
+            self._gathered[step.origin.tag, step.origin.rank] = step
+
+
+def _pair_of(origin: Origin, one: str, other: str) -> Origin:
+    """Where the similarity of two layers of a step is published: the module is called ``one|other``."""
+    fields = asdict(origin) | {"module": f"{one}|{other}", "call": 0, "leaf": ""}
+    return Origin(**fields)
+
+
+def check_lag(lag: object) -> None:
+    """Raise `MessageError` unless a lag is a positive integer."""
+    if isinstance(lag, bool) or not isinstance(lag, int) or lag < 1:
+        raise MessageError(f"lag is a positive integer, not {lag!r}")
+
+
+def code(status: Status) -> float:
+    """The number under which a status is published."""
+    return float(STATUSES.index(status))
+
+
+def joined(parts: list[NDArray[Any]]) -> NDArray[Any]:
+    """The datapoints of several calls in one array; an empty one, if they do not fit together."""
+    if any(part.ndim == 0 or part.shape[1:] != parts[0].shape[1:] for part in parts):
+        return np.zeros(0)
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+class _Group:
+    """Layers of a step that have equally many datapoints, and what adds them up."""
+
+    def __init__(self, names: list[str], gathering: Gathering) -> None:
+        self.names, self.gathering, self.broken = names, gathering, False
+
+
+class _Step:
+    """The calls of all layers in a step, added up; only those of the last call are there in full."""
+
+    def __init__(self, origin: Origin) -> None:
+        self.origin, self.call = origin, origin.call
+        self.buffer: dict[str, NDArray[Any]] = {}
+        self.groups: list[_Group] | None = None
+        self.names: list[str] = []
+        self.late: set[str] = set()
+
+    def add(self, metric: Similarity, origin: Origin, array: NDArray[Any]) -> None:
+        """Take the activations of one layer in one call."""
+        name = Origin(**(asdict(origin) | {"call": 0})).layer
+        if name not in self.names:
+            self.names.append(name)
+        if origin.call > self.call:
+            self.flush(metric)
+            self.call = origin.call
+        if origin.call < self.call or (self.groups is not None and all(name not in g.names for g in self.groups)):
+            self.late.add(name)  # its calls are not those of the others
+        else:
+            self.buffer[name] = np.array(array)
+
+    def flush(self, metric: Similarity) -> None:
+        """Add what is there of the last call."""
+        if not self.buffer:
+            return
+        buffer, self.buffer = self.buffer, {}
+        positions: Positions = "datapoints" if metric.positions == "fourier" else metric.positions
+        sheets = {name: Sheet.of(array, metric.channels, positions) for name, array in buffer.items()}
+        if self.groups is None:
+            alike: dict[tuple[int, ...], list[str]] = {}
+            for name, sheet in sheets.items():
+                if sheet.n and sheet.real:
+                    rows = sheet.rows if len(sheet.rows) > 1 else (*sheet.rows, 1)
+                    # layers of other sizes have frequencies in common
+                    alike.setdefault(rows[:1] if metric.positions == "fourier" else rows, []).append(name)
+                else:
+                    self.late.add(name)
+            self.groups = []
+            for names in alike.values():
+                gathering = metric.gathering()
+                # of so many neurons the datapoints take less than the products of each neuron with each
+                if isinstance(gathering, Layers) and sum(sheets[name].d for name in names) > WIDE:
+                    gathering = _Whole(metric)
+                self.groups.append(_Group(names, gathering))
+
+        def count(sheet: Sheet) -> int:
+            return sheet.rows[0] if metric.positions == "fourier" else sheet.n
+
+        for group in self.groups:
+            there = [sheets[name] for name in group.names if name in sheets]
+            if len(there) < len(group.names) or len({count(sheet) for sheet in there}) > 1:
+                group.broken = True
+            if not group.broken:
+                group.gathering.update([buffer[name] if metric.positions == "fourier" else sheet.flat().array.T
+                                        for name, sheet in zip(group.names, there, strict=True)])  # fmt: skip
+
+    def pairs(self, metric: Similarity) -> Iterator[tuple[str, str, Any]]:
+        """Each two layers, with their similarity; both ways if that is not symmetric."""
+        found: dict[tuple[str, str], Any] = {}
+        for group in self.groups or ():
+            if not group.broken:
+                kept = [name for name in group.names if name not in self.late]
+                for i, j in ((i, j) for i in range(len(group.names)) for j in range(len(group.names)) if i != j):
+                    if group.names[i] in kept and group.names[j] in kept and (i < j or not metric.symmetric):
+                        found[group.names[i], group.names[j]] = group.gathering.result(i, j)
+        for place, one in enumerate(self.names):
+            for other in self.names[place + 1 :]:
+                backwards = found.get((other, one)) if metric.symmetric else None
+                yield one, other, found.get((one, other)) or backwards or metric.unlike()
+                if not metric.symmetric:
+                    yield other, one, found.get((other, one)) or metric.unlike()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, as tensors and plain values."""
+        groups = [
+            {"names": list(one.names), "broken": one.broken, "gathering": one.gathering.state_dict()}
+            for one in self.groups or ()
+        ]
+        return {
+            "origin": asdict(self.origin),
+            "call": self.call,
+            "buffer": {name: torch.from_numpy(array) for name, array in self.buffer.items()},
+            "groups": groups if self.groups is not None else None,
+            "names": list(self.names),
+            "late": sorted(self.late),
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any], metric: Similarity) -> _Step:
+        """The step of such a state."""
+        step = cls(Origin(**state["origin"]))
+        step.call, step.names, step.late = state["call"], list(state["names"]), set(state["late"])
+        step.buffer = {name: tensor.numpy() for name, tensor in state["buffer"].items()}
+        if state["groups"] is not None:
+            step.groups = []
+            for one in state["groups"]:
+                group = _Group(
+                    list(one["names"]), _Whole(metric) if "parts" in one["gathering"] else metric.gathering()
+                )
+                group.broken = one["broken"]
+                group.gathering.load_state_dict(one["gathering"])
+                step.groups.append(group)
+        return step
+
+
+class _Whole(Gathering):
+    """Keeps all calls, for what cannot be added up."""
+
+    def __init__(self, metric: Similarity) -> None:
+        self.metric = metric
+        self.parts: list[list[NDArray[Any]]] = []
+        self.kept: list[Any] = []
+
+    def update(self, layers: list[NDArray[Any]]) -> None:
+        """Keep one call of each layer."""
+        whole = [np.array(one if self.metric.positions == "fourier" else one.T) for one in layers]
+        if not self.parts:
+            self.parts = [[] for _ in whole]
+        for parts, one in zip(self.parts, whole, strict=True):
+            parts.append(one)
+        self.kept = []
+
+    def result(self, i: int, j: int) -> Any:
+        """The similarity of two layers."""
+        if not self.kept:
+            self.kept = [self.metric.represent(joined(parts)) for parts in self.parts]
+        return self.metric.compare(self.kept[i], self.kept[j])
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, as tensors."""
+        return {"parts": [[torch.from_numpy(part) for part in parts] for parts in self.parts]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another stopped."""
+        self.parts, self.kept = [[part.numpy() for part in parts] for parts in state["parts"]], []

@@ -1,0 +1,1 @@
+"""Metrics of singular values and eigenvalues."""

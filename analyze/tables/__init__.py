@@ -1,0 +1,1 @@
+"""Answers as tables: gathered, printed, written."""

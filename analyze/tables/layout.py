@@ -1,0 +1,452 @@
+"""Tables as people read them, as wide as the terminal: of results, one for each kind with small curves; of texts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analyze.tables.escapes import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+    from analyze.tables.results import Row, Series
+
+    Shown: TypeAlias = Row | Series
+
+BLOCKS: Final = "▁▂▃▄▅▆▇█"
+_FLAT: Final = BLOCKS[3]
+_WIDE_LABEL: Final = 24
+"""Columns for a module's path that a table keeps before it puts numbers below each other."""
+_LEAST_LABEL: Final = 8
+_UNUSUAL_RANK: Final = 0
+
+
+def sparkline(values: Sequence[float] | NDArray[np.float64], width: int = 12) -> str:
+    """The course of a series in a line of blocks; a gap where nothing is finite.
+
+    Each block stands for a stretch of the series, and shows the value of it that is farthest from the median of the
+    whole: a single step that differs from all others is seen, and where it is. Values that are equal up to rounding
+    are a flat line.
+
+    Examples
+    --------
+    >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7])
+    '▁▂▃▄▅▆▇█'
+    >>> sparkline([1, float("nan"), 1])
+    '▄ ▄'
+    >>> sparkline([1.0] * 500 + [9.0] + [1.0] * 499)
+    '▁▁▁▁▁█▁▁▁▁▁▁'
+    """
+    course = np.asarray(values, dtype=np.float64)
+    finite = course[np.isfinite(course)]
+    parts = np.array_split(course, min(width, len(course))) if len(course) else []
+    if not finite.size:
+        return " " * len(parts)
+    # halves, because the difference of two float64 may be beyond float64
+    low, high, median = (float(function(finite / 2)) for function in (np.min, np.max, np.median))
+    if high - low <= 4 * np.finfo(np.float64).eps * max(abs(low), abs(high)):
+        low = high
+    line = ""
+    for part in parts:
+        halves = part[np.isfinite(part)] / 2
+        if not halves.size:
+            line += " "
+        elif low == high:
+            line += _FLAT
+        else:
+            value = float(halves[np.abs(halves - median).argmax()])
+            line += BLOCKS[min(int((value - low) / (high - low) * 8), 7)]
+    return line
+
+
+def shortened(text: str, width: int) -> str:
+    """A text in at most so many columns: of a longer one, its beginning and its end.
+
+    Examples
+    --------
+    >>> shortened("encoder.layers.11.attention.output.dense", 21)
+    'encoder.la…tput.dense'
+    """
+    if len(text) <= width:
+        return text
+    if width < 2:
+        return text[:width]
+    end = (width - 1) // 2
+    return f"{text[: width - 1 - end]}…{text[len(text) - end :]}"
+
+
+def number(value: float) -> str:
+    """A number in four significant digits.
+
+    Examples
+    --------
+    >>> number(0.33333333), number(-123456.0), number(2e-7), number(float("inf"))
+    ('0.3333', '-1.235e5', '2e-7', 'inf')
+    """
+    return re.sub(r"e([+-])0*", lambda found: "e-" if found[1] == "-" else "e", f"{value + 0.0:.4g}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A column of a table: the lines of its heading, and those of its cell for what a row shows."""
+
+    heading: tuple[str, ...]
+    cell: Callable[[Any], tuple[str, ...]]
+    left: bool = False
+
+
+@final
+class ResultsTable:
+    """Rows or series of results for `rich`: a table for each kind, in the order in which the kinds came.
+
+    Series have three forms, and the first is taken in which the paths of the modules have room: a line each; with the
+    steps of the least and the greatest value below these; and with the last value below the first, and the count below
+    the path. Paths that are longer than what is left are shortened in the middle.
+
+    Parameters
+    ----------
+    shown : list of Row or list of Series
+    """
+
+    def __init__(self, shown: Sequence[Shown]) -> None:
+        self._shown = shown
+        self._traces = len({one.trace for one in shown}) > 1
+        self._ranks = len({one.rank for one in shown}) > 1 or any(one.rank != _UNUSUAL_RANK for one in shown)
+
+    @property
+    def row_count(self) -> int:
+        """How many rows or series it shows."""
+        return len(self._shown)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.style import Style
+        from rich.text import Text
+
+        bold = Style(bold=True)
+        for place, (heading, lines) in enumerate(self.lines(options.max_width)):
+            if place:
+                yield Text()
+            yield Text(heading, style=bold, no_wrap=True, overflow="ignore")
+            yield from (Text(line, no_wrap=True, overflow="ignore") for line in lines)
+
+    def lines(self, width: int) -> Iterator[tuple[str, list[str]]]:
+        """The heading of each kind, and the lines of its table, in at most so many columns."""
+        if not self._shown:
+            return
+        forms = _FORMS if hasattr(self._shown[0], "trend") else (_ROWS,)
+        room = max(map(len, map(self._label, self._shown)))
+        for form, gap in itertools.product(forms, (2, 1)):
+            columns = self._columns(form)
+            widths = [max(len(text) for one in column for text in one) for column in self._cells(columns, self._shown)]
+            left = width - sum(widths) - gap * len(widths)
+            if left >= min(room, _WIDE_LABEL):
+                break
+        label = max(min(room, left), _LEAST_LABEL)
+        for (kind, trace), these in self._by_kind():
+            heading = printable(kind) + (f" of {printable(trace)}" if trace else "")
+            yield shortened(heading, width), self._table(columns, widths, these, label, " " * gap)
+
+    def _by_kind(self) -> Iterator[tuple[tuple[str, str], list[Shown]]]:
+        groups: dict[tuple[str, str], list[Shown]] = {}
+        for one in self._shown:
+            groups.setdefault((one.kind, one.trace if self._traces else ""), []).append(one)
+        yield from groups.items()
+
+    def _label(self, one: Shown) -> str:
+        """What a row is of: the module, and its tag, rank and call where they are not the usual."""
+        words = [printable(one.module)] if one.module else []
+        words += [f"@{printable(one.tag)}"] if one.tag != "default" else []
+        words += [f"rank {one.rank}"] if self._ranks else []
+        call = getattr(one, "call", 0)
+        words += [f"call {call}"] if call else []
+        return " ".join(words)
+
+    def _columns(self, form: Sequence[_Column]) -> list[_Column]:
+        """Those columns of a form that have something to say."""
+        return [
+            one for one in form if one.heading[0] not in _RARE or any("".join(one.cell(row)) for row in self._shown)
+        ]
+
+    @staticmethod
+    def _cells(columns: Sequence[_Column], shown: Iterable[Shown]) -> list[list[tuple[str, ...]]]:
+        rows = list(shown)
+        return [[column.heading, *map(column.cell, rows)] for column in columns]
+
+    def _table(
+        self, columns: Sequence[_Column], widths: Sequence[int], shown: Sequence[Shown], label: int, gap: str
+    ) -> list[str]:
+        counts = hasattr(shown[0], "n") and _N not in columns
+        labels = [("module" if any(map(self._label, shown)) else "", *(["n"] if counts else []))]
+        labels += [(shortened(self._label(one), label), *([_N.cell(one)[0]] if counts else [])) for one in shown]
+        lines: list[str] = []
+        for row in zip(labels, *self._cells(columns, shown), strict=True):
+            for at in range(max(map(len, row))):
+                cells = [cell[at] if at < len(cell) else "" for cell in row]
+                words = [f"{cells[0]:<{label}}"]
+                for column, width, text in zip(columns, widths, cells[1:], strict=True):
+                    words.append(f"{text:<{width}}" if column.left else f"{text:>{width}}")
+                lines.append(gap.join(words).rstrip())
+        return lines
+
+
+def _strange(one: Series) -> tuple[str, ...]:
+    """How many numbers are not finite, and since when."""
+    counts = [f"{count:,} {what}" for count, what in ((one.nans, "NaN"), (one.infs, "inf")) if count]
+    return (*counts, f"from {_at(one.first_strange)}") if counts else ()
+
+
+_RARE: Final = ("not finite", "index")
+"""Columns that are left out where all their cells are empty."""
+_N: Final = _Column(("n",), lambda one: (str(one.n),))
+_TREND: Final = _Column(("trend",), lambda one: (one.trend,), left=True)
+_STRANGE: Final = _Column(
+    ("not finite",), lambda one: (", ".join(_strange(one)).replace(", from", " from"),), left=True
+)
+_TREND_AND_STRANGE: Final = _Column(("trend",), lambda one: (one.trend, *_strange(one)), left=True)
+_FORMS: Final[tuple[tuple[_Column, ...], ...]] = (
+    (
+        _N,
+        _Column(("first",), lambda one: (number(one.first),)),
+        _Column(("last",), lambda one: (number(one.last),)),
+        _Column(("min",), lambda one: (number(one.min),)),
+        _Column(("at",), lambda one: (_at(one.min_step),)),
+        _Column(("max",), lambda one: (number(one.max),)),
+        _Column(("at",), lambda one: (_at(one.max_step),)),
+        _TREND,
+        _STRANGE,
+    ),
+    (
+        _N,
+        _Column(("first",), lambda one: (number(one.first),)),
+        _Column(("last",), lambda one: (number(one.last),)),
+        _Column(("min", "at"), lambda one: (number(one.min), _at(one.min_step))),
+        _Column(("max", "at"), lambda one: (number(one.max), _at(one.max_step))),
+        _TREND_AND_STRANGE,
+    ),
+    (
+        _Column(("first", "last"), lambda one: (number(one.first), number(one.last))),
+        _Column(("min", "at"), lambda one: (number(one.min), _at(one.min_step))),
+        _Column(("max", "at"), lambda one: (number(one.max), _at(one.max_step))),
+        _TREND_AND_STRANGE,
+    ),
+)
+_ROWS: Final = (
+    _Column(("epoch",), lambda one: (str(one.epoch),)),
+    _Column(("step",), lambda one: (str(one.global_step),)),
+    _Column(("index",), lambda one: (one.index,)),
+    _Column(("value",), lambda one: (number(one.value),)),
+)
+
+
+def _at(step: int | None) -> str:
+    return "" if step is None else f"@{step}"
+
+
+_MOST_LINES: Final = 4
+"""Lines of a row, at most."""
+_LEAST_NAME: Final = 16
+_LEAST_PROSE: Final = 12
+_INDENT: Final = 2
+_BETWEEN: Final = " · "
+"""What stands between the cells that are below a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Which columns stand beside each other, with their widths, and which below the row."""
+
+    width: int
+    gap: int
+    beside: Mapping[int, int]
+    below: Sequence[int] = ()
+    group: int | None = None
+
+
+@final
+class TextTable:
+    """Rows of texts for `rich`, in lines that fit the terminal.
+
+    No word and no heading is broken, and no row takes more than four lines. Where the rows are too wide, the values of
+    `group` become headings with the rows below them. If that is not enough, names are shortened in the middle, prose
+    is wrapped, and the widest of these columns go to a paragraph below the row. Of the layouts that fit, the one with
+    the fewest lines is taken, but before that one that loses no text and in which different names look different.
+
+    Parameters
+    ----------
+    columns : sequence of str
+        The headings.
+    rows : sequence of sequences of str
+        For each row a text for each column, without line breaks.
+    right, names, prose : collections of str
+        Columns that are aligned to the right, that may be shortened, and that may be wrapped. Any other column is as
+        wide as its widest text.
+    group : str, optional
+        The column of which the values may become headings.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        *,
+        right: Collection[str] = (),
+        names: Collection[str] = (),
+        prose: Collection[str] = (),
+        group: str | None = None,
+    ) -> None:
+        self._columns, self._rows = list(columns), rows
+        self._right, self._names, self._prose = (
+            frozenset(place for place, name in enumerate(columns) if name in chosen) for chosen in (right, names, prose)
+        )
+        self._group = None if group is None else self._columns.index(group)
+        self._texts = [list(texts) for texts in zip(self._columns, *rows, strict=True)]
+        self._widths = [max(map(len, texts)) for texts in self._texts]
+
+    def plain(self) -> str:
+        """The table for a file or a program: a line for each row, as wide as it is."""
+        layout = _Layout(width=sum(self._widths) + len(self._widths), gap=1, beside=dict(enumerate(self._widths)))
+        return "\n".join(line for row in (self._columns, *self._rows) for line in self._row(row, layout)[0])
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.style import Style
+        from rich.text import Text
+
+        for line, heading in self.lines(options.max_width):
+            yield Text(line, style=Style(bold=heading), no_wrap=True, overflow="ignore")
+
+    def lines(self, width: int) -> list[tuple[str, bool]]:
+        """The lines in at most so many columns, and whether each is a heading."""
+        made = [self._lines(layout) for layout in self._layouts(width)]
+        return min(made, key=lambda one: (one[0], len(one[1])))[1]
+
+    def _layouts(self, width: int) -> Iterator[_Layout]:
+        for gap in (2, 1):
+            if sum(self._widths) + gap * (len(self._widths) - 1) <= width:
+                yield _Layout(width, gap, dict(enumerate(self._widths)))
+                return
+        indent = 0 if self._group is None else _INDENT
+        beside = [place for place in range(len(self._columns)) if place != self._group]
+        below: list[int] = []
+        found = False
+        while beside:
+            for gap, shrinks in ((2, False), (1, False), (1, True)):
+                widths = self._fitted(beside, width - indent - gap * (len(beside) - 1), shrinks=shrinks)
+                if widths is not None:
+                    yield _Layout(width, gap, widths, tuple(sorted(below)), self._group)
+                    found = True
+                    break
+            movable = [place for place in beside if place in self._names | self._prose]
+            if found and not movable:
+                return
+            below.append(max(movable or beside, key=lambda place: self._widths[place]))
+            beside.remove(below[-1])
+        if not found:
+            yield _Layout(width, 1, {}, tuple(sorted(below)), self._group)
+
+    def _fitted(self, beside: Sequence[int], room: int, *, shrinks: bool) -> dict[int, int] | None:
+        """The widths of columns in so much room: the widest that can shrink does; none where they do not fit."""
+        widths = {place: self._widths[place] for place in beside}
+        least = {place: self._least(place) if shrinks else widths[place] for place in beside}
+        if not beside or sum(least.values()) > room:
+            return None
+        while sum(widths.values()) > room:
+            widest = max((place for place in beside if widths[place] > least[place]), key=widths.__getitem__)
+            widths[widest] -= 1
+        return widths
+
+    def _least(self, place: int) -> int:
+        if place in self._names:
+            return min(self._widths[place], max(len(self._columns[place]), _LEAST_NAME))
+        if place in self._prose:
+            words = (len(word) for text in self._texts[place][1:] for word in text.split())
+            return min(self._widths[place], max(len(self._columns[place]), _LEAST_PROSE, *words))
+        return self._widths[place]
+
+    def _lines(self, layout: _Layout) -> tuple[int, list[tuple[str, bool]]]:
+        """How much is lost, as a number of rows that are cut and columns of ambiguous names; and the lines."""
+        lost = sum(
+            len({shortened(text, width) for text in self._texts[place]}) < len(set(self._texts[place]))
+            for place, width in layout.beside.items()
+            if place in self._names
+        )
+        groups: dict[str, list[Sequence[str]]] = {}
+        for row in self._rows:
+            groups.setdefault("" if layout.group is None else row[layout.group], []).append(row)
+        lines = [(line, True) for line in self._row(self._columns, layout)[0]]
+        used = sum(layout.beside.values()) + layout.gap * (len(layout.beside) - 1)
+        lines.append(("─" * (layout.width if layout.below or layout.group is not None else used), False))
+        for group, rows in groups.items():
+            if layout.group is not None:
+                lines.append((shortened(group, layout.width), True))
+            for row in rows:
+                of_row, cut = self._row(row, layout)
+                lost += cut
+                lines += [(line, False) for line in of_row]
+        return lost, lines
+
+    def _row(self, row: Sequence[str], layout: _Layout) -> tuple[list[str], bool]:
+        """The lines of a row, and whether some of its text is left out."""
+        indent = 0 if layout.group is None else _INDENT
+        room = max(layout.width - indent - _INDENT, 1)
+        rest = _wrapped(_BETWEEN.join(row[place] for place in layout.below if row[place]), room)
+        cells = [
+            _wrapped(row[place], width) if place in self._prose else [shortened(row[place], width)]
+            for place, width in layout.beside.items()
+        ]
+        most = _MOST_LINES - bool(rest)
+        height = min(max(map(len, cells), default=0), most)
+        lines = []
+        kept = [_cut(cell, most, width) for cell, width in zip(cells, layout.beside.values(), strict=True)]
+        for at in range(height):
+            words = []
+            for (place, width), cell in zip(layout.beside.items(), kept, strict=True):
+                text = cell[at] if at < len(cell) else ""
+                words.append(f"{text:>{width}}" if place in self._right else f"{text:<{width}}")
+            lines.append((" " * indent + (" " * layout.gap).join(words)).rstrip())
+        lines += [" " * (indent + _INDENT) + line for line in _cut(rest, _MOST_LINES - height, room)]
+        return lines, len(rest) > _MOST_LINES - height or any(len(cell) > most for cell in cells)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """A text in lines of at most so many columns, broken between words; a longer word is shortened."""
+    if len(text) <= width:
+        return [text] if text else []
+    words = " ".join(shortened(word, width) for word in text.split())
+    return textwrap.wrap(words, width, break_long_words=False, break_on_hyphens=False)
+
+
+def _cut(lines: Sequence[str], most: int, width: int) -> list[str]:
+    """At most so many lines; an ellipsis after the last word stands for those that are left out."""
+    if len(lines) <= most:
+        return list(lines)
+    last = lines[most - 1]
+    while len(last) + 2 > width and " " in last:
+        last = last.rpartition(" ")[0]
+    return [*lines[: most - 1], f"{last[: width - 1]}…" if len(last) + 2 > width else f"{last} …"]
+
+
+def mean_of(values: NDArray[np.float64]) -> float:
+    """The mean of the finite values; of a single value, itself.
+
+    Examples
+    --------
+    >>> mean_of(np.array([1.0, 3.0, np.inf])), mean_of(np.array([np.inf])), mean_of(np.full(2, 1.5e308))
+    (2.0, inf, 1.5e+308)
+    """
+    if len(values) == 1:
+        return float(values[0])
+    finite = values[np.isfinite(values)]
+    if not finite.size:
+        return math.nan
+    with np.errstate(over="ignore"):
+        mean = float(finite.mean())
+    return mean if math.isfinite(mean) else float(np.sum(finite / len(finite)))

@@ -1,0 +1,1 @@
+"""What a trace is: its names, encodings, tables, checksums."""

@@ -1,0 +1,1 @@
+"""What flows: messages, the bus that carries them, and those who subscribe."""

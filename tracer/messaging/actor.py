@@ -1,0 +1,210 @@
+"""Acting on what metrics say: the one receiver that changes a training, and only because its user asks for it.
+
+A metric never touches the model. One that has a rule (freeze what has converged, scale the learning rate) answers with
+what it *would* do: messages of a kind such as ``activations_svcca_freeze``. On replay that is all there is, and so one
+sees what the rule would have done to a recorded run. In a live run an `Actor`, which holds the model and the optimizer,
+may listen to these kinds and do it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import TypeAlias, final
+
+from torch import nn
+from torch.optim import Optimizer
+
+from tracer import walking
+from tracer.errors import MessageError
+from tracer.messaging.bus import describe
+from tracer.messaging.messages import DEFAULT_TAG, Message
+
+Action: TypeAlias = Callable[[nn.Module, Optimizer | None, Message], bool]
+"""Does what a message says, to a model and its optimizer; returns whether that changed anything."""
+
+
+def freeze(model: nn.Module, optimizer: Optimizer | None, message: Message) -> bool:
+    """Stop the training of the module that a message names, if its number is not 0.
+
+    The module's own parameters (not those of modules inside it) no longer ask for gradients, and lose the one they
+    have, so that an optimizer passes over them, its momentum and weight decay included. Statistics of a batch
+    normalisation go on.
+
+    Raises
+    ------
+    MessageError
+        If the message is of no module, or the model has none of that name.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tracer.messaging.messages import ModuleMessage
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    >>> where = dict(global_step=9, train_step=9, epoch=0)
+    >>> wish = ModuleMessage(kind="activations_svcca_freeze", module="0", data=torch.tensor(1.0), **where)
+    >>> freeze(model, None, wish), freeze(model, None, wish)
+    (True, False)
+    >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    ['1.weight', '1.bias']
+    """
+    if message.key is None or message.data is None:
+        raise MessageError(f"freezing needs a message of a module with a number, not {message.kind} of the network")
+    module = dict(walking.named_modules(model)).get(message.key)
+    if module is None:
+        raise MessageError(f"{message.kind} names the module {message.key!r}, which the model does not have")
+    if not float(message.data) > 0:
+        return False
+    changed = False
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter.requires_grad:
+            parameter.requires_grad_(False)
+            parameter.grad = None
+            changed = True
+    return changed
+
+
+def scale_learning_rate(model: nn.Module, optimizer: Optimizer | None, message: Message) -> bool:
+    """Multiply the learning rate of every parameter group by a message's number.
+
+    A scheduler that computes the rate from its own base rate undoes this at its next step.
+
+    Raises
+    ------
+    MessageError
+        If there is no optimizer, or the number is not positive and finite.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tracer.messaging.messages import NetworkMessage
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    >>> where = dict(global_step=9, train_step=9, epoch=0)
+    >>> wish = NetworkMessage(kind="ratio_learning_rate_factor", data=torch.tensor(0.5), **where)
+    >>> scale_learning_rate(model, optimizer, wish), optimizer.param_groups[0]["lr"]
+    (True, 0.25)
+    """
+    if optimizer is None:
+        raise MessageError(f"{message.kind} is about a learning rate, but the Actor was given no optimizer")
+    factor = float("nan") if message.data is None else float(message.data)
+    if not 0 < factor < float("inf"):
+        raise MessageError(f"a learning rate is multiplied by a positive number, not by {factor!r}")
+    if factor == 1:
+        return False
+    for group in optimizer.param_groups:
+        # a rate may be a tensor, which a compiled or capturable optimizer reads in place
+        if hasattr(group["lr"], "mul_"):
+            group["lr"].mul_(factor)
+        else:
+            group["lr"] *= factor
+    return True
+
+
+ACTIONS: Mapping[str, Action] = {"*_freeze": freeze, "*_learning_rate_factor": scale_learning_rate}
+"""Glob over kinds → what an `Actor` does with such messages, unless it is told otherwise."""
+
+
+@final
+class Actor:
+    """A receiver that does to a model and its optimizer what metrics answer; give it to a live run, never to a replay.
+
+    What an answer about training passes asks for is done when the step is over (at ``batch_finished``), because in
+    the middle of a step a gradient would be half of it; what one about probes and evaluations asks for, at once.
+
+    Parameters
+    ----------
+    model : nn.Module
+    optimizer : Optimizer, optional
+    actions : mapping of str to callable, optional
+        Glob over kinds → ``action(model, optimizer, message)``, which returns whether it changed anything; by default
+        `ACTIONS`.
+    modules : str, iterable of str, or None
+        Globs over modules; answers about others are not followed. None means all.
+
+    Attributes
+    ----------
+    done : list of Message
+        The answers that changed something, in order.
+
+    Notes
+    -----
+    In a distributed run every rank needs the same metrics and its own Actor: ranks whose answers differ would train
+    different models. An action that fails takes the Actor off the bus with a warning; the training goes on.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tracer
+    >>> from analyze import Freeze, SVCCA
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
+    >>> optimizer, loss = torch.optim.SGD(model.parameters(), lr=1e-3), torch.nn.CrossEntropyLoss()
+    >>> rule = Freeze(threshold=0.9, patience=2, modules="0")
+    >>> actor, x, y = tracer.Actor(model, optimizer), torch.randn(32, 4), torch.arange(32) % 2
+    >>> path = tempfile.mkdtemp() + "/run.zarr"
+    >>> with tracer.record(path, model, optimizer, loss=loss, receivers=[SVCCA(), rule, actor]) as run:
+    ...     run.probe("probe", x)
+    ...     for _ in range(5):
+    ...         optimizer.zero_grad()
+    ...         loss(model(x), y).backward()
+    ...         optimizer.step()
+    >>> [(message.kind, message.module, message.global_step) for message in actor.done]
+    [('activations_svcca_freeze', '0', 2)]
+    >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    ['2.weight', '2.bias']
+    """
+
+    name = "actor"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        actions: Mapping[str, Action] | None = None,
+        *,
+        modules: str | Iterable[str] | None = None,
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.actions = dict(ACTIONS if actions is None else actions)
+        self.modules = (modules,) if isinstance(modules, str) else None if modules is None else tuple(modules)
+        if not self.actions or not all(callable(action) for action in self.actions.values()):
+            raise MessageError(f"{describe(self)} needs a function for each glob over kinds, not {actions!r}")
+        self.done: list[Message] = []
+        self._waiting: list[tuple[Action, Message]] = []
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """The ends of steps, and kinds for which it has an action."""
+        if kind == "batch_finished":
+            return True
+        if (
+            module is not None
+            and self.modules is not None
+            and not any(fnmatchcase(module, one) for one in self.modules)
+        ):
+            return False
+        return any(fnmatchcase(kind, pattern) for pattern in self.actions)
+
+    def receive(self, message: Message) -> Iterable[Message]:
+        """Act now, or when the step is over."""
+        if message.kind == "batch_finished":
+            self._act()
+            return ()
+        for pattern, action in self.actions.items():
+            if fnmatchcase(message.kind, pattern):
+                self._waiting.append((action, message))
+        if message.tag != DEFAULT_TAG:
+            self._act()
+        return ()
+
+    def finish(self) -> Iterable[Message]:
+        """Nothing more is done when the run has ended."""
+        self._waiting.clear()
+        return ()
+
+    def close(self) -> None:
+        """Let go of nothing: what was done stays done."""
+
+    def _act(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for action, message in waiting:
+            if action(self.model, self.optimizer, message):
+                self.done.append(message)

@@ -1,0 +1,467 @@
+"""The message bus: ordered receivers, topics, and delivery that is complete before `publish` returns."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+from tracer.errors import CaptureError, MessageError, raised_by_signal, warn_only
+from tracer.messaging.messages import DEFAULT_TAG, MODULE_KINDS, NETWORK_KINDS, Message, ModuleMessage, NetworkMessage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Topic = Literal["network", "module", "any"]
+
+
+@runtime_checkable
+class Receiver(Protocol):
+    """All that a bus knows of those who listen.
+
+    A receiver may also have these attributes, which the assembly of a run or of a replay looks at:
+
+    - ``needs``: kinds without which it cannot work; asking for one that nobody can provide is an error;
+    - ``produces``: kinds of its own answers;
+    - ``passive``: True if it only overhears what others ask for;
+    - ``scope``: what it remembers across, see `tracer.Subscriber`; one that says nothing may keep all that it hears;
+    - ``awake(step) -> bool``: False if it wants nothing of the training passes of that global step;
+    - ``know_model(model)``: it is told, before the first message, live and on replay alike, what a trace's header has
+      under ``model`` (docs/trace-format.md, rule 6); anything may be missing there.
+    """
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """Whether it takes such a message; a `tag` or `step` of None asks "in any". Must not depend on the past."""
+
+    def receive(self, message: Message) -> Iterable[Message]:
+        """Take a message; the answers are published after everyone has the message."""
+
+    def finish(self) -> Iterable[Message]:
+        """Give the last answers, when the run or the replay ends."""
+
+    def close(self) -> None:
+        """Let go of files and threads."""
+
+
+class MessageBus:
+    """Delivers each message to every receiver that wants it, in the order of their registration.
+
+    Delivery is synchronous: when `publish` returns, every receiver has the message, and every answer to it, and
+    every answer to those. Answers wait until all have the message that caused them.
+
+    Parameters
+    ----------
+    name : str
+        For error messages.
+    on_error : {"raise", "disable"}
+        What an exception in a receiver does: it reaches the publisher, or the receiver is taken off the bus with
+        a warning and noted in `failures`. A live run uses ``"disable"``, so that a faulty metric cannot end a training.
+
+    Examples
+    --------
+    >>> import torch
+    >>> bus, heard = MessageBus(), Collect("loss")
+    >>> bus.register(heard)
+    >>> bus.publish_network_message(0, 0, 0, "loss", torch.tensor(2.5))
+    >>> [float(message.data) for message in heard]
+    [2.5]
+    """
+
+    def __init__(self, name: str = "bus", *, on_error: Literal["raise", "disable"] = "raise") -> None:
+        if on_error not in ("raise", "disable"):
+            raise MessageError(f"on_error is 'raise' or 'disable', not {on_error!r}")
+        self.name = name
+        self.on_error = on_error
+        self.failures: list[tuple[Receiver, Exception]] = []
+        # never changed in place, because receivers come and go while a message is delivered to them
+        self._receivers: tuple[Receiver, ...] = ()
+        self._topics: dict[str, Topic] = {}
+        for kind in NETWORK_KINDS:
+            self._topics[kind] = "network"
+        for kind in MODULE_KINDS:
+            self._topics[kind] = "module"
+        self._queue: deque[Message] = deque()
+        self._publishing = False
+        self._watchers: list[weakref.WeakMethod[Callable[[], None]]] = []
+        # a module may run in several threads (nn.DataParallel), and CUDA's backward has a thread of its own
+        self._lock = threading.RLock()
+
+    # -- topics ---------------------------------------------------------------------------------------------
+
+    @property
+    def topics(self) -> dict[str, Topic]:
+        """The kinds that may be published, and as what class of message (a copy)."""
+        return dict(self._topics)
+
+    def register_topic(self, kind: str, topic: Topic = "any") -> None:
+        """Allow messages of `kind`; registering it again as the same is fine, as another raises `MessageError`."""
+        known = self._topics.get(kind)
+        if known is not None and known != topic:
+            raise MessageError(f"topic {kind!r} of bus {self.name!r} is already registered as {known}, not {topic}")
+        self._topics[kind] = topic
+
+    def deregister_topic(self, kind: str) -> None:
+        """No longer allow messages of `kind`."""
+        if kind not in self._topics:
+            raise MessageError(f"bus {self.name!r} has no topic {kind!r}; it has {', '.join(sorted(self._topics))}")
+        del self._topics[kind]
+
+    def register_meta_topic(self, kind: str) -> None:
+        """Allow network messages of `kind` (ikkuna's name for it)."""
+        self.register_topic(kind, "network")
+
+    def deregister_meta_topic(self, kind: str) -> None:
+        """No longer allow network messages of `kind`."""
+        self.deregister_topic(kind)
+
+    def register_data_topic(self, kind: str) -> None:
+        """Allow module messages of `kind` (ikkuna's name for it)."""
+        self.register_topic(kind, "module")
+
+    def deregister_data_topic(self, kind: str) -> None:
+        """No longer allow module messages of `kind`."""
+        self.deregister_topic(kind)
+
+    # -- receivers ------------------------------------------------------------------------------------------
+
+    @property
+    def receivers(self) -> tuple[Receiver, ...]:
+        """Those who listen, in the order in which they get each message."""
+        return self._receivers
+
+    def register(self, receiver: Receiver) -> None:
+        """Add a receiver after those that are there; once it is there, adding it again changes nothing.
+
+        Raises
+        ------
+        MessageError
+            If it needs a kind that is not a topic of this bus (register its producer first), or produces one that
+            another receiver produces too.
+        """
+        if any(receiver is known for known in self._receivers):
+            return
+        produces = tuple(getattr(receiver, "produces", ()))
+        unknown = sorted(kind for kind in getattr(receiver, "needs", ()) if kind not in self._topics)
+        if unknown:
+            raise MessageError(
+                f"{describe(receiver)} needs {', '.join(unknown)}, which bus {self.name!r} does not carry; "
+                f"it carries {', '.join(sorted(self._topics))}"
+            )
+        for kind in produces:
+            for other in self._receivers:
+                if kind in getattr(other, "produces", ()):
+                    raise MessageError(
+                        f"both {describe(other)} and {describe(receiver)} produce {kind}; give one of them a label, "
+                        f"{describe(receiver)}:as=LABEL or in Python .labelled('LABEL'), and it produces {kind}_LABEL"
+                    )
+        for kind in produces:
+            self.register_topic(kind)
+        self._receivers = (*self._receivers, receiver)
+        self._changed()
+
+    def register_subscriber(self, sub: Receiver) -> None:
+        """The same as `register` (ikkuna's name for it)."""
+        self.register(sub)
+
+    def unregister(self, receiver: Receiver) -> None:
+        """Take a receiver off the bus, and its topics; it is not closed."""
+        if not any(receiver is known for known in self._receivers):
+            raise MessageError(f"{describe(receiver)} is not registered on bus {self.name!r}")
+        self._receivers = tuple(known for known in self._receivers if known is not receiver)
+        for kind in getattr(receiver, "produces", ()):
+            self._topics.pop(kind, None)
+        self._changed()
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Call a bound method whenever receivers come or go; it is held weakly."""
+        self._watchers.append(weakref.WeakMethod(callback))
+
+    def unwatch(self, callback: Callable[[], None]) -> None:
+        """No longer call a method given to `watch`."""
+        self._watchers = [known for known in self._watchers if known() not in (None, callback)]
+
+    def _changed(self) -> None:
+        for known in tuple(self._watchers):
+            callback = known()
+            if callback is not None:
+                callback()
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """Whether any receiver wants such a message."""
+        return any(receiver.wants(kind, module, tag, step) for receiver in self._receivers)
+
+    # -- delivery -------------------------------------------------------------------------------------------
+
+    def publish(self, message: Message) -> None:
+        """Deliver a message, and all answers to it.
+
+        Raises
+        ------
+        MessageError
+            If its kind is not a topic of this bus, or is one of the other class of message.
+        """
+        key = message.key
+        if self._topics.get(message.kind) not in ("any", "network" if key is None else "module"):
+            self._refuse(message)
+        with self._lock:
+            if self._publishing:  # called by a receiver while it listens: its turn comes after the current message
+                self._queue.append(message)
+                return
+            self._publishing = True
+            try:
+                self._deliver(message, key)
+                while self._queue:
+                    later = self._queue.popleft()
+                    self._deliver(later, later.key)
+            finally:
+                self._publishing = False  # first: what is called may be interrupted
+                self._queue.clear()
+
+    def publish_network_message(
+        self,
+        global_step: int,
+        train_step: int,
+        epoch: int,
+        kind: str,
+        data: Tensor | None = None,
+        tag: str = DEFAULT_TAG,
+    ) -> None:
+        """Publish a `NetworkMessage` made of these fields."""
+        self.publish(
+            NetworkMessage(
+                kind=kind, global_step=global_step, train_step=train_step, epoch=epoch, tag=tag, data=_detached(data)
+            )
+        )
+
+    def publish_module_message(
+        self,
+        global_step: int,
+        train_step: int,
+        epoch: int,
+        kind: str,
+        named_module: str | tuple[object, str],
+        data: Tensor | None,
+        tag: str = DEFAULT_TAG,
+    ) -> None:
+        """Publish a `ModuleMessage` made of these fields; `named_module` is its path, or a pair (module, path)."""
+        self.publish(
+            ModuleMessage(
+                kind=kind,
+                global_step=global_step,
+                train_step=train_step,
+                epoch=epoch,
+                tag=tag,
+                module=named_module if isinstance(named_module, str) else named_module[1],
+                data=_detached(data),
+            )
+        )
+
+    def finish(self) -> None:
+        """Ask every receiver for its last answers, producers before consumers, and deliver them."""
+        with self._lock:
+            for receiver in in_order(self._receivers):
+                for answer in self._last_answers(receiver):
+                    self.publish(answer)
+
+    def close(self) -> None:
+        """Close every receiver, even if closing one fails; then raise the first failure, if any.
+
+        Those that failed before, and no longer listen, are closed too; that they fail at it is no news.
+        """
+        first: Exception | None = None
+        for receiver, _ in self.failures:
+            with suppress(Exception):
+                receiver.close()
+        for receiver in self._receivers:
+            try:
+                receiver.close()
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+    def _refuse(self, message: Message) -> None:
+        """Say why this bus does not carry a message, if it does not."""
+        topic = self._topics.get(message.kind)
+        if topic is None:
+            raise MessageError(
+                f"bus {self.name!r} has no topic {message.kind!r}; it has {', '.join(sorted(self._topics))}"
+            )
+        if topic != "any" and (topic == "network") != (message.key is None):
+            raise MessageError(f"{message.kind} is a {topic} topic, but the message is a {type(message).__name__}")
+
+    def _deliver(self, message: Message, key: str | None) -> None:
+        kind, tag, step, data = message.kind, message.tag, message.step, message.data
+        if data is not None and data.is_inference():
+            data = None  # it has no version
+        version = 0 if data is None else data._version
+        for receiver in self._receivers:
+            if not receiver.wants(kind, key, tag, step):
+                continue
+            try:
+                given = receiver.receive(message)
+                answers = list(given) if given else ()  # most messages have no answer
+                if data is not None and data._version != version:
+                    version = data._version
+                    raise MessageError(
+                        "it changed the data of the message, which others get too: let it work on a copy"
+                    )
+                for answer in answers:
+                    self._check_answer(answer)
+            except Exception as error:
+                self._failed(receiver, error, f"on {kind} of global step {message.global_step}")
+            else:
+                for answer in answers:
+                    self.publish(answer)
+
+    def _last_answers(self, receiver: Receiver) -> Sequence[Message]:
+        try:
+            answers = list(receiver.finish() or ())
+            for answer in answers:
+                self._check_answer(answer)
+        except Exception as error:
+            self._failed(receiver, error, "at the end")
+            return ()
+        return answers
+
+    def _check_answer(self, answer: object) -> None:
+        if not isinstance(answer, Message):
+            raise MessageError(f"an answer is a message, not {type(answer).__name__}")
+        self._refuse(answer)
+
+    def _failed(self, receiver: Receiver, error: Exception, about: str) -> None:
+        """Raise the error of a receiver again, or end its listening: as this bus's policy for errors is."""
+        error.add_note(f"raised by {describe(receiver)} {about}")
+        if self.on_error == "raise" or raised_by_signal(error):
+            raise error
+        self.failures.append((receiver, error))
+        self._receivers = tuple(known for known in self._receivers if known is not receiver)
+        self._changed()
+        warn_only(
+            f"{describe(receiver)} failed {about} and no longer listens; the training goes on "
+            f"({type(error).__name__}: {error})",
+            stacklevel=4,
+        )
+
+
+class Collect:
+    """A receiver that keeps what it hears in a list.
+
+    Parameters
+    ----------
+    *kinds : str
+        Globs over kinds, such as ``"weights_spectral_norm"`` or ``"*_svcca"``. With kinds, it asks for them. Without,
+        it asks for nothing and overhears everything that others ask for; alone on a replay, it hears the whole trace.
+
+    Examples
+    --------
+    >>> import torch
+    >>> heard = Collect()
+    >>> bus = MessageBus()
+    >>> bus.register(heard)
+    >>> bus.publish_network_message(0, 0, 0, "batch_started")
+    >>> len(heard), heard.messages[0].kind, heard.of("loss")
+    (1, 'batch_started', [])
+    """
+
+    def __init__(self, *kinds: str) -> None:
+        self.kinds = kinds
+        self.passive = not kinds
+        self.messages: list[Message] = []
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """Whether `kind` matches one of the globs (any kind, if there are none)."""
+        return not self.kinds or any(fnmatchcase(kind, pattern) for pattern in self.kinds)
+
+    def receive(self, message: Message) -> Iterable[Message]:
+        """Keep the message."""
+        self.messages.append(message)
+        return ()
+
+    def finish(self) -> Iterable[Message]:
+        """Nothing to add."""
+        return ()
+
+    def close(self) -> None:
+        """Nothing to let go of; what was heard stays."""
+
+    def of(self, kind: str) -> list[Message]:
+        """The messages of one kind, in order."""
+        return [message for message in self.messages if message.kind == kind]
+
+    def __iter__(self) -> Iterator[Message]:
+        return iter(self.messages)
+
+    def __len__(self) -> int:
+        return len(self.messages)
+
+
+def tell_of_model(receivers: Iterable[Receiver], structure: Callable[[], Any]) -> None:
+    """Tell those who want to know it what is known of the model; `structure` is called if there are such.
+
+    Examples
+    --------
+    >>> class Asking(Collect):
+    ...     def know_model(self, model):
+    ...         print(model)
+    >>> tell_of_model([Asking(), Collect()], lambda: {"class": "Net"})
+    {'class': 'Net'}
+    """
+    asking = [know for one in receivers if (know := getattr(one, "know_model", None)) is not None]
+    if asking:
+        model = structure()
+        for know in asking:
+            know(model if isinstance(model, Mapping) else {})
+
+
+def version_of(message: Message | None) -> int:
+    """A number that grows when somebody changes a message's data in place."""
+    data = None if message is None else message.data
+    return 0 if data is None or data.is_inference() else data._version
+
+
+def describe(receiver: object) -> str:
+    """What to call a receiver in a sentence: its own ``name``, else its class."""
+    name = getattr(receiver, "name", None)
+    return name if isinstance(name, str) and name else type(receiver).__name__
+
+
+def in_order(receivers: Sequence[Receiver]) -> list[Receiver]:
+    """The receivers with producers before consumers, otherwise in the given order.
+
+    Raises
+    ------
+    CaptureError
+        If they need each other's answers in a circle.
+    """
+    waiting = list(receivers)
+    ordered: list[Receiver] = []
+    while waiting:
+        for receiver in waiting:
+            pending = {kind for other in waiting if other is not receiver for kind in getattr(other, "produces", ())}
+            if not pending.intersection(getattr(receiver, "needs", ())):
+                ordered.append(receiver)
+                waiting = [other for other in waiting if other is not receiver]
+                break
+        else:
+            raise CaptureError(f"these need each other's answers in a circle: {', '.join(map(describe, waiting))}")
+    return ordered
+
+
+def _detached(data: Tensor | None) -> Tensor | None:
+    return None if data is None else data.detach()
+
+
+_default_bus: MessageBus | None = None
+
+
+def get_default_bus() -> MessageBus:
+    """One bus per process, for those who want that. Nothing in this project takes it unless it is passed."""
+    global _default_bus
+    if _default_bus is None:
+        _default_bus = MessageBus("default")
+    return _default_bus

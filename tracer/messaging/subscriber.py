@@ -1,0 +1,351 @@
+"""The base of every metric: what it takes, what it answers."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, Literal, Self, TypeAlias
+
+from tracer.errors import MessageError, did_you_mean
+from tracer.messaging.bus import Receiver, describe
+from tracer.messaging.messages import DEFAULT_TAG, Message, MessageBundle
+from tracer.messaging.subscription import Subscription, SynchronizedSubscription, matches_tag
+
+Scope: TypeAlias = Literal["message", "stream", "step", "pair", "everything"]
+"""What a subscriber remembers across, and so where its work may be cut into parts.
+
+``"message"``: nothing, each message or bundle is answered by itself; ``"stream"``: the steps of one stream (a module,
+or the network, under one tag, with its calls and leaves); ``"step"``: the streams of one step under one tag;
+``"pair"``: two streams; ``"everything"``: the whole run, in its order.
+"""
+
+
+class Subscriber(ABC):
+    """Turns messages into answers: messages of derived kinds.
+
+    A subclass passes its subscriptions and the kinds of its answers to this constructor and implements `compute`, which
+    yields the answers; the bus publishes them. So a metric is tested by ``list(metric.compute(message))``, and it is
+    the same object, doing the same work, in a live run and on replay.
+
+    Parameters
+    ----------
+    subscriptions : Subscription or iterable of Subscription
+    produces : str or iterable of str
+        The kinds of its answers; by custom ``f"{kind}_{metric}"``.
+
+    Attributes
+    ----------
+    scope : Scope
+        What it remembers across. A class that says nothing is taken to need the whole run in its order; an object may
+        say less than its class where its parameters allow it.
+    mergeable : bool
+        Whether the memories of two that heard different messages can be put together, by `merge`.
+    version : int
+        Raised whenever the same messages would give other answers than before, so that stored results are renewed.
+    invariances : tuple of str
+        What can be done to the data of its messages without changing an answer beyond rounding; the words are those of
+        `analyze.comparing.invariances`, whose functions the tests apply.
+    same_inputs : bool
+        Whether answers compare what is said of the same inputs at several steps, as of a probe. An object may need
+        less than its class.
+    spoiled_by : tuple of str
+        What a recorder may keep of a tensor (``"elements"``, ``"reduce"``; see `tracer.Capture`) that makes an answer
+        one about something else. A plan tells where a trace holds that, and a replay warns.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tracer.messaging.messages import NetworkMessage, derived
+    >>> class Doubled(Subscriber):
+    ...     def __init__(self):
+    ...         super().__init__(Subscription("loss"), produces="loss_doubled")
+    ...     def compute(self, message):
+    ...         yield derived(message, "loss_doubled", 2 * message.data)
+    >>> loss = NetworkMessage(kind="loss", global_step=0, train_step=0, epoch=0, data=torch.tensor(1.5))
+    >>> [float(answer.data) for answer in Doubled().compute(loss)]
+    [3.0]
+    """
+
+    scope: Scope = "everything"
+    mergeable: ClassVar[bool] = False
+    version: ClassVar[int] = 1
+    invariances: ClassVar[tuple[str, ...]] = ()
+    same_inputs: bool = False
+    spoiled_by: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self, subscriptions: Subscription | Iterable[Subscription], produces: str | Iterable[str] = ()
+    ) -> None:
+        self.subscriptions: tuple[Subscription, ...] = (
+            (subscriptions,) if isinstance(subscriptions, Subscription) else tuple(subscriptions)
+        )
+        if not self.subscriptions or not all(isinstance(one, Subscription) for one in self.subscriptions):
+            raise MessageError(f"{type(self).__name__} needs at least one Subscription, not {subscriptions!r}")
+        self.produces: tuple[str, ...] = (produces,) if isinstance(produces, str) else tuple(produces)
+        self._labels: dict[str, str] = {}
+
+    def labelled(self, label: str) -> Self:
+        """Append ``_{label}`` to the kinds of all its answers, so that two of one class can be asked at once.
+
+        On a command line, ``name:as=LABEL``.
+
+        Parameters
+        ----------
+        label : str
+            Letters, digits and ``_ . + -``.
+
+        Returns
+        -------
+        Subscriber
+            Itself.
+
+        Raises
+        ------
+        MessageError
+            If the label is no such word, makes a kind that it has already, or if there is a label already.
+
+        Examples
+        --------
+        >>> CallbackSubscriber("loss", print).labelled("printed").produces
+        ()
+        """
+        if not isinstance(label, str) or not re.fullmatch(r"[\w.+-]+", label):
+            raise MessageError(f"a label is a word of letters, digits and _ . + -, not {label!r}")
+        if self._labels:
+            raise MessageError(f"{describe(self)} has a label already: it produces {', '.join(self.produces)}")
+        labels = {kind: f"{kind}_{label}" for kind in self.produces}
+        taken = sorted(labels.keys() & labels.values())
+        if taken:
+            raise MessageError(
+                f"without the label {label!r} {describe(self)} produces {', '.join(taken)}: take another"
+            )
+        self._labels, self.produces = labels, tuple(labels.values())
+        return self
+
+    @abstractmethod
+    def compute(self, message_or_bundle: Any) -> Iterable[Message] | None:
+        """Yield the answers to one message (of a `Subscription`) or bundle (of a `SynchronizedSubscription`)."""
+
+    def conclude(self) -> Iterable[Message]:
+        """Yield the last answers, when the run or the replay ends; for metrics that wait for a step to be over."""
+        return ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers, so that a replay can go on where another stopped; empty for those without memory."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Remember what another one of the same class and parameters remembered.
+
+        Raises
+        ------
+        MessageError
+            If there is something to remember, but this class has no memory.
+        """
+        if state:
+            raise MessageError(f"{type(self).__name__} has no memory, but got a state with {', '.join(state)}")
+
+    def merge(self, state: Mapping[str, Any]) -> None:
+        """Add what another one of the same class and parameters remembers of other messages (see `mergeable`).
+
+        Parameters
+        ----------
+        state : mapping
+            The other's `state_dict`. Where order matters, the other heard what came later.
+
+        Raises
+        ------
+        MessageError
+            If memories of this class cannot be put together.
+        """
+        raise MessageError(f"what two {type(self).__name__} remember cannot be put together")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The kinds without which it cannot work."""
+        return frozenset(kind for subscription in self.subscriptions for kind in subscription.kinds)
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """Whether one of its subscriptions takes such a message."""
+        return any(subscription.wants(kind, module, tag, step) for subscription in self.subscriptions)
+
+    def awake(self, step: int) -> bool:
+        """Whether it may want something of the training passes of this global step."""
+        return any(
+            step % subscription.subsample == 0 and matches_tag(subscription.tag, DEFAULT_TAG)
+            for subscription in self.subscriptions
+        )
+
+    def receive(self, message: Message) -> Iterator[Message]:
+        """Answer a message, through every subscription that takes it."""
+        for subscription in self.subscriptions:
+            if subscription.wants(message.kind, message.key, message.tag, message.step):
+                for taken in subscription.take(message):
+                    yield from self._as_labelled(self.compute(taken))
+
+    def finish(self) -> Iterator[Message]:
+        """Answer what the subscriptions still held back, then conclude."""
+        for subscription in self.subscriptions:
+            for taken in subscription.finish():
+                yield from self._as_labelled(self.compute(taken))
+        yield from self._as_labelled(self.conclude())
+
+    def close(self) -> None:
+        """Let go of files and threads; most subscribers have none."""
+
+    def _as_labelled(self, answers: Iterable[Message] | None) -> Iterable[Message]:
+        """The same answers; of a class that does not take the kinds from `produces`, under those that it is to have."""
+        if not answers or not self._labels:
+            return answers or ()
+        return (
+            replace(answer, kind=self._labels[answer.kind]) if answer.kind in self._labels else answer
+            for answer in answers
+        )
+
+
+class CallbackSubscriber(Subscriber):
+    """Calls a function with the data of each complete bundle.
+
+    Parameters
+    ----------
+    kinds : str or iterable of str
+    callback : callable
+        Called as ``callback(*data, global_step, train_step, epoch, key)``: a tensor (or None, for events) for each of
+        the `kinds` in their order, the counters, and the module's path (None for network kinds).
+    tag, subsample, modules
+        As in `Subscription`.
+    incomplete : {"drop", "strict"}
+        What happens to incomplete bundles.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tracer.messaging.bus import MessageBus
+    >>> bus = MessageBus()
+    >>> bus.register(CallbackSubscriber("loss", lambda loss, step, *_: print(step, float(loss))))
+    >>> bus.publish_network_message(4, 4, 0, "loss", torch.tensor(0.25))
+    4 0.25
+    """
+
+    def __init__(
+        self,
+        kinds: str | Iterable[str],
+        callback: Callable[..., object],
+        tag: str | None = DEFAULT_TAG,
+        subsample: int = 1,
+        modules: str | Iterable[str] | None = None,
+        *,
+        incomplete: Any = "drop",
+    ) -> None:
+        super().__init__(SynchronizedSubscription(kinds, tag, subsample, modules, incomplete=incomplete))
+        self.callback = callback
+
+    def compute(self, message_or_bundle: MessageBundle) -> None:
+        """Call the function."""
+        bundle = message_or_bundle
+        data = [bundle.data.get(kind) for kind in bundle.kinds]
+        self.callback(*data, bundle.global_step, bundle.train_step, bundle.epoch, bundle.key)
+
+
+def unmet(
+    receivers: Iterable[Receiver], offered: Sequence[tuple[str, str | None, str | None]], source: str
+) -> list[str]:
+    """What the subscribers among `receivers` need and cannot get: one sentence for each of them, or nothing.
+
+    A `SynchronizedSubscription` needs all of its kinds, of one module at least; a plain `Subscription` one of them.
+
+    Parameters
+    ----------
+    receivers : iterable of Receiver
+    offered : sequence of (kind, module or None, tag or None)
+        The streams that can be had; a tag of None means that any tag may still come.
+    source : str
+        What offers them, for the sentence.
+    """
+    receivers = tuple(receivers)
+    answers = {kind for receiver in receivers for kind in getattr(receiver, "produces", ())}
+    sentences = []
+    for receiver in receivers:
+        lacking: dict[str, None] = {}
+        hints: dict[str, None] = {}
+        others = answers - set(getattr(receiver, "produces", ()))
+        for subscription in getattr(receiver, "subscriptions", ()):
+            absent = [
+                kind
+                for kind in subscription.kinds
+                if kind not in answers
+                and not any(
+                    known == kind and subscription.wants(kind, module, tag, None) for known, module, tag in offered
+                )
+            ]
+            needs_all = isinstance(subscription, SynchronizedSubscription)
+            if absent and (needs_all or len(absent) == len(subscription.kinds)):
+                modules = "" if subscription.modules is None else f" of modules {', '.join(subscription.modules)}"
+                of_kind = {kind: {module for known, module, _ in offered if known == kind} for kind in absent}
+                for kind in absent:
+                    if not of_kind[kind]:
+                        hints[did_you_mean(kind, others | {known for known, _, _ in offered})] = None
+                    elif subscription.modules is not None:
+                        hints |= dict.fromkeys(_other_modules(subscription.modules, of_kind[kind]))
+                    tags = sorted({tag for known, _, tag in offered if known == kind and tag is not None})
+                    elsewhere = tags and not any(matches_tag(subscription.tag, tag) for tag in tags)
+                    there = f"; there is tag {', '.join(tags)}" if elsewhere else ""
+                    if elsewhere:
+                        hints[_other_tags(receiver, subscription.tag, tags)] = None
+                    tag = "" if subscription.tag is None else f" (tag {subscription.tag}{there})"
+                    lacking[f"{kind}{tag}{modules}"] = None
+            elif needs_all and len(observed := [kind for kind in subscription.kinds if kind not in answers]) > 1:
+                places = [
+                    {
+                        (module, tag)
+                        for known, module, tag in offered
+                        if known == kind and subscription.wants(kind, module, tag, None)
+                    }
+                    for kind in observed
+                ]
+                if not set.intersection(*places):
+                    lacking[f"{' and '.join(observed)} of one and the same module"] = None
+        if lacking:
+            told = f"{describe(receiver)} needs {', '.join(lacking)}, but {source} has {_summary(offered)}"
+            sentences.append(told + "".join(hints))
+    return sentences
+
+
+def _other_modules(patterns: Iterable[str], modules: Iterable[str | None]) -> Iterator[str]:
+    """For each pattern that matches no module, those that may be meant."""
+    there = [module for module in modules if module is not None]
+    for pattern in patterns:
+        if not any(fnmatchcase(module, pattern) for module in there):
+            yield did_you_mean(pattern, there)
+
+
+def _other_tags(receiver: Receiver, wanted: str | None, tags: Sequence[str]) -> str:
+    """How a subscriber takes messages of another tag than it asks for, and what that means."""
+    hint = did_you_mean(wanted or "", tags)
+    if hint and not set("!*?[").intersection(wanted or ""):
+        return hint
+    name, tag = describe(receiver), next((tag for tag in tags if tag != DEFAULT_TAG), DEFAULT_TAG)
+    if not getattr(receiver, "same_inputs", False):
+        return f"; {name}:tag={tag} takes what is there"
+    if tag == DEFAULT_TAG:
+        other = "different inputs at each step, so it means something only where every step sees the same batch"
+    else:
+        other = f"passes tagged {tag}, so it means something only where these see the same inputs in the same order"
+    return (
+        f"; {name} compares the same inputs at different steps, as a probe records them: run.probe(name, inputs, "
+        f"every=N), or trace record --probe N; {name}:tag={tag} compares {other}"
+    )
+
+
+def _summary(offered: Sequence[tuple[str, str | None, str | None]]) -> str:
+    """The kinds that are there, each with its tags unless that is just the training's."""
+    tags: dict[str, dict[str, None]] = {}
+    for kind, _, tag in offered:
+        tags.setdefault(kind, {}).update({} if tag is None else {tag: None})
+    told = [
+        f"{kind} (tag {', '.join(of)})" if list(of) not in ([], [DEFAULT_TAG]) else kind for kind, of in tags.items()
+    ]
+    return "only " + ", ".join(told) if told else "nothing"

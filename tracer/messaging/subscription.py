@@ -1,0 +1,235 @@
+"""Which messages a subscriber takes: singly (`Subscription`) or bundled (`SynchronizedSubscription`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Literal, Protocol
+
+from tracer.errors import MessageError
+from tracer.messaging.messages import DEFAULT_TAG, KINDS, Message, MessageBundle
+
+Incomplete = Literal["strict", "drop", "partial"]
+
+
+class Subscription:
+    """Takes messages one by one.
+
+    Whether it takes a message is a function of that message alone, never of how many came before; so a replay of
+    some steps, or of one module, gives exactly what the full replay gives there.
+
+    Parameters
+    ----------
+    kinds : str or iterable of str
+    tag : str or None
+        A glob over tags; ``"!default"`` means every tag but that; None means every tag.
+    subsample : int
+        Take only messages whose clock is a multiple of this; the clock of epoch kinds is the epoch, of all others
+        the global step.
+    modules : str, iterable of str, or None
+        Globs over dotted module paths; None means all. Network messages have no module and always pass.
+
+    Raises
+    ------
+    MessageError
+        If there are no kinds, or `subsample` is not a positive integer.
+
+    Examples
+    --------
+    >>> some = Subscription("weights", subsample=3, modules="features.*")
+    >>> [step for step in range(10) if some.wants("weights", "features.0", "default", step)]
+    [0, 3, 6, 9]
+    >>> some.wants("weights", "head", "default", 0), some.wants("biases", "features.0", "default", 0)
+    (False, False)
+    """
+
+    def __init__(
+        self,
+        kinds: str | Iterable[str],
+        tag: str | None = DEFAULT_TAG,
+        subsample: int = 1,
+        modules: str | Iterable[str] | None = None,
+    ) -> None:
+        self.kinds: tuple[str, ...] = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+        if not self.kinds or not all(isinstance(kind, str) and kind for kind in self.kinds):
+            raise MessageError(f"a subscription needs at least one kind, each a non-empty string, not {kinds!r}")
+        if len(set(self.kinds)) != len(self.kinds):
+            raise MessageError(f"a subscription names each kind once, not {', '.join(self.kinds)}")
+        if isinstance(subsample, bool) or not isinstance(subsample, int) or subsample < 1:
+            raise MessageError(f"subsample is a positive integer, not {subsample!r}")
+        self.tag = tag
+        self.subsample = subsample
+        self.modules = (modules,) if isinstance(modules, str) else None if modules is None else tuple(modules)
+        self._module_matches: dict[str, bool] = {}
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """Whether it takes such a message; a `tag` or `step` of None asks "in any"."""
+        return (
+            kind in self.kinds
+            and (step is None or step % self.subsample == 0)
+            and (tag is None or matches_tag(self.tag, tag))
+            and (module is None or self.modules is None or self._matches_module(module))
+        )
+
+    def take(self, message: Message) -> Iterator[Message | MessageBundle]:
+        """What the subscriber gets now that this message, which is wanted, is there."""
+        yield message
+
+    def finish(self) -> Iterator[Message | MessageBundle]:
+        """What the subscriber still gets at the end."""
+        return iter(())
+
+    def _matches_module(self, module: str) -> bool:
+        known = self._module_matches.get(module)
+        if known is None:
+            known = any(fnmatchcase(module, pattern) for pattern in self.modules or ())
+            self._module_matches[module] = known
+        return known
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self.kinds)}; tag={self.tag}, subsample={self.subsample})"
+
+
+@dataclass
+class _Round:
+    """The messages of one key and tag in one step: those of the whole step, and those of each call."""
+
+    of_step: dict[str, Message] = field(default_factory=dict)
+    of_call: dict[tuple[int, str], dict[str, Message]] = field(default_factory=dict)
+    delivered: set[tuple[int, str]] = field(default_factory=set)
+
+
+class SynchronizedSubscription(Subscription):
+    """Takes complete bundles: one message of each kind, of one key (module or network), in one step.
+
+    A bundle is delivered as soon as it is complete. A module that is called several times in a step gives a bundle for
+    each call (and for each leaf of a structured output); kinds that exist once a step, such as ``weights``, join the
+    bundle of every call.
+
+    Parameters
+    ----------
+    kinds, tag, subsample, modules
+        As in `Subscription`.
+    incomplete : {"strict", "drop", "partial"}
+        What happens to a bundle that is incomplete when its step is over: `MessageError`, nothing, or it is delivered
+        as it is (see `MessageBundle.missing`).
+    """
+
+    def __init__(
+        self,
+        kinds: str | Iterable[str],
+        tag: str | None = DEFAULT_TAG,
+        subsample: int = 1,
+        modules: str | Iterable[str] | None = None,
+        *,
+        incomplete: Incomplete = "strict",
+    ) -> None:
+        super().__init__(kinds, tag, subsample, modules)
+        if incomplete not in ("strict", "drop", "partial"):
+            raise MessageError(f"incomplete is 'strict', 'drop' or 'partial', not {incomplete!r}")
+        self.incomplete = incomplete
+        once = {kind for kind in self.kinds if kind in KINDS and not KINDS[kind].per_call}
+        # if all kinds are of the step, the step has one bundle and there is nothing to share between calls
+        self._shared = frozenset(once) if len(once) < len(self.kinds) else frozenset[str]()
+        self._step: int | None = None
+        self._rounds: dict[tuple[str | None, str], _Round] = {}
+
+    def take(self, message: Message) -> Iterator[Message | MessageBundle]:
+        """The bundles that this message completes (and, in a new step, what the policy makes of the old ones).
+
+        Raises
+        ------
+        MessageError
+            If the same kind comes twice for one key, call and step; or, in a new step, under the policy "strict", if
+            bundles of the last one are incomplete.
+        """
+        if self._step is not None and message.global_step != self._step:
+            yield from self.finish()
+        self._step = message.global_step
+        group = self._rounds.setdefault((message.key, message.tag), _Round())
+        call = (message.call, message.leaf)
+        slot = group.of_step if message.kind in self._shared else group.of_call.setdefault(call, {})
+        if message.kind in slot or (slot is not group.of_step and call in group.delivered):
+            raise MessageError(
+                f"two {message.kind} messages of {message.key!r}, call {message.call}, in step {message.global_step}"
+            )
+        slot[message.kind] = message
+        for ready in list(group.of_call) if slot is group.of_step else [call]:
+            if len(group.of_step) + len(group.of_call[ready]) == len(self.kinds):
+                yield self._bundle(group, ready)
+                group.delivered.add(ready)
+                del group.of_call[ready]
+
+    def finish(self) -> Iterator[Message | MessageBundle]:
+        """What the policy makes of the bundles that are still incomplete."""
+        rounds, self._rounds = self._rounds, {}
+        for (key, _), group in rounds.items():
+            alone = [(0, "")] if group.of_step and not group.of_call and not group.delivered else []
+            for call in [*group.of_call, *alone]:
+                bundle = self._bundle(group, call)
+                if self.incomplete == "strict":
+                    raise MessageError(
+                        f"global step {self._step} is over, but the bundle of {key!r} still lacks "
+                        f"{', '.join(bundle.missing)}"
+                    )
+                if self.incomplete == "partial":
+                    yield bundle
+
+    def _bundle(self, group: _Round, call: tuple[int, str]) -> MessageBundle:
+        there = {**group.of_step, **group.of_call.get(call, {})}
+        bundle = MessageBundle(self.kinds)
+        for kind in self.kinds:
+            if kind in there:
+                bundle.add(there[kind])
+        return bundle
+
+
+def matches_tag(pattern: str | None, tag: str) -> bool:
+    """Whether a tag matches a glob, a negated glob (``"!eval"``), or None, which every tag matches.
+
+    Examples
+    --------
+    >>> matches_tag("probe*", "probe_2"), matches_tag("!default", "eval"), matches_tag(None, "eval")
+    (True, True, True)
+    """
+    if pattern is None or pattern == tag:
+        return True
+    if pattern.startswith("!"):
+        return not fnmatchcase(tag, pattern[1:])
+    return fnmatchcase(tag, pattern)
+
+
+class Named(Protocol):
+    """What has a kind, a module (None: it is the network's) and a tag, such as a stream of a trace."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def module(self) -> str | None: ...
+    @property
+    def tag(self) -> str: ...
+
+
+def passes(
+    stream: Named, kinds: Collection[str] | None, modules: Collection[str] | None, tags: Collection[str] | None
+) -> bool:
+    """Whether a stream passes the filters of whoever reads a trace: one of each, where they are not None.
+
+    Parameters
+    ----------
+    stream : Named
+    kinds : collection of str, optional
+    modules : collection of str, optional
+        Globs over dotted paths. What belongs to the network has no module, and passes only without this filter.
+    tags : collection of str, optional
+        As in `matches_tag`.
+    """
+    return (
+        (kinds is None or stream.kind in kinds)
+        and (tags is None or any(matches_tag(pattern, stream.tag) for pattern in tags))
+        and (
+            modules is None
+            or (stream.module is not None and any(fnmatchcase(stream.module, pattern) for pattern in modules))
+        )
+    )

@@ -1,0 +1,1 @@
+"""PyTorch's training as messages; nothing here knows files."""

@@ -1,0 +1,570 @@
+"""What to observe: which kinds, modules and steps, how much of each tensor, in which precision; a frozen value."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from functools import cached_property, lru_cache
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tracer import walking
+from tracer.errors import CaptureError, UnknownNameError
+from tracer.messaging.messages import DEFAULT_TAG, KINDS, Message
+from tracer.messaging.subscription import matches_tag
+
+_LOSSES = ("loss", "loss_terms")
+DEFAULT_KINDS: tuple[str, ...] = tuple(kind for kind in KINDS if kind not in ("layer_inputs", "input_gradients"))
+"""What is observed unless `kinds` says otherwise: all but the two kinds that mostly repeat a neighbour's."""
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+PIECE: Final = 1 << 24
+"""Elements of a tensor that are converted to float64 at once, which takes 128 MB; torch would convert all of them."""
+
+
+_CONVERTED: Mapping[torch.dtype, torch.dtype] = {
+    **{getattr(torch, name): torch.float32 for name in dir(torch) if name.startswith("float8_")},
+    torch.complex32: torch.complex64,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.float64,
+}
+"""Dtypes of which torch knows no sums, norms or extremes, and what holds their numbers (of uint64 rounded)."""
+
+_LEAST = -(2**63)
+
+
+def _reducible(x: Tensor) -> Tensor:
+    return x.to(_CONVERTED[x.dtype]) if x.dtype in _CONVERTED else x
+
+
+def _pieces(x: Tensor, scale: Tensor | None = None) -> Iterator[Tensor]:
+    """The elements in parts, divided by a scale if there is one."""
+    for one in x.flatten().split(PIECE) if x.numel() > PIECE else (x,):
+        yield _reducible(one) if scale is None else one / scale
+
+
+def _precise(x: Tensor) -> torch.dtype:
+    return torch.complex128 if x.is_complex() else torch.float64
+
+
+def _scale(x: Tensor) -> Tensor | None:
+    """A power of two, to divide by before squares or sums leave the range of float64; None if they cannot."""
+    if x.dtype not in (torch.float64, torch.complex128):
+        return None
+    size = _size_of_largest(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x)
+    if not size.is_cuda and 1e-100 < float(size) < 1e100:
+        return None
+    exponent = torch.frexp(size).exponent - 1
+    return torch.where(size.isfinite() & (size > 0), torch.ldexp(torch.ones_like(size), exponent), 1.0)
+
+
+def _in_range(statistic: Callable[[Tensor, Tensor | None], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A statistic of which no intermediate result leaves the range of float64 unless the result does."""
+
+    def of(x: Tensor) -> Tensor:
+        scale = _scale(x)
+        return statistic(x, None) if scale is None else statistic(x, scale) * scale
+
+    return of
+
+
+def _sum(x: Tensor, scale: Tensor | None) -> Tensor:
+    parts = [one.sum(dtype=_precise(x)) for one in _pieces(x, scale)]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+
+
+def _mean(x: Tensor, scale: Tensor | None) -> Tensor:
+    return _sum(x, scale) / x.numel()
+
+
+def _norm(x: Tensor, scale: Tensor | None) -> Tensor:
+    if x.is_cuda and scale is None and x.dtype in DTYPES.values():
+        # one kernel that converts what it reads; `vector_norm` first writes all of it once more in float64
+        norm: Tensor = torch._foreach_norm([x], 2, dtype=torch.float64)[0]
+        return norm
+    parts = []
+    for one in _pieces(x, scale):
+        if not (one.is_floating_point() or one.is_complex()):
+            one = one.to(_precise(x))  # of which alone torch knows norms
+        parts.append(torch.linalg.vector_norm(one.flatten(), dtype=_precise(x)))
+    whole: Tensor = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts))
+    return whole
+
+
+def _rms(x: Tensor, scale: Tensor | None) -> Tensor:
+    return _norm(x, scale) / math.sqrt(x.numel())
+
+
+def _about(mean: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of squared deviations, and of deviations, in float64."""
+    deviations = x.flatten().to(mean.dtype) - mean
+    return torch.linalg.vector_norm(deviations).square(), deviations.sum()
+
+
+def _std(x: Tensor, scale: Tensor | None) -> Tensor:
+    if x.numel() < 2:
+        return torch.full((), math.nan, dtype=torch.float64, device=x.device)
+    mean = _sum(x, scale) / x.numel()
+    squares, rests = zip(*[_about(mean, one) for one in _pieces(x, scale)], strict=True)
+    # the rounding of the mean leaves a sum of deviations, which is taken back (Chan, Golub, LeVeque 1983)
+    rest = torch.stack(rests).sum().abs().square() / x.numel()
+    spread = (torch.stack(squares).sum() - rest).clamp(min=0)
+    return (spread / (x.numel() - 1)).sqrt()
+
+
+def _extreme(x: Tensor, which: Literal["min", "max"]) -> Tensor:
+    if x.is_complex():
+        raise CaptureError(f"complex numbers have no order, so no {which}; absmax is their greatest modulus")
+    of: Callable[[Tensor], Tensor] = torch.amin if which == "min" else torch.amax
+    if x.dtype is torch.uint64:  # with the first bit turned, they are ordered as signed numbers are
+        return (of(x.view(torch.int64) ^ _LEAST) ^ _LEAST).view(torch.uint64)
+    if x.dtype in _CONVERTED:
+        return of(torch.stack([of(one) for one in _pieces(x)])).to(x.dtype)
+    return of(x)
+
+
+def _size_of_largest(x: Tensor) -> Tensor:
+    """The greatest modulus of real numbers, without the moduli of all of them."""
+    low, high = _extreme(x, "min"), _extreme(x, "max")
+    if x.dtype is torch.bool:
+        return high
+    if not x.is_floating_point():  # the modulus of the least number of a dtype is none of its numbers
+        return torch.maximum(low.double().abs(), high.double().abs())
+    return torch.maximum(_reducible(low).abs(), _reducible(high).abs()).to(x.dtype)
+
+
+def _absmax(x: Tensor) -> Tensor:
+    if not x.is_complex():
+        return _size_of_largest(x)
+    return torch.stack([one.abs().max() for one in _pieces(x)]).max()
+
+
+# in float64: torch's own float32 norm of 2**24 elements is wrong by 6.5e-4
+REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "mean": _in_range(_mean),
+    "sum": _in_range(_sum),
+    "min": lambda x: _extreme(x, "min"),
+    "max": lambda x: _extreme(x, "max"),
+    "absmax": _absmax,
+    "norm": _in_range(_norm),
+    "rms": _in_range(_rms),
+    "std": _in_range(_std),
+}
+"""Statistics that `Capture.reduce` knows by name; each maps a tensor to a 0-d tensor.
+
+Means, sums, norms and deviations are float64 (or complex128); extremes keep the dtype, but the greatest modulus of
+whole numbers is float64.
+"""
+
+
+def _nothing(x: Tensor) -> Tensor:
+    """The statistic of no elements: NaN, in the dtype of the data if that has it."""
+    dtype = x.dtype if x.is_complex() or x.dtype in DTYPES.values() else torch.float64
+    return torch.full((), math.nan, dtype=dtype, device=x.device)
+
+
+# layers whose three-dimensional input is (datapoints, channels, positions); everywhere else it is (datapoints,
+# positions, features)
+_CHANNELS_FIRST_3D = (
+    nn.Conv1d, nn.ConvTranspose1d, nn.BatchNorm1d, nn.InstanceNorm1d, nn.GroupNorm, nn.MaxPool1d, nn.AvgPool1d,
+    nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d, nn.LPPool1d, nn.Dropout1d,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capture:
+    """What to observe of a training run.
+
+    Several captures may be given where one may; the first that matches a stream (kind, module, tag) decides on it.
+
+    Parameters
+    ----------
+    kinds : iterable of str, optional
+        Names of `tracer.KINDS`; by default `DEFAULT_KINDS`: all but ``layer_inputs`` and ``input_gradients``.
+    modules : iterable of str, optional
+        Globs over dotted module paths, such as ``"features.*"``. By default every module that has parameters of its
+        own,
+        and every leaf.
+    types : iterable of type, optional
+        Only modules that are instances of one of these.
+    depth : int, optional
+        Only modules exactly this deep below the root (which is at depth 0), and leaves above; -1 means all leaves.
+    tags : iterable of str, optional
+        Globs over tags (``"!eval"``: all but that); by default all.
+    every, start, stop : int
+        Observe training steps ``start <= global_step < stop`` that are multiples of `every`. These thin out training,
+        so they do not touch what is done on purpose at its own time: epoch events, evaluation passes and probes.
+    condition : callable, optional
+        ``condition(message) -> bool`` is asked about every message; False leaves it out. The message's data is a copy
+        for it alone, made when it is looked at, and there only until it has answered.
+    rows : int, optional
+        Keep the first so many datapoints of a batch.
+    positions : int, optional
+        Keep a fixed random choice of so many spatial or sequence positions of activations, inputs and their gradients.
+        ``(n, channels, *space)`` becomes ``(n, channels, positions)``, ``(n, sequence, features)`` becomes
+        ``(n, positions, features)``. Three-dimensional data is a sequence unless the layer is a 1-d convolution,
+        pooling or normalisation.
+    elements : int, optional
+        Keep a fixed random choice of so many elements, in flat order, as a vector. Equally sized tensors share their
+        choice, so a weight, its gradient and its update stay aligned.
+    dtype : str, optional
+        ``"float16"``, ``"bfloat16"``, ``"float32"`` or ``"float64"``: cast floating-point data (but not losses).
+        Numbers beyond its range become infinite; how many, of which streams, stands in the trace.
+    reduce : str or callable, optional
+        Keep a statistic of each tensor: a name of `REDUCTIONS`, ``f(tensor) -> tensor``, or ``f(so_far, tensor) ->
+        tensor`` for a running reduction. A function gets a copy, which it may change. It should not draw from the
+        random generators that the training draws from.
+    seed : int
+        Of the fixed random choices; training's own generators are never drawn from.
+
+    Raises
+    ------
+    CaptureError
+        If a value is out of range, or two contradict each other.
+    UnknownNameError
+        If a kind, dtype or reduction has no such name.
+
+    Examples
+    --------
+    >>> some = Capture(kinds=["weights"], every=10, start=5)
+    >>> [step for step in range(40) if some.due("weights", "default", step)]
+    [10, 20, 30]
+    >>> Capture(kinds=["wieghts"])
+    Traceback (most recent call last):
+    ...
+    tracer.errors.UnknownNameError: there is no kind 'wieghts'; did you mean 'weights'? ...
+    """
+
+    kinds: Iterable[str] | None = None
+    modules: Iterable[str] | None = None
+    types: Iterable[type] | None = None
+    depth: int | None = None
+    tags: Iterable[str] | None = None
+    every: int = 1
+    start: int = 0
+    stop: int | None = None
+    condition: Callable[[Message], bool] | None = None
+    rows: int | None = None
+    positions: int | None = None
+    elements: int | None = None
+    dtype: str | None = None
+    reduce: str | Callable[..., Tensor] | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("kinds", "modules", "types", "tags"):
+            value = getattr(self, name)
+            if value is not None:
+                frozen = (value,) if isinstance(value, str | type) else tuple(value)
+                if not frozen:
+                    raise CaptureError(
+                        f"{name} of a capture is empty, so it would observe nothing; leave it out for all"
+                    )
+                object.__setattr__(self, name, frozen)
+        if self.kinds is None:
+            object.__setattr__(self, "kinds", DEFAULT_KINDS)
+        for kind in self.kinds or ():
+            if kind not in KINDS:
+                raise UnknownNameError.of("kind", str(kind), KINDS)
+        for one in self.types or ():
+            if not (isinstance(one, type) and issubclass(one, nn.Module)):
+                raise CaptureError(f"types of a capture are classes of modules, such as torch.nn.Conv2d, not {one!r}")
+        for name, least in (("every", 1), ("start", 0), ("rows", 1), ("positions", 1), ("elements", 1), ("depth", -1)):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise CaptureError(f"{name} of a capture is an integer of at least {least}, not {value!r}")
+        if self.stop is not None and (
+            isinstance(self.stop, bool) or not isinstance(self.stop, int) or self.stop <= self.start
+        ):
+            raise CaptureError(f"stop of a capture is an integer above start ({self.start}), not {self.stop!r}")
+        if self.positions is not None and self.elements is not None:
+            raise CaptureError("a capture keeps positions or elements, not both: elements already chooses among all")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise UnknownNameError.of("dtype", str(self.dtype), DTYPES)
+        if isinstance(self.reduce, str) and self.reduce not in REDUCTIONS:
+            raise UnknownNameError.of("reduction", self.reduce, REDUCTIONS)
+        for name in ("condition", "reduce"):
+            value = getattr(self, name)
+            named = name == "reduce" and isinstance(value, str)
+            if value is not None and not named and not callable(value):
+                raise CaptureError(f"{name} of a capture is a function, not {value!r}")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Capture:
+        """The capture that a configuration file describes; `types` are names of classes in ``torch.nn``.
+
+        Raises
+        ------
+        UnknownNameError
+            If a key is not a parameter of `Capture` that a file can hold, or a type is not a module of ``torch.nn``.
+        """
+        allowed = sorted({field.name for field in fields(cls)} - {"condition"})
+        for key in values:
+            if key not in allowed:
+                raise UnknownNameError.of("capture setting", key, allowed)
+        settings = dict(values)
+        if settings.get("types") is not None:
+            names = [settings["types"]] if isinstance(settings["types"], str) else list(settings["types"])
+            known = {name for name, one in vars(nn).items() if isinstance(one, type) and issubclass(one, nn.Module)}
+            for name in names:
+                if name not in known:
+                    raise UnknownNameError.of("module type of torch.nn", str(name), known)
+            settings["types"] = tuple(getattr(nn, name) for name in names)
+        return cls(**settings)
+
+    # -- which ----------------------------------------------------------------------------------------------
+
+    def takes(self, kind: str, tag: str | None) -> bool:
+        """Whether it observes messages of this kind in passes of this tag (None: of any)."""
+        if kind not in (self.kinds or ()):
+            return False
+        return tag is None or self.takes_tag(tag)
+
+    def takes_tag(self, tag: str) -> bool:
+        """Whether it observes passes of this tag."""
+        return self.tags is None or any(matches_tag(pattern, tag) for pattern in self.tags)
+
+    def takes_module(self, path: str, module: nn.Module) -> bool:
+        """Whether it observes the module at this dotted path."""
+        is_leaf = not walking.children(module)
+        if self.types is not None and not isinstance(module, tuple(self.types)):
+            return False
+        if self.depth is not None:
+            below = path.count(".") + 1 if path else 0
+            at_limit = is_leaf if self.depth == -1 else below == self.depth or (is_leaf and below < self.depth)
+            if not at_limit:
+                return False
+        if self.modules is not None:
+            return any(fnmatchcase(path, pattern) for pattern in self.modules)
+        if self.depth is not None or self.types is not None:
+            return True
+        return is_leaf or any(one is not None for one in module._parameters.values())
+
+    def takes_parameter(self, path: str) -> bool:
+        """Whether one of its globs names this parameter by the parameter's own path."""
+        return self.modules is not None and any(fnmatchcase(path, pattern) for pattern in self.modules)
+
+    def due(self, kind: str, tag: str, step: int) -> bool:
+        """Whether it observes such a message in this step, for a kind and tag that it takes."""
+        if tag != DEFAULT_TAG or KINDS[kind].clock != "global_step":
+            return True
+        return self.due_step(step)
+
+    def due_step(self, global_step: int) -> bool:
+        """Whether it observes this training step.
+
+        Parameters
+        ----------
+        global_step : int
+        """
+        return self.next_step(global_step) == global_step
+
+    def next_step(self, global_step: int) -> int | None:
+        """The first training step that it observes, not before this one; None if there is none.
+
+        Parameters
+        ----------
+        global_step : int
+
+        Examples
+        --------
+        >>> Capture(every=10, start=15, stop=40).next_step(3), Capture(every=10, stop=40).next_step(31)
+        (20, None)
+        """
+        first = max(global_step, self.start)
+        first += -first % self.every
+        return first if self.stop is None or first < self.stop else None
+
+    # -- how much -------------------------------------------------------------------------------------------
+
+    def select(self, kind: str, data: Tensor, module: nn.Module | None = None) -> Tensor:
+        """The chosen datapoints, positions or elements of a tensor: possibly the tensor itself, or a view of it.
+
+        Parameters
+        ----------
+        kind : str
+            One of `KINDS`; labels, outputs and the loss are only ever cut to the first `rows`.
+        data : Tensor
+            Detached; any shape.
+        module : nn.Module, optional
+            The module it belongs to, which tells sequences from one-dimensional space.
+        """
+        entry = KINDS[kind]
+        if self.rows is not None and entry.batched and data.ndim > 0 and data.shape[0] > self.rows:
+            data = data[: self.rows]
+        if self.positions is not None and entry.batched and not _is_target(kind):
+            data = _choose_positions(data, self.positions, self.seed, module)
+        if self.elements is not None and not _is_target(kind) and data.numel() > self.elements:
+            chosen = _choice_on(data.numel(), self.elements, self.seed, data.device)
+            flat = data.reshape(-1)
+            # on a CUDA device the first of them calls the second, and does as much again around it
+            data = flat.index_select(0, chosen) if data.is_cpu else flat.gather(0, chosen)
+        return data
+
+    def finish(self, kind: str, data: Tensor, so_far: Tensor | None = None) -> Tensor:
+        """The reduction and the cast of what `select` kept; `so_far` is the result before, for a running reduction."""
+        return self.cast(kind, self.reduced(kind, data, so_far))
+
+    def reduced(self, kind: str, data: Tensor, so_far: Tensor | None = None) -> Tensor:
+        """The reduction of what `select` kept; `so_far` is the result before, for a running reduction."""
+        if self.reduce is not None and not _is_target(kind):
+            if isinstance(self.reduce, str):
+                data = REDUCTIONS[self.reduce](data) if data.numel() else _nothing(data)
+            elif not self.runs:
+                data = _result_of(self.reduce(data))
+            elif so_far is not None:
+                data = _result_of(self.reduce(so_far, data))
+        return data
+
+    def cast(self, kind: str, data: Tensor) -> Tensor:
+        """The cast of what `reduced` gave."""
+        if self.dtype is not None and kind not in _LOSSES and data.is_floating_point():
+            data = data.to(DTYPES[self.dtype])
+        return data
+
+    @cached_property
+    def runs(self) -> bool:
+        """Whether `reduce` is a running reduction: a function of the result so far and the next tensor."""
+        return callable(self.reduce) and _takes_two(self.reduce)
+
+    @cached_property
+    def calls(self) -> bool:
+        """Whether `reduce` is a function of the user's, which may change what it gets."""
+        return callable(self.reduce)
+
+    @cached_property
+    def choices(self) -> Sequence[str]:
+        """The names of the settings that keep less than everything of a tensor."""
+        return [
+            name for name in ("rows", "positions", "elements", "dtype", "reduce") if getattr(self, name) is not None
+        ]
+
+    @cached_property
+    def everything(self) -> bool:
+        """Whether it keeps each tensor that it observes, and all of it as it is."""
+        return not self.choices and self.condition is None
+
+    def sampling(
+        self, kind: str, shape: Sequence[int], module: nn.Module | None = None, *, floating: bool = True
+    ) -> dict[str, Any] | None:
+        """What is kept of tensors of this shape, for the declaration of a stream; None if everything is.
+
+        The indices themselves are `choice` of the numbers given here. The shape stands there only where it is needed to
+        place them, so that batches of many sizes can be one stream.
+        """
+        entry = KINDS[kind]
+        if not self.choices:
+            return None
+        told: dict[str, Any] = {}
+        numbers = list(shape)
+        if self.rows is not None and entry.batched and numbers:
+            told["rows"] = self.rows
+            numbers[0] = min(numbers[0], self.rows)
+        if not _is_target(kind):
+            if self.positions is not None and entry.batched and len(numbers) >= 3:
+                first = 2 if len(numbers) > 3 or isinstance(module, _CHANNELS_FIRST_3D) else 1
+                of = int(np.prod(numbers[2:])) if first == 2 else numbers[1]
+                if of > self.positions:
+                    told["positions"] = {"count": self.positions, "of": of, "axis": first, "seed": self.seed}
+            if self.elements is not None and int(np.prod(numbers)) > self.elements:
+                told["elements"] = {"count": self.elements, "of": int(np.prod(numbers)), "seed": self.seed}
+            if self.reduce is not None:
+                told["reduce"] = self.reduce if isinstance(self.reduce, str) else _name_of(self.reduce)
+        if self.dtype is not None and kind not in _LOSSES and floating:
+            told["dtype"] = self.dtype
+        if "positions" in told or "elements" in told:
+            told = {"shape": list(shape), **told}
+        return told or None
+
+    def describe(self) -> dict[str, Any]:
+        """Its settings as JSON, for the header of a trace; functions and classes by their names."""
+        told: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "types" and value is not None:
+                value = [_name_of(one) for one in value]
+            elif callable(value):
+                value = _name_of(value)
+            told[field.name] = list(value) if isinstance(value, tuple) else value
+        return told
+
+
+def _result_of(result: object) -> Tensor:
+    """What a function of the user's returned, without a graph, and as nobody else has it."""
+    if not isinstance(result, Tensor):
+        raise CaptureError(f"reduce of a capture returns a tensor, not {type(result).__name__}")
+    return result.detach().clone()
+
+
+def choice(of: int, count: int, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """A fixed random choice: `count` of the indices below `of`, without replacement, ascending.
+
+    Drawn as ``numpy.random.Generator(numpy.random.PCG64([seed, of, count]))``, which no other generator can disturb.
+
+    Examples
+    --------
+    >>> choice(10, 4, seed=0).tolist() == sorted(set(choice(10, 4, seed=0).tolist()))
+    True
+    """
+    generator = np.random.Generator(np.random.PCG64([seed, of, count]))
+    return np.sort(generator.choice(of, size=count, replace=False)).astype(np.int64)
+
+
+@lru_cache(maxsize=4096)
+def _choice_on(of: int, count: int, seed: int, device: torch.device) -> Tensor:
+    return torch.from_numpy(choice(of, count, seed)).to(device)
+
+
+def _choose_positions(data: Tensor, count: int, seed: int, module: nn.Module | None) -> Tensor:
+    if data.ndim < 3:
+        return data
+    if data.ndim > 3 or isinstance(module, _CHANNELS_FIRST_3D):
+        data = data.flatten(2)
+        axis = 2
+    else:
+        axis = 1
+    if data.shape[axis] <= count:
+        return data
+    return data.index_select(axis, _choice_on(data.shape[axis], count, seed, data.device))
+
+
+def _is_target(kind: str) -> bool:
+    """Whether cutting it anywhere but along the datapoints would make it meaningless."""
+    return kind in ("input_labels", "network_output", *_LOSSES)
+
+
+@lru_cache(maxsize=256)
+def _takes_two(function: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # such as torch.maximum, which does not say
+        try:
+            with torch.random.fork_rng(devices=[]):  # it may draw random numbers
+                function(torch.zeros(1))
+        except TypeError:
+            return True
+        except Exception:  # noqa: BLE001 - whatever it is, the number of its arguments is right
+            pass
+        return False
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    return len(required) == 2
+
+
+def _name_of(thing: Any) -> str:
+    return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"

@@ -1,0 +1,344 @@
+"""What a training differentiates, which is its loss, and what loss functions gave, which are the terms of it.
+
+``loss`` is what ``backward`` was called on. ``loss_terms`` is what each loss function or loss module gave, in trainings
+and in evaluations. In an evaluation nothing is differentiated. What a loss function gave there is a ``loss``, too, as
+long as nothing shows that it is only a term of the loss.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tracer.messaging.messages import DEFAULT_TAG
+from tracer.observing.callers import differentiated_name
+from tracer.observing.pytorch.loss_functions import Node, is_made_of, multiple_of, node_of
+from tracer.observing.pytorch.tensors import unobservable
+
+if TYPE_CHECKING:
+    from tracer.observing.publisher import Publisher
+
+_TERMS = 256
+"""How many of the latest results of loss functions are known by their place in the graph."""
+_LOOKS = 8
+"""In how many steps with several losses, all of one name, names are looked for."""
+
+At = tuple[int, int, int]
+
+
+@dataclass(slots=True)
+class _Aside:
+    """What a loss function gave in a pass aside, as long as that may not be all of the pass's loss."""
+
+    value: Tensor
+    at: At
+    tag: str
+    name: str
+    node: Node | None
+    several: bool = False
+
+
+class Terms:
+    """What loss functions and loss modules give.
+
+    Parameters
+    ----------
+    publisher : Publisher
+        The exporter's, which knows who wants what.
+
+    Attributes
+    ----------
+    single : bool or None
+        Whether the last loss of the training was a multiple of one term, and of nothing else; None if there was none.
+    """
+
+    def __init__(self, publisher: Publisher) -> None:
+        self.single: bool | None = None
+        self._publisher = publisher
+        self._names: OrderedDict[Node, str] = OrderedDict()  # a dict is slow to give its oldest
+        self._asides: dict[int, _Aside] = {}  # by thread
+        self._numbers: dict[tuple[str, int], int] = {}  # by tag and step, how many losses of passes aside there are
+        self._logged: set[str] = set()  # tags for which the user says himself what the loss is
+        self._guessed: int | None = None  # the first step with a loss of an evaluation that no training came before
+
+    @property
+    def undecided(self) -> bool:
+        """Whether what an evaluation gave waits for what comes next in it."""
+        return bool(self._asides)
+
+    @property
+    def here(self) -> bool:
+        """Whether that is so in this thread."""
+        return threading.get_ident() in self._asides
+
+    def publish(self, name: str, value: Tensor, tag: str) -> None:
+        """Publish what a loss function or module of this name gave, and remember it."""
+        self.note(name, value)
+        capture = self._publisher.wanted("loss_terms", None, tag)
+        if capture is not None:
+            at = self._publisher.now()
+            self._publisher.deliver(capture, "loss_terms", None, value, tag, name, None, at, None, owned=False)
+
+    def note(self, name: str, value: Tensor) -> None:
+        """Remember where in the graph something of this name was given, without keeping it."""
+        node = node_of(value)
+        if node is not None:
+            self._names[node] = name
+            if len(self._names) > _TERMS:
+                self._names.popitem(last=False)
+
+    def only_term_of(self, loss: Tensor) -> str | None:
+        """The name of the term that a loss is, or is a multiple of; None if it is made of anything else."""
+        node = multiple_of(loss, self._names)
+        return None if node is None else self._names[node]
+
+    def is_single(self, single: bool) -> None:
+        """Note whether a loss of the training was a multiple of one term."""
+        self.single = single
+        if self._guessed is not None and not single:
+            why = (
+                "it was recorded before the first loss of the training, which is made of more than what a loss "
+                "function gives; it is one of its terms"
+            )
+            self._publisher.problem(f"the loss of evaluations since step {self._guessed}", why, warn=False)
+        self._guessed = None
+
+    # -- passes aside ---------------------------------------------------------------------------------------
+
+    def wait(self, name: str, value: Tensor, tag: str, *, passes_are_seen: bool) -> None:
+        """Take what a loss function gave for the loss of a pass aside, unless it gives more before `settle` is called.
+
+        Parameters
+        ----------
+        name : str
+            Of the function.
+        value : Tensor
+        tag : str
+            Of the pass.
+        passes_are_seen : bool
+            Whether `settle` is called when the next pass begins. Else each call of a function is of another pass.
+        """
+        if tag in self._logged or unobservable(value) is not None or self._publisher.wanted("loss", None, tag) is None:
+            return
+        there = self._asides.get(threading.get_ident())
+        if there is not None and there.tag == tag and (passes_are_seen or there.name != name):
+            there.several = True
+            return
+        self.settle()
+        at = self._publisher.now()
+        self._asides[threading.get_ident()] = _Aside(value.detach().clone(), at, tag, name, node_of(value))
+
+    def whole(self, value: Tensor, tag: str) -> None:
+        """Publish what is known to be the loss of a pass aside, whatever terms it is made of.
+
+        A model calls it so, or ``backward`` is called on it in a pass that the user gave the tag.
+        """
+        self._asides.pop(threading.get_ident(), None)
+        if tag not in self._logged and self._publisher.wanted("loss", None, tag) is not None:
+            call = self._number(tag, self._publisher.now()[0])
+            self._publisher.publish_leaves("loss", None, value, tag, call)
+
+    def settle(self, *, everywhere: bool = False) -> None:
+        """Publish what waits, because this thread's pass aside is over; `everywhere`: because all are."""
+        for thread in [*self._asides] if everywhere else [threading.get_ident()]:
+            aside = self._asides.pop(thread, None)
+            if aside is None:
+                continue
+            if not aside.several and self.single is not False:
+                if self.single is None and self._guessed is None:
+                    self._guessed = aside.at[0]
+                call = self._number(aside.tag, aside.at[0])
+                self._publisher.publish("loss", None, aside.value, aside.tag, call=call, at=aside.at)
+                continue
+            why = (
+                "several loss functions were called in a pass"
+                if aside.several
+                else "the loss of the training is made of more than what a loss function gives"
+            )
+            what = f"the loss of passes tagged {aside.tag!r}"
+            self._publisher.problem(what, f"{why}; what each gives is recorded as loss_terms", warn=False)
+
+    def _number(self, tag: str, step: int) -> int:
+        """The number of a loss among those of its tag and step.
+
+        The publisher counts those of the open step, and this loss may be of a step before.
+        """
+        if (tag, step) not in self._numbers:
+            oldest = min((aside.at[0] for aside in self._asides.values()), default=step)
+            self._numbers = {key: count for key, count in self._numbers.items() if key[1] >= min(step, oldest)}
+        number = self._numbers.get((tag, step), 0)
+        self._numbers[tag, step] = number + 1
+        return number
+
+    def differentiated(self, loss: Tensor) -> None:
+        """Take back what waits in this thread if a loss is made of it: then it is of the training."""
+        aside = self._asides.get(threading.get_ident())
+        if aside is not None and aside.node is not None and is_made_of(loss, {aside.node}):
+            del self._asides[threading.get_ident()]
+
+    def logged(self, tag: str) -> None:
+        """Leave it to the user to say what the loss of passes of this tag is."""
+        self._logged.add(tag)
+        aside = self._asides.get(threading.get_ident())
+        if aside is not None and aside.tag == tag:
+            del self._asides[threading.get_ident()]
+
+
+@dataclass(slots=True)
+class _Objective:
+    """What was differentiated in the open step."""
+
+    value: Tensor
+    at: At
+    variable: str = ""
+    term: str = ""
+    owner: Optimizer | None = None
+
+
+class Objectives:
+    """What a training differentiates, published as its loss, with a leaf where several have to be told apart.
+
+    Losses of several optimizers are told apart by what the optimizer trains that steps next. Of one optimizer, or of
+    several for which a loss is differentiated together, they are told apart by the names of their variables; else by
+    the names of the loss functions that gave them. As long as all losses have one name, the leaf is empty.
+
+    Parameters
+    ----------
+    publisher : Publisher
+        The exporter's.
+    terms : Terms
+        What loss functions gave.
+    """
+
+    def __init__(self, publisher: Publisher, terms: Terms) -> None:
+        self._publisher = publisher
+        self._terms = terms
+        self._logged = False  # whether the user says himself what the loss is
+        self._latest: tuple[At | None, list[Tensor]] = None, []  # the losses of the step that had some last
+        self._seen: list[_Objective] = []  # of the open step
+        self._held: list[_Objective] = []  # those of them that are not published yet
+        self._by_hand: list[_Objective] = []  # what `autograd.grad` differentiated in the open step
+        self._derivable = False  # whether the last of these kept a graph of its derivatives
+        self._apart: str | None = None  # by what losses are told apart, as soon as they have to be
+        self._naming = True  # whether the first loss of a step is asked for its variable
+        self._looks = _LOOKS
+
+    def differentiated(self, tensors: tuple[Tensor, ...], value: Tensor, *, hold: bool) -> None:
+        """Publish a loss of the training.
+
+        Parameters
+        ----------
+        tensors : tuple of Tensor
+            What ``backward`` was called on.
+        value : Tensor
+            Their sum, without what a GradScaler multiplied them with.
+        hold : bool
+            Whether to wait until the step ends, because only then is known which optimizer the loss is for.
+        """
+        term = self._terms.only_term_of(tensors[0]) if len(tensors) == 1 else None
+        self._terms.is_single(term is not None)
+        self._by_hand = []
+        at = self._publisher.now()
+        if self._logged or self._publisher.wanted("loss", None, DEFAULT_TAG, at) is None:
+            return
+        asked = self._apart == "variable" or (self._looks > 0 and (self._naming or bool(self._seen)))
+        variable = differentiated_name() if asked else ""
+        one = _Objective(value.detach().clone(), at, variable, term or "")
+        self._seen.append(one)
+        if hold:
+            self._held.append(one)
+        else:
+            self._publish(one)
+
+    def by_hand(self, loss: Tensor, *, derivable: bool) -> None:
+        """Note what ``autograd.grad`` differentiates: it is the loss of a step in which ``backward`` is not called.
+
+        `derivable`: whether it keeps a graph of the derivatives. What is differentiated next is made of these then.
+        """
+        at = self._publisher.now()
+        if self._seen or self._logged or (self._by_hand and self._derivable):
+            return
+        if self._publisher.wanted("loss", None, DEFAULT_TAG, at) is not None:
+            term = self._terms.only_term_of(loss)
+            self._by_hand.append(_Objective(loss.detach().clone(), at, "", term or ""))
+            self._derivable = derivable
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Note which optimizer steps: what was differentiated since another one did is its loss."""
+        for one in self._held:
+            one.owner = one.owner or optimizer
+
+    def end_step(self, name_of: Callable[[Optimizer], str]) -> None:
+        """Publish what was held, and learn how the losses of a step are told apart.
+
+        `name_of` gives the name of what an optimizer trains; "" if it has none.
+        """
+        if self._by_hand:
+            self._terms.is_single(all(one.term for one in self._by_hand))
+            self._seen = self._held = self._by_hand
+        if len(self._seen) > 1 and self._apart is None and self._looks > 0:
+            self._apart = self._difference(name_of)
+            if self._naming:
+                self._looks -= 1
+        self._naming = len(self._seen) > 1
+        self.release(name_of)
+        self._seen, self._by_hand = [], []
+
+    def _difference(self, name_of: Callable[[Optimizer], str]) -> str | None:
+        """By what the losses of this step are told apart; None if they are not."""
+        owners = [name_of(one.owner) if one.owner is not None else "" for one in self._seen]
+        variables = [one.variable for one in self._seen]
+        terms = [one.term for one in self._seen]
+        for what, names in (("owner", owners), ("variable", variables), ("term", terms)):
+            if all(names):
+                if len({*names}) > 1:
+                    return what
+                if what == "variable":  # the same variable has the same loss, whatever made it
+                    return None
+        return None
+
+    def release(self, name_of: Callable[[Optimizer], str]) -> None:
+        """Publish what is held, as far as it is known whose it is."""
+        held, self._held = self._held, []
+        for one in held:
+            self._publish(one, name_of(one.owner) if one.owner is not None and self._apart == "owner" else "")
+
+    def _publish(self, one: _Objective, owner: str = "") -> None:
+        leaf = {"owner": owner, "variable": one.variable, "term": one.term}.get(self._apart or "", "")
+        if self._latest[0] != one.at:
+            self._latest = one.at, []
+        self._latest[1].append(one.value)
+        self._publisher.publish("loss", None, one.value, DEFAULT_TAG, leaf, at=one.at)
+
+    # -- what the user says ---------------------------------------------------------------------------------
+
+    def logged(self) -> None:
+        """Leave it to the user to say what the loss of the training is."""
+        self._logged = True
+        self._seen, self._held, self._by_hand = [], [], []
+
+    def logs(self, value: Tensor, at: At) -> bool:
+        """Leave it to the user from now on; whether what he says of this step was published before he did."""
+        if self._logged:
+            return False
+        told = self._latest[1] if self._latest[0] == at else []
+        self.logged()
+        if any(one.numel() == value.numel() == 1 and _equal(one, value) for one in told):
+            return True
+        if told:
+            why = "what backward was called on had been recorded before another value was logged; both are there"
+            self._publisher.problem(f"the loss of step {at[0]}", why, warn=False)
+        return False
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two numbers are the same, in the lower of their precisions."""
+    tolerance = 1e-2 if min(one.itemsize, other.itemsize) < 4 else 1e-6
+    return math.isclose(one.item(), other.item(), rel_tol=tolerance) or bool(one.isnan() and other.isnan())

@@ -1,0 +1,470 @@
+"""Observing inside what ``torch.compile`` compiles: two operators that stay in the graph, opaque to the compiler.
+
+A hook that runs Python for each module would run once, while the graph is traced, and never again. So while it is
+traced, a hook puts `observe` into the graph, which gets the module's tensors and returns a *ticket* (which call of
+which step this is); and around an output whose gradient may be wanted `_Watched`, an identity whose backward gives
+gradient and ticket to `observe_gradient`. Both have effects, so they are neither removed, merged, nor reordered, and
+whether anybody wants the tensor is asked when they run: no step, and no receiver's choice, recompiles the graph.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, library, nn
+
+from tracer import walking
+from tracer.observing.pytorch.leaves import Named, argument, below
+
+if TYPE_CHECKING:
+    from tracer.observing.pytorch.hooks import Hook
+
+SUPPORTED = hasattr(library, "_register_effectful_op") and hasattr(torch.compiler, "is_exporting")
+"""Whether this torch knows operators with effects, as 2.13 does; else hooks stay silent in compiled regions."""
+
+hooks: weakref.WeakValueDictionary[str, Hook] = weakref.WeakValueDictionary()
+"""The hooks that graphs call, by the name that stands in the graph; one that is gone makes its operators do nothing."""
+
+_OF_ROOT = ("_before_root", "_after_root")
+_METHODS = (*_OF_ROOT, "_before_forward", "_after_forward")
+_INPUTS = ("_before_root", "_before_forward")
+_NOBODY = (-1, 0, 0, 0, 0)
+_TAGS = (torch.Tag.flexible_layout, *([torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []))
+
+_tags: list[str] = []  # a ticket holds numbers only
+
+INPUT_GRADIENTS = "gradients of inputs are not observed inside torch.compile: a module may overwrite its input in place"
+ALIAS = "its output is, or is a view of, its input or another output, and inside torch.compile cannot be watched"
+CONTAINER = "inside torch.compile, gradients are observed of tensors and of tuples, lists and dicts of them, not of {}"
+UNCOMPILED = (
+    "torch compiles nothing of its own modules where .compile() was called on them, but with a hook it would, and the "
+    "training would not be the same; torch.compile(model), or .compile() of a class of your own, is observed"
+)
+TOO_LATE = (
+    "none of its modules was seen, and what torch.compile compiled before the recording began, for it or for another "
+    "model of its classes, calls no later hooks; begin the recording before the first call of what is compiled, or "
+    "call torch._dynamo.reset() once it has begun"
+)
+
+
+def name_hook(hook: Hook, number: int) -> str:
+    """The name by which graphs call a hook of the exporter with this number; empty if they have no use for it."""
+    if not SUPPORTED or hook.method not in _METHODS:
+        return ""
+    site = f"{number}:{hook.method}:{hook.name}"
+    hooks[site] = hook
+    return site
+
+
+def run_uncompiled(function: Any, *, with_callees: bool = True) -> None:
+    """Let the interpreter run a function, and what it calls, although a compiled module's call is under way.
+
+    A compiled module calls its own hooks from outside of its graph; each would else be compiled as a graph of its own.
+    Inside a graph the function is traced all the same. Without `with_callees`, what it calls is compiled as ever.
+    """
+    frames = getattr(torch._C._dynamo, "eval_frame", None)
+    if frames is not None and hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        callees = skip if with_callees else frames._FrameAction.DEFAULT
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, callees))
+
+
+def compiled_anything() -> bool:
+    """Whether ``torch.compile`` has compiled anything in this process, and not forgotten it since."""
+    dynamo = sys.modules.get("torch._dynamo")  # not imported for this: that takes a second
+    return dynamo is not None and bool(dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def left_uncompiled(top: nn.Module, own: type) -> list[nn.Module]:
+    """Modules of which torch compiles nothing, though ``compile()`` was called on them or around them.
+
+    ``nn.Sequential(…).compile()`` changes nothing: Dynamo skips the code of torch's own modules. But it does not skip
+    what torch runs for a module with hooks, so with one on it, such a module would be compiled, and train otherwise.
+    What is inside, and of the user's own classes, or has hooks of another class than `own`, is compiled by itself.
+    """
+    found: dict[int, nn.Module] = {}
+    regions = [top]
+    while regions:
+        one = regions.pop()
+        if getattr(one, "_compiled_call_impl", None) is None:
+            regions += walking.children(one)
+            continue
+        inside = [one]
+        while inside:
+            part = inside.pop()
+            if id(part) not in found and not _has_hooks(part, own) and _is_skipped(part):
+                found[id(part)] = part
+                inside += reversed(walking.children(part))
+    return list(found.values())
+
+
+def _has_hooks(module: nn.Module, own: type) -> bool:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(not isinstance(hook, own) for kind in kinds for hook in (getattr(module, kind, None) or {}).values())
+
+
+def _is_skipped(module: nn.Module) -> bool:
+    """Whether Dynamo, which is imported where anything was compiled, leaves the forward of a module as it is."""
+    from torch._dynamo import trace_rules
+
+    forward = getattr(type(module), "forward", None)
+    return forward is not None and bool(trace_rules.check(forward))
+
+
+def unseen_regions(compiled: Iterable[str], hooked: Iterable[str], silent: Collection[str]) -> list[str]:
+    """The model, and the parts of it that were compiled by themselves, of whose hooked modules none was ever seen."""
+    hooked = list(hooked)
+    unseen = []
+    for region in ("", *compiled):
+        inside = [path for path in hooked if path and (not region or f"{path}.".startswith(f"{region}."))]
+        if inside and all(path in silent for path in inside):
+            unseen.append(region)
+    return unseen
+
+
+# -- while a graph is traced ----------------------------------------------------------------------------------
+
+
+def observe_in_graph(hook: Hook, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> Any:
+    """Put the operators for one call of a module into the graph; what the module returns in the place of `output`.
+
+    Dynamo traces this function, so it is written in what Dynamo knows, and branches on nothing that changes from one
+    step to the next.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return None
+    if torch._C._are_functorch_transforms_active():
+        return None
+    torch._dynamo.comptime.comptime(_find_region)
+    region = _region()
+    if region == "checkpoint":
+        return _passed_on(hook, module, args, kwargs, output)
+    if region:
+        return None
+    value: Any = output
+    if hook.method in _INPUTS:
+        value = _arguments(args, kwargs)
+    found: list[tuple[str, Tensor]] = []
+    _collect(value, "", found)
+    if not found and hook.method not in _OF_ROOT:
+        return None
+    without = ""
+    watched = [False for _ in found]
+    if hook.gradients and torch.is_grad_enabled():
+        if hook.method in _INPUTS:
+            without = INPUT_GRADIENTS
+        else:
+            shared, without = _shared_with(module, args, kwargs, output, found)
+            watched = [tensor.requires_grad and not held for (_, tensor), held in zip(found, shared, strict=True)]
+    names = "\n".join([name for name, _ in found])
+    ticket = torch.ops.tracereel.observe(
+        [tensor.detach() for _, tensor in found], hook.site, names, torch.is_grad_enabled(), without
+    )
+    if True not in watched:
+        return None
+    replaced = []
+    for (name, tensor), watch in zip(found, watched, strict=True):
+        if watch:
+            tensor = _Watched.apply(tensor, ticket, hook.site, name)  # type: ignore[no-untyped-call]
+        replaced.append(tensor)
+    return _rebuilt(output, iter(replaced))
+
+
+def _passed_on(hook: Hook, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """In a checkpoint, what has effects cannot be computed again: let the output go through an operator without."""
+    if hook.method != "_after_forward" or not isinstance(output, Tensor):
+        return None
+    shared, _ = _shared_with(module, args, kwargs, output, [("", output)])
+    if True in shared:
+        return None
+    gradients = hook.gradients and output.requires_grad
+    return _PassedOn.apply(output, hook.site, torch.is_grad_enabled(), gradients)  # type: ignore[no-untyped-call]
+
+
+def _arguments(args: Any, kwargs: Any) -> Any:
+    """`tracer.observing.pytorch.tensors.arguments_of`, in words that Dynamo can trace."""
+    if not kwargs:
+        return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
+    named = {argument(name): one for name, one in kwargs.items()}
+    return {**{str(index): one for index, one in enumerate(args)}, **named}
+
+
+def _collect(value: Any, path: str, found: list[tuple[str, Tensor]]) -> None:
+    """`tracer.observing.pytorch.tensors.leaves`, in words that Dynamo can trace."""
+    if isinstance(value, Tensor):
+        found.append((path, value))
+    elif isinstance(value, Mapping):
+        for number, (key, part) in enumerate(value.items()):
+            _collect(part, below(path, key, number), found)
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        for name in value._fields:
+            _collect(getattr(value, name), f"{path}.{name}" if path else name, found)
+    elif isinstance(value, tuple | list):
+        for index, part in enumerate(value):
+            _collect(part, f"{path}.{index}" if path else str(index), found)
+    elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+        for name in value.__dataclass_fields__:
+            _collect(getattr(value, name), f"{path}.{name}" if path else name, found)
+
+
+def _shared_with(
+    module: nn.Module, args: Any, kwargs: Any, output: Any, found: list[tuple[str, Tensor]]
+) -> tuple[list[bool], str]:
+    """Of each output, whether the caller may have the same memory, or container, from elsewhere too; and then why a
+    gradient is missing. Such an output must be given on as it is: what is done to it in place is seen there.
+    """
+    strange = _not_rebuilt(output)
+    if strange:
+        return [True for _ in found], CONTAINER.format(strange)
+    given: list[tuple[str, Tensor]] = []
+    _collect(args, "", given)
+    _collect(kwargs, "", given)
+    # in place, by its own word: whoever calls it goes on with what it returns
+    inputs = [] if getattr(module, "inplace", False) else [tensor for _, tensor in given]
+    handed_back = not isinstance(output, Tensor) and any(output is one for one in (*args, *kwargs.values()))
+    shared = []
+    without = ""
+    for index, (_, tensor) in enumerate(found):
+        held = handed_back
+        for other in inputs + [other for at, (_, other) in enumerate(found) if at != index]:  # noqa: B007 - read below
+            torch._dynamo.comptime.comptime(_compare_storages)
+            held = _same_storage() or held
+        if held and tensor.requires_grad:
+            without = ALIAS
+        shared.append(held)
+    return shared, without
+
+
+def _not_rebuilt(value: Any) -> str:
+    """The class of a container of tensors that is not one of Python's own; else nothing."""
+    if type(value) in (tuple, list) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        parts = list(value)
+    elif type(value) is dict:
+        parts = list(value.values())
+    elif isinstance(value, Mapping | tuple | list) or hasattr(value, "__dataclass_fields__"):
+        return type(value).__name__
+    else:
+        return ""
+    for part in parts:
+        strange = _not_rebuilt(part)
+        if strange:
+            return strange
+    return ""
+
+
+def _rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """The same structure with other tensors."""
+    if isinstance(value, Tensor):
+        return next(tensors)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[_rebuilt(part, tensors) for part in value])
+    if type(value) is tuple:
+        return tuple([_rebuilt(part, tensors) for part in value])
+    if type(value) is list:
+        return [_rebuilt(part, tensors) for part in value]
+    if type(value) is dict:
+        return {key: _rebuilt(part, tensors) for key, part in value.items()}
+    return value
+
+
+# What the compiler is asked while it traces. Functions of the standard kind cannot ask, so these run beside the graph,
+# leave the answer here, and another, whose result is a constant for Dynamo, takes it up.
+_answer: Any = None
+
+
+def _compare_storages(context: Any) -> None:
+    """Whether the tensors that `_shared_with` looks at are views of the same memory."""
+    global _answer
+    one, other = (context.get_local(name).as_fake() for name in ("tensor", "other"))
+    _answer = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _find_region(context: Any) -> None:
+    """What the module is called in: the graph itself (""), a checkpoint of it, or another part, such as a branch.
+
+    In no part of it if it is exported, because an exported model is used without us. Before 2.13, Dynamo takes
+    ``is_exporting`` for true wherever it traces it, so that it can only be asked here.
+    """
+    global _answer
+    if torch.compiler.is_exporting():
+        _answer = "elsewhere"
+        return
+    _stay_out_of_cuda_graphs()
+    tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.current_tracer
+    _answer = ""
+    while tracer.parent is not None:
+        inside = "checkpoint" if tracer.source_target is tag_activation_checkpoint else "elsewhere"
+        _answer = inside if _answer in ("", inside) else "elsewhere"
+        tracer = tracer.parent
+
+
+def _stay_out_of_cuda_graphs() -> None:
+    """Let inductor end a CUDA graph before each of our operators, and begin another behind it.
+
+    In a graph they would run once, and what they copy would lie in memory that is the graph's. They have the tag that
+    says so, but inductor looks for it in the graph's node, which is that of the effect, and this list is by name.
+    """
+    config: Any = sys.modules.get("torch._inductor.config")
+    listed = getattr(config, "custom_should_partition_ops", None)
+    if listed is not None:
+        config.custom_should_partition_ops = [*listed, *(one for one in _QUALIFIED if one not in listed)]
+
+
+def _same_storage() -> bool:
+    return bool(_answer)
+
+
+def _region() -> str:
+    return str(_answer)
+
+
+def _is_constant(*functions: Any) -> None:
+    # what ``torch.compiler.assume_constant_result`` does, which would import all of Dynamo with this module
+    for one in functions:
+        one._dynamo_marked_constant = True
+
+
+_is_constant(_same_storage, _region)
+
+
+class _Watched(torch.autograd.Function):
+    """The identity, whose backward shows the gradient. A copy, since views made by a function take nothing in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ticket: Tensor, site: str, leaf: str) -> Tensor:
+        ctx.save_for_backward(ticket)
+        ctx.site, ctx.leaf = site, leaf
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (ticket,) = ctx.saved_tensors
+        torch.ops.tracereel.observe_gradient(gradient.detach(), ticket, ctx.site, ctx.leaf)
+        return gradient, None, None, None
+
+
+class _PassedOn(torch.autograd.Function):
+    """The same where it may be computed again: its operators return what they are given, so that they stay."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, site: str, grad: bool, gradients: bool) -> Tensor:
+        passed: Tensor
+        passed, ticket = torch.ops.tracereel.pass_on(tensor, site, grad)
+        ctx.save_for_backward(ticket)
+        ctx.site, ctx.gradients = site, gradients
+        return passed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (ticket,) = ctx.saved_tensors
+        if ctx.gradients:
+            gradient = torch.ops.tracereel.pass_on_gradient(gradient, ticket, ctx.site)
+        return gradient, None, None, None
+
+
+# -- while it runs --------------------------------------------------------------------------------------------
+
+
+def _observe(tensors: list[Tensor], site: str, names: str, grad: bool, without: str) -> Tensor:
+    hook = hooks.get(site)
+    exporter = None if hook is None else hook._exporter()
+    numbers = _NOBODY
+    if hook is not None and exporter is not None:
+        found = Named(zip(names.split("\n"), tensors, strict=True)) if tensors else Named()
+        module = exporter._root if hook.method in _OF_ROOT else exporter.publisher.modules.get(hook.name)
+        inputs = hook.method in _INPUTS
+        with torch.set_grad_enabled(grad):  # what tells a training pass; a compiled graph runs without
+            hook(module, (), found, *(() if inputs else (found,)))
+        if hook.method == "_after_forward":
+            numbers = exporter._ticket(hook.name)
+        if without and exporter.passes.now.listening:
+            kind = "input_gradients" if inputs else "layer_gradients"
+            exporter._guard(kind, lambda: exporter.publisher.problem(f"{kind} of {hook.name!r}", without))
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def _observe_gradient(gradient: Tensor, ticket: Tensor, site: str, leaf: str) -> Tensor:
+    hook = hooks.get(site)
+    call, step, train_step, epoch, tag = ticket.tolist()
+    if hook is not None and call >= 0 and not hook.off:
+        seen = hook.gradient_of("layer_gradients", leaf, call, _tags[tag], (step, train_step, epoch))
+        if seen is not None:
+            seen(gradient)
+    return ticket.clone()
+
+
+def tag_number(tag: str) -> int:
+    """The number of a tag in tickets."""
+    if tag not in _tags:
+        _tags.append(tag)
+    return _tags.index(tag)
+
+
+def _pass_on(tensor: Tensor, site: str, grad: bool) -> tuple[Tensor, Tensor]:
+    return tensor.clone(), _observe([tensor.detach()], site, "", grad, "")
+
+
+def _pass_on_gradient(gradient: Tensor, ticket: Tensor, site: str) -> Tensor:
+    _observe_gradient(gradient, ticket, site, "")
+    return gradient.clone()
+
+
+def _ticket_like(*_: Any) -> Tensor:
+    return torch.empty(len(_NOBODY), dtype=torch.int64, device="cpu")
+
+
+_OPERATORS: tuple[tuple[str, str, Any, Any], ...] = (
+    (
+        "observe",
+        "(Tensor[] tensors, str site, str names, bool grad, str without) -> Tensor",
+        _observe,
+        _ticket_like,
+    ),
+    (
+        "observe_gradient",
+        "(Tensor gradient, Tensor ticket, str site, str leaf) -> Tensor",
+        _observe_gradient,
+        _ticket_like,
+    ),
+    (
+        "pass_on",
+        "(Tensor tensor, str site, bool grad) -> (Tensor, Tensor)",
+        _pass_on,
+        lambda tensor, *_: (torch.empty_like(tensor), _ticket_like()),
+    ),
+    (
+        "pass_on_gradient",
+        "(Tensor gradient, Tensor ticket, str site) -> Tensor",
+        _pass_on_gradient,
+        lambda gradient, *_: torch.empty_like(gradient),
+    ),
+)
+"""Name, schema, what it does, and what is known of its result without running it."""
+_QUALIFIED = [f"tracereel::{name}" for name, *_ in _OPERATORS]
+
+
+def _define() -> library.Library:
+    """Register the operators; they are there as long as what is returned is."""
+    ours = library.Library("tracereel", "FRAGMENT")  # `custom_op` would add 10 us to each call
+    for name, schema, function, fake in _OPERATORS:
+        ours.define(name + schema, tags=_TAGS)
+        run_uncompiled(function)
+        ours.impl(name, function, "CompositeExplicitAutograd")
+        library.register_fake(f"tracereel::{name}", fake, lib=ours)
+        if name.startswith("observe"):
+            ours._register_effectful_op(f"tracereel::{name}", EffectType.ORDERED)
+            operator = getattr(torch.ops.tracereel, name)
+            for one in (operator, operator.default):  # before 2.13, Dynamo itself asks only here what has effects
+                torch.fx.node.has_side_effect(one)
+    return ours
+
+
+if SUPPORTED:
+    from torch._higher_order_ops.wrap import tag_activation_checkpoint
+    from torch._library.effects import EffectType
+
+    _library = _define()

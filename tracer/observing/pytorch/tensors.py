@@ -1,0 +1,179 @@
+"""The tensors that PyTorch hands over: where they are in a structure, what can be told of them, and copies."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
+
+from tracer.format.layout import MAX_AXES, held
+from tracer.memory import SMALLEST, Memory
+from tracer.observing.pytorch.leaves import Named, argument, below
+
+_HELD = held()
+
+
+def leaves(value: Any) -> list[tuple[str, Tensor]]:
+    """The tensors in a structure, each with its path; a tensor that is no structure has the empty path.
+
+    A path says where the tensor stands, and does not depend on what else is there.
+    Knows tuples, named tuples, lists, mappings and dataclasses (which ``torch.utils._pytree`` does not flatten), also
+    nested; everything else is no tensor and is left out.
+
+    Examples
+    --------
+    >>> x = torch.zeros(1)
+    >>> [path for path, _ in leaves((x, (x, x), None, {"logits": x}))]
+    ['0', '1.0', '1.1', '3.logits']
+    >>> [path for path, _ in leaves((x, None))], [path for path, _ in leaves({0: x, "0": x, "a.b": x})]
+    (['0'], ['[0]', '0', '["a.b"]'])
+    """
+    if type(value) is Tensor:  # what nearly all modules return
+        return [("", value)]
+    if type(value) is Named:
+        return list(value.items())
+    found: list[tuple[str, Tensor]] = []
+    _walk(value, "", found)
+    return found
+
+
+def _walk(value: Any, path: str, found: list[tuple[str, Tensor]]) -> None:
+    if isinstance(value, Tensor):
+        found.append((path, value))
+        return
+    parts: Iterable[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        for number, (key, part) in enumerate(value.items()):
+            _walk(part, below(path, key, number), found)
+        return
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        parts = zip(value._fields, value, strict=True)
+    elif isinstance(value, tuple | list):
+        parts = enumerate(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+    else:
+        return
+    for name, part in parts:
+        _walk(part, f"{path}.{name}" if path else str(name), found)
+
+
+def arguments_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A call's arguments as one structure: positional ones by their numbers, the others by their names.
+
+    A tensor that is the only argument is no structure.
+    """
+    if not kwargs:
+        return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
+    if type(kwargs) is Named:
+        return kwargs
+    named = {argument(name): value for name, value in kwargs.items()}
+    return {**{str(index): value for index, value in enumerate(args)}, **named}
+
+
+def unobservable(tensor: Tensor) -> str | None:
+    """Why a tensor's values cannot be copied, or None if they can."""
+    if type(tensor) is not Tensor and is_lazy(tensor):
+        return "a lazy parameter has no values before the first forward"
+    if tensor.is_meta or (type(tensor) is not Tensor and isinstance(tensor, FakeTensor)):
+        return "a meta tensor has no values"
+    if tensor.is_quantized:
+        return "a quantized tensor is not supported"
+    if tensor.is_nested:
+        return "a nested tensor is not supported"
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        return "while a CUDA graph is captured nothing is computed"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "inside vmap or grad of torch.func a tensor has no values of its own"
+    return None
+
+
+def opaque(output: Any) -> bool:
+    """Whether a module's output may hold tensors that `leaves` does not find."""
+    return not isinstance(output, type(None) | bool | int | float | str | Mapping | tuple | list) and not (
+        dataclasses.is_dataclass(output)
+    )
+
+
+def ordinary(tensor: Tensor) -> bool:
+    """Whether a tensor is a plain one, which can be copied, with nothing special to it that a copy of it would keep."""
+    return (
+        type(tensor) is Tensor
+        and tensor.dtype in _HELD
+        and tensor.dim() <= MAX_AXES
+        and (tensor.is_cpu or (tensor.is_cuda and not torch.cuda.is_current_stream_capturing()))
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+def freed(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor was given back, as that of weights which sharding gathers for a forward."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.is_meta or tensor.is_nested)
+        and tensor.numel() > 0
+        and tensor.untyped_storage().nbytes() == 0
+    )
+
+
+def same_storage(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are views of the same memory."""
+    return one is other or one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def copied(tensor: Tensor, memory: Memory) -> Tensor:
+    """A dense copy of an observable tensor that needs no gradient, in memory that was used before where that pays.
+
+    What is only marked as conjugated or negated is so in the copy.
+    """
+    if tensor.layout is not torch.strided:
+        return tensor.to_dense()
+    target = space_for(tensor, memory) if tensor.nbytes >= SMALLEST else None
+    if target is not None:
+        whole = tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+        if torch.get_num_threads() > 1 or not whole:
+            return target.copy_(tensor)
+        # what a single thread copies is sooner there: the lines of the target are not fetched to be written over
+        np.copyto(target.view(torch.uint8).numpy(), tensor.view(torch.uint8).numpy())
+        return target
+    # to name a memory format takes a third as long as a small copy
+    return tensor.clone() if tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def space_for(like: Tensor, memory: Memory) -> Tensor | None:
+    """A tensor of the dtype and shape of a dense tensor of the processor; None where new memory is as good."""
+    if not like.is_cpu or type(like) is not Tensor:
+        return None
+    block = memory.take(like.nbytes)
+    if block is None:
+        return None
+    dtype = _NUMPY.get(like.dtype)
+    if dtype is None:
+        return torch.from_numpy(block[: like.nbytes]).view(like.dtype).view(like.shape)
+    return torch.from_numpy(block[: like.nbytes].view(dtype).reshape(like.shape))
+
+
+_NUMPY: dict[torch.dtype, type[np.generic]] = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.float16: np.float16,
+    torch.int64: np.int64,
+    torch.int32: np.int32,
+    torch.uint8: np.uint8,
+}
+
+
+def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:
+    """A gradient without what its loss was multiplied with; of float16 in float32, because it may be too small."""
+    wide = gradient.float() if gradient.dtype is torch.float16 else gradient
+    return wide / scale.to(wide.device)

@@ -1,0 +1,1 @@
+"""How a recording begins, writes and ends."""

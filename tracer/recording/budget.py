@@ -1,0 +1,149 @@
+"""`Budget`: how many bytes a recording may take, spent in whole steps."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, Final, final
+
+import numpy as np
+
+from tracer.format.layout import COLUMNS, NONE, Column
+from tracer.memory import PAGE
+from tracer.messaging.messages import Message
+from tracer.stores import ALIGNED_BYTES, Location, RowChunks
+from tracer.trace.reader import TraceReader
+
+ROW_BYTES: Final = 8 * COLUMNS
+"""Bytes of a row of the journal."""
+STREAM_BYTES: Final = 1 << 10
+"""What the declaration of a stream takes, at most."""
+CHUNK_BYTES: Final = 64 << 10
+"""The writer's chunks: the last of an array is on the disk as a whole, and once more as it was one commit before."""
+ARRAY_BYTES: Final = 2 * CHUNK_BYTES + (5 << 10)
+"""What an array takes besides its elements: its description, and those chunks."""
+BASE_BYTES: Final = 2 * ARRAY_BYTES + (16 << 10)
+"""What a trace takes before its first message, besides the description of the model, and what its end takes."""
+
+PER_CHUNK: Final = 80
+"""What a chunk takes besides its bytes: its checksum, and its part of the indexes."""
+_OF_ITEMS: Final = {1: "u1", 2: "u2", 4: "f4", 8: "f8", 16: "c16"}
+
+Held = tuple[Message, Mapping[str, Any] | None, int, int]
+"""A message, how it was thinned out, its bytes, and the version of its data."""
+
+
+@functools.lru_cache(maxsize=4096)
+def stored_bytes(shape: tuple[int, ...], itemsize: int) -> int:
+    """What the data of a message takes on the disk, without compression: large ones are cut into padded chunks.
+
+    Examples
+    --------
+    >>> stored_bytes((100,), 4), stored_bytes((32768,), 4)
+    (401, 135248)
+    """
+    nbytes = itemsize * math.prod(shape)
+    if nbytes < CHUNK_BYTES:  # which share their chunks
+        return nbytes + nbytes // 256
+    rows = RowChunks("", _OF_ITEMS[itemsize], shape, 1)
+    page = PAGE if rows.chunk_nbytes >= ALIGNED_BYTES else 1
+    return rows.per_row * (-(-(rows.chunk_nbytes + 4) // page) * page + PER_CHUNK)
+
+
+@final
+class Budget:
+    """Holds the messages of a step back until the step is over, and tells whether all of them can still be paid.
+
+    A message costs its data as it is stored, before compression, and its row in the journal. A stream costs
+    `STREAM_BYTES` once, and the array that its messages go to `ARRAY_BYTES`: those of a kind share one, unless they are
+    large.
+
+    Parameters
+    ----------
+    max_bytes : int
+    spent : int
+        What earlier attempts took of it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tracer import NetworkMessage
+    >>> budget = Budget(BASE_BYTES + STREAM_BYTES + ARRAY_BYTES + 2 * (401 + ROW_BYTES))
+    >>> for step in range(3):
+    ...     told = {"kind": "loss", "global_step": step, "train_step": step, "epoch": 0, "data": torch.zeros(100)}
+    ...     print(len(budget.over(step)), budget.stopped)
+    ...     budget.hold((NetworkMessage(**told), None, 400, 0))
+    0 None
+    1 None
+    1 None
+    >>> budget.over(3), budget.stopped
+    ([], 2)
+    """
+
+    def __init__(self, max_bytes: int, spent: int = 0) -> None:
+        self.max_bytes = max_bytes
+        self.spent = spent + BASE_BYTES
+        self.stopped: int | None = None
+        """The first global step that there was no room for."""
+        self._held: list[Held] = []
+        self._step = -1
+        self._cost = 0
+        self._known: set[tuple[Any, ...]] = set()
+        self._new: set[tuple[Any, ...]] = set()
+
+    def exhausted(self) -> bool:
+        """Whether there was a step that there was no room for."""
+        return self.stopped is not None
+
+    def hold(self, entry: Held) -> None:
+        """Keep a message until its step is over."""
+        message = entry[0]
+        self._step = max(self._step, message.global_step)
+        data = message.data
+        self._cost += ROW_BYTES + (0 if data is None else stored_bytes(tuple(data.shape), data.dtype.itemsize))
+        stream = (message.kind, message.key, message.tag, message.leaf, None if data is None else data.dtype)
+        self._pay_once(stream, STREAM_BYTES)
+        if data is not None:
+            self._pay_once(stream[:1] + stream[-1:] if data.nbytes < CHUNK_BYTES else ("own", *stream), ARRAY_BYTES)
+        self._held.append(entry)
+
+    def _pay_once(self, what: tuple[Any, ...], cost: int) -> None:
+        if what not in self._known and what not in self._new:
+            self._new.add(what)
+            self._cost += cost
+
+    def over(self, step: int | None = None) -> list[Held]:
+        """The messages that were held, if all of them can be paid, now that a message of `step` comes (None: the end).
+
+        An earlier message, such as one of an evaluation that looks back, ends no step.
+        """
+        if self.stopped is not None or not self._held or (step is not None and step <= self._step):
+            return []
+        held, self._held = self._held, []
+        if self.spent + self._cost > self.max_bytes:
+            self.stopped = self._step
+            return []
+        self.spent += self._cost
+        self._known |= self._new
+        self._cost, self._new = 0, set()
+        return held
+
+
+def already_spent(path: Location, rank: int) -> int:
+    """What earlier attempts of a rank took of a budget, all that they wrote included, superseded or not."""
+    spent = 0
+    with TraceReader(path) as trace:
+        for part in trace._parts:
+            if part.rank != rank:
+                continue
+            journal = part.journal
+            with_data = journal[journal[:, Column.POOL] != NONE]
+            sizes = np.array([np.dtype(storage).itemsize for _, storage in part.pools] or [0], np.int64)
+            spent += len(journal) * ROW_BYTES + len(part.streams) * STREAM_BYTES + len(part.pools) * ARRAY_BYTES
+            spent += BASE_BYTES
+            pairs = np.stack([with_data[:, Column.SHAPE], sizes[with_data[:, Column.POOL]]])
+            kinds, counts = np.unique(pairs, axis=1, return_counts=True)
+            for shape, itemsize, count in zip(*kinds.tolist(), counts.tolist(), strict=True):
+                spent += count * stored_bytes(part.shapes[shape], itemsize)
+    return spent

@@ -1,0 +1,1 @@
+"""Proof that recording changes nothing, and rehearsals of a recording."""

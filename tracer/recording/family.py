@@ -1,0 +1,56 @@
+"""The processes that one recorded script starts: each that trains is a rank of the script's trace."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from tracer.trace.part import OF_SCRIPT, Process, this_process
+
+
+@dataclass(frozen=True)
+class Member:
+    """One of these processes.
+
+    Attributes
+    ----------
+    number : int
+        0 for the script itself, 1, 2 and so on for the processes that it starts.
+    name : str
+        The same for all members, and for no others.
+    """
+
+    number: int = 0
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def child(self, number: int) -> Member:
+        """The member that the script starts as its `number`-th process."""
+        return replace(self, number=number)
+
+    def process(self) -> Process:
+        """Its place in the run: the rank that torch.distributed or its launcher gives it, else its number."""
+        here = this_process()
+        if here.size == 1:
+            return Process(self.number, 1, OF_SCRIPT + self.name)
+        return here if self.number == 0 else replace(here, launch=OF_SCRIPT + self.name)
+
+    @contextlib.contextmanager
+    def beginning(self) -> Iterator[None]:
+        """Let no other member begin its part of the trace meanwhile."""
+        with open(self._lock, "ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # it ends when the file is closed
+            yield
+
+    def end(self) -> None:
+        """Remove the lock of `beginning`, when all members have ended."""
+        with contextlib.suppress(OSError):
+            os.remove(self._lock)
+
+    @property
+    def _lock(self) -> str:
+        return os.path.join(tempfile.gettempdir(), f"trace-{self.name}.lock")

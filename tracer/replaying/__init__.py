@@ -1,0 +1,1 @@
+"""Traces sent again through the bus."""

@@ -1,0 +1,1 @@
+"""Traces as a whole: written, read, selected, their parts put together."""

@@ -1,0 +1,270 @@
+"""What several ranks recorded of one tensor becomes one message: the parts of a distributed one are put together, and
+what one of several replicas recorded is there for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.format.layout import Column
+from tracer.format.placement import Placement, cover
+from tracer.trace.part import Stream
+
+WHOLE = -2
+"""The pool of a row that stands for a tensor of several parts: its offset says which of `Assembly.blocks` it belongs
+to, and its checksum is the place there."""
+TABLE = 1 << 20
+"""Entries of the table of steps and ranks that is looked at in one go."""
+_LATE = frozenset({"batch_finished", "epoch_finished"})
+"""Events that follow the weights of a step."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Tensors that are put together in the same way.
+
+    Attributes
+    ----------
+    rows : numpy.ndarray of int64, (tensors, parts)
+        The rows of the recorded journal with the parts of each.
+    offsets, sizes : list of tuple of int
+        Where each part belongs in the whole, and how large it is.
+    """
+
+    rows: NDArray[np.int64]
+    offsets: list[tuple[int, ...]]
+    sizes: list[tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assembly:
+    """Journals as they are read: `journal`, `streams` and `shapes` refer to each other, `blocks` to `recorded`."""
+
+    journal: NDArray[np.int64]
+    streams: list[Stream]
+    shapes: list[tuple[int, ...]]
+    recorded: NDArray[np.int64]
+    blocks: list[Block]
+    problems: list[str]
+
+
+def assembled(
+    journal: NDArray[np.int64],
+    streams: Sequence[Stream],
+    shapes: Sequence[tuple[int, ...]],
+    only: Collection[int] | None,
+) -> Assembly:
+    """Put the parts of distributed tensors together, as far as they are there.
+
+    Parameters
+    ----------
+    journal : numpy.ndarray of int64, (rows, columns)
+        Of all ranks, in order.
+    streams : sequence of Stream
+    shapes : sequence of tuple of int
+    only : collection of int, optional
+        The ranks that are looked at. What they hold as others do is theirs, too, whoever recorded it.
+    """
+    work = _Work(journal, streams, shapes, only)
+    for family in work.families():
+        work.put_together(family)
+    work.borrow()
+    return work.result()
+
+
+def _rest(stream: Stream) -> dict[str, Any]:
+    """The sampling of a stream, but its placement."""
+    return {name: value for name, value in (stream.sampling or {}).items() if name != "placement"}
+
+
+class _Work:
+    def __init__(
+        self,
+        journal: NDArray[np.int64],
+        streams: Sequence[Stream],
+        shapes: Sequence[tuple[int, ...]],
+        only: Collection[int] | None,
+    ) -> None:
+        self.recorded, self.journal = journal, journal.copy()
+        self.streams, self.shapes = list(streams), list(shapes)
+        self.only = None if only is None else frozenset(only)
+        ranks = np.array([stream.rank for stream in streams] or [0], np.int64)
+        self.rank = ranks[journal[:, Column.STREAM]]  # whose row each is
+        self.there = np.ones(len(journal), bool) if only is None else np.isin(self.rank, list(only))
+        self.own = self.there.copy()
+        self.borrowed = np.zeros(len(journal), bool)
+        self.blocks: list[Block] = []
+        self.wholes: list[tuple[NDArray[np.int64], int]] = []
+        self.broken: dict[str, int] = {}
+        self.shape_ids = {shape: number for number, shape in enumerate(self.shapes)}
+        # the rows of each stream, in order
+        self.by_stream = np.argsort(journal[:, Column.STREAM], kind="stable")
+        self.begins = np.searchsorted(journal[self.by_stream, Column.STREAM], np.arange(len(streams) + 1)).tolist()
+
+    def rows_of(self, stream: int) -> NDArray[np.int64]:
+        return self.by_stream[self.begins[stream] : self.begins[stream + 1]]
+
+    def families(self) -> list[list[int]]:
+        """Streams with the parts of one tensor."""
+        found: dict[str, list[int]] = {}
+        for number, one in enumerate(self.streams):
+            place = one.placement
+            # what was chosen, or made, of each part by itself is no part of the whole any more
+            if place is None or place.sizes is None or place.offsets is None or set(_rest(one)) - {"dtype"}:
+                continue
+            if not len(self.rows_of(number)):
+                continue
+            key = repr((one.kind, one.module, one.tag, one.leaf, one.dtype, _rest(one), place.shape))
+            found.setdefault(key, []).append(number)
+        return list(found.values())
+
+    def put_together(self, family: list[int]) -> None:
+        """Let one row stand for all parts of a tensor, in each step in which they are all there."""
+        boxes = []
+        for number in family:
+            place = self.streams[number].placement
+            assert place is not None
+            boxes.append((place.offsets or (), place.sizes or ()))
+            shape = place.shape or ()
+        rows = np.sort(np.concatenate([self.rows_of(number) for number in family]))
+        found = self.recorded[rows]
+        member = np.searchsorted(np.array(family), found[:, Column.STREAM])
+        steps, group = np.unique(found[:, [Column.GLOBAL_STEP, Column.CALL]], axis=0, return_inverse=True)
+        group = group.reshape(-1)
+        # a row that is not as large as its stream says is no part
+        expected = np.array([self.shape_ids.get(sizes, -1) for _, sizes in boxes], np.int64)
+        usable = np.flatnonzero(found[:, Column.SHAPE] == expected[member])
+        usable = usable[np.argsort(group[usable], kind="stable")]
+        complete = np.zeros(len(steps), bool)
+        chosen: list[tuple[NDArray[np.int64], list[int], list[int]]] = []
+        height = max(1, TABLE // len(family))
+        # some steps at a time: streams that hardly ever occur would make one large table of nothing
+        for begin in range(0, len(steps), height):
+            low, high = np.searchsorted(group[usable], [begin, begin + height]).tolist()
+            mine = usable[low:high]
+            table = np.full((min(height, len(steps) - begin), len(family)), -1, np.int64)
+            table[group[mine] - begin, member[mine]] = rows[mine]
+            masks, which = np.unique(table >= 0, axis=0, return_inverse=True)
+            which = which.reshape(-1)
+            for number, mask in enumerate(masks):
+                members = np.flatnonzero(mask).tolist()
+                needed = cover(shape, [boxes[one] for one in members]) if members else None
+                if needed is not None:
+                    groups = np.flatnonzero(which == number)
+                    complete[begin + groups] = True
+                    chosen.append((table[groups][:, members], members, needed))
+        lost = rows[~complete[group]]
+        if chosen:
+            self.there[rows] = False
+            for parts, members, needed in chosen:
+                self._stand(parts, needed, family, [boxes[one] for one in members], shape)
+        if len(lost) and (chosen or self.there[lost].any()):
+            one = self.streams[family[0]]
+            self.broken[one.kind] = self.broken.get(one.kind, 0) + int((~complete).sum())
+
+    def _stand(
+        self,
+        table: NDArray[np.int64],
+        needed: list[int],
+        family: list[int],
+        boxes: list[tuple[tuple[int, ...], tuple[int, ...]]],
+        shape: tuple[int, ...],
+    ) -> None:
+        """Let a row of each line, if possible of a rank that is looked at, stand for the tensor of all its parts."""
+        never = len(self.recorded)
+        mine = np.where(self.own[table], table, never).min(axis=1)
+        borrowed = mine == never
+        first = np.where(borrowed, table.min(axis=1), mine)
+        holders = {rank for number in family for rank in self._holders(self.streams[number])}
+        if borrowed.any():
+            theirs = holders & (self.only or frozenset())
+            if not theirs:
+                first, table, borrowed = first[~borrowed], table[~borrowed], borrowed[~borrowed]
+            else:
+                self.rank[first[borrowed]] = min(theirs)
+                self.borrowed[first[borrowed]] = True
+        if not len(first):
+            return
+        self.there[first] = True
+        if shape not in self.shape_ids:
+            self.shape_ids[shape] = len(self.shapes)
+            self.shapes.append(shape)
+        numbers = {}
+        for rank in np.unique(self.rank[first]).tolist():
+            numbers[rank] = len(self.streams)
+            self.streams.append(self._whole(self.streams[family[0]], rank, holders))
+        self.journal[first, Column.STREAM] = [numbers[rank] for rank in self.rank[first].tolist()]
+        self.journal[first, Column.POOL] = WHOLE
+        self.journal[first, Column.OFFSET] = len(self.blocks)
+        self.journal[first, Column.CRC32C] = np.arange(len(first))
+        self.journal[first, Column.SHAPE] = self.shape_ids[shape]
+        parts = table[:, needed]
+        # read as what they become, since their own streams are not there any more
+        self.wholes.append((parts, next(iter(numbers.values()))))
+        self.journal[first, Column.COUNT] = self.recorded[parts, Column.COUNT].sum(axis=1)
+        self.blocks.append(Block(parts, [boxes[one][0] for one in needed], [boxes[one][1] for one in needed]))
+
+    @staticmethod
+    def _holders(stream: Stream) -> tuple[int, ...]:
+        return (stream.rank, *(() if stream.placement is None else stream.placement.replicas))
+
+    @staticmethod
+    def _whole(stream: Stream, rank: int, holders: Collection[int]) -> Stream:
+        """The stream of a whole tensor, or of a replica of it, as a rank has it."""
+        ranks = sorted(holders)
+        sampling = {"placement": {"replicas": ranks}, **_rest(stream)}
+        return replace(stream, rank=rank, sampling=sampling, placement=Placement(tuple(ranks)))
+
+    def borrow(self) -> None:
+        """Give the ranks that are looked at what another recorded for them."""
+        if self.only is None:
+            return
+        known = {(one.kind, one.module, one.tag, one.leaf) for one in self.streams if one.rank in self.only}
+        for number, one in enumerate(list(self.streams)):
+            place = one.placement
+            if place is None or place.shape is not None or one.rank in self.only:
+                continue
+            theirs = self.only & {*place.replicas}
+            if theirs and (one.kind, one.module, one.tag, one.leaf) not in known:
+                rows = self.rows_of(number)
+                self.there[rows] = self.borrowed[rows] = True
+                self.rank[rows] = min(theirs)
+                self.journal[rows, Column.STREAM] = len(self.streams)
+                self.streams.append(self._whole(one, min(theirs), self._holders(one)))
+
+    def result(self) -> Assembly:
+        """The rows that are read, borrowed ones where a rank would have recorded them."""
+        rows = np.flatnonzero(self.there)
+        if self.borrowed.any():
+            clock = self.recorded[rows, Column.GLOBAL_STEP].copy()
+            late = np.array([stream.kind in _LATE for stream in self.streams] or [False])
+            phase = np.ones(len(rows), np.int64)
+            for rank in np.unique(self.rank[rows]).tolist():
+                own = np.flatnonzero((self.rank[rows] == rank) & ~self.borrowed[rows])
+                clock[own] = np.maximum.accumulate(clock[own])
+                ended = np.cumsum(late[self.recorded[rows[own], Column.STREAM]])
+                begins = np.searchsorted(clock[own], clock[own])
+                before = np.where(begins > 0, ended[begins - 1], 0) if len(own) else ended
+                phase[own] = 2 * (ended > before)
+            rows = rows[np.lexsort((rows, phase, self.rank[rows], clock))]
+        problems = [
+            f"{count} messages of {kind} are of distributed tensors of which not all ranks' parts are there"
+            for kind, count in self.broken.items()
+        ]
+        journal = self.journal[rows]
+        # without the streams that others stand for
+        kept = np.array([self.only is None or one.rank in self.only for one in self.streams], bool)
+        kept[np.unique(self.recorded[:, Column.STREAM])] = False
+        kept[np.unique(journal[:, Column.STREAM])] = True
+        numbers = np.cumsum(kept) - 1
+        journal[:, Column.STREAM] = numbers[journal[:, Column.STREAM]]
+        recorded = self.recorded.copy()
+        for parts, number in self.wholes:
+            recorded[parts, Column.STREAM] = numbers[number]
+        streams = [one for one, keep in zip(self.streams, kept.tolist(), strict=True) if keep]
+        return Assembly(journal, streams, self.shapes, recorded, self.blocks, problems)

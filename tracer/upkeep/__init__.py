@@ -1,0 +1,1 @@
+"""Traces checked, saved and converted."""

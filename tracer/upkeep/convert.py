@@ -1,0 +1,254 @@
+"""`convert`: a trace into another format, with other chunks, or a part of it, message by message."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import tracer
+from tracer.errors import CaptureError, TraceError, TraceExistsError, UnknownNameError
+from tracer.format.layout import Column
+from tracer.messaging.subscription import passes
+from tracer.stores import Anywhere, Location, Url, exists, location, remove
+from tracer.trace.compression import Compression
+from tracer.trace.reader import Steps, TraceReader
+from tracer.trace.writer import TraceWriter, check_target
+
+
+def convert(
+    src: Anywhere,
+    dst: Anywhere,
+    *,
+    kinds: str | Iterable[str] | None = None,
+    modules: str | Iterable[str] | None = None,
+    steps: Steps | None = None,
+    tags: str | Iterable[str] | None = None,
+    ranks: int | Iterable[int] | None = None,
+    chunk_bytes: int = 65536,
+    own_pool_bytes: int = 65536,
+    compression: str | Mapping[str, str] = "auto",
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Copy a trace, or a part of it, into a new one; its suffix says in which format.
+
+    What several ranks and attempts recorded is put together in one part, without the steps that were superseded.
+    Messages keep their order, fields and bits; the header, the notes, the sampling of each stream and how the run
+    ended stay what they are, and a note ``converted`` says what was done. A trace without a status is copied up to its
+    last commit, and the copy says that it was interrupted. What is at `dst` appears when it is complete; at a URL the
+    copy is there before, and has no status until it is complete.
+
+    Parameters
+    ----------
+    src, dst : path or URL
+        Nothing may be at `dst`.
+    kinds, modules, steps, tags : optional
+        Only these messages, as in `tracer.replay`.
+    ranks : int or iterable of int, optional
+        Only messages of these ranks; by default those of all ranks are put together in one part.
+    chunk_bytes : int
+        Bytes of the chunks that small messages are stored in: larger ones read faster in order, smaller ones singly.
+    own_pool_bytes : int
+        A stream whose first message has at least so many bytes gets an array of its own, one row a message.
+    compression : str or mapping
+        How the copy is compressed, however `src` is; as in `tracer.record`.
+    progress : callable, optional
+        Called now and then with the numbers of messages done and to do.
+
+    Returns
+    -------
+    dict
+        ``source``, ``path``, ``messages``, ``bytes``, ``status``, ``left_out``: messages that did not pass, and
+        ``problems``: what is lost of `src`, such as ranks whose parts are missing or damaged; each is also a note in
+        the copy.
+
+    Raises
+    ------
+    TraceNotFoundError, TraceFormatError
+        If there is no trace at `src`, or if the suffix of `dst` is not one of a store.
+    TraceExistsError
+        If something is at `dst`, or if it lies within `src`.
+    TraceCorruptError
+        If what is to be copied of `src` is damaged; `tracer.recover` saves what there is. Nothing is left at `dst`.
+    CaptureError
+        If the steps are no range, or the trace has no messages of such a rank.
+    UnknownNameError
+        If the trace has no such kind, or no such tag, or if there is no such compression.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from tracer import NetworkMessage, TraceReader, TraceWriter
+    >>> folder = tempfile.mkdtemp()
+    >>> with TraceWriter(f"{folder}/run.zarr") as writer:
+    ...     for step in range(5):
+    ...         loss = torch.tensor(float(step))
+    ...         writer.write(NetworkMessage(kind="loss", global_step=step, train_step=step, epoch=0, data=loss))
+    >>> convert(f"{folder}/run.zarr", f"{folder}/part.h5", steps=(2, 4))["messages"]
+    2
+    >>> [message.data.item() for message in TraceReader(f"{folder}/part.h5")]
+    [2.0, 3.0]
+    """
+    src, dst = location(src), location(dst)
+    kinds, modules, tags = _names(kinds), _names(modules), _names(tags)
+    ranks = None if ranks is None else [ranks] if isinstance(ranks, int) else sorted(set(ranks))
+    codecs = Compression(compression)
+    filters: dict[str, Any] = {
+        "kinds": kinds,
+        "modules": modules,
+        "steps": steps,
+        "tags": tags,
+        "ranks": ranks,
+        "chunk_bytes": chunk_bytes,
+        "compression": codecs.describe(),
+    }
+    check_paths(src, dst)
+    with TraceReader(src) as reader:
+        streams = reader.streams
+        there = [] if ranks is None else np.unique(reader.rank).tolist()
+        absent = [rank for rank in ranks or () if rank not in there]
+        if absent:
+            for rank in absent:
+                if rank in reader.unreadable:
+                    raise reader.unreadable[rank]
+            has = f"those of {', '.join(map(str, there))}" if there else "none at all"
+            raise CaptureError(f"{src} has no messages of rank {', '.join(map(str, absent))}; it has {has}")
+        chosen = _streams(reader, kinds, modules, tags)
+        codecs.check(stream.kind for stream in streams)
+        rows = reader.select(streams=chosen, steps=steps, ranks=ranks)
+        info, problems = reader.info, list(reader.problems)
+        status, ended = reader.status, info["ended"]
+        if status == "recording":
+            status = "interrupted"
+        began = {name: info[name] for name in ("run_id", "created") if name in reader.header}
+        options = {"chunk_bytes": chunk_bytes, "own_pool_bytes": own_pool_bytes, "compression": codecs.choice}
+        with new_trace(src, dst, single(reader.header) | began, **options) as writer:
+            for note in reader.notes:
+                writer.note(note)
+            for problem in problems:  # the copy has one part, and could not say itself what it lacks
+                writer.note({"problem": {"what": str(src), "why": problem, "count": 1}})
+            for done, (stream, message) in enumerate(
+                zip(
+                    reader.journal[rows, Column.STREAM].tolist(),
+                    reader.messages(streams=chosen, steps=steps, ranks=ranks),
+                    strict=True,
+                )
+            ):
+                writer.write(message, streams[stream].sampling)
+                if progress is not None and done % 100 == 0:
+                    progress(done, len(rows))
+            writer.note({"converted": _provenance(src, filters)})
+            writer.finish(status, ended=ended)
+        return {
+            "source": str(src),
+            "path": str(dst),
+            "messages": len(rows),
+            "bytes": writer.bytes,
+            "status": status,
+            "left_out": len(reader) - len(rows),
+            "problems": problems,
+        }
+
+
+def single(header: Mapping[str, Any]) -> dict[str, Any]:
+    """The header of a copy, which has one part, and in it the messages of all parts."""
+    return {**header, **{name: value for name, value in _ONE_PART.items() if name in header}}
+
+
+_ONE_PART: Mapping[str, Any] = {"ranks": [0], "attempt": 0, "first_step": 0}
+
+
+def _provenance(src: Location, filters: Mapping[str, Any]) -> dict[str, Any]:
+    """What a copy says of where it is from; filters that let everything pass are not mentioned."""
+    told = {
+        name: value if isinstance(value, str | int | dict) else list(value)
+        for name, value in filters.items()
+        if value is not None
+    }
+    return {"from": str(src), "by": f"tracereel {tracer.__version__}", **told}
+
+
+def check_paths(src: Location, dst: Location) -> None:
+    """Make sure that `dst` can be made and is not a part of `src`; see `tracer.trace.writer.check_target`."""
+    if exists(dst):
+        raise TraceExistsError(f"{dst} already exists; a copy is only made where nothing is")
+    check_target(dst)
+    if isinstance(src, Path) and isinstance(dst, Path):
+        within = src.resolve() in dst.resolve().parents
+    else:
+        within = str(dst).startswith(f"{src}/")
+    if within:
+        raise TraceExistsError(f"{dst} lies within {src}, which is not changed; give a path outside of it")
+
+
+@contextmanager
+def new_trace(src: Location, dst: Location, header: Mapping[str, Any], **options: Any) -> Iterator[TraceWriter]:
+    """Write a trace that is at `dst` when the block ends without an error, and nowhere before that or otherwise.
+
+    At a URL it is there while it is written, because nothing can be renamed there: it has no status until it is
+    complete, and is removed after an error. The block finishes the writer.
+    """
+    check_paths(src, dst)
+    if isinstance(dst, Url):
+        writer = TraceWriter(dst, header=header, **options)
+        try:
+            yield writer
+        except BaseException as error:
+            writer.__exit__(type(error), error, None)
+            with contextlib.suppress(TraceError):
+                remove(dst)
+            raise
+        return
+    made: Path | None = None
+    try:
+        try:
+            dst.parent.mkdir(parents=True, exist_ok=True)
+            # beside it, so that it can be moved there as a whole
+            made = Path(tempfile.mkdtemp(prefix=f".{dst.name[:100]}.", dir=dst.parent))
+        except OSError as error:
+            raise TraceError(f"cannot write {dst}: {error.strerror or error}") from error
+        writer = TraceWriter(made / dst.name, header=header, **options)
+        try:
+            yield writer
+        except BaseException as error:
+            # closes what is open, as well as that goes
+            writer.__exit__(type(error), error, None)
+            raise
+        if os.path.lexists(dst):
+            raise TraceExistsError(f"{dst} was made by somebody else in the meantime, and is not overwritten")
+        try:
+            os.rename(made / dst.name, dst)
+        except OSError as error:
+            raise TraceError(f"cannot write {dst}: {error.strerror or error}") from error
+    finally:
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def _names(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _streams(
+    reader: TraceReader, kinds: tuple[str, ...] | None, modules: tuple[str, ...] | None, tags: tuple[str, ...] | None
+) -> list[int]:
+    """Ids of the streams that pass; what is named and not there is a mistake."""
+    streams = reader.streams
+    for what, names, known in (
+        ("kind", kinds, {stream.kind for stream in streams}),
+        ("tag", tags, {stream.tag for stream in streams}),
+        ("module", modules, {stream.module for stream in streams if stream.module is not None}),
+    ):
+        for name in names or ():
+            if name not in known and not (what != "kind" and set("!*?[").intersection(name)):
+                raise UnknownNameError.of(f"recorded {what}", name, known)
+    return [stream.id for stream in streams if passes(stream, kinds, modules, tags)]

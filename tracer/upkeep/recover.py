@@ -1,0 +1,267 @@
+"""`recover`: what can be had of a damaged trace, in a new one, and what was lost, as numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.errors import TraceCorruptError, TraceLostError
+from tracer.format.layout import Column
+from tracer.messaging.messages import DEFAULT_TAG
+from tracer.stores import Anywhere, Location, location
+from tracer.trace.part import merged, tags_of, worst
+from tracer.upkeep.convert import check_paths, new_trace, single
+from tracer.upkeep.verify import UNKNOWN, Survey, survey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostStream:
+    """How much of one stream was saved and lost.
+
+    Attributes
+    ----------
+    kind : str
+        ``"(unknown)"`` for messages of which only the number is known.
+    module : str or None
+        Dotted path; None for the network.
+    tag, leaf : str
+    rank : int
+    saved, lost : int
+        Messages.
+    steps : tuple of int or None
+        First and last global step of what was lost, where it is known.
+    """
+
+    kind: str
+    module: str | None
+    tag: str
+    leaf: str
+    rank: int
+    saved: int
+    lost: int
+    steps: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """What `recover` saved, and what it could not.
+
+    Attributes
+    ----------
+    source : str
+    path : str or None
+        None where nothing could be saved.
+    status : str
+        How the run ended, as far as the damaged trace tells.
+    messages, saved, lost : int
+        Messages that the journal had, and how many of them were saved and lost. Of rows that are not there any more
+        only the number is known; where that is not known either, they are not counted.
+    header : bool
+        Whether what was known of the run before it started was saved.
+    notes : int
+        Remarks that were saved.
+    streams : list of LostStream
+        Those that messages were lost of.
+    problems : list of str
+        What is wrong with the damaged trace.
+    lossless : bool
+        Whether all that was committed was saved. Where the journal or the declarations are damaged that is not known,
+        and this is false.
+    """
+
+    source: str
+    path: str | None
+    status: str
+    messages: int
+    saved: int
+    lost: int
+    header: bool
+    notes: int
+    streams: list[LostStream]
+    problems: list[str]
+    lossless: bool
+
+    def describe(self) -> dict[str, Any]:
+        """The loss as JSON."""
+        return dataclasses.asdict(self)
+
+
+def recover(
+    src: Anywhere,
+    dst: Anywhere,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> Loss:
+    """Save every message that can be had of a damaged trace into a new one; the damaged one is left as it is.
+
+    A message is saved if its row of the journal, its declarations and every byte of its data are as they were written.
+    The new trace has a note ``recovered`` with the numbers. Unless all was saved, its status begins with ``"failed"``.
+
+    Parameters
+    ----------
+    src, dst : path or URL
+        Nothing may be at `dst`; its suffix says in which format it is written.
+    progress : callable, optional
+        Called now and then with the numbers of messages done and to do.
+
+    Raises
+    ------
+    TraceNotFoundError, TraceFormatError
+        If there is no trace at `src`, it has parts that are not safe to read, or the suffix of `dst` is unknown.
+    TraceExistsError
+        If something is at `dst`, or if it lies within `src`.
+    TraceLostError
+        If nothing could be saved; its `loss` says what was lost, and nothing is left at `dst`.
+    TraceError
+        If the trace cannot be read, or the new one not be written; nothing is left at `dst`.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from tracer import NetworkMessage, TraceWriter
+    >>> folder = tempfile.mkdtemp()
+    >>> with TraceWriter(f"{folder}/run.zarr") as writer:
+    ...     writer.write(NetworkMessage(kind="loss", global_step=0, train_step=0, epoch=0, data=torch.ones(())))
+    >>> loss = recover(f"{folder}/run.zarr", f"{folder}/saved.zarr")
+    >>> loss.saved, loss.lost, loss.lossless
+    (1, 0, True)
+    """
+    src, dst = location(src), location(dst)
+    check_paths(src, dst)
+    with contextlib.ExitStack() as stack:
+        try:
+            surveys, elsewhere = stack.enter_context(survey(src))
+        except TraceCorruptError as error:
+            raise TraceLostError(f"nothing could be saved: {error}", _all_lost(src, error)) from error
+        numbers, rows = merged([_Order(one, surveys) for one in surveys])
+        total = len(rows) + sum(one.absent for one in surveys)
+        last = max(one.attempt for one in surveys)
+        status = worst([one.status for one in surveys if one.attempt == last])
+        header = next((one.header for one in reversed(surveys) if one.header), None) or {
+            name: value for name in ("run_id", "created") if isinstance(value := surveys[0].attributes.get(name), str)
+        }
+        saved = [np.zeros(len(one.journal), bool) for one in surveys]
+        with new_trace(src, dst, single(header)) as writer:
+            for note in (note for one in surveys for note in one.notes):
+                writer.note(note)
+            for done, (number, row) in enumerate(zip(numbers.tolist(), rows.tolist(), strict=True)):
+                one = surveys[number]
+                message = one.message(row)
+                if message is not None:
+                    writer.write(message, one.streams[int(one.journal[row, Column.STREAM])].sampling)
+                    saved[number][row] = True
+                if progress is not None and done % 100 == 0:
+                    progress(done, len(rows))
+            # chunks and messages that were found damaged only now
+            for one in surveys:
+                one.tell_damage()
+            kept = int(sum(mask.sum() for mask in saved))
+            # what is of another run is not lost
+            whole = all(problem.check == "foreign" for problem in elsewhere)
+            lossless = whole and all(one.told_all for one in surveys) and kept == total
+            nothing = not kept and not lossless
+            found = dict.fromkeys([*elsewhere, *(problem for one in surveys for problem in one.problems)])
+            lost = [rows[numbers == number] for number in range(len(surveys))]
+            lost = [mine[~mask[mine]] for mine, mask in zip(lost, saved, strict=True)]
+            loss = Loss(
+                source=str(src),
+                path=None if nothing else str(dst),
+                status=status,
+                messages=total,
+                saved=kept,
+                lost=total - kept,
+                header=any(one.header for one in surveys),
+                notes=sum(len(one.notes) for one in surveys),
+                streams=[stream for each in zip(surveys, saved, lost, strict=True) for stream in _by_stream(*each)],
+                problems=[str(problem) for problem in found],
+                lossless=lossless,
+            )
+            if nothing:
+                why = loss.problems[0] if loss.problems else "it is damaged"
+                raise TraceLostError(f"nothing could be saved of {src}: {why}", loss)
+            counts = {"from": str(src), "messages": total, "saved": kept, "lost": loss.lost}
+            writer.note({"recovered": {**counts, "problems": len(loss.problems)}})
+            ended = surveys[-1].ending.get("ended")
+            ended = ended if isinstance(ended, str) else None
+            final = "interrupted" if status == "recording" else status
+            if not lossless:
+                # a trace that says that it is finished is complete
+                final = f"failed: recovered with {loss.lost} of {total} messages lost; the status was {final}"
+            writer.finish(final, ended=ended)
+        return loss
+
+
+def _all_lost(src: Location, why: TraceCorruptError) -> Loss:
+    """The loss of a trace of which not even a journal was found."""
+    return Loss(
+        source=str(src),
+        path=None,
+        status="unknown",
+        messages=0,
+        saved=0,
+        lost=0,
+        header=False,
+        notes=0,
+        streams=[],
+        problems=[str(why)],
+        lossless=False,
+    )
+
+
+class _Order:
+    """A survey as `merged` needs it: rows that cannot be read stay where they are, and are of the step before them."""
+
+    def __init__(self, survey: Survey, surveys: Sequence[Survey]) -> None:
+        self.rank, self.attempt = survey.rank, survey.attempt
+        self.journal = survey.journal.copy()
+        # what a row says of its step is certain also where its stream is not known
+        certain = survey.certain
+        before = np.maximum.accumulate(np.where(certain, np.arange(len(certain)), -1))
+        steps = np.where(before >= 0, survey.journal[before, Column.GLOBAL_STEP], 0)
+        self.journal[~survey.sound] = 0
+        self.journal[:, Column.GLOBAL_STEP] = steps
+        self.first_step = survey.first_step if survey.header else _first_step(survey, surveys)
+        self._streams = survey.streams
+
+    def tags(self) -> NDArray[np.str_]:
+        """The tag of each row."""
+        return tags_of(self.journal[:, Column.STREAM], self._streams)
+
+
+def _first_step(survey: Survey, surveys: Sequence[Survey]) -> int:
+    """Where an attempt began whose header is lost: as other ranks say, or with its first message; else nowhere."""
+    told = [one.first_step for one in surveys if one.attempt == survey.attempt and one.header]
+    tags = tags_of(survey.journal[:, Column.STREAM], survey.streams)
+    steps = survey.journal[survey.certain & (tags == DEFAULT_TAG), Column.GLOBAL_STEP]
+    return min(told, default=int(steps.min(initial=np.iinfo(np.int64).max)))
+
+
+def _by_stream(survey: Survey, saved: NDArray[np.bool_], lost: NDArray[np.int64]) -> list[LostStream]:
+    found = []
+    if survey.absent:
+        rank, count = survey.rank, survey.absent
+        found.append(LostStream(kind=UNKNOWN, module=None, tag="", leaf="", rank=rank, saved=0, lost=count, steps=None))
+    # rows that contradict the declarations are not to be believed in what they say of their stream
+    ids = np.where(survey.sound, survey.journal[:, Column.STREAM], -1)
+    for number in np.unique(ids[lost]).tolist():
+        steps = survey.journal[lost[ids[lost] == number], Column.GLOBAL_STEP]
+        stream = survey.streams.get(number)
+        found.append(
+            LostStream(
+                kind=UNKNOWN if stream is None else stream.kind,
+                module=None if stream is None else stream.module,
+                tag="" if stream is None else stream.tag,
+                leaf="" if stream is None else stream.leaf,
+                rank=survey.rank if stream is None else stream.rank,
+                saved=int((saved & (ids == number)).sum()),
+                lost=len(steps),
+                steps=None if stream is None else (int(steps.min()), int(steps.max())),
+            )
+        )
+    return found
