@@ -374,7 +374,7 @@ _filters = _options(_kinds, _modules, _steps, _tags, _ranks)
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]], **how: Any) -> TextTable | str:
-    """A table for `_show`; `how` says which columns are names and the like, as for `analyze.tables.layout.TextTable`."""
+    """A table for `_show`; `how` says which columns are names and the like, as for `TextTable`."""
     from analyze.tables.layout import TextTable
 
     made = TextTable(columns, [[printable(_cell(value)) for value in row] for row in rows], **how)
@@ -1219,7 +1219,7 @@ def _message_facts(
 
 def _answer_facts(message: Message) -> dict[str, Any]:
     """A message of a replay as JSON values, with a few of its numbers."""
-    from tracer.format.layout import encode, readable
+    from tracer.format.encodings import encode, readable
 
     counters = message.global_step, message.train_step, message.epoch, message.call
     if message.data is None:
@@ -1293,7 +1293,7 @@ def cat(trace: str, limit: int | None, values: int, as_json: bool, **filters: An
     """
     from itertools import islice
 
-    from tracer.format.layout import Column
+    from tracer.format.journal import Column
 
     facts = [Column.STREAM, Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
     with tracer.open(trace) as reader:

@@ -2,8 +2,8 @@
 
 Traces are made in a temporary folder: many small ones (copies under their own names) for planning and for what a part
 costs, and some with activations of which SVCCA takes long for scaling. Numbers of workers take turns; ratios are formed
-within a round, and their median is printed. What a part costs is the time of `analyze.batching.tasks.run` over that of the
-replay alone, in processor time. Where more workers than there are processors would be needed, the curve is simulated:
+within a round, and their median is printed. What a part costs is the time of `analyze.batching.tasks.run` over that
+of the replay alone, in processor time. Where more workers than there are processors would be needed, the curve is simulated:
 the part times that were recorded, taken in the order of the plan by N workers, each task waiting for the one process
 that hands them out, whose time per task is measured, too.
 

@@ -23,7 +23,8 @@ from numcodecs import blosc
 
 import tracer
 from tracer.errors import CaptureError, TraceCorruptError, TraceFormatError, UnknownNameError
-from tracer.format import layout
+from tracer.format.encodings import ENCODINGS
+from tracer.format.names import declarations_name, journal_name
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.stores import create_store, open_store
 from tracer.stores.codecs import CODECS, HDF5_FILTER, OVERHEAD, decode, decoded_size, encode, hdf5_options
@@ -58,10 +59,10 @@ def numbers(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray[Any
 def test_what_auto_chooses() -> None:
     """Integers and bools are compressed, floats and the bits of bfloat16 not; where a plugin is needed, nothing."""
     auto = Compression()
-    assert {name for name in layout.ENCODINGS if auto.of("x", name) is not None} == {
+    assert {name for name in ENCODINGS if auto.of("x", name) is not None} == {
         *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
     }
-    assert not any(auto.of("x", name, plainly=False) for name in layout.ENCODINGS)
+    assert not any(auto.of("x", name, plainly=False) for name in ENCODINGS)
     assert Compression("zstd").of(None, "float32", plainly=False) == "zstd"
 
 
@@ -277,8 +278,8 @@ def test_tables_are_never_compressed(tmp_path: Path, suffix: str) -> None:
     with TraceWriter(path, compression="zstd") as writer:
         writer.write(NetworkMessage(kind="loss", global_step=0, train_step=0, epoch=0, data=torch.zeros(500)))
     for name, compressed in (
-        (layout.journal_name("rank0"), False),
-        (layout.declarations_name("rank0"), False),
+        (journal_name("rank0"), False),
+        (declarations_name("rank0"), False),
         ("rank0/pools/loss/float32", True),
     ):
         if suffix == ".zarr":
@@ -525,7 +526,7 @@ def test_damage_reaches_one_chunk(tmp_path: Path, suffix: str, codec: str) -> No
 def facts(message: Message) -> tuple[Any, ...]:
     """All that a message says, comparable."""
     data = message.data
-    bits = None if data is None else (data.dtype, tuple(data.shape), layout.encode(data).tobytes())
+    bits = None if data is None else (data.dtype, tuple(data.shape), encode(data).tobytes())
     counters = (message.global_step, message.train_step, message.epoch, message.call)
     return (type(message), message.kind, message.key, message.tag, message.leaf, counters, bits)
 
@@ -539,12 +540,12 @@ def contents(path: Path) -> list[tuple[Any, ...]]:
 
 def message(number: int, dtype: str, shape: tuple[int, ...], seed: int) -> Message:
     """A message with bits that may be anything, or may repeat."""
-    encoding = layout.ENCODINGS[dtype]
+    encoding = ENCODINGS[dtype]
     size = int(np.prod(shape)) * np.dtype(encoding.storage).itemsize
     rng = np.random.default_rng(seed)
     bits = rng.integers(0, 2 if dtype == "bool" or seed % 3 else 256, size, np.uint8)
     where: dict[str, Any] = {"global_step": number, "train_step": number, "epoch": 0}
-    data = layout.decode(bits.view(encoding.storage), dtype, shape)
+    data = decode(bits.view(encoding.storage), dtype, shape)
     return ModuleMessage(kind=f"kind{seed % 2}", module=f"m{seed % 3}", data=data, **where)
 
 

@@ -20,7 +20,8 @@ from tracer.errors import (
     TraceNotFoundError,
     UnknownNameError,
 )
-from tracer.format import layout
+from tracer.format.encodings import encode
+from tracer.format.journal import Column
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter
@@ -35,7 +36,7 @@ OTHER = {".zarr": ".h5", ".h5": ".zarr"}
 def facts(message: Message) -> tuple[Any, ...]:
     """All that a message says, comparable."""
     data = message.data
-    bits = None if data is None else (data.dtype, tuple(data.shape), layout.encode(data).tobytes())
+    bits = None if data is None else (data.dtype, tuple(data.shape), encode(data).tobytes())
     counters = (message.global_step, message.train_step, message.epoch, message.call)
     return (type(message), message.kind, message.key, message.tag, message.leaf, counters, bits)
 
@@ -44,7 +45,7 @@ def contents(path: Path) -> dict[str, Any]:
     """All that a trace says, save for where its copies came from."""
     with TraceReader(path) as reader:
         streams = {stream.id: stream for stream in reader.streams}
-        ids = reader.journal[:, layout.Column.STREAM].tolist()
+        ids = reader.journal[:, Column.STREAM].tolist()
         return {
             "messages": [(facts(m), streams[n].sampling) for n, m in zip(ids, reader, strict=True)],
             "header": reader.header,

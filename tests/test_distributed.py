@@ -31,7 +31,7 @@ from tests import two_ranks
 from tests.endings import alike, ended
 from tracer import Collect, ModuleMessage, TraceReader, TraceWriter
 from tracer.errors import CaptureError, TraceCorruptError, TraceError
-from tracer.format.layout import part_name
+from tracer.format.names import part_name
 from tracer.format.placement import Placement, cover
 from tracer.stores import zarr
 from tracer.trace import assembly

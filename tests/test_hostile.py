@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from tracer.errors import TraceCorruptError, TraceError, TraceFormatError, TracerError
-from tracer.format import layout
-from tracer.format.layout import Column
+from tracer.format.declarations import declaration
+from tracer.format.encodings import encode
+from tracer.format.journal import Column
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.stores import open_store
 from tracer.trace.reader import TraceReader
@@ -65,7 +66,7 @@ def write(path: Path, compression: str = "auto") -> Path:
 def facts(message: Message) -> tuple[Any, ...]:
     """All that a message says, comparable."""
     data = message.data
-    bits = None if data is None else (data.dtype, tuple(data.shape), layout.encode(data).tobytes())
+    bits = None if data is None else (data.dtype, tuple(data.shape), encode(data).tobytes())
     counters = (message.global_step, message.train_step, message.epoch, message.call)
     return (type(message), message.kind, message.key, message.tag, message.leaf, counters, bits)
 
@@ -354,10 +355,10 @@ def test_hdf5_of_absurd_length(tmp_path: Path, name: str) -> None:
 
 
 DECLARED: dict[str, list[bytes]] = {
-    "a shape of 10^30 elements": [layout.declaration("shape", {"id": 0, "shape": [10**10] * 3})],
-    "a shape of a thousand axes": [layout.declaration("shape", {"id": 0, "shape": [1] * 1000})],
-    "a shape of no numbers": [layout.declaration("shape", {"id": 0, "shape": [True, 2.0, "3"]})],
-    "ids of another type": [layout.declaration("shape", {"id": False, "shape": [1]})],
+    "a shape of 10^30 elements": [declaration("shape", {"id": 0, "shape": [10**10] * 3})],
+    "a shape of a thousand axes": [declaration("shape", {"id": 0, "shape": [1] * 1000})],
+    "a shape of no numbers": [declaration("shape", {"id": 0, "shape": [True, 2.0, "3"]})],
+    "ids of another type": [declaration("shape", {"id": False, "shape": [1]})],
     "an endless number": [b'{"shape":{"id":0,"shape":[' + b"9" * 10_000 + b"]}}"],
     "brackets in brackets": [b'{"note":' + b"[" * 100_000 + b"]" * 100_000 + b"}"],
     "braces in braces": [b'{"note":' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}"],
@@ -365,14 +366,14 @@ DECLARED: dict[str, list[bytes]] = {
     "two things in a line": [b'{"note":{},"shape":{"id":0,"shape":[]}}'],
     "a header that is a list": [b'{"header":[1,2]}'],
     "a dtype that runs code": [
-        layout.declaration(
+        declaration(
             "stream",
             {"id": 0, "kind": "a", "network": False, "module": "m", "tag": "t", "leaf": "", "dtype": "os.system"},
         )
     ],
     "a pool elsewhere": [
-        *(layout.declaration("shape", {"id": 0, "shape": [2]}),),
-        layout.declaration("pool", {"id": 0, "name": "../../../etc/passwd", "dtype": "float32"}),
+        *(declaration("shape", {"id": 0, "shape": [2]}),),
+        declaration("pool", {"id": 0, "name": "../../../etc/passwd", "dtype": "float32"}),
     ],
 }
 

@@ -1022,8 +1022,9 @@ def test_an_optimizer_for_each_input_looks_for_no_model(tmp_path: Path) -> None:
     body = """
     import tracer.recording.launching.launch
     looked = []
-    plainly = tracer.recording.launching.launch.models_of
-    tracer.recording.launching.launch.models_of = lambda optimizers: looked.append(len(optimizers)) or plainly(optimizers)
+    launch = tracer.recording.launching.launch
+    plainly = launch.models_of
+    launch.models_of = lambda optimizers: looked.append(len(optimizers)) or plainly(optimizers)
     net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(5):
         bad = x.clone().requires_grad_(); attack = torch.optim.SGD([bad], lr=0.1)

@@ -16,7 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tracer.errors import MessageError, TraceCorruptError, TraceError, TraceFormatError
-from tracer.format import layout
+from tracer.format import journal
+from tracer.format.declarations import declaration, declarations, sealed
+from tracer.format.encodings import ENCODINGS, STORAGE_DTYPES, decode, encode
+from tracer.format.journal import COLUMNS, JOURNAL_BLOCK, row_checksums
+from tracer.format.names import RESERVED, own_pool, quote
+from tracer.format.process import process_lives, process_start
+from tracer.format.version import FORMAT, check_version
 from tracer.stores import check_name
 
 NAMES = st.text(max_size=260) | st.sampled_from(
@@ -43,7 +49,7 @@ NAMES = st.text(max_size=260) | st.sampled_from(
 @given(NAMES)
 def test_quoted_names_stay_inside_the_store(name: str) -> None:
     """Whatever a module is called, its name is one part of a path that every store accepts."""
-    quoted = layout.quote(name)
+    quoted = quote(name)
     assert "/" not in quoted
     assert quoted.isascii()
     assert len(quoted) <= 200
@@ -53,7 +59,7 @@ def test_quoted_names_stay_inside_the_store(name: str) -> None:
 @given(NAMES, NAMES)
 def test_quoted_names_do_not_collide(first: str, second: str) -> None:
     """Two names are quoted alike only if they are the same."""
-    assert (layout.quote(first) == layout.quote(second)) == (first == second)
+    assert (quote(first) == quote(second)) == (first == second)
 
 
 STREAMS = st.tuples(
@@ -69,26 +75,26 @@ def test_pools_of_streams_do_not_collide(
     first: tuple[str, str | None, str, str], second: tuple[str, str | None, str, str]
 ) -> None:
     """Every stream has a pool name of its own, which no reserved array has and every store accepts."""
-    names = [layout.own_pool("rank0", *stream) for stream in (first, second)]
+    names = [own_pool("rank0", *stream) for stream in (first, second)]
     assert (names[0] == names[1]) == (first == second)
     for name in names:
         check_name(name)
-        assert name.split("/")[1] not in layout.RESERVED
+        assert name.split("/")[1] not in RESERVED
 
 
-@pytest.mark.parametrize("name", layout.ENCODINGS)
+@pytest.mark.parametrize("name", ENCODINGS)
 def test_every_bit_survives_encoding(name: str) -> None:
     """Encoding and decoding returns the bits, the dtype and the shape, NaNs and infinities with payloads included."""
-    dtype = layout.ENCODINGS[name].dtype
+    dtype = ENCODINGS[name].dtype
     generator = torch.Generator().manual_seed(0)
     size = dtype.itemsize
     high = 2 if name == "bool" else 256
     raw = torch.randint(0, high, (3, 4 * size), dtype=torch.uint8, generator=generator)
     tensor = raw.view(dtype)
-    stored = layout.encode(tensor)
-    assert stored.dtype == layout.ENCODINGS[name].storage
-    assert stored.dtype in [np.dtype(storage) for storage in layout.STORAGE_DTYPES]
-    back = layout.decode(stored.reshape(-1).copy(), name, (3, 4))
+    stored = encode(tensor)
+    assert stored.dtype == ENCODINGS[name].storage
+    assert stored.dtype in [np.dtype(storage) for storage in STORAGE_DTYPES]
+    back = decode(stored.reshape(-1).copy(), name, (3, 4))
     assert back.dtype == dtype
     assert back.shape == (3, 4)
     assert torch.equal(back.view(torch.uint8), raw)
@@ -98,21 +104,21 @@ def test_encoding_does_not_copy_what_is_contiguous() -> None:
     """A contiguous CPU tensor and its encoding share memory."""
     for dtype in (torch.float32, torch.bfloat16):
         tensor = torch.zeros(3, 4, dtype=dtype)
-        assert layout.encode(tensor).ctypes.data == tensor.data_ptr()
+        assert encode(tensor).ctypes.data == tensor.data_ptr()
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_encoding_of_views() -> None:
     """Transposed, expanded, conjugated and zero-dimensional tensors are stored by their values."""
     tensor = torch.arange(6, dtype=torch.float32).reshape(2, 3)
-    assert np.array_equal(layout.encode(tensor.T), tensor.T.numpy())
-    assert np.array_equal(layout.encode(torch.ones(1).expand(4)), np.ones(4, np.float32))
-    assert np.array_equal(layout.encode(torch.tensor([1 + 2j]).conj()), np.array([1 - 2j], np.complex64))
-    assert np.array_equal(layout.encode(torch.tensor([1 + 2j]).conj().imag), np.array([-2], np.float32))
+    assert np.array_equal(encode(tensor.T), tensor.T.numpy())
+    assert np.array_equal(encode(torch.ones(1).expand(4)), np.ones(4, np.float32))
+    assert np.array_equal(encode(torch.tensor([1 + 2j]).conj()), np.array([1 - 2j], np.complex64))
+    assert np.array_equal(encode(torch.tensor([1 + 2j]).conj().imag), np.array([-2], np.float32))
     half = torch.tensor([1 + 2j]).to(torch.complex32)
-    assert np.array_equal(layout.encode(half.conj()), layout.encode(torch.tensor([1 - 2j]).to(torch.complex32)))
-    assert np.array_equal(layout.encode(torch.nn.Parameter(torch.ones(2))), np.ones(2, np.float32))
-    assert layout.encode(torch.tensor(1.5)).shape == ()
+    assert np.array_equal(encode(half.conj()), encode(torch.tensor([1 - 2j]).to(torch.complex32)))
+    assert np.array_equal(encode(torch.nn.Parameter(torch.ones(2))), np.ones(2, np.float32))
+    assert encode(torch.tensor(1.5)).shape == ()
 
 
 @pytest.mark.parametrize(
@@ -126,7 +132,7 @@ def test_encoding_of_views() -> None:
 def test_tensors_that_a_trace_cannot_hold(tensor: torch.Tensor, word: str) -> None:
     """Tensors without dense memory of a known dtype are refused in a sentence that names what they are."""
     with pytest.raises(MessageError, match=word):
-        layout.encode(tensor)
+        encode(tensor)
 
 
 LINES = [("header", {"a": "\n"}), ("shape", {"id": 0}), ("note", {"crc32c": 1})]
@@ -134,22 +140,22 @@ LINES = [("header", {"a": "\n"}), ("shape", {"id": 0}), ("note", {"crc32c": 1})]
 
 def test_declarations_come_back() -> None:
     """Lines that were sealed in two commits read as they were; zeros after them are not yet there."""
-    lines = [layout.declaration(what, value) for what, value in LINES]
-    first, checksum = layout.sealed(lines[:1])
-    second, _ = layout.sealed(lines[1:], checksum)
-    assert layout.declarations(first + second)[0] == LINES
-    assert layout.declarations(first + second + bytes(9))[:2] == (LINES, len(first + second))
-    assert layout.declarations(first) == (LINES[:1], len(first), checksum)
+    lines = [declaration(what, value) for what, value in LINES]
+    first, checksum = sealed(lines[:1])
+    second, _ = sealed(lines[1:], checksum)
+    assert declarations(first + second)[0] == LINES
+    assert declarations(first + second + bytes(9))[:2] == (LINES, len(first + second))
+    assert declarations(first) == (LINES[:1], len(first), checksum)
     # what was added since is read without the lines before it
-    assert layout.declarations(second, checksum)[0] == LINES[1:]
-    assert layout.declarations(b"") == ([], 0, 0)
+    assert declarations(second, checksum)[0] == LINES[1:]
+    assert declarations(b"") == ([], 0, 0)
     with pytest.raises(TraceError, match="header"):
-        layout.declaration("header", {"a": object()})
+        declaration("header", {"a": object()})
 
 
 def test_any_change_of_the_declarations_is_found() -> None:
     """Every flipped bit, and a line that is missing, doubled, cut or elsewhere, is an error that names the line."""
-    data, _ = layout.sealed(layout.declaration(what, value) for what, value in LINES)
+    data, _ = sealed(declaration(what, value) for what, value in LINES)
     first, second, third = data.splitlines(keepends=True)
     others = [second + third, first + third, first + first + second + third, first + third + second, data[:-1]]
     for place in range(len(data)):
@@ -159,26 +165,26 @@ def test_any_change_of_the_declarations_is_found() -> None:
             others.append(bytes(changed))
     for other in others:
         with pytest.raises(TraceCorruptError, match=r"line \d of the declarations"):
-            layout.declarations(other)
+            declarations(other)
 
 
 def test_any_change_of_a_journal_row_changes_its_checksum() -> None:
     """The checksum of a row depends on every bit of it and on where it stands."""
-    rows = np.random.default_rng(0).integers(-(2**63), 2**63, (3, layout.COLUMNS))
-    checksums = layout.row_checksums(rows, 7)
-    assert layout.row_checksums(rows[1:], 8).tolist() == checksums[1:].tolist()
-    assert layout.row_checksums(rows[1:], 7).tolist() != checksums[1:].tolist()
-    for column in range(layout.COLUMNS - 1):
+    rows = np.random.default_rng(0).integers(-(2**63), 2**63, (3, COLUMNS))
+    checksums = row_checksums(rows, 7)
+    assert row_checksums(rows[1:], 8).tolist() == checksums[1:].tolist()
+    assert row_checksums(rows[1:], 7).tolist() != checksums[1:].tolist()
+    for column in range(COLUMNS - 1):
         for bit in range(64):
             changed = rows.copy()
             changed.view(np.uint64)[1, column] ^= np.uint64(1 << bit)
-            assert (layout.row_checksums(changed, 7) != checksums).tolist() == [False, True, False]
+            assert (row_checksums(changed, 7) != checksums).tolist() == [False, True, False]
     for count in (287, 288, 700):  # few are summed up in another way than many
-        more = np.random.default_rng(1).integers(-5, 2**40, (count, layout.COLUMNS))
+        more = np.random.default_rng(1).integers(-5, 2**40, (count, COLUMNS))
         plain = [crc32c(np.array([number + 3, *row[:-1]], "<i8")) for number, row in enumerate(more)]
-        assert layout.row_checksums(more, 3).tolist() == plain
-    many = np.zeros((layout.JOURNAL_BLOCK + 5, layout.COLUMNS), np.int64)
-    assert layout.row_checksums(many, 0)[-3:].tolist() == layout.row_checksums(many[:3], len(many) - 3).tolist()
+        assert row_checksums(more, 3).tolist() == plain
+    many = np.zeros((JOURNAL_BLOCK + 5, COLUMNS), np.int64)
+    assert row_checksums(many, 0)[-3:].tolist() == row_checksums(many[:3], len(many) - 3).tolist()
 
 
 @pytest.mark.parametrize("size", [1, 4, 40, 96, 97])
@@ -186,30 +192,30 @@ def test_any_change_of_a_journal_row_changes_its_checksum() -> None:
 def test_checksums_of_rows(size: int, times: float) -> None:
     """They are those of a library, for rows of any length, few or many of them."""
     rows = np.random.default_rng(size).integers(0, 256, (int(times * size) or 1, size)).astype(np.uint8)
-    assert layout.checksums(rows).tolist() == [crc32c(row) for row in rows]
-    assert layout.checksums(rows[:0]).tolist() == []
+    assert journal.checksums(rows).tolist() == [crc32c(row) for row in rows]
+    assert journal.checksums(rows[:0]).tolist() == []
 
 
 @pytest.mark.parametrize(
     ("attributes", "word"),
-    [({}, "not a trace"), ({"format": "mcap"}, "not a trace"), ({"format": layout.FORMAT, "format_version": 99}, "99")],
+    [({}, "not a trace"), ({"format": "mcap"}, "not a trace"), ({"format": FORMAT, "format_version": 99}, "99")],
 )
 def test_other_formats_and_versions_are_refused(attributes: dict[str, object], word: str) -> None:
     """What is no trace, or one of a later version, is refused with what was found."""
     with pytest.raises(TraceFormatError, match=word):
-        layout.check_version(attributes)
+        check_version(attributes)
 
 
 def test_process_start_tells_processes_apart() -> None:
     """The start of this process is known, is not that of its child, and is None for a process that is not there."""
-    start = layout.process_start(os.getpid())
-    assert start == layout.process_start(os.getpid())
+    start = process_start(os.getpid())
+    assert start == process_start(os.getpid())
     if start is None:
         pytest.skip("there is no /proc here")
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert layout.process_start(child.pid) not in (None, start)
+    assert process_start(child.pid) not in (None, start)
     child.communicate(b"\n")
-    assert layout.process_start(child.pid) is None
+    assert process_start(child.pid) is None
 
 
 def test_importing_the_stores_imports_no_library() -> None:
@@ -224,10 +230,10 @@ def test_another_users_process_that_is_hidden_may_live(monkeypatch: pytest.Monke
     def refuse(pid: int, number: int) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    mine = {"pid": os.getpid(), "hostname": platform.node(), "start": layout.process_start(os.getpid())}
+    mine = {"pid": os.getpid(), "hostname": platform.node(), "start": process_start(os.getpid())}
     monkeypatch.setattr(os, "kill", refuse)
-    assert layout.process_lives(mine) is True
-    assert layout.process_lives(mine | {"start": "another"}) is (mine["start"] == "another")
-    monkeypatch.setattr(layout, "_state_and_start", lambda pid: None)
-    assert layout.process_lives(mine | {"start": "1"}) is None
-    assert layout.process_lives(mine | {"start": None}) is True  # where no process tells when it began
+    assert process_lives(mine) is True
+    assert process_lives(mine | {"start": "another"}) is (mine["start"] == "another")
+    monkeypatch.setattr("tracer.format.process._state_and_start", lambda pid: None)
+    assert process_lives(mine | {"start": "1"}) is None
+    assert process_lives(mine | {"start": None}) is True  # where no process tells when it began

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from tracer import memory
-from tracer.format import layout
+from tracer.format.encodings import ENCODINGS
 from tracer.memory import SMALLEST, Memory
 from tracer.observing.pytorch.tensors import copied
 
@@ -60,7 +60,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        *((name, how) for name in layout.ENCODINGS for how in ("as it is", "transposed", "expanded")),
+        *((name, how) for name in ENCODINGS for how in ("as it is", "transposed", "expanded")),
         *((name, how) for name in ("complex64", "complex128") for how in ("conjugated", "negated")),
     ],
 )
@@ -68,7 +68,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 def test_copies_are_equal_to_the_last_bit(name: str, how: str) -> None:
     """Of each dtype that a trace holds, in each way that a tensor lies in memory."""
-    dtype = layout.ENCODINGS[name].dtype
+    dtype = ENCODINGS[name].dtype
     plain = torch.randint(0, 2 if dtype is torch.bool else 256, (8 * SMALLEST,), dtype=torch.uint8).view(dtype)
     plain = plain.view(8, -1, 4)
     made: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

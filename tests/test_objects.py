@@ -34,8 +34,9 @@ from tracer.errors import (
     TraceNotFoundError,
     TraceUnreachableError,
 )
-from tracer.format import layout
-from tracer.format.layout import Column
+from tracer.format.encodings import encode
+from tracer.format.journal import Column
+from tracer.format.names import part_name
 from tracer.memory import PAGE
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.recording.recorder import Recorder
@@ -165,7 +166,7 @@ def write(path: str | Path, steps: int = 30, **options: Any) -> None:
 def facts(message: Message) -> tuple[Any, ...]:
     """All that a message says, comparable."""
     data = message.data
-    bits = None if data is None else (data.dtype, tuple(data.shape), layout.encode(data).tobytes())
+    bits = None if data is None else (data.dtype, tuple(data.shape), encode(data).tobytes())
     counters = (message.global_step, message.train_step, message.epoch, message.call)
     return (type(message), message.kind, message.key, message.tag, message.leaf, counters, bits)
 
@@ -912,7 +913,7 @@ def test_ranks_and_attempts(url: str) -> None:
 
     def part(steps: range, rank: int, attempt: int = 0) -> None:
         header = {"ranks": [1] if attempt else [0, 1], "attempt": attempt, "first_step": steps.start}
-        with TraceWriter(url, header=header, part=layout.part_name(rank, attempt)) as writer:
+        with TraceWriter(url, header=header, part=part_name(rank, attempt)) as writer:
             for step in steps:
                 where: dict[str, Any] = {"global_step": step, "train_step": step, "epoch": 0, "rank": rank}
                 writer.write(NetworkMessage(kind="loss", data=torch.tensor(100 * attempt + step), **where))

@@ -28,7 +28,8 @@ import tracer
 from cli import main
 from tracer import Collect, ModuleMessage, NetworkMessage, TraceReader, TraceWriter
 from tracer.errors import CaptureError, TraceCorruptError, TraceError, TraceExistsError
-from tracer.format.layout import Column, part_name
+from tracer.format.journal import Column
+from tracer.format.names import part_name
 from tracer.stores import create_store, hdf5, open_store, remove_part
 from tracer.trace.part import Part, Process, claim, this_process
 

@@ -281,7 +281,7 @@ def test_what_follows_the_last_row(tmp_path: Path, interrupted: bool) -> None:
 
 def test_many_damaged_declarations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flipped bit is looked for in so many bytes of damaged lines, and no more: in long ones that takes long."""
-    from tracer.format import layout
+    from tracer.format.declarations import as_they_were
 
     path = tmp_path / "run.h5"
     with TraceWriter(path) as writer:
@@ -295,8 +295,10 @@ def test_many_damaged_declarations(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         data[place : place + 2] = b"??"
     path.write_bytes(data)
     tried: list[int] = []
-    search = layout.as_they_were
-    monkeypatch.setattr(layout, "as_they_were", lambda text, before: (tried.append(len(text)), search(text, before))[1])
+    search = as_they_were
+    monkeypatch.setattr(
+        "tracer.upkeep.verify.as_they_were", lambda text, before: (tried.append(len(text)), search(text, before))[1]
+    )
     loss = recover(path, tmp_path / "saved.zarr")
     assert (loss.saved, loss.notes, loss.lossless) == (60, 30, False)
     assert 0 < sum(tried) <= 1 << 15

@@ -213,8 +213,8 @@ def test_subscriber_is_described(name: str) -> None:
 def test_all_metrics_are_registered() -> None:
     """Every subscriber class under analyze.metrics that is not there to be derived from has a name in the registry."""
     found = set()
-    for path in (ROOT / "analyze" / "metrics").glob("*.py"):
-        module = importlib.import_module(f"analyze.metrics.{path.stem}")
+    for path in (ROOT / "analyze" / "metrics").rglob("*.py"):
+        module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
         found |= {
             f"{module.__name__}:{name}"
             for name, value in vars(module).items()

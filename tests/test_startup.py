@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from analyze import catalogue, registry
-from tracer.format import layout
+from tracer.format.encodings import ENCODINGS, is_encoded, readable
 from tracer.messaging.messages import ModuleMessage
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter
@@ -90,10 +90,10 @@ def test_descriptions_are_those_of_the_classes() -> None:
     assert registry.DESCRIPTIONS.read_text(encoding="utf-8") == catalogue.descriptions(), "run `make docs`"
 
 
-@pytest.mark.parametrize("name", [name for name, one in layout.ENCODINGS.items() if not one.is_native])
+@pytest.mark.parametrize("name", [name for name, one in ENCODINGS.items() if not one.is_native])
 def test_numbers_that_numpy_lacks_are_read_as_torch_reads_them(name: str) -> None:
     """Every pattern of bits of bfloat16, complex32 and the 8 bit floats."""
-    encoding = layout.ENCODINGS[name]
+    encoding = ENCODINGS[name]
     if encoding.storage == "uint32":
         halves = np.arange(1 << 16, dtype=np.uint16)
         stored = np.stack([halves, halves[::-1]], axis=1).view(np.uint32)
@@ -101,7 +101,7 @@ def test_numbers_that_numpy_lacks_are_read_as_torch_reads_them(name: str) -> Non
         stored = np.arange(np.iinfo(encoding.storage).max + 1, dtype=encoding.storage)[:, None]
     theirs = torch.from_numpy(stored.copy()).view(encoding.dtype)
     expected = theirs.to(getattr(torch, encoding.readable)).numpy()
-    found = layout.readable(stored, name)
+    found = readable(stored, name)
     assert (found.dtype, found.shape) == (np.dtype(encoding.readable), stored.shape)
     assert np.array_equal(found, expected, equal_nan=True)
 
@@ -110,8 +110,8 @@ def test_every_small_float_of_torch_can_be_held() -> None:
     """Those that the installed torch has are in the table, also if this release does not know them by itself."""
     found = {name for name in dir(torch) if name.startswith("float8_e")}
     assert found
-    assert all(layout.is_encoded(name) for name in found)
-    assert not layout.is_encoded("float8_e0m0")
+    assert all(is_encoded(name) for name in found)
+    assert not is_encoded("float8_e0m0")
 
 
 def test_values_are_the_messages_in_their_order(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from torch.masked import masked_tensor
 import tracer
 from tests.endings import alike, ended
 from tracer import CaptureError, MessageBus, Recorder, TraceWriter
-from tracer.format.layout import ENCODINGS, MAX_AXES
+from tracer.format.encodings import ENCODINGS
+from tracer.format.journal import MAX_AXES
 from tracer.messaging.messages import NetworkMessage
 
 pytestmark = pytest.mark.filterwarnings(

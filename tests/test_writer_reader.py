@@ -37,8 +37,10 @@ from tracer.errors import (
     TraceNotFoundError,
     TraceUnreadableError,
 )
-from tracer.format import layout
-from tracer.format.layout import Column
+from tracer.format.encodings import ENCODINGS, encode
+from tracer.format.journal import Column, row_checksums
+from tracer.format.names import declarations_name, journal_name
+from tracer.format.process import process_start
 from tracer.integrations.recording import Recording
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.recorders import ForwardOutput
@@ -735,7 +737,7 @@ def test_every_flipped_bit_of_an_hdf5_table_is_found(tmp_path: Path) -> None:
     data = path.read_bytes()
     places = []
     with h5py.File(path) as file:
-        for name in (layout.journal_name("rank0"), layout.declarations_name("rank0")):
+        for name in (journal_name("rank0"), declarations_name("rank0")):
             begin = file[name].id.get_chunk_info(0).byte_offset
             places += range(begin, begin + file[name].nbytes)
     for place in np.random.default_rng(0).choice(places, 300, replace=False).tolist():
@@ -750,12 +752,12 @@ def test_a_finished_trace_has_all_its_messages(tmp_path: Path, suffix: str) -> N
     path = tmp_path / f"run{suffix}"
     write(path, run(1))
     if suffix == ".zarr":
-        document = json.loads((path / layout.journal_name("rank0") / "zarr.json").read_text())
+        document = json.loads((path / journal_name("rank0") / "zarr.json").read_text())
         document["shape"][0] -= 1
-        (path / layout.journal_name("rank0") / "zarr.json").write_text(json.dumps(document))
+        (path / journal_name("rank0") / "zarr.json").write_text(json.dumps(document))
     else:
         with h5py.File(path, "r+") as file:
-            file[layout.journal_name("rank0")].resize(len(file[layout.journal_name("rank0")]) - 1, axis=0)
+            file[journal_name("rank0")].resize(len(file[journal_name("rank0")]) - 1, axis=0)
     with pytest.raises(TraceCorruptError, match=r"ended with 10 messages, and the journal has 9"):
         TraceReader(path)
 
@@ -795,7 +797,7 @@ def test_journals_that_contradict(
             return journal
         for column, value in changes.items():
             journal[1, column] = value
-        journal[:, Column.CHECK] = layout.row_checksums(journal, 0)
+        journal[:, Column.CHECK] = row_checksums(journal, 0)
         return journal
 
     monkeypatch.setattr(Part, "_new_rows", changed)
@@ -808,7 +810,7 @@ def test_rows_of_zeros_at_the_end_of_an_hdf5_journal(tmp_path: Path) -> None:
     path = tmp_path / "run.h5"
     write(path, [network("batch_started", 0), network("loss", 0, 1.0)])
     with h5py.File(path, "r+") as file:
-        file[layout.journal_name("rank0")].resize(5, axis=0)
+        file[journal_name("rank0")].resize(5, axis=0)
     with TraceReader(path) as reader:
         assert [m.kind for m in reader] == ["batch_started", "loss"]
 
@@ -830,7 +832,7 @@ def test_arrays(trace: TraceReader, filters: dict[str, Any], monkeypatch: pytest
                 found.append(row)
                 message = expected[row]
                 assert message.data is not None
-                assert data.dtype == layout.ENCODINGS[str(message.data.dtype).removeprefix("torch.")].readable
+                assert data.dtype == ENCODINGS[str(message.data.dtype).removeprefix("torch.")].readable
                 assert np.array_equal(data, message.data.to(torch.from_numpy(np.array(data)).dtype).numpy())
         assert sorted(found) == [row for row, message in expected.items() if message.data is not None]
 
@@ -888,7 +890,7 @@ def test_a_batch_with_a_tensor_that_cannot_be_held(tmp_path: Path, suffix: str) 
 def test_status_of_other_processes(tmp_path: Path, suffix: str) -> None:
     """A trace without an ending is recorded while its process lives, or changes are recent on another machine."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    here = {"pid": child.pid, "hostname": platform.node(), "start": layout.process_start(child.pid)}
+    here = {"pid": child.pid, "hostname": platform.node(), "start": process_start(child.pid)}
     traces = {
         "alive": here,
         "reused": {**here, "start": "1"},
@@ -897,7 +899,7 @@ def test_status_of_other_processes(tmp_path: Path, suffix: str) -> None:
         "unknown": None,
     }
     expected = dict.fromkeys(traces, "recording") | {"nonsense": "interrupted"}
-    if layout.process_start(os.getpid()) is not None:
+    if process_start(os.getpid()) is not None:
         expected["reused"] = "interrupted"
     for name, process in traces.items():
         writer = TraceWriter(tmp_path / f"{name}{suffix}", header={"process": process})
@@ -921,12 +923,12 @@ def test_tensors_of_other_dtypes(tmp_path: Path, suffix: str) -> None:
     """Tensors of every dtype that a trace can hold come back bit for bit, 8 bit floats and complex halves included."""
     path = tmp_path / f"run{suffix}"
     raw = torch.randint(0, 2, (48,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    messages: list[Message] = [network(name, 0, raw.view(e.dtype)) for name, e in layout.ENCODINGS.items()]
+    messages: list[Message] = [network(name, 0, raw.view(e.dtype)) for name, e in ENCODINGS.items()]
     write(path, messages)
     with TraceReader(path) as reader:
         assert all(map(same, reader.messages(), messages))
-        assert [stream.dtype for stream in reader.streams] == list(layout.ENCODINGS)
-        for name, encoding in layout.ENCODINGS.items():
+        assert [stream.dtype for stream in reader.streams] == list(ENCODINGS)
+        for name, encoding in ENCODINGS.items():
             _, data = reader.array(name)
             assert isinstance(data, np.ndarray)
             assert data.dtype == encoding.readable
@@ -948,7 +950,7 @@ def test_reading_by_hand(tmp_path: Path, suffix: str) -> None:
         if message.data is None:
             assert names["data"] is None
         else:
-            assert np.array_equal(names["data"], layout.encode(message.data))
+            assert np.array_equal(names["data"], encode(message.data))
             assert names["data"].shape == message.data.shape
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 # not when it is used: what a program has called at its end, from now on, may still end what it records
 from tracer.recording import termination as _termination  # noqa: F401
+from tracer.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tracer.errors import (
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     from tracer.upkeep.convert import convert
     from tracer.upkeep.recover import recover
     from tracer.upkeep.verify import verify
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "messaging.actor": ("Actor",),

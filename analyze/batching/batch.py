@@ -2,7 +2,7 @@
 
 The folder of results::
 
-    out/parts/ID.parquet           the answers of one unit of the plan (see `analyze.batching.planning`); there when it is done
+    out/parts/ID.parquet           the answers of one unit of the plan (`analyze.batching.planning`); there when it is done
     out/parts/ID.damaged.parquet   of a damaged trace, the answers to what comes before the damage
     out/arrays/ID.zarr             answers of more than 4096 numbers each, as a results trace
     out/failures.jsonl             what could not be answered by the last batch, and why
@@ -769,8 +769,8 @@ def _told(planned: BatchPlan, work: _Work, state: str, before: Mapping[str, Any]
     import numpy as np
     import torch
 
-    import tracer
     from analyze.batching.tasks import COMPLETE, DAMAGED
+    from tracer.version import __version__
 
     names = folder.names("parts")
     units = list(planned.units)
@@ -793,7 +793,7 @@ def _told(planned: BatchPlan, work: _Work, state: str, before: Mapping[str, Any]
         "state": state,
         "written": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "versions": {
-            "tracereel": tracer.__version__,
+            "tracereel": __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "numpy": np.__version__,

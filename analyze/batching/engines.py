@@ -410,9 +410,9 @@ class Dask:
 
 def version() -> str:
     """The version of this package, as workers have it."""
-    import tracer
+    from tracer.version import __version__
 
-    return tracer.__version__
+    return __version__
 
 
 def cores() -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from tracer.errors import TraceError, TraceExistsError
-from tracer.format.layout import process_start
+from tracer.format.process import process_start
 from tracer.stores import Anywhere, Url, check_writable, location
 
 if TYPE_CHECKING:

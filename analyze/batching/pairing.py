@@ -23,8 +23,9 @@ from analyze.batching.planning import (
     unplanned,
     where,
 )
+from analyze.comparing.compare import both_ranks
 from tracer.errors import CaptureError, MessageError, TracerError
-from tracer.format.layout import Column
+from tracer.format.journal import Column
 from tracer.replaying.replay import plan
 from tracer.stores import Anywhere
 from tracer.trace.reader import TraceReader
@@ -116,14 +117,6 @@ def plan_pairs(
                     planned.failures += [] if found else [_apart(one, other, question, mine, theirs)]
             plans.append(planned)
     return plans
-
-
-def both_ranks(one: Iterable[int], other: Iterable[int]) -> list[tuple[int, int]]:
-    """Which ranks of two runs are compared: those of the same number; of runs of one rank each, these."""
-    mine, theirs = list(one), list(other)
-    if len(mine) == len(theirs) == 1:
-        return [(mine[0], theirs[0])]
-    return [(rank, rank) for rank in mine if rank in theirs]
 
 
 def _apart(one: str, other: str, question: Question, mine: Iterable[int], theirs: Iterable[int]) -> Failure:

@@ -4,8 +4,8 @@ A `Unit` is the share of one subscriber in one trace that is computed and stored
 its answers depend on, so that a unit that is there need not be computed again. A `Task` is what a worker does at once:
 units that read the same messages, which are then read once.
 
-How far the work on a trace can be cut is what the subscriber says it remembers (`tracer.messaging.subscriber.Scope`), or what the
-producers of its input do, whichever is more. Cuts depend on the trace and the subscriber alone, never on how many
+How far the work on a trace can be cut is what the subscriber says it remembers (`tracer.messaging.subscriber.Scope`),
+or what the producers of its input do, whichever is more. Cuts depend on the trace and the subscriber alone, never on how many
 workers there are or what else is asked: another run cuts in the same places and finds what is there.
 """
 
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from analyze import registry
 from tracer.errors import CaptureError, MessageError, TracerError
-from tracer.format.layout import Column
+from tracer.format.journal import Column
 from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.messages import Message
 from tracer.messaging.subscriber import Scope, Subscriber

@@ -26,7 +26,7 @@ from analyze.batching.pairing import identity_of, take
 from analyze.batching.planning import Question, Selection, Share, Task, Unit, identity, of_modules, questions
 from analyze.tables.results import COLUMNS, Results, in_utf8
 from tracer.errors import TraceCorruptError, TraceError, TracerError
-from tracer.format.layout import Column
+from tracer.format.journal import Column
 from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.messages import Message
 from tracer.messaging.subscriber import Subscriber
@@ -64,8 +64,8 @@ def run(document: Mapping[str, Any]) -> dict[str, Any]:
     Parameters
     ----------
     document : mapping
-        ``task`` (as `analyze.batching.planning.Task.document` has it), ``out``, where to write, and ``replace``, whether a file
-        that is there is written anew.
+        ``task`` (as `analyze.batching.planning.Task.document` has it), ``out``, where to write, and ``replace``,
+        whether a file that is there is written anew.
 
     Returns
     -------

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from tracer.errors import CaptureError, TraceNotFoundError, TracerError, TraceUnreadableError
-from tracer.format import layout
+from tracer.format.version import FORMAT
 from tracer.stores import SCHEMES, STORES, Anywhere, Url, location, whole_of
 
 GLOB: Final = frozenset("*?[")
@@ -136,7 +136,7 @@ def _is_other(path: Path) -> bool:
         return False
     try:
         document = json.loads((path / "zarr.json").read_text(encoding="utf-8"))
-        return bool(document.get("attributes", {}).get("format") != layout.FORMAT)
+        return bool(document.get("attributes", {}).get("format") != FORMAT)
     except (OSError, ValueError, AttributeError):
         return False
 

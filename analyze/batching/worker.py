@@ -1,4 +1,4 @@
-"""The process that a local batch starts: ``python -m analyze.batching.worker`` takes tasks from stdin and answers on stdout.
+"""The process that a local batch starts: it takes tasks from stdin and answers on stdout.
 
 A line is a task or a receipt, as JSON. What subscribers print goes to stderr. The process ends at once when its stdin
 does, which is when whoever started it is gone.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from analyze.metrics.elementwise.statistics import SEVEN, StatisticsResult, check_names, statistics_of_tensors
 from tracer.errors import CaptureError
-from tracer.format.layout import Column
+from tracer.format.journal import Column
 from tracer.stores import Anywhere
 from tracer.trace.reader import Batch, Steps, StreamInfo, TraceReader
 

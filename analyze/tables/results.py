@@ -474,8 +474,8 @@ class Results:
         """Write comma-separated values, UTF-8, with a header line.
 
         Values are written so that they read back as the same float64; also ``nan``, ``inf`` and ``-inf``. Texts that a
-        spreadsheet would compute (``=1+1``) have an apostrophe before them, see `analyze.tables.escapes.in_cell`; whoever
-        reads the file takes the first apostrophe of a text off.
+        spreadsheet would compute (``=1+1``) have an apostrophe before them, see `analyze.tables.escapes.in_cell`;
+        whoever reads the file takes the first apostrophe of a text off.
         """
         with (
             _new_file(path, overwrite) as temporary,

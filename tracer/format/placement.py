@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tracer.format.layout import is_shape
+from tracer.format.journal import is_shape
 
 if TYPE_CHECKING:
     from torch import Tensor

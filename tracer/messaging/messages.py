@@ -122,8 +122,8 @@ class Message(ABC):
         accumulation, closures, the batches of an evaluation).
     leaf : str
         The path inside a module's output (or input) when that is a structure of tensors: ``"1.0"`` for the hidden state
-        of an LSTM (`tracer.observing.pytorch.leaves.below` makes it of keys). Empty for a tensor that is no structure. Gradients of a
-        second backward through the same forward end in ``"backward.1"``.
+        of an LSTM (`tracer.observing.pytorch.leaves.below` makes it of keys). Empty for a tensor that is no structure.
+        Gradients of a second backward through the same forward end in ``"backward.1"``.
     rank : int
         Of the process of a distributed run that observed it; else 0.
     data : Tensor or None

@@ -2,7 +2,7 @@
 
 Before an optimizer step the wanted weights are copied, gradients are kept as the optimizer used them, and updates are
 formed once the weights have moved; all are published when the step ends, parameter by parameter. When a step begins and
-ends, and who wants what of it, is the exporter's to know (`tracer.observing.exporter`), which is asked through `Streams`.
+ends, and who wants what of it, is the exporter's to know, which is asked through `Streams`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tracer.errors import CaptureError, MessageError, warn_only
-from tracer.format.layout import refusal
+from tracer.format.encodings import refusal
 from tracer.format.placement import is_distributed, local, placement_of
 from tracer.memory import Memory
 from tracer.messaging.bus import MessageBus, Receiver

@@ -9,7 +9,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from tracer.format.layout import COLUMNS, NONE, Column
+from tracer.format.journal import COLUMNS, NONE, Column
 from tracer.memory import PAGE
 from tracer.messaging.messages import Message
 from tracer.stores import ALIGNED_BYTES, Location, RowChunks

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from tracer.errors import CaptureError, MessageError, TraceError, TraceNotFoundError, summary, warn_only
-from tracer.format.layout import encoding_of
+from tracer.format.encodings import encoding_of
 from tracer.messaging.bus import version_of
 from tracer.messaging.messages import Message, with_data
 from tracer.observing.capture import choice

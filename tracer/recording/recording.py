@@ -18,7 +18,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tracer.errors import CaptureError, TraceError, plain, summary, warn_only
-from tracer.format.layout import Column, declaration, part_name
+from tracer.format.declarations import declaration
+from tracer.format.journal import Column
+from tracer.format.names import part_name
 from tracer.messaging.bus import MessageBus, Receiver, in_order
 from tracer.messaging.messages import DEFAULT_TAG, KINDS
 from tracer.observing.capture import Capture

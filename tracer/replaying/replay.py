@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import CaptureError, UnknownNameError, did_you_mean
-from tracer.format.layout import ENCODINGS, Column
+from tracer.format.encodings import ENCODINGS
+from tracer.format.journal import Column
 from tracer.messaging.bus import MessageBus, Receiver, describe, in_order, tell_of_model
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message, difference
 from tracer.messaging.subscriber import Scope, Subscriber, unmet

@@ -1,6 +1,6 @@
 """What a trace is kept in: named arrays that grow by rows, and JSON attributes, and nothing else.
 
-A store knows no messages. `WriteStore` and `ReadStore` are what `tracer.trace.writer` and `tracer.trace.reader` need of one; a new
+A store knows no messages. `WriteStore` and `ReadStore` are what writers and readers of traces need of one; a new
 store is a module with two such classes and a row in `STORES`. `RowChunks` is the arithmetic that every chunked store
 shares: how appended rows fall into chunks.
 """
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from tracer.errors import TraceError, TraceExistsError, TraceFormatError, TraceUnreadableError
 from tracer.format.checksum import joined, without_zeros
+from tracer.format.names import PART
 from tracer.memory import new_memory
 from tracer.secrets import masked_urls
 
@@ -88,8 +89,6 @@ Location = Path | Url
 Anywhere = str | os.PathLike[str] | Url
 """What `location` takes."""
 
-PART = re.compile(r"rank(?P<rank>0|[1-9][0-9]{0,8})(\.attempt(?P<attempt>[1-9][0-9]{0,8}))?")
-"""Names of the groups that one process each writes. A directory holds all of a trace, a file one: see `open_parts`."""
 WRITER = "writer"
 """The only attribute of a root on an object store that was put so that no other process does, and holds nothing yet."""
 UNREADABLE = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE})

@@ -43,10 +43,10 @@ from tracer.errors import (
     TraceNotFoundError,
     TraceUnreadableError,
 )
+from tracer.format.names import PART
 from tracer.memory import PAGE
 from tracer.stores import (
     ALIGNED_BYTES,
-    PART,
     UNREADABLE,
     Place,
     RowChunks,

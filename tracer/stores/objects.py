@@ -37,7 +37,8 @@ from tracer.errors import (
     TraceNotFoundError,
     TraceUnreachableError,
 )
-from tracer.stores import PART, WRITER, RowChunks, Url, check_name, rows_ahead, walk
+from tracer.format.names import PART
+from tracer.stores import WRITER, RowChunks, Url, check_name, rows_ahead, walk
 from tracer.stores.codecs import OVERHEAD, Codec, codec_of, decode, decoded_size, encode
 from tracer.stores.zarr import (
     CHUNKS_PER_SHARD,

@@ -39,10 +39,10 @@ from tracer.errors import (
     TraceUnreadableError,
 )
 from tracer.format.checksum import crc32c
+from tracer.format.names import PART
 from tracer.memory import PAGE, new_memory
 from tracer.stores import (
     ALIGNED_BYTES,
-    PART,
     UNREADABLE,
     Place,
     RowChunks,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tracer.format.layout import Column
+from tracer.format.journal import Column
 from tracer.format.placement import Placement, cover
 from tracer.trace.part import Stream
 

@@ -24,9 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceUnreadableError
-from tracer.format import layout
-from tracer.format.layout import Column
+from tracer.format.declarations import declarations, unsealed
+from tracer.format.encodings import STORAGE_DTYPES, is_encoded
+from tracer.format.journal import COLUMNS, HAS_DATA, NONE, Column, is_shape, row_checksums
+from tracer.format.names import declarations_name, journal_name, part_of
 from tracer.format.placement import Placement
+from tracer.format.process import process_lives, process_start
+from tracer.format.version import check_root
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.stores import WRITER, Location, ReadStore, Url, blank, exists, open_parts, remove_part, store_files
 
@@ -69,7 +73,7 @@ class Part:
     path : path
         Of the trace, for messages.
     name : str
-        As `tracer.format.layout.part_name` makes it.
+        As `tracer.format.names.part_name` makes it.
     store : ReadStore
 
     Raises
@@ -98,12 +102,12 @@ class Part:
         self.path = path
         self.name = name
         self.store = store
-        where = layout.part_of(name)
+        where = part_of(name)
         assert where is not None
         self.rank, self.attempt = where
         self.attributes = store.attrs()
         try:
-            layout.check_root(self.attributes, lambda: store.attrs(name))
+            check_root(self.attributes, lambda: store.attrs(name))
         except TraceError as error:
             raise type(error)(f"{path} cannot be read: {error}") from None
         self.header: dict[str, Any] = {}
@@ -113,7 +117,7 @@ class Part:
         self.shapes: list[tuple[int, ...]] = []
         self.pools: list[tuple[str, str]] = []
         # the journal in memory that grows by doubling, and how many rows of it there are
-        self._rows = np.empty((0, layout.COLUMNS), np.int64)
+        self._rows = np.empty((0, COLUMNS), np.int64)
         self._length = 0
         # bytes of the declarations that were read, and the checksum of the last line
         self._declared = 0
@@ -224,20 +228,20 @@ class Part:
         return found
 
     def _new_rows(self, known: int = 0) -> NDArray[np.int64]:
-        name = layout.journal_name(self.name)
+        name = journal_name(self.name)
         length = self.store.length(name)
-        if self.store.row_shape(name) != (layout.COLUMNS,) or self.store.dtype(name) != "int64":
-            raise TraceCorruptError(f"{self.path}: the journal is not {layout.COLUMNS} columns of int64")
+        if self.store.row_shape(name) != (COLUMNS,) or self.store.dtype(name) != "int64":
+            raise TraceCorruptError(f"{self.path}: the journal is not {COLUMNS} columns of int64")
         if length < self._length:
             raise TraceCorruptError(f"{self.path}: the journal had {self._length} rows, and has {length} now")
         return self.store.read(name, self._length + known, max(length, self._length + known))
 
     def _new_lines(self) -> list[tuple[str, Any]]:
-        name = layout.declarations_name(self.name)
+        name = declarations_name(self.name)
         length = self.store.length(name)
         data = self.store.read(name, self._declared, max(length, self._declared)).tobytes()
         try:
-            lines, nbytes, self._checksum = layout.declarations(data, self._checksum)
+            lines, nbytes, self._checksum = declarations(data, self._checksum)
         except TraceCorruptError as error:
             raise TraceCorruptError(f"{self.path}: {error}") from None
         self._declared += nbytes
@@ -249,7 +253,7 @@ class Part:
             if not self._length:
                 self._rows = rows
             else:
-                grown = np.empty((max(length, 2 * len(self._rows)), layout.COLUMNS), np.int64)
+                grown = np.empty((max(length, 2 * len(self._rows)), COLUMNS), np.int64)
                 grown[: self._length] = self.journal
                 self._rows = grown
         if self._rows is not rows:
@@ -269,19 +273,19 @@ class Part:
         elif what == "shape":
             self._expect(value["id"], self.shapes, what)
             shape = tuple(value["shape"])
-            if not layout.is_shape(shape):
+            if not is_shape(shape):
                 raise ValueError(f"shape {shape}")
             self.shapes.append(shape)
         elif what == "pool":
             self._expect(value["id"], self.pools, what)
-            if not isinstance(value["name"], str) or value["dtype"] not in layout.STORAGE_DTYPES:
+            if not isinstance(value["name"], str) or value["dtype"] not in STORAGE_DTYPES:
                 raise ValueError(f"pool {value}")
             self.pools.append((value["name"], value["dtype"]))
         # a later minor release may declare more; what this one does not know does not change what it does
 
     def _stream(self, value: Mapping[str, Any]) -> Stream:
         dtype, module, rank = value["dtype"], value["module"], value["rank"]
-        if dtype is not None and not layout.is_encoded(dtype):
+        if dtype is not None and not is_encoded(dtype):
             raise TraceError(f"{self.path}: stream {value['id']} has the dtype {dtype}, which this torch lacks")
         if value["network"] is not (module is None) or not value["kind"] or (dtype is None and module is not None):
             raise ValueError(f"stream {value['id']} contradicts itself")
@@ -315,16 +319,16 @@ class Part:
         TraceCorruptError
             If a row contradicts its checksum, the declarations or itself.
         """
-        self._refuse(layout.row_checksums(journal, self._length) != journal[:, Column.CHECK], "fails its checksum")
+        self._refuse(row_checksums(journal, self._length) != journal[:, Column.CHECK], "fails its checksum")
         stream, pool, shape = (journal[:, c] for c in (Column.STREAM, Column.POOL, Column.SHAPE))
         offset, count, flags = (journal[:, c] for c in (Column.OFFSET, Column.COUNT, Column.FLAGS))
-        carries = (flags & layout.HAS_DATA) != 0
+        carries = (flags & HAS_DATA) != 0
         events = np.array([s.dtype is None for s in self.streams] or [True])
         sizes = np.array([math.prod(one) for one in self.shapes] or [0], np.int64)
         known = (stream >= 0) & (stream < len(self.streams))
         self._refuse(~known, "is of a stream that was not declared")
         self._refuse(events[stream] == carries, "says of its data what its stream does not")
-        low, pools, shapes = np.where(carries, 0, layout.NONE), len(self.pools), len(self.shapes)
+        low, pools, shapes = np.where(carries, 0, NONE), len(self.pools), len(self.shapes)
         self._refuse((pool < low) | (pool >= np.where(carries, pools, 0)), "is in a pool that was not declared")
         self._refuse((shape < low) | (shape >= np.where(carries, shapes, 0)), "has a shape that was not declared")
         expected = np.where(carries, sizes[np.where(carries, shape, 0)], 0)
@@ -381,13 +385,13 @@ def rows_to_the_break(store: ReadStore, part: str, start: int, error: TraceCorru
 
     Where a store's length may reach the disk before its rows, others may follow rows that are not there.
     """
-    pieces = [np.zeros((0, layout.COLUMNS), np.int64)]
-    for low, high, rows in _pieces(store, layout.journal_name(part), start):
+    pieces = [np.zeros((0, COLUMNS), np.int64)]
+    for low, high, rows in _pieces(store, journal_name(part), start):
         # no row is zeros
-        pieces.append(np.zeros((high - low, layout.COLUMNS), np.int64) if rows is None else rows)
+        pieces.append(np.zeros((high - low, COLUMNS), np.int64) if rows is None else rows)
     journal = np.concatenate(pieces)
     written: NDArray[np.bool_] = np.asarray(journal.any(axis=1))
-    right: NDArray[np.bool_] = written & (layout.row_checksums(journal, start) == journal[:, Column.CHECK])
+    right: NDArray[np.bool_] = written & (row_checksums(journal, start) == journal[:, Column.CHECK])
     count = len(right) if right.all() else int(right.argmin())
     if right[count:].any() and (store.checksums_chunks or written[count]):
         raise error
@@ -399,7 +403,7 @@ def lines_to_the_break(
 ) -> tuple[list[tuple[str, Any]], int, int]:
     """What the declarations say from a byte on, up to the first line that is not there.
 
-    Returns the same as `tracer.format.layout.declarations`.
+    Returns the same as `tracer.format.declarations.declarations`.
 
     Raises
     ------
@@ -408,7 +412,7 @@ def lines_to_the_break(
     """
     data = bytearray()
     lost = False
-    for _, _, piece in _pieces(store, layout.declarations_name(part), start):
+    for _, _, piece in _pieces(store, declarations_name(part), start):
         if piece is None or not piece.any():
             lost = True
         elif not lost:
@@ -420,7 +424,7 @@ def lines_to_the_break(
     nbytes, last, before = 0, checksum, {checksum}
     whole = True
     for line in lines:
-        value, before = layout.unsealed(line, before)
+        value, before = unsealed(line, before)
         if value is None:
             whole = False
         elif not whole:
@@ -465,7 +469,7 @@ def is_empty(store: ReadStore, part: str) -> bool:
     """Whether nothing was ever committed to a part, not even its header: its process was killed as it began."""
     try:
         names = store.names(f"{part}/")
-        tables = {layout.journal_name(part), layout.declarations_name(part)}
+        tables = {journal_name(part), declarations_name(part)}
         return tables.issuperset(names) and not any(store.length(name) for name in names)
     except TraceError:
         return False
@@ -515,7 +519,7 @@ def expected_ranks(header: Mapping[str, Any]) -> list[int]:
 
 def unreadable_part(path: Location, name: str, error: TraceError) -> TraceError:
     """Why a part that is there cannot be read, as an error that says whose it is."""
-    where = layout.part_of(name)
+    where = part_of(name)
     assert where is not None
     rank, attempt = where
     of = f" of attempt {attempt}" if attempt else ""
@@ -529,7 +533,7 @@ def missing(path: Location, names: Collection[str], headers: Iterable[Mapping[st
     """
     headers = list(headers)
     expected = {rank for header in headers for rank in expected_ranks(header)}
-    there = {where for name in names if (where := layout.part_of(name)) is not None}
+    there = {where for name in names if (where := part_of(name)) is not None}
     ranks, attempts = {rank for rank, _ in there}, {attempt for _, attempt in there}
     # of a file of one part that was opened by its own name, the others are elsewhere
     if any(path.stem.endswith(f".{name}") for name in names):
@@ -579,7 +583,7 @@ def worst_certificate(told: Iterable[object]) -> dict[str, Any] | None:
 
 def lives(process: object, store: ReadStore) -> bool:
     """Whether the process that writes a part still runs; of another machine's, whether it wrote in the last minute."""
-    found = layout.process_lives(process)
+    found = process_lives(process)
     return -SKEWED_SECONDS < time.time() - store.modified < SILENT_SECONDS if found is None else found
 
 
@@ -859,9 +863,9 @@ def heads(path: Location) -> list[Head]:
             raise next(iter(broken.values()))
         found = []
         for name, store in opened:
-            array = layout.declarations_name(name)
+            array = declarations_name(name)
             try:
-                lines = layout.declarations(store.read(array, 0, store.length(array)).tobytes())[0]
+                lines = declarations(store.read(array, 0, store.length(array)).tobytes())[0]
             except TraceUnreadableError:
                 raise
             except TraceCorruptError as error:
@@ -870,11 +874,11 @@ def heads(path: Location) -> list[Head]:
                 if store.names(array) and not lines:
                     raise
             if lines or store.attrs().keys() - {WRITER}:
-                layout.check_root(store.attrs(), functools.partial(store.attrs, name))
+                check_root(store.attrs(), functools.partial(store.attrs, name))
             said = dict(lines)
             header = said.get("header", {})
             process, launch, run_id = header.get("process"), header.get("launch"), header.get("run_id")
-            where = layout.part_of(name)
+            where = part_of(name)
             assert where is not None
             ended = "status" in said
             found.append(
@@ -901,7 +905,7 @@ def heads(path: Location) -> list[Head]:
 
 def _began() -> float:
     """When this process began, in seconds since 1970; as far as that can be told."""
-    start = layout.process_start(os.getpid())
+    start = process_start(os.getpid())
     if start is None or not start.isdecimal():
         return _LOADED
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + int(start) / os.sysconf("SC_CLK_TCK")

@@ -22,9 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import CaptureError, TraceCorruptError, TraceError, did_you_mean
-from tracer.format import layout
+from tracer.format import journal
 from tracer.format.checksum import crc32c
-from tracer.format.layout import Column
+from tracer.format.encodings import ENCODINGS, readable
+from tracer.format.journal import NONE, Column
+from tracer.format.names import part_of
+from tracer.format.version import FORMAT
 from tracer.memory import SMALLEST, Memory
 from tracer.messaging.messages import DEFAULT_TAG, Message, checked
 from tracer.messaging.subscription import passes
@@ -359,7 +362,7 @@ class TraceReader:
             journal = np.concatenate([part.journal for part in parts])[begins[number] + row]
             for column, ids in ((Column.STREAM, streams), (Column.SHAPE, shapes), (Column.POOL, pools)):
                 begins = np.cumsum([0, *map(len, ids)])
-                there = journal[:, column] != layout.NONE
+                there = journal[:, column] != NONE
                 journal[there, column] = np.concatenate(ids)[(journal[:, column] + begins[number])[there]]
         self.problems: list[str] = list(self._told)
         self._recorded = journal
@@ -374,16 +377,16 @@ class TraceReader:
             ranks = np.array([stream.rank for stream in self._streams], np.int64)
             journal = journal[np.isin(ranks[journal[:, Column.STREAM]], list(self._only))]
         self.journal: NDArray[np.int64] = journal
-        """The committed journal, (messages, columns); see `tracer.format.layout.Column`. Not to be changed."""
+        """The committed journal, (messages, columns); see `tracer.format.journal.Column`. Not to be changed."""
         self.journal.flags.writeable = False
         ranks = np.array([stream.rank for stream in self._streams] or [0], np.int64)
         self.rank: NDArray[np.int64] = ranks[journal[:, Column.STREAM]]
         """The rank that each row of `journal` is of, (messages,)."""
-        dtypes = [layout.ENCODINGS[s.dtype].storage if s.dtype else "uint8" for s in self._streams]
+        dtypes = [ENCODINGS[s.dtype].storage if s.dtype else "uint8" for s in self._streams]
         self._itemsizes = np.array([np.dtype(dtype).itemsize for dtype in dtypes], np.int64)
-        names = {name: number for number, name in enumerate(layout.ENCODINGS)}
+        names = {name: number for number, name in enumerate(ENCODINGS)}
         self._dtype_ids = np.array([names.get(stream.dtype or "", 0) for stream in self._streams], np.int64)
-        self._storages = np.array([layout.ENCODINGS[s.dtype].storage if s.dtype else "" for s in self._streams])
+        self._storages = np.array([ENCODINGS[s.dtype].storage if s.dtype else "" for s in self._streams])
         # by stream, for messages that are read by themselves: the dtype, and the one in which it is stored
         self._kept_as: list[tuple[str, str, np.dtype[Any]]] = [
             (stream.dtype or "", str(storage), np.dtype(dtype))
@@ -504,7 +507,7 @@ class TraceReader:
                     count=len(rows),
                     bytes=int(rows[:, Column.COUNT].sum() * self._itemsizes[number]),
                     calls=int(rows[:, Column.CALL].max(initial=-1)) + 1,
-                    shapes=[self._shapes[shape] for shape in shape_ids.tolist() if shape != layout.NONE],
+                    shapes=[self._shapes[shape] for shape in shape_ids.tolist() if shape != NONE],
                     steps=(int(steps.min()), int(steps.max())) if len(rows) else None,
                     rank=stream.rank,
                 )
@@ -524,7 +527,7 @@ class TraceReader:
         first = self._parts[0]
         return {
             "path": str(self.path),
-            "format": layout.FORMAT,
+            "format": FORMAT,
             "version": self._parts[0].attributes["format_version"],
             "store": STORES[self.path.suffix.lower()].rpartition(".")[2],
             "run_id": first.header.get("run_id", first.attributes.get("run_id")),
@@ -708,7 +711,7 @@ class TraceReader:
         for rows, groups in self._blocks(selected):
             data: dict[int, NDArray[Any]] = {}
             for group in groups:
-                data |= zip(group.places.tolist(), layout.readable(group.data, group.dtype), strict=True)
+                data |= zip(group.places.tolist(), readable(group.data, group.dtype), strict=True)
             for place, row in enumerate(rows.tolist()):
                 yield row, data.pop(place, None)
 
@@ -719,7 +722,7 @@ class TraceReader:
     def _arrays(self, selected: NDArray[np.int64]) -> Iterator[Batch]:
         for rows, groups in self._blocks(selected):
             for group in groups:
-                yield Batch(rows[group.places], layout.readable(group.data, group.dtype))
+                yield Batch(rows[group.places], readable(group.data, group.dtype))
 
     def _iterate(self, selected: NDArray[np.int64], mapped: bool) -> Iterator[Message]:
         streams = self._streams
@@ -862,7 +865,7 @@ class TraceReader:
         for group in self._read_rows(parts, None):
             found |= zip(group.places.tolist(), group.data, strict=True)
         # read before there is memory for all of it: what the parts say of their size may not be true
-        data = np.empty((1, *shape), layout.ENCODINGS[dtype].storage)
+        data = np.empty((1, *shape), ENCODINGS[dtype].storage)
         for number, (offsets, sizes) in enumerate(zip(block.offsets, block.sizes, strict=True)):
             at = [slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True)]
             data[0][tuple(at)] = found[number]
@@ -878,7 +881,7 @@ class TraceReader:
             store.will_open([self._pools[pool][0] for pool in mine])
         for pool in used:
             places = np.flatnonzero(pools == pool)
-            if pool == layout.NONE:
+            if pool == NONE:
                 continue
             offsets, counts = rows[places, Column.OFFSET], rows[places, Column.COUNT]
             if len(places) > 1:
@@ -907,7 +910,7 @@ class TraceReader:
         for store, name, low, high, row_size, item, places, offsets, counts in to_read:
             out = None if memory is None else memory.take((high - low) * row_size * item)
             # the messages' own checksums do, where each has one; what is wrong, the store knows
-            own = bool((rows[places, Column.CRC32C] != layout.NONE).all())
+            own = bool((rows[places, Column.CRC32C] != NONE).all())
             offsets = offsets - low * row_size
             whole = store.read(name, low, high, out, verify=not own).reshape(-1)
             try:
@@ -943,7 +946,7 @@ class TraceReader:
             there = None if files is None else files.take(place, nbytes)
             if there is not None:
                 target, found = there
-                if checksum == layout.NONE and place.checksummed:
+                if checksum == NONE and place.checksummed:
                     checksum = found
                 reads.append((len(groups), None, target, checksum))
             else:
@@ -958,7 +961,7 @@ class TraceReader:
         trailer = bytearray(4)
         for one, at, to, checksum in reads:
             if at is None:
-                right = not verify or checksum == layout.NONE or crc32c(to) == checksum
+                right = not verify or checksum == NONE or crc32c(to) == checksum
             else:
                 right = _read_at(at, to.data, trailer, checksum, verify)
             if not right:
@@ -978,16 +981,12 @@ class TraceReader:
         begin = offset - low * size
         # a row of its own has the checksum that its chunks make up; of others, its own is compared first
         own_row = begin == 0 and count == size
-        for verify in (True,) if own_row or checksum == layout.NONE else (False, True):
+        for verify in (True,) if own_row or checksum == NONE else (False, True):
             found: list[int] = []
             out = memory.take(nbytes)
             whole = self._store_of[pool].read(name, low, high, out, checksums=found, verify=verify).reshape(-1)
             data = whole[begin : begin + count].reshape(1, *self._shapes[shape])
-            if (
-                not self._verify
-                or checksum == layout.NONE
-                or (found[0] if own_row and found else crc32c(data)) == checksum
-            ):
+            if not self._verify or checksum == NONE or (found[0] if own_row and found else crc32c(data)) == checksum:
                 return _Group(at, data, dtype, nbytes, row)
         raise self._damaged(row)
 
@@ -1025,9 +1024,9 @@ class TraceReader:
         dtype = self._streams[int(rows[places[0], Column.STREAM])].dtype
         assert dtype is not None
         checksums = rows[places, Column.CRC32C]
-        if self._verify and (checksums != layout.NONE).any():
-            found = layout.checksums(np.ascontiguousarray(data).reshape(len(places), -1 if data.size else 0))
-            wrong = (found != checksums) & (checksums != layout.NONE)
+        if self._verify and (checksums != NONE).any():
+            found = journal.checksums(np.ascontiguousarray(data).reshape(len(places), -1 if data.size else 0))
+            wrong = (found != checksums) & (checksums != NONE)
             if wrong.any():
                 raise self._damaged(rows[places[int(wrong.argmax())]].tolist())
         shape = self._shapes[int(rows[places[0], Column.SHAPE])]
@@ -1103,9 +1102,7 @@ class TraceReader:
         attempts = [[part.name, part.header.get("run_id"), part.header.get("created")] for part in self._parts]
         streams = [[number, repr(self._streams[number])] for number in np.unique(journal[:, Column.STREAM]).tolist()]
         shapes = [
-            [number, *self._shapes[number]]
-            for number in np.unique(journal[:, Column.SHAPE]).tolist()
-            if number != layout.NONE
+            [number, *self._shapes[number]] for number in np.unique(journal[:, Column.SHAPE]).tolist() if number != NONE
         ]
         digest.update(json.dumps([attempts, streams, shapes], default=str).encode())
         digest.update(np.ascontiguousarray(journal).tobytes())
@@ -1195,7 +1192,7 @@ class TraceReader:
         global_steps = self.journal[selected, Column.GLOBAL_STEP]
         shapes = set(self.journal[selected, Column.SHAPE].tolist())
         chosen = [self._streams[number].dtype for number in np.unique(self.journal[selected, Column.STREAM]).tolist()]
-        dtypes = {layout.ENCODINGS[dtype].readable if dtype else None for dtype in chosen}
+        dtypes = {ENCODINGS[dtype].readable if dtype else None for dtype in chosen}
         whole: NDArray[Any] | None = None
         if len(shapes) == 1 and len(dtypes) == 1 and None not in dtypes:
             whole = np.empty((len(selected), *self._shapes[shapes.pop()]), dtypes.pop())
@@ -1251,14 +1248,14 @@ class TraceReader:
 def _read_at(place: Place, target: memoryview, trailer: bytearray, checksum: int, verify: bool) -> bool:
     """Fill `target` with what lies at a place; whether it is there, and is what was written."""
     try:
-        if place.checksummed and checksum == layout.NONE:
+        if place.checksummed and checksum == NONE:
             whole = os.preadv(place.file, (target, trailer), place.offset) == len(target) + 4
             checksum = int.from_bytes(trailer, "little")
         else:
             whole = os.preadv(place.file, (target,), place.offset) == len(target)
     except (OSError, OverflowError):
         return False
-    return whole and (not verify or checksum == layout.NONE or crc32c(target) == checksum)
+    return whole and (not verify or checksum == NONE or crc32c(target) == checksum)
 
 
 def _is_of(stream: Stream, ranks: set[int]) -> bool:
@@ -1269,14 +1266,14 @@ def _is_of(stream: Stream, ranks: set[int]) -> bool:
 
 def _attempt_and_rank(name: str) -> tuple[int, int]:
     """Attempt and rank of a part."""
-    where = layout.part_of(name)
+    where = part_of(name)
     assert where is not None
     return where[1], where[0]
 
 
 def _in_vain(name: str, store: ReadStore, again: Mapping[int, int]) -> bool:
     """Whether nothing is in a part, and nothing that could be would count; `again` is what `restarted` says."""
-    where = layout.part_of(name)
+    where = part_of(name)
     return where is not None and where[1] < again.get(where[0], 0) and is_empty(store, name)
 
 
@@ -1305,7 +1302,7 @@ def _tensor(group: _Group) -> Tensor:
 
     if group.whole_nbytes > _KEPT * group.data.nbytes:
         return next(_tensors(group))
-    encoding = layout.ENCODINGS[group.dtype]
+    encoding = ENCODINGS[group.dtype]
     tensor = torch.from_numpy(group.data[0, ...])
     return tensor if encoding.bits is None else tensor.view(encoding.dtype)
 
@@ -1314,7 +1311,7 @@ def _tensors(group: _Group) -> Iterator[Tensor]:
     """The messages of a group, each in memory of its own or in a part of a block that is not many times its size."""
     import torch
 
-    data, encoding = group.data, layout.ENCODINGS[group.dtype]
+    data, encoding = group.data, ENCODINGS[group.dtype]
     if not data.size:
         for _ in range(len(data)):
             yield torch.empty(data.shape[1:], dtype=encoding.dtype, device="cpu")

@@ -29,8 +29,13 @@ from tracer.errors import (
     plain,
     summary,
 )
-from tracer.format import layout
-from tracer.format.layout import Column, Encoding
+from tracer.format import journal
+from tracer.format.declarations import declaration, is_note, sealed
+from tracer.format.encodings import STORAGE_DTYPES, Encoding, encode, encoding_of
+from tracer.format.journal import COLUMNS, HAS_DATA, NONE, Column, row_checksums
+from tracer.format.names import declarations_name, journal_name, late_pool, own_pool, part_name, part_of, shared_pool
+from tracer.format.process import process_start
+from tracer.format.version import FORMAT, VERSION
 from tracer.messaging.messages import Message
 from tracer.secrets import masked, masked_text
 from tracer.stores import (
@@ -52,7 +57,7 @@ from tracer.trace.part import Head, heads, refuse_link, refuse_living
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ROW: Final = struct.Struct(f"<{layout.COLUMNS}q")
+_ROW: Final = struct.Struct(f"<{COLUMNS}q")
 PACKED_BYTES: Final = 32768
 """Messages up to this size are copied together before they are written."""
 _PACK_BYTES: Final = 1 << 20
@@ -104,7 +109,7 @@ class _Place:
         self.count = math.prod(shape)
         self.nbytes = self.count * encoding.dtype.itemsize
         # pool, count, shape, flags: what the journal says of each
-        self.entry = (pool.id, self.count, shape_id, layout.HAS_DATA)
+        self.entry = (pool.id, self.count, shape_id, HAS_DATA)
         self.number = -1
         self.tensors: list[Tensor] = []
 
@@ -146,7 +151,7 @@ class TraceWriter:
     overwrite : bool
         Whether a trace that is already at `path` is removed. Anything else than a trace never is.
     part : str, optional
-        Write only this part of a trace (see `tracer.format.layout.part_name`) that other processes write other parts of;
+        Write only this part of a trace (see `tracer.format.names.part_name`) that other processes write other parts of;
         `tracer.trace.part.claim` tells which. `overwrite` does not go with it.
     chunk_bytes : int
         Bytes of the chunks that small messages, the journal and the declarations are stored in.
@@ -222,14 +227,14 @@ class TraceWriter:
         self._compression = Compression(compression)
         refuse_part(self.path)
         full_header = _complete(header or {})
-        first_line = layout.declaration("header", full_header)
+        first_line = declaration("header", full_header)
         if overwrite:
             parts = _check_ours(self.path)
             refuse_here(self.path, None)
             for one in parts:
-                if one.name != layout.part_name(0):
+                if one.name != part_name(0):
                     remove_part(self.path, one.name)
-        self._part = layout.part_name(0) if part is None else part
+        self._part = part_name(0) if part is None else part
         self.messages = 0
         """Messages written so far, with those not yet committed."""
         self.bytes = 0
@@ -251,9 +256,9 @@ class TraceWriter:
         self._pools: dict[str, _Pool] = {}
         self._places: dict[tuple[int, int, str], _Place] = {}
         # of the batch that is being written: what stands together in a pool (first: nothing, for messages without data)
-        self._entries = [(layout.NONE, 0, layout.NONE, 0)]
+        self._entries = [(NONE, 0, NONE, 0)]
         self._offsets = [0]
-        self._checksums: list[NDArray[np.int64] | list[int]] = [[layout.NONE]]
+        self._checksums: list[NDArray[np.int64] | list[int]] = [[NONE]]
         self._places_open: list[_Place] = []
         self._taken: set[str] = set()
         self._next_stream = 0
@@ -271,15 +276,15 @@ class TraceWriter:
         self._finished = False
         self._store: WriteStore = create_store(self.path, part=part, overwrite=overwrite, durable=durable)
         self._compression.load(plainly=self._store.plainly_compressed)
-        self._journal_name = layout.journal_name(self._part)
-        self._declarations = layout.declarations_name(self._part)
+        self._journal_name = journal_name(self._part)
+        self._declarations = declarations_name(self._part)
         _living.add(self)
         try:
             with self._guard():
                 self._store.create(self._declarations, dtype="uint8", shape=(), chunk_bytes=chunk_bytes, gapless=True)
-                row = (layout.COLUMNS,)
+                row = (COLUMNS,)
                 self._store.create(self._journal_name, dtype="int64", shape=row, chunk_bytes=chunk_bytes, gapless=True)
-                known = {"format": layout.FORMAT, "format_version": layout.VERSION}
+                known = {"format": FORMAT, "format_version": VERSION}
                 self._store.set_attrs("", {**known, "run_id": full_header["run_id"], "created": full_header["created"]})
                 if not self._store.seals:
                     # attributes have no checksum there: those of the part tell a damaged root from another version's
@@ -376,7 +381,7 @@ class TraceWriter:
                     )  # fmt: skip
                     stream = streams.get(name)
                     if stream is None or (stream.sampling is not sampling and stream.sampling != sampling):
-                        encoding = None if data is None else layout.encoding_of(data)
+                        encoding = None if data is None else encoding_of(data)
                         stream = self._declare_stream(name, message, encoding, sampling)
                     if data is None:
                         number = place_in_pack = 0
@@ -396,7 +401,7 @@ class TraceWriter:
                             if place_in_pack * place.nbytes >= _PACK_BYTES:
                                 self._pack(place)
                         else:
-                            number, place_in_pack = self._write_alone(place, layout.encode(data)), 0
+                            number, place_in_pack = self._write_alone(place, encode(data)), 0
                         nbytes += place.nbytes
                 except (TracerError, MemoryError):
                     raise
@@ -430,7 +435,7 @@ class TraceWriter:
 
     def _find_place(self, stream: _Stream, message: Message, data: Tensor, shape: tuple[int, ...]) -> None:
         """Decide where messages of this shape go, which are not those of the last shape."""
-        encoding = layout.encoding_of(data)
+        encoding = encoding_of(data)
         assert stream.encoding is not None
         few_axes = len(shape) <= _MOST_OWN_AXES
         if stream.fresh and few_axes and data.nbytes >= self._own_pool_bytes and self._store.can_create:
@@ -467,11 +472,11 @@ class TraceWriter:
         """Write the messages that wait at a place."""
         tensors = place.tensors
         if len(tensors) == 1:
-            rows = layout.encode(tensors[0])[None]
+            rows = encode(tensors[0])[None]
         else:
             import torch
 
-            rows = layout.encode(torch.stack(tensors))
+            rows = encode(torch.stack(tensors))
         tensors.clear()
         self._append(place, place.number, rows, len(rows))
 
@@ -484,7 +489,7 @@ class TraceWriter:
             self._fail(error)
             raise
         known = place.own and found
-        self._checksums[number] = found if known else layout.checksums(rows.reshape(count, place.count))
+        self._checksums[number] = found if known else journal.checksums(rows.reshape(count, place.count))
         self._offsets[number] = first * place.count if place.own else first
 
     def _enter(self, flat: list[int]) -> None:
@@ -504,8 +509,8 @@ class TraceWriter:
         noted = np.frombuffer(array("q", flat), np.int64).reshape(count, _FIELDS)
         numbers, places = noted[:, 1], noted[:, 2]
         entries = np.array(self._entries, np.int64)[numbers]
-        flat_rows = np.frombuffer(self._journal, np.int64, count * layout.COLUMNS, self._rows * _ROW.size)
-        rows = flat_rows.reshape(count, layout.COLUMNS)
+        flat_rows = np.frombuffer(self._journal, np.int64, count * COLUMNS, self._rows * _ROW.size)
+        rows = flat_rows.reshape(count, COLUMNS)
         rows[:, Column.STREAM] = noted[:, 0]
         rows[:, Column.POOL] = entries[:, 0]
         rows[:, Column.OFFSET] = np.array(self._offsets, np.int64)[numbers] + places * entries[:, 1]
@@ -540,7 +545,7 @@ class TraceWriter:
             If it is no JSON, or the writer is finished.
         """
         self._refuse()
-        self._declared.append(layout.declaration("note", _public(note)))
+        self._declared.append(declaration("note", _public(note)))
 
     def commit(self) -> None:
         """Make every message written so far safe.
@@ -608,7 +613,7 @@ class TraceWriter:
             if ended is None and status != "interrupted":
                 ended = _now()
             ending = {"status": status, "ended": ended, "messages": self.messages}
-            self._declared.append(layout.declaration("status", ending))
+            self._declared.append(declaration("status", ending))
             self._publish()
             # nothing may follow the status
             self._tables_rest = False
@@ -664,9 +669,9 @@ class TraceWriter:
         reason = " ".join(str(error).split()) or type(error).__name__
         status = masked_text(plain(f"failed: {reason}"))
         ending = {"status": status, "ended": _now(), "messages": self.messages - self._rows}
-        notes = [line for line in self._declared if layout.is_note(line)]
-        notes += [layout.declaration("note", _public(note)) for note in self.last_notes()]
-        lines, _ = layout.sealed([*notes, layout.declaration("status", ending)], self._sealed)
+        notes = [line for line in self._declared if is_note(line)]
+        notes += [declaration("note", _public(note)) for note in self.last_notes()]
+        lines, _ = sealed([*notes, declaration("status", ending)], self._sealed)
         self._store.last_words(self._declarations, np.frombuffer(lines, np.uint8))
 
     def _publish(self) -> None:
@@ -674,13 +679,13 @@ class TraceWriter:
         self._store.commit()
         self._tables_rest = False
         if self._declared:
-            lines, self._sealed = layout.sealed(self._declared, self._sealed)
+            lines, self._sealed = sealed(self._declared, self._sealed)
             self._store.append(self._declarations, np.frombuffer(lines, np.uint8))
             self._store.commit()
             self._declared.clear()
         if self._rows:
-            rows = np.frombuffer(self._journal, "<i8", self._rows * layout.COLUMNS).reshape(-1, layout.COLUMNS)
-            rows[:, Column.CHECK] = layout.row_checksums(rows, self.messages - self._rows)
+            rows = np.frombuffer(self._journal, "<i8", self._rows * COLUMNS).reshape(-1, COLUMNS)
+            rows[:, Column.CHECK] = row_checksums(rows, self.messages - self._rows)
             self._store.append(self._journal_name, rows)
             self._store.commit()
             self._rows = 0
@@ -694,13 +699,13 @@ class TraceWriter:
     ) -> _Stream:
         sampling = None if sampling is None else dict(sampling)
         # a stream that goes back and forth between two samplings has two ids, not one for each change
-        variant = (name, layout.declaration("sampling", sampling))
+        variant = (name, declaration("sampling", sampling))
         stream = self._variants.get(variant)
         if stream is not None:
             self._streams[name] = stream
             return stream
         stream = self._variants[variant] = _Stream(self._next_stream, encoding, sampling)
-        line = layout.declaration(
+        line = declaration(
             "stream",
             {
                 "id": stream.id,
@@ -721,7 +726,7 @@ class TraceWriter:
 
     def _declare_shape(self, shape: tuple[int, ...]) -> int:
         number = self._shapes[shape] = len(self._shapes)
-        self._declared.append(layout.declaration("shape", {"id": number, "shape": list(shape)}))
+        self._declared.append(declaration("shape", {"id": number, "shape": list(shape)}))
         return number
 
     def _declare_pool(
@@ -730,7 +735,7 @@ class TraceWriter:
         self._store.create(name, dtype=dtype, shape=row, chunk_bytes=chunk_bytes, compression=compression)
         pool = self._pools[name] = _Pool(len(self._pools), name, row)
         told = {} if compression is None else {"compression": compression}
-        self._declared.append(layout.declaration("pool", {"id": pool.id, "name": name, "dtype": dtype, **told}))
+        self._declared.append(declaration("pool", {"id": pool.id, "name": name, "dtype": dtype, **told}))
         return pool
 
     def _codec(self, kind: str | None, dtype: str) -> str | None:
@@ -738,7 +743,7 @@ class TraceWriter:
 
     def _own_pool(self, stream: _Stream, message: Message, row: tuple[int, ...]) -> _Pool:
         assert stream.encoding is not None
-        name = layout.own_pool(self._part, message.kind, message.key, message.tag, message.leaf)
+        name = own_pool(self._part, message.kind, message.key, message.tag, message.leaf)
         # taken by an earlier id of this stream, or on a file system that ignores case by another stream
         if name.casefold() in self._taken:
             name = f"{name}%~{stream.id}"
@@ -750,7 +755,7 @@ class TraceWriter:
     def _shared_pool(self, stream: _Stream, message: Message) -> _Pool:
         assert stream.encoding is not None
         storage = stream.encoding.storage
-        name = layout.shared_pool(self._part, message.kind, storage)
+        name = shared_pool(self._part, message.kind, storage)
         pool = self._pools.get(name)
         if pool is not None:
             return pool
@@ -758,14 +763,14 @@ class TraceWriter:
             # the dtypes that share a pool differ in what auto says; the first one decides
             codec = self._codec(message.kind, stream.encoding.name)
             return self._declare_pool(name, storage, (), self._chunk_bytes, codec)
-        return self._pools[layout.late_pool(self._part, storage)]
+        return self._pools[late_pool(self._part, storage)]
 
     def _make_late_pools(self) -> None:
         if not self._store.seals:
             return
-        for storage in layout.STORAGE_DTYPES:
+        for storage in STORAGE_DTYPES:
             codec = self._codec(None, storage)
-            self._declare_pool(layout.late_pool(self._part, storage), storage, (), self._chunk_bytes, codec)
+            self._declare_pool(late_pool(self._part, storage), storage, (), self._chunk_bytes, codec)
 
 
 class _Guard:
@@ -799,7 +804,7 @@ def _complete(header: Mapping[str, Any]) -> dict[str, Any]:
     added = {
         "run_id": uuid.uuid4().hex[:12],
         "created": created,
-        "process": {"pid": os.getpid(), "hostname": platform.node(), "start": layout.process_start(os.getpid())},
+        "process": {"pid": os.getpid(), "hostname": platform.node(), "start": process_start(os.getpid())},
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
     }
     return added | _public(header)
@@ -819,7 +824,7 @@ def _public(told: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_here(path: Location, rank: int | None) -> None:
     """Raise `TraceExistsError` if this process is recording the trace at `path`, or the part of one rank of it."""
     for one in _living:
-        where = layout.part_of(one._part)
+        where = part_of(one._part)
         same_rank = rank is None or where is None or where[0] == rank
         if one._writes and same_rank and _absolute(one.path) == _absolute(path):
             raise TraceExistsError(f"{path} is being recorded by this process, so it is not overwritten")

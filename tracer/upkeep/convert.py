@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-import tracer
 from tracer.errors import CaptureError, TraceError, TraceExistsError, UnknownNameError
-from tracer.format.layout import Column
+from tracer.format.journal import Column
 from tracer.messaging.subscription import passes
 from tracer.stores import Anywhere, Location, Url, exists, location, remove
 from tracer.trace.compression import Compression
 from tracer.trace.reader import Steps, TraceReader
 from tracer.trace.writer import TraceWriter, check_target
+from tracer.version import __version__
 
 
 def convert(
@@ -172,7 +172,7 @@ def _provenance(src: Location, filters: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in filters.items()
         if value is not None
     }
-    return {"from": str(src), "by": f"tracereel {tracer.__version__}", **told}
+    return {"from": str(src), "by": f"tracereel {__version__}", **told}
 
 
 def check_paths(src: Location, dst: Location) -> None:

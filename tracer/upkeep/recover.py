@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError, TraceLostError
-from tracer.format.layout import Column
+from tracer.format.journal import Column
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.stores import Anywhere, Location, location
 from tracer.trace.part import merged, tags_of, worst

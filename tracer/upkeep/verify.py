@@ -27,10 +27,13 @@ from tracer.errors import (
     TracerError,
     TraceUnreadableError,
 )
-from tracer.format import layout
 from tracer.format.checksum import crc32c
-from tracer.format.layout import Column
+from tracer.format.declarations import as_they_were, unsealed
+from tracer.format.encodings import ENCODINGS, STORAGE_DTYPES, decode, is_encoded
+from tracer.format.journal import COLUMNS, HAS_DATA, NONE, Column, checksums, is_shape, row_as_it_was, row_checksums
+from tracer.format.names import declarations_name, journal_name, part_of
 from tracer.format.placement import Placement
+from tracer.format.version import check_root
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.stores import STORES, Anywhere, Location, ReadStore, location, open_parts, part_in
 from tracer.trace.part import Stream, first_step, foreign_parts, is_empty, lives, missing, restarted, worst
@@ -319,10 +322,10 @@ class Survey:
     def __init__(self, path: Location, part: str, store: ReadStore, *, tell_store: bool = True) -> None:
         self.path = path
         self.name = part
-        self.journal_name = layout.journal_name(part)
-        self.declarations_name = layout.declarations_name(part)
+        self.journal_name = journal_name(part)
+        self.declarations_name = declarations_name(part)
         self._tables = (self.journal_name, self.declarations_name)
-        where = layout.part_of(part)
+        where = part_of(part)
         assert where is not None
         self.rank, self.attempt = where
         self.problems: list[Problem] = []
@@ -391,7 +394,7 @@ class Survey:
             self._add("root", self._plain(error))
         if self.attributes:
             try:
-                layout.check_root(self.attributes, lambda: self._store.attrs(self.name), doubt_version=True)
+                check_root(self.attributes, lambda: self._store.attrs(self.name), doubt_version=True)
             except TraceCorruptError as error:
                 self._add("root", str(error))
             except TraceError as error:
@@ -417,12 +420,12 @@ class Survey:
     # -- tables -----------------------------------------------------------------------------------------------------
 
     def _read_journal(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        array = self._array(self.journal_name, "int64", (layout.COLUMNS,))
-        none = np.zeros((0, layout.COLUMNS), np.int64)
+        array = self._array(self.journal_name, "int64", (COLUMNS,))
+        none = np.zeros((0, COLUMNS), np.int64)
         if array is None:
             return none, np.zeros(0, bool)
-        if (array.row, array.dtype) != ((layout.COLUMNS,), "int64"):
-            self._add("array", f"the journal is not {layout.COLUMNS} columns of int64", array.name)
+        if (array.row, array.dtype) != ((COLUMNS,), "int64"):
+            self._add("array", f"the journal is not {COLUMNS} columns of int64", array.name)
             return none, np.zeros(0, bool)
         parts, masks = [none], [np.zeros(0, bool)]
         for number in range(len(array.state)):
@@ -430,7 +433,7 @@ class Survey:
             if chunk is None:
                 chunk = self._unverified(array, number)  # each row has a checksum of its own
             rows = min(array.height, array.length - number * array.height)
-            parts.append(np.zeros((rows, layout.COLUMNS), np.int64) if chunk is None else chunk)
+            parts.append(np.zeros((rows, COLUMNS), np.int64) if chunk is None else chunk)
             masks.append(np.full(rows, chunk is not None))
         journal, readable = np.concatenate(parts), np.concatenate(masks)
         # the length may have reached the disk before the rows, in HDF5; those are zeros, which no row is
@@ -466,7 +469,7 @@ class Survey:
                 damaged = broken = True
                 continue
             try:
-                found, after = layout.unsealed(line + b"\n", before)
+                found, after = unsealed(line + b"\n", before)
                 if found is None:
                     if not damaged and self._flipped_back(line, lines, before, start):
                         place = start
@@ -498,7 +501,7 @@ class Survey:
             text = b"".join(one + b"\n" for one in (line, *following))
             self._searched += len(text)
             # in long ones it takes long
-            found = None if self._searched > SEARCHED_BYTES else layout.as_they_were(text, before)
+            found = None if self._searched > SEARCHED_BYTES else as_they_were(text, before)
             if found is not None:
                 self._add(
                     "declaration",
@@ -524,7 +527,7 @@ class Survey:
             names = (value["kind"], value["tag"], value["leaf"], "" if module is None else module)
             if not all(isinstance(name, str) for name in names) or value["network"] is not (module is None):
                 raise ValueError(f"stream {value['id']} contradicts itself")
-            if (dtype is None and module is not None) or (dtype is not None and not layout.is_encoded(dtype)):
+            if (dtype is None and module is not None) or (dtype is not None and not is_encoded(dtype)):
                 raise ValueError(f"stream {value['id']} has the dtype {dtype}")
             rank = value["rank"]
             if type(rank) is not int or rank < 0:
@@ -537,11 +540,11 @@ class Survey:
             self._enter(self.streams, value["id"], stream, what)
         elif what == "shape":
             shape = tuple(value["shape"])
-            if not layout.is_shape(shape):
+            if not is_shape(shape):
                 raise ValueError(f"shape {shape}")
             self._enter(self.shapes, value["id"], shape, what)
         elif what == "pool":
-            if not isinstance(value["name"], str) or value["dtype"] not in layout.STORAGE_DTYPES:
+            if not isinstance(value["name"], str) or value["dtype"] not in STORAGE_DTYPES:
                 raise ValueError(f"pool {value}")
             self._enter(self.pools, value["id"], (value["name"], value["dtype"]), what)
             if value.get("compression") is not None:
@@ -554,10 +557,10 @@ class Survey:
 
     def _right_rows(self, readable: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Which rows of the journal pass their checksum, once flipped bits are put right."""
-        right: NDArray[np.bool_] = layout.row_checksums(self.journal, 0) == self.journal[:, Column.CHECK]
+        right: NDArray[np.bool_] = row_checksums(self.journal, 0) == self.journal[:, Column.CHECK]
         damaged = np.flatnonzero(readable & ~right)
         for number in damaged.tolist() if len(damaged) <= MENDED_ROWS else ():
-            row = layout.row_as_it_was(self.journal[number], number)
+            row = row_as_it_was(self.journal[number], number)
             if row is not None:
                 self.journal[number], right[number] = row, True
                 why = f"a bit of row {number} of the journal is wrong, and is put right"
@@ -570,7 +573,7 @@ class Survey:
         journal = self.journal
         stream, pool, shape = (journal[:, c] for c in (Column.STREAM, Column.POOL, Column.SHAPE))
         offset, count, flags = (journal[:, c] for c in (Column.OFFSET, Column.COUNT, Column.FLAGS))
-        carries = (flags & layout.HAS_DATA) != 0
+        carries = (flags & HAS_DATA) != 0
         with_data = sorted(number for number, one in self.streams.items() if one.dtype is not None)
         events = sorted(number for number, one in self.streams.items() if one.dtype is None)
         sizes = {number: math.prod(one) for number, one in self.shapes.items()}
@@ -600,7 +603,7 @@ class Survey:
         refuse(carries & ~np.isin(pool, sorted(self.pools)), "of a pool whose declaration is not there")
         refuse(carries & (expected < 0), "of a shape whose declaration is not there")
         refuse(carries & (count != expected), "not of as many elements as the shape has")
-        refuse(~carries & ((pool != layout.NONE) | (count != 0) | (shape != layout.NONE)), "events with data")
+        refuse(~carries & ((pool != NONE) | (count != 0) | (shape != NONE)), "events with data")
         refuse((offset < 0) | (offset > 2**62), "of a place before the pool")
         refuse((counters < 0).any(axis=1), "negative in a counter")
         return left
@@ -780,7 +783,7 @@ class Survey:
             part = self._data(row)
             if part is None:
                 return None
-            data = layout.decode(part, stream.dtype, self.shapes[row[Column.SHAPE]])
+            data = decode(part, stream.dtype, self.shapes[row[Column.SHAPE]])
         where: dict[str, Any] = {
             "kind": stream.kind,
             "global_step": row[Column.GLOBAL_STEP],
@@ -803,19 +806,19 @@ class Survey:
         if array is None:
             return None
         stream = self.streams[row[Column.STREAM]]
-        if stream.dtype is None or layout.ENCODINGS[stream.dtype].storage != array.dtype:
+        if stream.dtype is None or ENCODINGS[stream.dtype].storage != array.dtype:
             return None
         part = self._elements(array, row[Column.OFFSET], row[Column.COUNT])
         if part is None:
             return self._proven(array, row)
-        if row[Column.CRC32C] not in (layout.NONE, crc32c(part)):
+        if row[Column.CRC32C] not in (NONE, crc32c(part)):
             return None
         return part
 
     def _proven(self, array: _Array, row: list[int]) -> NDArray[Any] | None:
         """The elements of a message in a chunk that cannot be read, if its own checksum says that they are right."""
         offset, count = row[Column.OFFSET], row[Column.COUNT]
-        if row[Column.CRC32C] == layout.NONE or offset + count > array.length * array.size:
+        if row[Column.CRC32C] == NONE or offset + count > array.length * array.size:
             return None
         first, begin = divmod(offset, array.size)
         rows = self._as_it_stands(array, first, first - (-(begin + count) // array.size))
@@ -908,7 +911,7 @@ class Survey:
         """Which messages can be read; in the order of their places, so that each chunk is read once."""
         journal = self.journal
         good = self.sound.copy()
-        rows = np.flatnonzero(self.sound & ((journal[:, Column.FLAGS] & layout.HAS_DATA) != 0))
+        rows = np.flatnonzero(self.sound & ((journal[:, Column.FLAGS] & HAS_DATA) != 0))
         rows = rows[np.lexsort((journal[rows, Column.OFFSET], journal[rows, Column.POOL]))]
         pools = journal[rows, Column.POOL]
         for pool in np.unique(pools).tolist():
@@ -922,7 +925,7 @@ class Survey:
             right = [
                 number
                 for number, one in self.streams.items()
-                if one.dtype is not None and layout.ENCODINGS[one.dtype].storage == array.dtype
+                if one.dtype is not None and ENCODINGS[one.dtype].storage == array.dtype
             ]
             beyond = (counts > array.length * array.size - offsets) | ~np.isin(journal[members, Column.STREAM], right)
             if beyond.any():
@@ -958,7 +961,7 @@ class Survey:
 
         Those of one size that follow each other are read together. Chunks that cannot be read are left to others.
         """
-        members = members[self.journal[members, Column.CRC32C] != layout.NONE]
+        members = members[self.journal[members, Column.CRC32C] != NONE]
         offsets, counts = self.journal[members, Column.OFFSET], self.journal[members, Column.COUNT]
         most = max(1, RUN_BYTES // np.dtype(array.dtype).itemsize)
         apart = np.flatnonzero((counts[1:] != counts[:-1]) | (offsets[1:] != offsets[:-1] + counts[:-1])) + 1
@@ -974,7 +977,7 @@ class Survey:
         offset, count = self.journal[members[0], [Column.OFFSET, Column.COUNT]].tolist()
         part = self._elements(array, offset, count * len(members))
         if part is not None:
-            found = layout.checksums(part.reshape(len(members), count))
+            found = checksums(part.reshape(len(members), count))
             wrong: list[int] = members[found != self.journal[members, Column.CRC32C]].tolist()
             return wrong
         if len(members) == 1:

@@ -64,7 +64,7 @@ class Freeze(Subscriber):
 
     From the bottom up: a layer is frozen only after all that were heard of before it in a pass. Answers
     ``{kind}_freeze``: a float64 scalar for each message, 1 if this layer would be frozen by now, else 0. In a replay it
-    says what the rule would have done; in a live run a `tracer.messaging.actor.Actor` freezes the layer's own parameters.
+    says what the rule would have done; in a live run a `tracer.Actor` freezes the layer's own parameters.
 
     Parameters
     ----------

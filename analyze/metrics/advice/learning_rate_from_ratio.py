@@ -60,7 +60,7 @@ class LearningRateFromRatio(Subscriber):
     Answers ``{kind}_learning_rate_factor``, for the whole network and after each `window` steps, when a later step
     begins or the run ends: a float64 scalar without unit, by which the learning rate would be multiplied. In a replay
     it says what the rule would have done at first, with the ratios of the run as it was; in a live run a
-    `tracer.messaging.actor.Actor` does it, and the next window shows what came of it.
+    `tracer.Actor` does it, and the next window shows what came of it.
 
     Parameters
     ----------

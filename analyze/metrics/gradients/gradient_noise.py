@@ -1,7 +1,7 @@
 """Signal and noise in the gradient of a batch, from a trace alone: the tests that say whether a batch is large enough.
 
-All of them are functions of the inner products of the per-sample gradients, which `analyze.metrics.gradients.sample_gram` has
-from what each layer took and what came back to it.
+All of them are functions of the inner products of the per-sample gradients, which
+`analyze.metrics.gradients.sample_gram` has from what each layer took and what came back to it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
-from tracer.format.layout import MAX_AXES, held
+from tracer.format.encodings import held
+from tracer.format.journal import MAX_AXES
 from tracer.memory import SMALLEST, Memory
 from tracer.observing.pytorch.leaves import Named, argument, below
 

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tracer.errors import CaptureError, TracerError, plain
-from tracer.format import layout
+from tracer.format.encodings import ENCODINGS
 from tracer.messaging.messages import DEFAULT_TAG, KINDS
 from tracer.observing.capture import Capture
 from tracer.observing.optimizers import steps_within
@@ -279,7 +279,7 @@ def _padding(stream: Mapping[str, Any]) -> float:
     size = stream["bytes_per_message"]
     if shape is None or not size:
         return 0.0
-    itemsize = layout.ENCODINGS[stream["dtype"]].dtype.itemsize
+    itemsize = ENCODINGS[stream["dtype"]].dtype.itemsize
     nbytes = itemsize * math.prod(shape)
     more: float = size * stored_bytes(tuple(shape), itemsize) / nbytes - size if nbytes else 0.0
     return more * float(stream["messages_per_recorded_step"])
@@ -335,7 +335,10 @@ def _run(
     }
     (folder / f"{number}.request").write_text(json.dumps(request), encoding="utf-8")
     report.touch()
-    begin = "import json, sys; sys.path[:] = json.load(open(sys.argv[1]))['path']; import tracer.recording.certifying.rehearsal as r; r.main()"
+    begin = (
+        "import json, sys; sys.path[:] = json.load(open(sys.argv[1]))['path']; "
+        "import tracer.recording.certifying.rehearsal as rehearsal; rehearsal.main()"
+    )
     command = [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", begin]  # type: ignore[attr-defined]
     environment = {"PYTHONHASHSEED": "0", **os.environ, REHEARSAL: purpose}
     if ranks is not None:

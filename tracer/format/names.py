@@ -1,0 +1,117 @@
+"""What a trace is called inside: its parts, their tables, their pools of data.
+
+`docs/trace-format.md` says the same in prose, with a reason for each rule; the two are changed together, and `VERSION`
+with them where an older reader would go wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+from tracer.messaging.messages import DEFAULT_TAG
+
+PART = re.compile(r"rank(?P<rank>0|[1-9][0-9]{0,8})(\.attempt(?P<attempt>[1-9][0-9]{0,8}))?")
+"""Names of the groups that one process each writes. A directory holds all of a trace, a file one: see `open_parts`."""
+
+RESERVED = frozenset({"journal", "declarations", "pools", "late"})
+"""Names in a rank's group that no kind takes."""
+
+
+def part_name(rank: int, attempt: int = 0) -> str:
+    """The name of what one process wrote of a trace: a group of its own.
+
+    Examples
+    --------
+    >>> part_name(0), part_name(3, attempt=1)
+    ('rank0', 'rank3.attempt1')
+    """
+    return f"rank{rank}.attempt{attempt}" if attempt else f"rank{rank}"
+
+
+def part_of(name: str) -> tuple[int, int] | None:
+    """Rank and attempt of a part's name; None for other names.
+
+    Examples
+    --------
+    >>> part_of("rank3.attempt1"), part_of("rank0"), part_of("rank01"), part_of("rank0.attempt0")
+    ((3, 1), (0, 0), None, None)
+    """
+    match = PART.fullmatch(name)
+    return None if match is None else (int(match["rank"]), int(match["attempt"] or 0))
+
+
+def journal_name(part: str) -> str:
+    """The name of a part's journal."""
+    return f"{part}/journal"
+
+
+def declarations_name(part: str) -> str:
+    """The name of the array of a part's declarations."""
+    return f"{part}/declarations"
+
+
+_UNSAFE = re.compile(rb"[^A-Za-z0-9._-]|^\.|\.$|^_(?=_)|\.(?=json$)")
+_LONGEST = 200
+
+
+def quote(name: str) -> str:
+    """A part of an array's path for a kind, tag, module or leaf: different names give different parts.
+
+    What is not a letter, digit, ``.``, ``_`` or ``-`` of ASCII becomes ``%`` and two hex digits for each byte, and so
+    do a leading or trailing ``.``, a leading ``__`` and the dot of a trailing ``.json``. The empty name (the root
+    module) is ``%~root``. Names over 200 bytes are cut, and end in ``%~`` and a hash.
+
+    Examples
+    --------
+    >>> quote("layer1.0.conv1"), quote("../a b%"), quote(""), quote("__init__"), quote("zarr.json")
+    ('layer1.0.conv1', '%2E.%2Fa%20b%25', '%~root', '%5F_init__', 'zarr%2Ejson')
+    >>> len(quote("x" * 999))
+    200
+    """
+    if not name:
+        return "%~root"
+    raw = name.encode("utf-8", "surrogatepass")
+    quoted = _UNSAFE.sub(lambda match: b"%%%02X" % match[0][0], raw).decode("ascii")
+    return _cut(quoted, raw)
+
+
+def _cut(quoted: str, raw: bytes) -> str:
+    """A name that is short enough for a file, and another one for each that is longer."""
+    if len(quoted) > _LONGEST:
+        quoted = f"{quoted[: _LONGEST - 22]}%~{hashlib.sha256(raw).hexdigest()[:20]}"
+    return quoted
+
+
+def own_pool(part: str, kind: str, module: str | None, tag: str, leaf: str) -> str:
+    """The name of the pool of one stream: ``{part}/{kind}/{module}``, with ``@{tag}`` and ``#{leaf}`` where needed.
+
+    The network's streams stand under ``%~network``.
+
+    Examples
+    --------
+    >>> own_pool("rank0", "activations", "layer1.0", "default", ""), own_pool("rank0", "input_data", None, "eval", "")
+    ('rank0/activations/layer1.0', 'rank0/input_data@eval/%~network')
+    >>> own_pool("rank1", "activations", "rnn", "default", "1.0"), own_pool("rank0", "journal", "", "default", "")
+    ('rank1/activations/rnn#1.0', 'rank0/%~journal/%~root')
+    """
+    group = f"%~{kind}" if kind in RESERVED else quote(kind)
+    if tag != DEFAULT_TAG:
+        # two parts of 200 bytes would be longer than a file name may be
+        group = f"{group}@{quote(tag)}"
+        group = _cut(group, group.encode())
+    name = "%~network" if module is None else quote(module)
+    if leaf:
+        name = f"{name}#{quote(leaf)}"
+        name = _cut(name, name.encode())
+    return f"{part}/{group}/{name}"
+
+
+def shared_pool(part: str, kind: str, storage: str) -> str:
+    """The name of the pool of all small or ragged messages of one kind and storage dtype."""
+    return f"{part}/pools/{quote(kind)}/{storage}"
+
+
+def late_pool(part: str, storage: str) -> str:
+    """The name of the pool of streams that were first seen when the store could make no more arrays."""
+    return f"{part}/late/{storage}"
