@@ -1,13 +1,12 @@
 """What a batch costs beside the work itself: planning, each part, a second run, memory; and how it scales.
 
 Traces are made in a temporary folder: many small ones (copies under their own names) for planning and for what a part
-costs, and some with activations of which SVCCA takes long for scaling. Numbers of workers take turns; ratios are formed
-within a round, and their median is printed. What a part costs is the time of `analyze.batching.tasks.run` over that
-of the replay alone, in processor time. Where more workers than there are processors would be needed, the curve is simulated:
-the part times that were recorded, taken in the order of the plan by N workers, each task waiting for the one process
-that hands them out, whose time per task is measured, too.
-
-    python benchmarks/batch.py [--rounds 3] [--traces 500] [--scale 1.0] [--json]
+costs, and some with activations of which SVCCA takes long for scaling. Numbers of workers take turns; ratios are
+formed within a round, and their median is printed. What a part costs is the time of `analyze.batching.tasks.run` over
+that of the replay alone, in processor time. Where more workers than there are processors would be needed, the curve
+is simulated: the part times that were recorded, taken in the order of the plan by N workers, each task waiting for
+the one process that hands them out, whose time per task is measured, too. python benchmarks/batch.py [--rounds 3]
+[--traces 500] [--scale 1.0] [--json]
 """
 
 from __future__ import annotations

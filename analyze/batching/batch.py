@@ -2,7 +2,7 @@
 
 The folder of results::
 
-    out/parts/ID.parquet           the answers of one unit of the plan (`analyze.batching.planning`); there when it is done
+    out/parts/ID.parquet           the answers of one unit of the plan; there when it is done
     out/parts/ID.damaged.parquet   of a damaged trace, the answers to what comes before the damage
     out/arrays/ID.zarr             answers of more than 4096 numbers each, as a results trace
     out/failures.jsonl             what could not be answered by the last batch, and why

@@ -5,8 +5,8 @@ its answers depend on, so that a unit that is there need not be computed again. 
 units that read the same messages, which are then read once.
 
 How far the work on a trace can be cut is what the subscriber says it remembers (`tracer.messaging.subscriber.Scope`),
-or what the producers of its input do, whichever is more. Cuts depend on the trace and the subscriber alone, never on how many
-workers there are or what else is asked: another run cuts in the same places and finds what is there.
+or what the producers of its input do, whichever is more. Cuts depend on the trace and the subscriber alone, never on
+how many workers there are or what else is asked: another run cuts in the same places and finds what is there.
 """
 
 from __future__ import annotations

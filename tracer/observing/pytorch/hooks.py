@@ -128,8 +128,8 @@ class Hook:
         return None if exporter is None else GradientHook(exporter, kind, self.name, leaf, call, tag, at)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # for a pickler that does not leave hooks out as `hanging` has it: a callable of the library, which takes anything
-        # and returns None
+        # for a pickler that does not leave hooks out as `hanging` has it: a callable of the library, which takes
+        # anything and returns None
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
