@@ -1,4 +1,4 @@
-"""The command line: each command has help and stands in the README; what goes wrong is a sentence and an exit code."""
+"""The command line: each command has help and a row in docs/commands.md; faults are a sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tracer.trace.writer import TraceWriter
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = sorted(main.commands)
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
 STEPS = 12
 
 
@@ -177,13 +177,13 @@ def test_no_color(trace: Path, plain: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_stands_in_the_readme(name: str) -> None:
-    """The README's table has a row for each command."""
-    assert re.search(rf"^\| `trace {name}\b", README, re.MULTILINE)
+    """The table of docs/commands.md has a row for each command."""
+    assert re.search(rf"^\| `trace {name}\b", COMMANDS, re.MULTILINE)
 
 
 def test_readme_names_no_other_commands() -> None:
-    """What the README calls a command is one."""
-    assert set(re.findall(r"`?\btrace ([a-z]+)\b(?=[^.])", "\n".join(re.findall(r"`trace [^`]*`", README)))) <= {
+    """What docs/commands.md calls a command is one."""
+    assert set(re.findall(r"`?\btrace ([a-z]+)\b(?=[^.])", "\n".join(re.findall(r"`trace [^`]*`", COMMANDS)))) <= {
         *COMMANDS
     }
 
@@ -939,40 +939,6 @@ def test_demo(tmp_path: Path) -> None:
     assert (again.returncode, again.stdout) == (1, "")
     assert "--overwrite" in again.stderr
     assert snapshot(tmp_path) == before
-
-
-# -- the README ---------------------------------------------------------------------------------------------------
-
-
-def test_readme_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every Python block of the README runs, one after the other, and every ``trace`` line of its shell blocks."""
-    pytest.importorskip("sklearn")
-    monkeypatch.chdir(tmp_path)
-    os.symlink(ROOT / "examples", tmp_path / "examples")
-    code = "\n".join(re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE))
-    (tmp_path / "readme.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "readme.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "weights_spectral_norm 0 0" in done.stdout
-    lines = [
-        line
-        for block in re.findall(r"^```sh\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-        for line in block.splitlines()
-        if line.startswith("trace ")
-    ]
-    assert len(lines) >= 8
-    for line in lines:
-        words = shlex.split(line, comments=True)[1:]
-        done = subprocess.run(spawn(*words), cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
-        assert done.returncode == 0, f"{line}: {done.stderr}"
 
 
 def test_odd_names_stay_on_their_line(tmp_path: Path) -> None:

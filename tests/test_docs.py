@@ -1,0 +1,102 @@
+"""The documentation is true: its commands and programs run, its links lead somewhere, and the README is short."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from cli import main
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+RECORD = "trace record --every 5 --out digits.zarr examples/digits.py --epochs 1"
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The blocks of code in a page."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def run(*command: str) -> str:
+    """What a program prints that is to end well."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("page", "commands", "says"),
+    [
+        ("README.md", 5, "activations_sparsity"),
+        ("docs/tutorial.md", 9, "weights_spectral_norm"),
+        ("docs/recording.md", 1, ""),
+        ("docs/asking.md", 7, "weights_spectral_norm 0 0"),
+    ],
+)
+def test_what_a_page_shows_runs(
+    page: str, commands: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each ``trace`` line of a page, one after the other, then its Python blocks as one program."""
+    pytest.importorskip("sklearn")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    lines = [line for block in blocks(ROOT / page, "sh") for line in block.splitlines() if line.startswith("trace ")]
+    assert len(lines) >= commands
+    if not any(line.startswith("trace record") for line in lines):
+        lines = [RECORD, *lines]
+    for line in lines:
+        words = shlex.split(line, comments=True)[1:]
+        if words[0] == "record":  # runs the script in its own process
+            run(sys.executable, str(ROOT / "cli.py"), *words)
+        else:
+            done = CliRunner().invoke(main, words)
+            assert done.exit_code == 0, f"{line}: {done.output}"
+    program = tmp_path / "program.py"
+    program.write_text("\n".join(blocks(ROOT / page, "python")), encoding="utf-8")
+    assert says in run(sys.executable, "-W", "error", str(program))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """A link to a file names one that is there, and an anchor a heading of it."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        there = (page.parent / name).resolve() if name else page
+        assert there.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in anchors, target
+
+
+def test_every_page_is_in_the_index() -> None:
+    """docs/README.md leads to each page beside it."""
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"({page.name})" in index, page.name
+
+
+def test_the_readme_is_short() -> None:
+    """A newcomer reads it in four minutes."""
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_of_prose_end(page: Path) -> None:
+    """Lines of prose have at most 120 characters; rows of tables, headings and lines of code may have more."""
+    if page.name == "metrics.md":
+        return  # made of docstrings, whose lines the linter bounds
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    long = [line for line in text.splitlines() if len(line) > 120 and not line.lstrip().startswith("|")]
+    assert not long, long[0]
