@@ -102,6 +102,7 @@ def test_rows(results: analyze.Results) -> None:
     assert odd.kind == 'odd, "kind"\n'
     assert results.traces == ("run.zarr",)
     assert repr(results) == "Results(17 rows, 5 series)"
+    assert str(results).splitlines()[0] == rows[0].kind
 
 
 def test_columns_equal_rows(results: analyze.Results) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import shutil
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,6 +138,11 @@ class ResultsTable:
                 yield Text()
             yield Text(heading, style=bold, no_wrap=True, overflow="ignore")
             yield from (Text(line, no_wrap=True, overflow="ignore") for line in lines)
+
+    def __str__(self) -> str:
+        """The tables as text, as wide as the terminal."""
+        width = shutil.get_terminal_size().columns
+        return "\n\n".join("\n".join((heading, *lines)) for heading, lines in self.lines(width))
 
     def lines(self, width: int) -> Iterator[tuple[str, list[str]]]:
         """The heading of each kind, and the lines of its table, in at most so many columns."""

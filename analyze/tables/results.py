@@ -343,6 +343,10 @@ class Results:
     def __repr__(self) -> str:
         return f"Results({len(self)} rows, {len(self._kept.streams)} series)"
 
+    def __str__(self) -> str:
+        """What `to_table` shows, as wide as the terminal."""
+        return str(self.to_table()) if len(self) else repr(self)
+
     @property
     def traces(self) -> tuple[str, ...]:
         """The traces that were asked, in their order."""
