@@ -2,20 +2,29 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO := $(VENV)/demo
 INSTALLED := $(VENV)/installed
 # the tests' models are tiny: more threads than processes only wait for each other
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-slow lint docs bench clean
+.PHONY: help demo test check test-slow lint docs bench clean
 
 help: ## say what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
-demo: $(INSTALLED) ## train a small network on real images, record it, replay it, show what it says
+demo: $(DEMO) ## train a small network on real images, record it, replay it, show what it says
 	$(BIN)/trace demo --overwrite
 
-test: lint ## everything that must hold: lint, types, tests, doctests
+ifdef FILE
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(FILE)
+else
+test: lint ## everything that must hold: lint, types, tests, doctests; FILE=tests/test_bus.py only that
 	$(BIN)/python -m pytest -n 2
+endif
+
+check: lint ## the daily loop: lint, types, and the tests of the files that changed since the last commit
+	$(BIN)/python tests/changed.py | xargs -r $(BIN)/python -m pytest -n 2
 
 test-slow: $(INSTALLED) ## what takes minutes: a hundred kills of each format, more damaged traces, random models, the experiment
 	$(BIN)/python -m pytest -n 2 -m slow
@@ -47,9 +56,13 @@ clean: ## forget the environment and the caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info
 
 # torch by itself first: it is the one wheel of which a machine may have a build of its own
-$(INSTALLED): pyproject.toml constraints.txt
+$(DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer, not " + sys.version'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo]'
+	touch $(DEMO)
+
+$(INSTALLED): $(DEMO)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $(INSTALLED)

@@ -1,0 +1,38 @@
+"""Prints the tests of what changed since the last commit: ``make check`` runs them.
+
+A changed test stands for itself. A changed module stands for its doctests and for the test file of its name; where
+there is none, for the test files that import it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def changed() -> list[Path]:
+    """The Python files that differ from the last commit or are new to git."""
+    names: list[str] = []
+    for command in (("diff", "--name-only", "--diff-filter=d", "HEAD"), ("ls-files", "--others", "--exclude-standard")):
+        names += subprocess.run(["git", *command], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    return [ROOT / name for name in dict.fromkeys(names) if name.endswith(".py")]
+
+
+def tests_of(path: Path) -> list[Path]:
+    """The test files that look at a file."""
+    tests = sorted((ROOT / "tests").rglob("test_*.py"))
+    if path in tests:
+        return [path]
+    named = [test for test in tests if test.stem == f"test_{path.stem}"]
+    module = re.escape(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    importing = [test for test in tests if re.search(rf"\b{module}\b", test.read_text(encoding="utf-8"))]
+    with_doctests = [path] if ">>> " in path.read_text(encoding="utf-8") else []
+    return with_doctests + (named or importing)
+
+
+if __name__ == "__main__":
+    for test in dict.fromkeys(test for path in changed() for test in tests_of(path)):
+        print(test.relative_to(ROOT))
