@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,19 +20,6 @@ from tracereel.printing import plain_warnings, print_json, say, size
 if TYPE_CHECKING:
     from analyze.batching.batch import BatchResults
     from analyze.batching.planning import Failure
-
-
-@dataclasses.dataclass(frozen=True)
-class Sharing:
-    """How the work is cut and where it is done."""
-
-    workers: int | None
-    scheduler: str | None
-    slurm: str | None
-    part: str | None
-    memory: int | None
-    part_bytes: int | None
-    force: bool
 
 
 @click.command(
@@ -74,7 +61,6 @@ class Sharing:
 @click.option("--memory", type=Size(), help="Memory that a worker may have; its part fails if it has more.")
 @click.option("--part-size", "part_bytes", type=Size(), help="What a part reads, at most (default: 128MiB).")
 @options.flag("--force", help="Compute everything anew.")
-@options.gather(sharing=Sharing)
 @click.option("--table", metavar="FILE.parquet", help="Write all answers to one file, too; it is replaced.")
 @options.flag("--plan", "only_plan", help="Only print the plan, as JSON.")
 @options.flag("--dry-run", help="Only say how many bytes and parts there are, and how long it will take.")
@@ -84,12 +70,14 @@ def batch(
     specs: tuple[str, ...],
     out: str,
     filters: Filters,
-    pairs: Literal["all", "first"] | None,
-    sharing: Sharing,
+    scheduler: str | None,
+    slurm: str | None,
+    memory: int | None,
     table: str | None,
     only_plan: bool,
     dry_run: bool,
     as_json: bool,
+    **work: Any,
 ) -> None:
     """Ask many traces, in parallel; what was computed before is not computed again.
 
@@ -104,27 +92,20 @@ def batch(
     from analyze.batching.planning import PART_BYTES
     from analyze.batching.progress import display
 
-    asked: dict[str, Any] = {
-        **filters.of_a_rank,
-        "pairs": pairs,
-        "workers": sharing.workers,
-        "part": sharing.part,
-        "force": sharing.force,
-        "part_bytes": sharing.part_bytes or PART_BYTES,
-    }
+    asked: dict[str, Any] = {**filters.of_a_rank, **work, "part_bytes": work["part_bytes"] or PART_BYTES}
     with wrong_usage(), plain_warnings():
-        slurm = None if sharing.slurm is None else options_of(sharing.slurm)
+        cluster = None if slurm is None else options_of(slurm)
         if only_plan or dry_run:
-            planned = plan_batch(traces, specs, out, **asked)
+            plan = plan_batch(traces, specs, out, **asked)
             if only_plan:
-                print_json(planned.describe())
+                print_json(plan.describe())
             else:
-                _print_estimate(estimate(planned, out, sharing.workers), as_json)
+                _print_estimate(estimate(plan, out, work["workers"]), as_json)
             return
         with display(sys.stderr) as progress:
             results = run_batch(
-                traces, specs, out, scheduler=sharing.scheduler, slurm=slurm, memory=sharing.memory, table=table,
-                progress=progress, **asked,
+                traces, specs, out, scheduler=scheduler, slurm=cluster, memory=memory, table=table, progress=progress,
+                **asked,
             )  # fmt: skip
     _print_results(results, as_json)
     if results.failures:

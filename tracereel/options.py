@@ -72,7 +72,7 @@ class Size(click.ParamType[Any]):
 # -- options ------------------------------------------------------------------------------------------------------
 
 
-def options(*decorators: Decorator) -> Decorator:
+def together(*decorators: Decorator) -> Decorator:
     """Several options as one decorator."""
 
     def decorate(function: Any) -> Any:
@@ -230,7 +230,7 @@ _RANKS = several(
     "--rank", "ranks", type=click.IntRange(min=0), metavar="N",
     help="Only this rank of a distributed run; may be repeated.",
 )  # fmt: skip
-filters = options(*_WHAT, _RANKS, gather(filters=Filters))
+filters = together(*_WHAT, _RANKS, gather(filters=Filters))
 """The options of `Filters`, as the argument `filters`."""
-filters_of_all_ranks = options(*_WHAT, gather(filters=Filters))
+filters_of_all_ranks = together(*_WHAT, gather(filters=Filters))
 """As `filters`, without ``--rank``."""

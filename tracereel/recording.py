@@ -68,7 +68,7 @@ class RecordCommand(Command):
 
 
 _OPTIONS = "options"
-"""Where a context has the options before the program, as they were written."""
+"""Where a context keeps the options before the program, as they were written, for the processes of a launcher."""
 
 
 def _variable(ctx: click.Context, parameter: click.Parameter) -> str | None:
