@@ -78,7 +78,7 @@ def planning(folder: Path, count: int) -> dict[str, float]:
     second = time.perf_counter() - began
     assert again.computed == 0
     began = time.perf_counter()
-    command = [sys.executable, "-m", "cli", "batch", *few, "-s", "norm", "--out", str(folder / "again")]
+    command = [sys.executable, "-m", "tracereel", "batch", *few, "-s", "norm", "--out", str(folder / "again")]
     subprocess.run(command, check=True, env=environment(), capture_output=True)
     return {
         "traces": count,

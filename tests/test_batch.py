@@ -22,7 +22,6 @@ import torch
 from click.testing import CliRunner
 
 import analyze
-import cli
 import tracer
 from analyze.batching import engines
 from analyze.batching.batch import BatchResults, batch, estimate, plan_batch
@@ -32,6 +31,7 @@ from analyze.batching.planning import Selection
 from analyze.tables.results import COLUMNS, Results, Row
 from tracer import Collect, Message, ModuleMessage, NetworkMessage, TraceWriter
 from tracer.errors import CaptureError, MessageError, TraceError, TraceExistsError, TracerError, UnknownNameError
+from tracereel.main import main
 
 ROOT = Path(__file__).parent.parent
 SPECS = ["norm", "ratio", "message_mean", "svcca:tag=default"]
@@ -225,7 +225,8 @@ def test_nothing_is_computed_twice(runs: Path, tmp_path: Path) -> None:
 def test_a_finished_batch_loads_nothing_that_computes(runs: Path, tmp_path: Path) -> None:
     """The command that finds everything done opens traces and compares names: no tables, no engine, no solvers."""
     arguments = ["batch", str(runs), *(word for spec in SPECS for word in ("-s", spec)), "--out", str(tmp_path / "out")]
-    program = f"import sys, cli; cli.main({arguments}, standalone_mode=False); print(*sorted(sys.modules))"
+    call = f"main({arguments}, standalone_mode=False)"
+    program = f"import sys; from tracereel.main import main; {call}; print(*sorted(sys.modules))"
 
     def loaded() -> set[str]:
         command = [sys.executable, "-c", program]
@@ -465,7 +466,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert counted(results) == (1, 0, 0)
     assert [row.global_step for row in results] == [0, 1, 2, 3, 4]
     assert results.notes == [f"{path} is of a run that is interrupted"]
-    done = CliRunner().invoke(cli.main, ["batch", str(path), "-s", "norm", "--out", str(tmp_path / "out")])
+    done = CliRunner().invoke(main, ["batch", str(path), "-s", "norm", "--out", str(tmp_path / "out")])
     assert done.exit_code == 0
     assert f"{path} is of a run that is interrupted" in done.stderr
 
@@ -621,7 +622,7 @@ def test_workers_that_cannot_begin_are_told(monkeypatch: pytest.MonkeyPatch) -> 
 def begin(*arguments: str, **more: Any) -> subprocess.Popen[str]:
     """Start ``trace batch`` as a process."""
     return subprocess.Popen(
-        [sys.executable, "-m", "cli", "batch", *arguments], cwd=ROOT, env=environment(), text=True,
+        [sys.executable, "-m", "tracereel", "batch", *arguments], cwd=ROOT, env=environment(), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more,
     )  # fmt: skip
 
@@ -702,27 +703,27 @@ def test_the_command(runs: Path, trouble: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     runner = CliRunner()
     common = ["batch", str(runs), "-s", "norm", "-s", "ratio", "--out", str(out), "--workers", "0"]
-    told = json.loads(runner.invoke(cli.main, [*common, "--plan"]).stdout)
+    told = json.loads(runner.invoke(main, [*common, "--plan"]).stdout)
     assert told["totals"] == {"traces": 3, "units": 6, "cached": 0, "tasks": 4, "bytes": told["totals"]["bytes"]}
     assert not out.exists()
-    guess = json.loads(runner.invoke(cli.main, [*common, "--dry-run", "--json"]).stdout)
+    guess = json.loads(runner.invoke(main, [*common, "--dry-run", "--json"]).stdout)
     assert (guess["parts"], guess["cached"], guess["measured"]) == (6, 0, {"norm": 1, "ratio": 1})
     assert guess["seconds"] > 0
     assert not out.exists()
-    done = runner.invoke(cli.main, [*common, "--table", str(tmp_path / "t.parquet")])
+    done = runner.invoke(main, [*common, "--table", str(tmp_path / "t.parquet")])
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("6 parts computed, 0 were there already, 0 failed, in ")
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     assert [line["event"] for line in lines] == ["planned", *["part"] * 6]
     assert [line["done"] for line in lines[1:]] == [1, 2, 3, 4, 5, 6]
-    again = runner.invoke(cli.main, [*common, "--json"])
+    again = runner.invoke(main, [*common, "--json"])
     assert json.loads(again.stdout) | {"seconds": 0} == {
         "out": str(out), "parts": 6, "computed": 0, "cached": 6, "failed": 0, "seconds": 0, "notes": [], "failures": [],
     }  # fmt: skip
-    later = runner.invoke(cli.main, [*common, "--force", "--dry-run"])
+    later = runner.invoke(main, [*common, "--force", "--dry-run"])
     assert "would compute 6 parts of 3 traces" in later.stdout
     assert "norm: 3, ratio: 3" in later.stdout
-    failing = runner.invoke(cli.main, [*common, "-s", f"{trouble}:Raises"])
+    failing = runner.invoke(main, [*common, "-s", f"{trouble}:Raises"])
     assert failing.exit_code == 4
     assert failing.stderr.count("failed: ") == 3
     assert "ZeroDivisionError: three is too much" in failing.stderr
@@ -740,7 +741,7 @@ def test_the_command(runs: Path, trouble: str, tmp_path: Path) -> None:
 def test_wrong_usage_is_told(arguments: list[str], sentence: str, runs: Path, tmp_path: Path) -> None:
     """One sentence and exit code 2, or 1 for what is not there."""
     given = [one.format(runs=runs) for one in arguments]
-    done = CliRunner().invoke(cli.main, ["batch", *given, "-s", "norm", "--out", str(tmp_path / "out")])
+    done = CliRunner().invoke(main, ["batch", *given, "-s", "norm", "--out", str(tmp_path / "out")])
     assert done.exit_code in (1, 2)
     assert sentence in done.stderr
     assert "Traceback" not in done.output

@@ -53,7 +53,7 @@ def test_a_job_array(runs: Path, tmp_path: Path) -> None:
     share = "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT"
     script.write_text(
         f"#!/bin/bash\n#SBATCH --array=0-2\n#SBATCH --output={tmp_path}/%a.log\ncd {ROOT}\n"
-        f"exec {sys.executable} -m cli batch {runs} -s norm --out {out} --workers 1 --part {share}\n"
+        f"exec {sys.executable} -m tracereel batch {runs} -s norm --out {out} --workers 1 --part {share}\n"
     )
     done = subprocess.run(
         ["sbatch", "--wait", str(script)], env=environment(), capture_output=True, text=True, check=False, timeout=300

@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import cli
 import tracer
 from tests.endings import alike, ended
 from tracer import Capture, CaptureError, Collect, Exporter, Message, UnknownNameError
 from tracer.messaging.messages import KINDS
 from tracer.observing.capture import DEFAULT_KINDS, DTYPES, REDUCTIONS, choice
 from tracer.observing.overflows import Overflows
+from tracereel.main import main
 
 
 def observe(model: nn.Module, capture: Any, x: Any = None, steps: int = 3, optimizer: Any = None) -> Collect:
@@ -636,7 +636,7 @@ def test_a_trace_tells_what_overflowed(suffix: str, tmp_path: Path) -> None:
             model(x)
             run.log("loss", torch.tensor(1e6))
             optimizer.step()
-    CliRunner().invoke(cli.main, ["convert", str(path), str(tmp_path / "copy.zarr")], catch_exceptions=False)
+    CliRunner().invoke(main, ["convert", str(path), str(tmp_path / "copy.zarr")], catch_exceptions=False)
     streams = {
         ("weights", "0"): (3, 12),  # 1e5 in each step; inf was there before
         ("activations", "0"): (6, 9),  # 1e5 and -9e5, but not 1e4
@@ -647,7 +647,7 @@ def test_a_trace_tells_what_overflowed(suffix: str, tmp_path: Path) -> None:
             assert [float(m.data) for m in trace.messages(kinds=["loss"]) if m.data is not None] == [1e6] * 3
         assert {(n["kind"], n["module"]): (n["count"], n["of"]) for n in found} == streams
         assert {(n["tag"], n["leaf"], n["dtype"]) for n in found} == {("default", "", "float16")}
-    told = CliRunner().invoke(cli.main, ["info", str(path)], catch_exceptions=False).output
+    told = CliRunner().invoke(main, ["info", str(path)], catch_exceptions=False).output
     said = " ".join(told.split())
     assert "weights of '0': 3 of 12 numbers were beyond float16 and are recorded as infinite" in said
     assert "activations of '0': 6 of 9 numbers were beyond float16 and are recorded as infinite" in said

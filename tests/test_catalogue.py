@@ -15,8 +15,8 @@ from torch import nn
 import analyze
 from analyze import catalogue, registry
 from analyze.comparing.invariances import INVARIANCES
-from cli import main
 from tracer import Subscriber
+from tracereel.main import main
 
 ROOT = Path(__file__).parent.parent
 

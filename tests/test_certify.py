@@ -22,11 +22,11 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import cli
 import tracer
 from tracer import Capture, CaptureError, Certificate, Message
 from tracer.recording.certifying.certify import Steps, compare, fingerprint
 from tracer.recording.certifying.rehearsal import Program, certify_script
+from tracereel.main import main
 
 ROOT = Path(__file__).parent.parent
 
@@ -353,9 +353,9 @@ def test_the_certificate_stands_in_the_trace(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     trainer()(lambda *given, **more: tracer.record(path, *given, certificate=certificate, **more))
     runner = CliRunner()
-    told = json.loads(runner.invoke(cli.main, ["info", str(path), "--json"]).stdout)["header"]["certificate"]
+    told = json.loads(runner.invoke(main, ["info", str(path), "--json"]).stdout)["header"]["certificate"]
     assert told == certificate.describe()
-    lines = runner.invoke(cli.main, ["info", str(path)]).stdout.splitlines()
+    lines = runner.invoke(main, ["info", str(path)]).stdout.splitlines()
     (line,) = [one for one in lines if one.startswith("certified")]
     assert "identical: after each of 3 steps" in line
     assert f"CPU time ×{certificate.overhead['cpu_ratio']:.3f} over 2 steps, 2 of them recorded" in line
@@ -371,11 +371,11 @@ def test_info_shows_the_certificate_of_every_attempt(tmp_path: Path) -> None:
             )
         )
     runner = CliRunner()
-    told = json.loads(runner.invoke(cli.main, ["info", str(path), "--json"]).stdout)
+    told = json.loads(runner.invoke(main, ["info", str(path), "--json"]).stdout)
     assert told["header"].get("certificate") is None
     first, second = (one["certificate"] for one in told["attempts"])
     assert (first["verdict"], first["reason"], second) == ("identical", "so it was", None)
-    lines = runner.invoke(cli.main, ["info", str(path)]).stdout.splitlines()
+    lines = runner.invoke(main, ["info", str(path)]).stdout.splitlines()
     assert [one for one in lines if "so it was" in one] == ["certified   attempt 0: identical: so it was"]
 
 
@@ -435,7 +435,7 @@ def record(
     """Run ``trace record`` on a script; what it did, and the certificate in the trace."""
     (folder / "train.py").write_text(head + textwrap.dedent(body))
     done = subprocess.run(
-        [sys.executable, "-m", "cli", "record", "--out", "run.zarr", *options, "train.py"],
+        [sys.executable, "-m", "tracereel", "record", "--out", "run.zarr", *options, "train.py"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -563,13 +563,13 @@ def test_options_that_do_not_go_together() -> None:
         (["--json"], "--dry-run"),
         (["--dry-run", "--certify", "2"], "--certify or --dry-run"),
     ):
-        done = CliRunner().invoke(cli.main, ["record", *arguments, script])
+        done = CliRunner().invoke(main, ["record", *arguments, script])
         assert (done.exit_code, sentence in done.output) == (2, True), done.output
 
 
 def test_a_dry_run_of_torchrun_is_refused_before_it_is_started() -> None:
     """One sentence, and not one of each rank."""
-    done = CliRunner().invoke(cli.main, ["record", "--dry-run", "torchrun", "--nproc-per-node", "2", "train.py"])
+    done = CliRunner().invoke(main, ["record", "--dry-run", "torchrun", "--nproc-per-node", "2", "train.py"])
     assert (done.exit_code, "give it without torchrun" in done.output) == (2, True), done.output
 
 
@@ -580,7 +580,7 @@ def test_who_ends_a_rehearsal_ends_its_process(number: signal.Signals, tmp_path:
     (tmp_path / "train.py").write_text(HEAD + body)
     (tmp_path / "temporary").mkdir()
     asked = subprocess.Popen(
-        [sys.executable, "-m", "cli", "record", "--certify", "3", "train.py"],
+        [sys.executable, "-m", "tracereel", "record", "--certify", "3", "train.py"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "temporary")},
         start_new_session=True,
@@ -644,7 +644,7 @@ def test_two_ranks_are_certified_together(tmp_path: Path, way: str, verdict: str
     (tmp_path / "train.py").write_text(RANKS)
     launcher = ["torchrun", "--standalone", "--nproc-per-node", "2", "train.py", way]
     required = ["--require-identical"] if way == "fail" else []
-    record = ["-m", "cli", "record", "--out", "run.zarr", "--certify", "4", *required, *launcher]
+    record = ["-m", "tracereel", "record", "--out", "run.zarr", "--certify", "4", *required, *launcher]
     done = subprocess.run(
         [sys.executable, *(record if way != "inside" else ["-m", "torch.distributed.run", *launcher[1:]])],
         cwd=tmp_path,
@@ -687,7 +687,7 @@ def test_what_is_certified_is_the_run_that_follows(monkeypatch: pytest.MonkeyPat
     options = ["--replicated", "every", "--max-bytes", "5MB", "--on-full", "drop", "--commit-steps", "3", "--durable"]
     given = {"replicated": "every", "max_bytes": 5_000_000, "on_full": "drop", "commit_steps": 3, "durable": True}
     arguments = ["record", "--certify", "2", *options, str(tmp_path / "train.py")]
-    assert CliRunner().invoke(cli.main, arguments).exit_code == 0
+    assert CliRunner().invoke(main, arguments).exit_code == 0
     rehearsed, run_afterwards = asked
     assert {name: rehearsed[name] for name in given} == given
     assert rehearsed == {name: run_afterwards[name] for name in rehearsed}
@@ -701,7 +701,7 @@ def test_one_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(HEAD)
     for arguments, instead in ((["--certify", "2"], "start it with torchrun"), (["--dry-run"], "a run of one process")):
-        done = CliRunner().invoke(cli.main, ["record", *arguments, "train.py"])
+        done = CliRunner().invoke(main, ["record", *arguments, "train.py"])
         assert done.exit_code == 2
         assert "this is rank 1 of 2" in done.output
         assert instead in " ".join(done.output.split())

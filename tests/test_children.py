@@ -67,7 +67,7 @@ def run(folder: Path, body: str, *options: str, alone: bool = False) -> subproce
     (folder / "train.py").write_text(
         HEAD + 'if __name__ == "__main__":\n' + textwrap.indent(textwrap.dedent(body), " ")
     )
-    recorder = () if alone else ("-m", "cli", "record", "--out", "run.zarr", *options)
+    recorder = () if alone else ("-m", "tracereel", "record", "--out", "run.zarr", *options)
     return subprocess.run(
         [sys.executable, *recorder, "train.py"],
         cwd=folder,

@@ -25,10 +25,12 @@ from click.testing import CliRunner, Result
 
 import tracer
 from analyze.tables.layout import TextTable
-from cli import EXAMPLES, GROUPS, Size, main
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.stores.zarr import CHUNKS_PER_SHARD, chunks_begin
 from tracer.trace.writer import TraceWriter
+from tracereel.command import HEADINGS, Command
+from tracereel.main import main
+from tracereel.options import Size
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = sorted(main.commands)
@@ -42,7 +44,7 @@ def run(*arguments: object) -> Result:
 
 
 def spawn(
-    *arguments: object, cwd: Path = ROOT, code: str = "from cli import main; main(prog_name='trace')"
+    *arguments: object, cwd: Path = ROOT, code: str = "from tracereel.main import main; main(prog_name='trace')"
 ) -> list[str]:
     """The command of a new process that calls the command line."""
     return [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}", *map(str, arguments)]
@@ -100,17 +102,19 @@ def test_each_command_has_examples(name: str) -> None:
     """They stand in its help, and are command lines that it takes."""
     shown = run(name, "--help").stdout
     examples = shown.partition("Examples:\n")[2].splitlines()
-    assert [line.strip() for line in examples if line] == list(EXAMPLES[name])
-    for line in EXAMPLES[name]:
-        program, command, *arguments = shlex.split(line)
-        assert (program, command) == ("trace", name)
-        main.commands[name].make_context(name, arguments)
+    command = main.commands[name]
+    assert isinstance(command, Command)
+    assert [line.strip() for line in examples if line] == list(command.examples)
+    for line in command.examples:
+        program, called, *arguments = shlex.split(line)
+        assert (program, called) == ("trace", name)
+        command.make_context(name, arguments)
 
 
 def test_options_stand_in_groups() -> None:
     """Each heading is followed by its options, and no option that is named there has gone."""
     known = {option.name for command in main.commands.values() for option in command.params}
-    assert {option for options in GROUPS.values() for option in options} <= known
+    assert {option for options in HEADINGS.values() for option in options} <= known
     for name, first, second in (("replay", "What is read:", "--kind"), ("record", "What is recorded:", "--every")):
         lines = run(name, "--help").stdout.splitlines()
         assert second in " ".join(lines[lines.index(first) : lines.index(first) + 5])
@@ -193,7 +197,7 @@ def test_help_imports_nothing_heavy() -> None:
     code = (
         "import contextlib, io\n"
         "from click.testing import CliRunner\n"
-        "from cli import main\n"
+        "from tracereel.main import main\n"
         f"for arguments in [['--help'], ['--version']] + [[name, '--help'] for name in {COMMANDS!r}]:\n"
         "    assert CliRunner().invoke(main, arguments).exit_code == 0, arguments\n"
         "heavy = {'torch', 'zarr', 'numpy', 'h5py', 'scipy', 'pandas', 'matplotlib', 'sklearn', 'rich'}\n"
@@ -637,7 +641,8 @@ def test_long_tables_are_plain(tmp_path: Path) -> None:
     assert (len(long), len(short)) == (401, 6)
     assert [line.split() for line in long[:6]] == [line.split() for line in short]
     assert {line.index("float32") for line in long[1:]} == {long[0].index("dtype")}
-    code = "from cli import main; main(['ls', sys.argv[1]], standalone_mode=False); print('rich' in sys.modules)"
+    call = "main(['ls', sys.argv[1]], standalone_mode=False)"
+    code = f"from tracereel.main import main; {call}; print('rich' in sys.modules)"
     done = subprocess.run(spawn(path, code=code), capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1] == "False", done.stderr
 
@@ -706,7 +711,7 @@ def test_tables_fit_the_terminal(
         "subscribers": ("subscribers",),
     }[name]
     plain = run(*(str(one).format("plain") for one in arguments))
-    monkeypatch.setattr("cli._is_terminal", lambda stream: stream is sys.stdout)
+    monkeypatch.setattr("tracereel.printing.is_terminal", lambda stream: stream is sys.stdout)
     monkeypatch.setenv("COLUMNS", str(width))
     shown = run(*(str(one).format("shown") for one in arguments))
     assert shown.exit_code == plain.exit_code == (3 if name == "recover" else 0), shown.output
@@ -737,7 +742,7 @@ def test_tables_fit_the_terminal(
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_different_modules_look_different(width: int, deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the paths would be alike in their shortened form, they stand in full below the rows."""
-    monkeypatch.setattr("cli._is_terminal", lambda stream: stream is sys.stdout)
+    monkeypatch.setattr("tracereel.printing.is_terminal", lambda stream: stream is sys.stdout)
     monkeypatch.setenv("COLUMNS", str(width))
     lines = [line.strip() for line in run("ls", deep, "-k", "weights").stdout.splitlines()]
     for layer in (10, 11):
@@ -1114,7 +1119,7 @@ def test_streams_that_are_closed(trace: Path, command: tuple[str, ...]) -> None:
     words = " ".join(str(trace) if word == "TRACE" else word for word in command)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for closed in (">&-", ">&- 2>&-"):
-        shell = f"{sys.executable} -m cli {words} {closed}"
+        shell = f"{sys.executable} -m tracereel {words} {closed}"
         done = subprocess.run(
             shell, shell=True, env=environment, capture_output=True, text=True, timeout=120, check=False
         )

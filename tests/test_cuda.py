@@ -611,7 +611,7 @@ def test_an_unmodified_script(workers: int, context: str, tmp_path: Path) -> Non
     (tmp_path / "train.py").write_text(body)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     printed = []
-    for before in ([], ["-m", "cli", "record", "--out", "run.zarr"]):
+    for before in ([], ["-m", "tracereel", "record", "--out", "run.zarr"]):
         done = subprocess.run(
             [sys.executable, *before, "train.py"],
             cwd=tmp_path,

@@ -25,7 +25,6 @@ import torch
 from click.testing import CliRunner
 from torch import Tensor, nn
 
-import cli
 import tracer
 from tests import two_ranks
 from tests.endings import alike, ended
@@ -35,6 +34,7 @@ from tracer.format.names import part_name
 from tracer.format.placement import Placement, cover
 from tracer.stores import zarr
 from tracer.trace import assembly
+from tracereel.main import main
 
 ROOT = Path(__file__).parent.parent
 GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
@@ -276,7 +276,7 @@ def test_a_replay_of_any_rank_has_the_weights(ddp: Path, tmp_path: Path) -> None
     with TraceReader(path, assemble=False) as reader:
         assert heard[0] == [(m.kind, m.key, m.global_step, m.call) for m in reader.messages(ranks=0) if m.rank == 0]
     ran = subprocess.run(
-        [sys.executable, "-m", "cli", "replay", str(path), "-s", "norm:kind=weights", "--json"],
+        [sys.executable, "-m", "tracereel", "replay", str(path), "-s", "norm:kind=weights", "--json"],
         env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     rows = [json.loads(line) for line in ran.stdout.splitlines()]
@@ -492,7 +492,7 @@ def test_trace_record_under_torchrun(tmp_path: Path, form: str, alone: Path) -> 
     script.write_text(SCRIPT)
     options = ["record", "--out", str(path), "-k", "weights", "-k", "weight_gradients", "-k", "loss"]
     if form == "torchrun":
-        torchrun("-m", "cli", *options, str(script), str(end))
+        torchrun("-m", "tracereel", *options, str(script), str(end))
     else:
         launcher = {
             "torchrun inside": ["torchrun"],
@@ -500,7 +500,7 @@ def test_trace_record_under_torchrun(tmp_path: Path, form: str, alone: Path) -> 
             "python": [sys.executable, "-u", "-m", "torch.distributed.run"],
         }.get(form, form.split())
         launcher += ["--standalone", "--nproc-per-node", "2"]
-        (tmp_path / "cli.py").write_text("raise SystemExit('a script of the user that is called so, too')")
+        (tmp_path / "tracereel.py").write_text("raise SystemExit('a script of the user that is called so, too')")
         ran = subprocess.run(
             [sys.executable, str(ROOT / "cli.py"), *options, *launcher, str(script), str(end)],
             cwd=tmp_path, capture_output=True, text=True,
@@ -572,15 +572,15 @@ def test_a_copy_says_what_the_original_had_lost(tmp_path: Path, lost: str) -> No
         (journal,) = (path / "rank1" / "journal" / "c").glob("*/*")
         journal.write_bytes(journal.read_bytes()[:100])
     sentence = "nothing of rank 1" if lost == "missing" else "rank 1 cannot be read"
-    told = CliRunner().invoke(cli.main, ["cat", str(path)])
+    told = CliRunner().invoke(main, ["cat", str(path)])
     assert (told.exit_code, sentence in told.stderr) == (0, True), told.output
-    told = CliRunner().invoke(cli.main, ["convert", str(path), str(copy)])
+    told = CliRunner().invoke(main, ["convert", str(path), str(copy)])
     assert (told.exit_code, sentence in told.stderr) == (3, True), told.output
     with TraceReader(copy) as reader:
         notes = [note["problem"]["why"] for note in reader.notes if "problem" in note]
         assert any(sentence in why for why in notes)
         assert len(reader) == 2
-    told = CliRunner().invoke(cli.main, ["convert", "--json", str(path), str(tmp_path / "other.zarr")])
+    told = CliRunner().invoke(main, ["convert", "--json", str(path), str(tmp_path / "other.zarr")])
     assert (told.exit_code, json.loads(told.stdout)["problems"]) == (3, notes), told.output
 
 

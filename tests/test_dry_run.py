@@ -38,7 +38,7 @@ def record(folder: Path, *arguments: str, body: str = SCRIPT) -> subprocess.Comp
     """Run ``trace record`` in a folder and wait."""
     (folder / "train.py").write_text(textwrap.dedent(body))
     return subprocess.run(
-        [sys.executable, "-m", "cli", "record", *arguments],
+        [sys.executable, "-m", "tracereel", "record", *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,

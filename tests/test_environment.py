@@ -11,10 +11,11 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-import cli
 import tracer
 from tracer import CaptureError
 from tracer.recording.environment import bound_or, disabled, size_of
+from tracereel.main import main
+from tracereel.recording import record
 
 
 def train(path: Path, steps: int = 3, **settings: object) -> int:
@@ -96,7 +97,7 @@ def test_sizes_and_flags() -> None:
 
 def options() -> list[click.Option]:
     """The options of ``trace record``."""
-    return [one for one in cli.record.params if isinstance(one, click.Option)]
+    return [one for one in record.params if isinstance(one, click.Option)]
 
 
 def test_every_option_of_trace_record_has_a_variable() -> None:
@@ -106,7 +107,7 @@ def test_every_option_of_trace_record_has_a_variable() -> None:
         assert one.envvar == "TRACE_RECORD_" + long[2:].replace("-", "_").upper()
     names = [one.envvar for one in options()]
     assert len(set(names)) == len(names) > 25
-    shown = CliRunner().invoke(cli.main, ["record", "--help"]).output
+    shown = CliRunner().invoke(main, ["record", "--help"]).output
     for word in ("TRACE_RECORD_EVERY=10", "TRACE_RECORD_KIND", "TRACE_DISABLE=1", "TRACE_REHEARSAL"):
         assert word in shown
 
@@ -127,7 +128,7 @@ def test_variables_are_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "DURABLE": "1",
     }.items():
         monkeypatch.setenv(f"TRACE_RECORD_{name}", value)
-    done = CliRunner().invoke(cli.main, ["record", "--every", "3", str(script)])
+    done = CliRunner().invoke(main, ["record", "--every", "3", str(script)])
     assert done.exit_code == 0, done.output
     with tracer.open(tmp_path / "there.zarr") as trace:
         assert {(one.kind, one.count) for one in trace.streams} == {("weights", 2), ("loss", 2)}
@@ -135,7 +136,7 @@ def test_variables_are_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert (recording["durable"], recording["max_bytes"]) == (True, 30_000_000)
 
     monkeypatch.setenv("TRACE_DISABLE", "1")
-    done = CliRunner().invoke(cli.main, ["record", "--out", str(tmp_path / "never.zarr"), str(script)])
+    done = CliRunner().invoke(main, ["record", "--out", str(tmp_path / "never.zarr"), str(script)])
     assert (done.exit_code, (tmp_path / "never.zarr").exists()) == (0, False)
     assert "TRACE_DISABLE is set: the script runs without being recorded" in done.output
 
@@ -161,7 +162,7 @@ def test_a_bad_value_is_told_by_its_variable(
     (tmp_path / "train.py").write_text("raise SystemExit('it was run')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(name, value)
-    done = CliRunner().invoke(cli.main, ["record", "train.py"])
+    done = CliRunner().invoke(main, ["record", "train.py"])
     assert done.exit_code == 2, done.output
     assert name in done.output
     assert sentence in done.output
@@ -172,7 +173,7 @@ def test_a_bad_option_is_told_as_before(tmp_path: Path, monkeypatch: pytest.Monk
     """What the command line says is not blamed on the environment."""
     (tmp_path / "train.py").write_text("")
     monkeypatch.setenv("TRACE_RECORD_EVERY", "2")
-    done = CliRunner().invoke(cli.main, ["record", "--every", "x", str(tmp_path / "train.py")])
+    done = CliRunner().invoke(main, ["record", "--every", "x", str(tmp_path / "train.py")])
     assert done.exit_code == 2
     assert "TRACE_RECORD" not in done.output
     assert json.dumps("--every")[1:-1] in done.output

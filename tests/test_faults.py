@@ -205,7 +205,7 @@ def test_trace_record_ends_the_training_or_goes_on(tmp_path: Path, suffix: str, 
         "    time.sleep(0.01)\n"  # or it ends before the thread that writes has come so far
         "print('trained to the end')\n"
     )
-    command = [sys.executable, "-m", "cli", "record", "--out", f"run{suffix}", "--commit-steps", "2"]
+    command = [sys.executable, "-m", "tracereel", "record", "--out", f"run{suffix}", "--commit-steps", "2"]
     done = subprocess.run(
         [*command, *(["--strict"] if strict else []), str(script)],
         capture_output=True,

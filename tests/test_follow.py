@@ -262,7 +262,8 @@ def test_the_command_line_prints_as_it_comes(tmp_path: Path, suffix: str) -> Non
     path, out = tmp_path / f"run{suffix}", tmp_path / "answers.jsonl"
     with writing(path) as other:
         other.write(2)
-        command = [sys.executable, "-m", "cli", "replay", str(path), "-s", "norm:kind=weights", "--follow", "--json"]
+        command = [sys.executable, "-m", "tracereel", "replay", str(path)]
+        command += ["-s", "norm:kind=weights", "--follow", "--json"]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(
             [*command, "--out", str(out)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -324,7 +325,7 @@ def test_a_reader_never_blocks_the_writer(tmp_path: Path, suffix: str) -> None:
     The trace is complete, and the readers, when they go on, get all of it.
     """
     path = tmp_path / f"run{suffix}"
-    command = [sys.executable, "-m", "cli", "replay", str(path), "-s", "norm:kind=weights", "--follow", "--json"]
+    command = [sys.executable, "-m", "tracereel", "replay", str(path), "-s", "norm:kind=weights", "--follow", "--json"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with writing(path) as other:
         blocked = threading.Timer(300, other.process.kill)

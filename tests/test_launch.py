@@ -68,7 +68,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def record(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run ``trace record`` in a folder and wait."""
-    return run(folder, "-m", "cli", "record", "--out", "run.zarr", *arguments)
+    return run(folder, "-m", "tracereel", "record", "--out", "run.zarr", *arguments)
 
 
 def test_a_recorded_script_does_what_it_does_alone(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_signal_leaves_a_closed_trace(tmp_path: Path, number: int, code: int, 
     """A script that is terminated, as a batch system or Ctrl-C does it, leaves a trace that is closed and says so."""
     body = PLAIN.replace("range(2)", "range(10**6)") + "\n"
     path = script(tmp_path, body.replace("for a, b in loader:", "print('.', flush=True)\n    for a, b in loader:"))
-    command = [sys.executable, "-m", "cli", "record", "--out", "run.h5", str(path)]
+    command = [sys.executable, "-m", "tracereel", "record", "--out", "run.h5", str(path)]
     with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for _ in range(5):
@@ -149,7 +149,7 @@ def test_sigkill_leaves_an_interrupted_trace(tmp_path: Path) -> None:
     endless = PLAIN.replace("range(2)", "range(10**6)")
     body = endless.replace("    net.eval()", "    print('.', flush=True)\n    net.eval()")
     path = script(tmp_path, body)
-    command = [sys.executable, "-m", "cli", "record", "--out", "run.zarr", str(path)]
+    command = [sys.executable, "-m", "tracereel", "record", "--out", "run.zarr", str(path)]
     with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == ".\n"  # it trains, however long importing took
@@ -289,7 +289,7 @@ def test_a_signal_while_a_thread_trains(tmp_path: Path, joined: bool, number: in
     body += f"one = threading.Thread(target=train, args=({steps},)); one.start()\n" + "one.join()\n" * joined
     path = script(tmp_path, body)
     ends = []
-    for before in ([], ["-m", "cli", "record", "--out", "run.h5"]):
+    for before in ([], ["-m", "tracereel", "record", "--out", "run.h5"]):
         command = [sys.executable, *before, str(path)]
         with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
@@ -375,7 +375,7 @@ def test_no_warning_of_ours_ends_a_script_that_has_warnings_raised(tmp_path: Pat
     """
     path = script(tmp_path, body)
     alone = run(tmp_path, "-W", "error", str(path))
-    recorded = run(tmp_path, "-W", "error", "-m", "cli", "record", "--out", "run.zarr", str(path))
+    recorded = run(tmp_path, "-W", "error", "-m", "tracereel", "record", "--out", "run.zarr", str(path))
     assert (alone.returncode, recorded.returncode) == (0, 0), recorded.stderr
     assert alone.stdout == recorded.stdout == "trained\n"
     assert "RuntimeWarning: activations of" in recorded.stderr
@@ -591,7 +591,8 @@ def test_a_script_with_a_cli_of_its_own(tmp_path: Path) -> None:
     """A module of the script's folder is found, though a file of this project is called the same."""
     (tmp_path / "cli.py").write_text("number = 8\n")
     path = script(tmp_path, "import cli; print(cli.number)\n" + PLAIN)
-    command = "import sys; from cli import main; sys.argv = ['trace', *sys.argv[1:]]; main()"  # as the command does
+    # as the command does
+    command = "import sys; from tracereel.main import main; sys.argv = ['trace', *sys.argv[1:]]; main()"
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     done = run(elsewhere, "-c", command, "record", "--out", "run.zarr", str(path))
@@ -865,7 +866,8 @@ def test_a_module_of_the_same_name(tmp_path: Path, package: bool) -> None:
     F.cross_entropy(net(x), y).backward(); opt.step()
     """
     script(tmp_path, body)
-    main = ["-c", "import sys; sys.path.remove(''); import cli; cli.main()", "record", "--out", "run.zarr"]
+    program = "import sys; sys.path.remove(''); from tracereel.main import main; main()"
+    main = ["-c", program, "record", "--out", "run.zarr"]
     done = run(tmp_path, *main, "train.py")
     assert (done.returncode, done.stdout) == (0, "begun\n"), done.stderr
     script(tmp_path, "def late():\n    from tracer import trace\n" + textwrap.dedent(body), "other.py")
@@ -1120,13 +1122,13 @@ def test_a_trace_that_is_being_recorded_is_not_overwritten(tmp_path: Path) -> No
     slow = script(tmp_path, body.replace("    net.eval()", "    print('.', flush=True)\n    net.eval()"), "slow.py")
     quick = script(tmp_path, PLAIN)
     for name in ("run.zarr", "run.h5"):
-        command = [sys.executable, "-m", "cli", "record", "--out", name, str(slow)]
+        command = [sys.executable, "-m", "tracereel", "record", "--out", name, str(slow)]
         with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             begun = time.monotonic()
             while time.monotonic() - begun < 5:
                 process.stdout.readline()
-            again = run(tmp_path, "-m", "cli", "record", "--overwrite", "--out", name, str(quick))
+            again = run(tmp_path, "-m", "tracereel", "record", "--overwrite", "--out", name, str(quick))
             process.send_signal(signal.SIGTERM)
             process.stdout.read()
             assert process.wait(timeout=60) == 143
@@ -1170,7 +1172,7 @@ def test_a_recorded_script_is_probed(tmp_path: Path) -> None:
         steps, values = trace.array("activations", "0", tag="probe")
         assert steps.tolist() == [2, 4, 6]
         assert values.shape == (3, 10, 8)
-    answers = run(tmp_path, "-m", "cli", "replay", "--json", "run.zarr", "-s", "svcca:tag=probe")
+    answers = run(tmp_path, "-m", "tracereel", "replay", "--json", "run.zarr", "-s", "svcca:tag=probe")
     assert answers.returncode == 0, answers.stderr
     assert {json.loads(line)["module"] for line in answers.stdout.splitlines()} >= {"0", "3"}
     told = record(tmp_path, "--probe", "10", "--probe-every", "3", "--dry-run", "--json", str(path))

@@ -61,7 +61,7 @@ def run(folder: Path, *command: str, **environment: str) -> str:
 
 def record(folder: Path, *arguments: str) -> tuple[str, list[tracer.Message]]:
     """Run ``trace record`` in a folder; what the program printed, and the messages of the trace."""
-    printed = run(folder, sys.executable, "-m", "cli", "record", "--out", "run.zarr", *arguments)
+    printed = run(folder, sys.executable, "-m", "tracereel", "record", "--out", "run.zarr", *arguments)
     return printed, read(folder)
 
 
@@ -211,7 +211,7 @@ def test_the_losses_of_a_gan(tmp_path: Path) -> None:
     assert [(one.global_step, one.leaf, one.call) for one in losses] == [
         (step, *name) for step in range(3) for name in names
     ]
-    told = run(tmp_path, sys.executable, "-m", "cli", "info", "run.zarr")
+    told = run(tmp_path, sys.executable, "-m", "tracereel", "info", "run.zarr")
     rows = [" ".join(line.split()) for line in told.splitlines()]
     assert "models netD: Discriminator, 25 parameters, trained" in rows
     assert "netG: Linear, 12 parameters, trained" in rows
@@ -262,7 +262,7 @@ def test_a_loop_without_a_loader_has_no_epochs(tmp_path: Path, loader: bool) -> 
     with tracer.open(tmp_path / "run.zarr") as trace:
         told = [note["epochs"] for note in trace.notes if "epochs" in note]
     assert len(told) == (0 if loader else 1)
-    shown = run(tmp_path, sys.executable, "-m", "cli", "info", "run.zarr")
+    shown = run(tmp_path, sys.executable, "-m", "tracereel", "info", "run.zarr")
     assert ("no epoch was seen to end" in shown) == ("run.epoch_finished()" in shown) == (not loader)
 
 
@@ -486,7 +486,7 @@ def test_accelerate(launched: bool, tmp_path: Path) -> None:
     )
     launch = (*launch, "--mixed_precision", "bf16", "--dynamo_backend", "no") if launched else (sys.executable,)
     alone = run(tmp_path, *launch, "train.py", "alone.pt", HF_HOME=str(tmp_path / "home"))
-    recording = ("-m", "cli", "record", "--out", "run.zarr", "train.py", "recorded.pt")
+    recording = ("-m", "tracereel", "record", "--out", "run.zarr", "train.py", "recorded.pt")
     text = run(tmp_path, *launch, *recording, HF_HOME=str(tmp_path / "home"))
     assert text == alone
     assert alone.endswith("bf16\n" if launched else "no\n")

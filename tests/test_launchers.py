@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-import cli
 import tracer
 from tracer.errors import CaptureError
 from tracer.recording.launching.launchers import Launcher, launcher_of, refuse_other_languages
+from tracereel.main import main
 
 ROOT = Path(__file__).parent.parent
 RUN, LAUNCH = "torch.distributed.run", "accelerate.commands.launch"
@@ -71,7 +72,7 @@ def test_what_would_not_be_recorded_is_not_run(
     monkeypatch.chdir(tmp_path)
     # Python, too, could run this
     (tmp_path / "run.sh").write_text("#!/bin/sh\ntouch = 1\nopen('ran', 'w')\n")
-    done = CliRunner().invoke(cli.main, ["record", *program.split()])
+    done = CliRunner().invoke(main, ["record", *program.split()])
     assert done.exit_code in (1, 2)
     assert sentence in done.stderr
     assert (done.stderr[:7], done.stderr.count("\n")) == ("Error: ", 1)
@@ -92,6 +93,23 @@ def test_scripts_of_python_are_scripts(head: str, tmp_path: Path) -> None:
     if "uv" not in head:
         with pytest.raises(CaptureError, match="is a script of"):
             refuse_other_languages(str(tmp_path / "train"))
+
+
+def test_the_file_that_launchers_start_hides_nothing(tmp_path: Path) -> None:
+    """The script's own modules are found, though files beside that one are called the same."""
+    names = [path.stem for path in (ROOT / "tracereel").glob("[a-z]*.py")]
+    assert {"errors", "options", "main"} <= set(names)
+    for name in names:
+        (tmp_path / f"{name}.py").write_text("own = True\n")
+    script = tmp_path / "scripts" / "train.py"
+    script.parent.mkdir()
+    script.write_text("".join(f"import {name}; assert {name}.own\n" for name in names))
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tracereel" / "__main__.py"), "record", str(script)],
+        capture_output=True, text=True, check=False, timeout=300,
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "TRACE_DISABLE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_accelerate_is_recorded(tmp_path: Path) -> None:

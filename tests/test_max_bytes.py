@@ -17,11 +17,11 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-import cli
 import tracer
 from tracer import Capture, CaptureError, Collect, MessageBus, Recorder, TraceWriter
 from tracer.messaging.messages import NetworkMessage
 from tracer.recording.budget import ARRAY_BYTES, BASE_BYTES, ROW_BYTES, STREAM_BYTES, Budget
+from tracereel.main import main
 
 ROOT = Path(__file__).parent.parent
 FORMATS = ("zarr", "h5")
@@ -300,7 +300,7 @@ print(step)
 def test_trace_record_is_bounded(options: list[str], environment: dict[str, str], tmp_path: Path) -> None:
     """The script runs to its end, and ``info`` says where the recording stopped, for people and as JSON."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "cli", "record", *options, "train.py"]
+    command = [sys.executable, "-m", "tracereel", "record", *options, "train.py"]
     done = subprocess.run(
         command,
         cwd=tmp_path,
@@ -313,11 +313,11 @@ def test_trace_record_is_bounded(options: list[str], environment: dict[str, str]
     assert (done.returncode, done.stdout) == (0, "599\n"), done.stderr
     assert "max_bytes" in done.stderr
     runner = CliRunner()
-    told = json.loads(runner.invoke(cli.main, ["info", str(tmp_path / "train.zarr"), "--json"]).stdout)
+    told = json.loads(runner.invoke(main, ["info", str(tmp_path / "train.zarr"), "--json"]).stdout)
     last = told["steps"][1]
     assert 10 < last < 590
     assert told["stored_bytes"] <= 4_000_000
-    lines = runner.invoke(cli.main, ["info", str(tmp_path / "train.zarr")]).stdout.splitlines()
+    lines = runner.invoke(main, ["info", str(tmp_path / "train.zarr")]).stdout.splitlines()
     assert f"stopped     at max_bytes (4,000,000): nothing from step {last + 1} on" in lines
 
 
@@ -345,7 +345,7 @@ def test_a_bound_that_a_later_attempt_did_not_have_is_not_told(tmp_path: Path, s
     with tracer.TraceReader(path) as trace:
         assert not [note for note in trace.notes if "stopped" in note]
         assert {message.global_step for message in trace.messages(kinds=["weights"])} == set(range(first + 5))
-    shown = CliRunner().invoke(cli.main, ["info", str(path)])
+    shown = CliRunner().invoke(main, ["info", str(path)])
     assert first > 2
     assert "nothing from step" not in shown.output
     # what is missing between the attempts is still told

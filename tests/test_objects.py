@@ -25,7 +25,6 @@ import zarr
 from click.testing import CliRunner
 
 import tracer
-from cli import main
 from tracer.errors import (
     TraceCorruptError,
     TraceError,
@@ -44,6 +43,7 @@ from tracer.stores import Url, create_store, location, open_store
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter, check_target
 from tracer.upkeep.verify import verify
+from tracereel.main import main
 
 obstore = pytest.importorskip("obstore", reason="obstore reads and writes object stores: pip install 'tracereel[s3]'")
 boto3 = pytest.importorskip("boto3", reason="boto3 prepares the buckets, and knows the credentials of ~/.aws")

@@ -234,7 +234,7 @@ def test_the_last_error_names_what_failed_first(tmp_path: Path) -> None:
             opt.step()
         """,
     )
-    command = [sys.executable, "-m", "cli", "record", "--out", "run.zarr", name]
+    command = [sys.executable, "-m", "tracereel", "record", "--out", "run.zarr", name]
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0
     (told,) = [line for line in done.stderr.splitlines() if "nothing is recorded: " in line]

@@ -25,13 +25,13 @@ from torch import nn
 
 import analyze
 import tracer
-from cli import main
 from tracer import Collect, ModuleMessage, NetworkMessage, TraceReader, TraceWriter
 from tracer.errors import CaptureError, TraceCorruptError, TraceError, TraceExistsError
 from tracer.format.journal import Column
 from tracer.format.names import part_name
 from tracer.stores import create_store, hdf5, open_store, remove_part
 from tracer.trace.part import Part, Process, claim, this_process
+from tracereel.main import main
 
 FORMATS = (".zarr", ".h5")
 every_format = pytest.mark.parametrize("suffix", FORMATS)

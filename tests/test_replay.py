@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import tracer
 from analyze import parse
-from cli import main
 from tracer import (
     CallbackSubscriber,
     Capture,
@@ -33,6 +32,7 @@ from tracer import (
 from tracer.messaging.messages import KINDS
 from tracer.stores.hdf5 import Hdf5ReadStore
 from tracer.stores.zarr import ZarrReadStore
+from tracereel.main import main
 
 STEPS = 6
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-import cli
 import tracer
 from tracer.errors import TraceError, summary
 from tracer.secrets import masked, masked_command, masked_text
 from tracer.stores import location
 from tracer.trace.writer import TraceWriter
+from tracereel.errors import Failure
 
 S = "hUnter2/x+Y"  # with a slash, as keys of object stores have
 PROGRAM = """
@@ -155,7 +155,8 @@ def test_trace_record_keeps_no_secret(tmp_path: Path, suffix: str) -> None:
 
     def run(*options: str) -> Path:
         out = tmp_path / f"run{len(options)}{suffix}"
-        command = [sys.executable, "-m", "cli", "record", "--out", str(out), *options, str(script), "--api-key", S]
+        command = [sys.executable, "-m", "tracereel", "record", "--out", str(out), *options]
+        command += [str(script), "--api-key", S]
         done = subprocess.run(
             command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=120, check=False
         )
@@ -173,7 +174,7 @@ def test_trace_record_keeps_no_secret(tmp_path: Path, suffix: str) -> None:
 
 def test_the_command_line_prints_no_secret() -> None:
     """Whatever library an error is of."""
-    failure = cli.Failure.of(OSError(f"no answer from https://me:{S}@host/x?sig={S}"))
+    failure = Failure.of(OSError(f"no answer from https://me:{S}@host/x?sig={S}"))
     assert failure.message == "OSError: no answer from https://***@host/x?sig=*** (--debug shows where)"
 
 
@@ -197,7 +198,7 @@ def test_paths_with_credentials_are_refused_without_them(url: str, tmp_path: Pat
         location(url)
     told = str(caught.value) + summary(ValueError(f"cannot open {url}"))
     done: Any = subprocess.run(
-        [sys.executable, "-m", "cli", "info", url],
+        [sys.executable, "-m", "tracereel", "info", url],
         cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 1

@@ -33,12 +33,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
-import cli
 import tracer
 from tests.endings import InBackward, alike, ended, optimizers_of, same
 from tracer import Capture, Collect, Exporter, Message
 from tracer.messaging.messages import KINDS
 from tracer.observing.optimizers import skipped_inside
+from tracereel.main import main
 
 GRADIENT_KINDS = ("layer_gradients", "input_gradients")
 OF_CALLS = ("layer_inputs", "activations", *GRADIENT_KINDS)
@@ -407,7 +407,7 @@ def test_tied_weights(suffix: str, tmp_path: Path) -> None:
         assert [one["name"] for one in trace.header["model"]["parameters"]] == ["embedding.weight"]
         for kind in ("weights", "weight_gradients", "weight_updates"):
             assert {one.key for one in trace.messages(kind)} == {"embedding"}
-    info = CliRunner().invoke(cli.main, ["info", str(tmp_path / f"run.{suffix}")])
+    info = CliRunner().invoke(main, ["info", str(tmp_path / f"run.{suffix}")])
     assert re.search(r"tied +embedding\.weight = head\.weight", info.output), info.output
 
 
@@ -1138,7 +1138,7 @@ def test_a_look_at_the_model_after_the_training(tmp_path: Path) -> None:
         assert note == {"global_step": 4, "train_step": 0, "epoch": 2, "passes": 1}
         assert (trace.info["steps"], trace.info["epochs"]) == ([0, 3], [0, 1])
     assert len(heard.of("batch_finished")) == 4
-    info = CliRunner().invoke(cli.main, ["info", str(path)])
+    info = CliRunner().invoke(main, ["info", str(path)])
     assert re.search(r"unended +1 forwards after the last step have the number 4", info.output)
 
 
@@ -2896,7 +2896,7 @@ def test_direct_forward(tmp_path: Path) -> None:
     assert not exporter.problems
     with tracer.open(tmp_path / "run.zarr") as trace:
         assert [note["silent"] for note in trace.notes if "silent" in note] == [["unseen"]]
-    info = CliRunner().invoke(cli.main, ["info", str(tmp_path / "run.zarr")])
+    info = CliRunner().invoke(main, ["info", str(tmp_path / "run.zarr")])
     assert re.search(r"silent +never called, so nothing was seen of them: unseen\n", info.output), info.output
     for kind in ("layer_inputs", "activations", "layer_gradients"):
         assert {one.key for one in heard.of(kind)} == {"seen"}

@@ -23,16 +23,17 @@ SAMPLES = ROOT / "sample_traces" / "v1"
 
 PROGRAM = """
 import contextlib, io, json, sys
-import cli
+import click
+from tracereel.main import main
 told = []
 for arguments in json.load(sys.stdin):
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
-            code = cli.main(arguments, prog_name="trace", standalone_mode=False)
+            code = main(arguments, prog_name="trace", standalone_mode=False)
         except SystemExit as ended:
             code = ended.code
-        except cli.click.ClickException as error:
+        except click.ClickException as error:
             code = error.exit_code
             output.write(error.format_message())
     told.append([code or 0, output.getvalue()[:2000], "torch" in sys.modules])

@@ -841,7 +841,6 @@ def _become_main(main: ModuleType, argv: list[str], first_path: str) -> None:
     """Make a module ``__main__`` with its command line, from now on: what it runs when the process ends needs both."""
     global _before
     _before = sys.modules["__main__"]
-    sys.modules.pop("cli", None)  # the script's folder may have one of its own
     sys.modules["__main__"], sys.argv = main, argv
     sys.path.insert(0, first_path)
 

@@ -1,0 +1,399 @@
+"""``trace replay`` and ``trace subscribers``: a trace is asked, and what there is to ask."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import tracer
+from tracer.errors import TraceCorruptError, TraceExistsError, UnknownNameError
+from tracereel import options
+from tracereel.checks import RESULT_SUFFIXES, check_apart, check_installed, check_new
+from tracereel.command import Command, conclude
+from tracereel.errors import DAMAGED, WRONG_USAGE, Failure, wrong_usage
+from tracereel.facts import answer_facts, message_line
+from tracereel.options import Filters
+from tracereel.printing import (
+    cell,
+    complain,
+    is_terminal,
+    note_problems,
+    plain_warnings,
+    print_json,
+    print_table,
+    progress,
+    say,
+    show,
+    size,
+    where,
+)
+
+if TYPE_CHECKING:
+    from analyze.tables.results import Results, Sink
+    from tracer.messaging.bus import Receiver
+    from tracer.messaging.messages import Message
+    from tracer.messaging.subscriber import Subscriber
+    from tracer.replaying.replay import Plan
+    from tracer.trace.reader import TraceReader
+
+
+# -- replay -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where answers are written."""
+
+    out: str | None
+    tensorboard: str | None
+    overwrite: bool
+
+    def checked(self, trace: str) -> Path | None:
+        """The full path of `out`, if answers can be written to both places.
+
+        A subscriber of the user's may go to another folder, so the path is made full before it is asked.
+        """
+        target = None
+        if self.out is not None:
+            if "://" in self.out:
+                raise Failure(f"{self.out}: answers are written to a path, and not to a URL", WRONG_USAGE)
+            target = Path(self.out).absolute()
+            check_new(self.out, RESULT_SUFFIXES, self.overwrite)
+            check_apart(self.out, trace)
+            if target.suffix == ".parquet":
+                check_installed("pyarrow", "tables", "writing Parquet")
+        if self.tensorboard is not None:
+            check_apart(self.tensorboard, trace)
+            check_installed("tensorboard", "tensorboard", "writing for TensorBoard")
+            if Path(self.tensorboard).exists() and not Path(self.tensorboard).is_dir():
+                raise TraceExistsError(f"{self.tensorboard} is already there and is not a directory")
+        return target
+
+    def write(self, results: Results, target: Path | None, times: Mapping[str, Callable[[int], float]]) -> None:
+        """Write answers to `target`, which `checked` has given, and for TensorBoard."""
+        if target is not None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            results.write(target, overwrite=self.overwrite)
+            say(f"{len(results):,} rows written to {self.out}")
+        if self.tensorboard is not None:
+            results.to_tensorboard(self.tensorboard, times=times)
+            say(f"events written to {self.tensorboard}")
+
+
+@click.command(
+    cls=Command,
+    examples=[
+        "trace replay run.zarr -s spectral_norm",
+        "trace replay run.zarr -s norm:kind=weight_gradients,order=1 -m 'fc*' --out norms.csv",
+        "trace replay run.zarr -s svcca:tag=probe --plan",
+        "trace replay run.zarr -s ratio --follow",
+    ],
+)
+@options.path("trace")
+@options.subscribers(
+    help="Ask this metric; may be repeated, with as=LABEL to tell two of one name apart. Also "
+    "path/to/file.py:ClassName[:key=value,...]."
+)
+@options.filters
+@click.option(
+    "--out",
+    metavar="FILE",
+    type=click.Path(),
+    help="Write the answers: .parquet, .csv, .jsonl, or as a trace: .zarr, .h5.",
+)
+@click.option(
+    "--tensorboard", metavar="DIR", type=click.Path(), help="Write the answers for TensorBoard too: a run in DIR."
+)
+@options.overwrite
+@options.gather(outputs=Outputs)
+@options.flag("--follow", help="Go on with a run that is being recorded until it ends.")
+@options.flag("--plan", "only_plan", help="Only say what would be read, and what is missing.")
+@options.flag(
+    "--no-verify",
+    help="Do not compare the data with its checksums: faster, for a trace that `trace verify` has just passed.",
+)
+@options.as_json
+def replay(
+    trace: str,
+    specs: tuple[str, ...],
+    filters: Filters,
+    outputs: Outputs,
+    follow: bool,
+    only_plan: bool,
+    no_verify: bool,
+    as_json: bool,
+) -> None:
+    """Feed a trace through subscribers, and print, write or plot what they answer."""
+    target = outputs.checked(trace)
+    if follow and only_plan:
+        raise click.UsageError("--plan tells what there is to read, and --follow waits for more: give one of them")
+    with tracer.open(trace, ranks=filters.ranks or None, verify=not no_verify) as reader, plain_warnings():
+        from analyze.tables.results import Results, times_of
+
+        if follow and len(reader.ranks) > 1:
+            ranks = ", ".join(map(str, reader.ranks))
+            raise click.UsageError(f"{trace} has the ranks {ranks}: follow one, with --rank")
+        if not follow:
+            filters.check(reader)
+            _note_status(reader)
+        questions = _questions(reader, trace, specs, filters)
+        if only_plan:
+            for question in questions:
+                _print_plan(question.plan, as_json)
+            if questions[0].plan.missing:
+                conclude(WRONG_USAGE)
+            return
+        results = Results()
+        damage: TraceCorruptError | None = None
+        for question in questions:
+            damage = question.follow(results, as_json) if follow else question.ask(results)
+            if damage is not None:
+                break
+        if follow:
+            _note_status(reader)
+        times = times_of(reader)
+    outputs.write(results, target, {} if times is None else {trace: times})
+    if not follow:  # what was followed is printed already
+        if as_json:
+            _print_rows(results)
+        elif outputs.out is None and outputs.tensorboard is None and len(results):
+            show(results.to_table())
+    if damage is not None:
+        raise Failure(f"{damage}; the answers are to what comes before that", DAMAGED)
+    _note_silent(results, [subscriber for question in questions for subscriber in question.subscribers])
+
+
+@dataclass(frozen=True)
+class _Question:
+    """Subscribers that are asked of one rank of a trace."""
+
+    reader: TraceReader
+    trace: str
+    rank: int
+    subscribers: Sequence[Subscriber]
+    filters: Filters
+    plan: Plan
+
+    def ask(self, results: Results) -> TraceCorruptError | None:
+        """Gather the answers; what damage ended them early."""
+        with progress("replaying", self.plan.messages) as advance:
+            counter = _Counter({stream.kind for stream in (*self.plan.streams, *self.plan.derived)}, advance)
+            counters = [counter] if is_terminal(sys.stderr) else []
+            return self._replay(results.sink(self.subscribers, self.trace), *counters)
+
+    def follow(self, results: Results, as_json: bool) -> TraceCorruptError | None:
+        """Gather the answers and print each when it comes, until the run ends or the user has seen enough."""
+        sink = results.sink(self.subscribers, self.trace)
+        try:
+            return self._replay(sink, _Printer(sink, as_json), follow=True)
+        except KeyboardInterrupt:
+            say("stopped by you; the run goes on")
+            return None
+
+    def _replay(self, *listeners: Receiver, follow: bool = False) -> TraceCorruptError | None:
+        try:
+            tracer.replay(
+                self.reader, *self.subscribers, *listeners, rank=self.rank, follow=follow, **self.filters.of_a_rank
+            )
+        except TraceCorruptError as error:
+            return error
+        return None
+
+
+def _questions(reader: TraceReader, trace: str, specs: Sequence[str], filters: Filters) -> list[_Question]:
+    """What is asked of each rank that can answer; of all ranks if none can.
+
+    A rank may have been recorded in part, such as without the weights, which are the same in all.
+    """
+    from analyze import registry
+
+    questions = []
+    for rank in reader.ranks:
+        with wrong_usage():
+            # each rank has its own subscribers, because they remember what they heard
+            subscribers = [registry.parse(spec) for spec in specs]
+        plan = tracer.plan(reader, *subscribers, rank=rank, **filters.of_a_rank)
+        questions.append(_Question(reader, trace, rank, subscribers, filters, plan))
+    return [question for question in questions if not question.plan.missing] or questions
+
+
+class _Overhearing:
+    """A receiver that asks for nothing and answers nothing."""
+
+    passive = True
+    scope = "message"
+
+    def finish(self) -> Iterable[Message]:
+        """Nothing to add."""
+        return ()
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class _Printer(_Overhearing):
+    """Prints the answers that a sink keeps, when they come."""
+
+    def __init__(self, sink: Sink, as_json: bool) -> None:
+        self.sink, self.as_json = sink, as_json
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """Whether it is an answer."""
+        return self.sink.wants(kind, module, tag, step)
+
+    def receive(self, message: Message) -> Iterable[Message]:
+        """Print an answer: on a line, or as JSON the rows that it is in the results."""
+        if self.as_json:
+            from analyze.tables.results import Results
+
+            rows = Results()
+            rows.add(message, self.sink.trace, self.sink.producers[message.kind])
+            _print_rows(rows)
+        else:
+            click.echo(message_line(answer_facts(message)))
+        sys.stdout.flush()
+        return ()
+
+
+class _Counter(_Overhearing):
+    """Moves a progress bar."""
+
+    def __init__(self, kinds: Collection[str], advance: Callable[[int], None]) -> None:
+        self.kinds, self.advance = kinds, advance
+        self.count = 0
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """Whether the plan counted messages of this kind."""
+        return kind in self.kinds
+
+    def receive(self, message: Message) -> Iterable[Message]:
+        """Count; a bar that moves at each message would cost more than the metric."""
+        self.count += 1
+        if self.count % 100 == 0:
+            self.advance(self.count)
+        return ()
+
+    def finish(self) -> Iterable[Message]:
+        """Move the bar to its end."""
+        self.advance(self.count)
+        return ()
+
+
+def _note_status(reader: TraceReader) -> None:
+    note_problems(reader)
+    if reader.status != "finished":
+        complain(f"{reader.path} is of a run that is {reader.status}: this is what it holds so far")
+
+
+def _note_silent(results: Results, asked: Iterable[Subscriber]) -> None:
+    """Say which subscribers answered nothing, and what they need."""
+    from analyze.catalogue import headings
+    from tracer.messaging.bus import describe
+
+    answered = results.subscribers
+    silent = {describe(one): headings(type(one).__doc__ or "").get("Needs", "") for one in asked}
+    for name, needs in silent.items():
+        if name not in answered:
+            say(f"{name} answered nothing" + (f"; it needs {needs}" if needs else ""))
+
+
+def _print_rows(results: Results) -> None:
+    from analyze.tables.results import as_json
+
+    for row in results:
+        print_json(as_json(row), indent=None)
+
+
+def _print_plan(plan: Plan, as_json: bool) -> None:
+    if as_json:
+        print_json(plan.describe())
+        return
+    rows = [(one.kind, where(one), one.tag, one.dtype, one.count, size(one.bytes)) for one in plan.streams]
+    if rows:
+        columns, right = ("kind", "module", "tag", "dtype", "recorded", "bytes"), ("recorded", "bytes")
+        print_table(columns, rows, right=right, names=("module", "tag"), group="kind")
+    total = int(plan.where.size)
+    click.echo(f"would read {total - plan.skipped:,} of {total:,} messages, {size(plan.bytes)}")
+    for one in plan.derived:
+        base = {"weight_updates": "weights", "bias_updates": "biases"}[one.kind]
+        click.echo(f"would derive {one.count:,} {one.kind} of {where(one) or 'the root'} from its {base}")
+    from analyze.catalogue import SCOPES
+
+    for name, scope in plan.memory.items():
+        click.echo(f"{name} remembers {SCOPES[scope]}: of a part of that it says something else than of the whole")
+    for sentence in plan.partial:
+        click.echo(f"partial: {sentence}")
+    for sentence in plan.missing:
+        click.echo(f"missing: {sentence}")
+
+
+# -- subscribers --------------------------------------------------------------------------------------------------
+
+
+@click.command(cls=Command, examples=["trace subscribers", "trace subscribers spectral_norm"])
+@click.argument("name", required=False)
+@options.flag("--markdown", help="Print the page docs/metrics.md, which describes all built-in metrics.")
+@options.as_json
+def subscribers(name: str | None, markdown: bool, as_json: bool) -> None:
+    """List the metrics that can be asked; with a NAME, its parameters and what it needs.
+
+    With other words, such as "dead units", list the metrics that speak of them.
+    """
+    from analyze import catalogue, registry
+
+    if markdown:
+        if name or as_json:
+            raise click.UsageError("--markdown describes all metrics; it takes neither a NAME nor --json")
+        click.echo(catalogue.markdown(), nl=False)
+        return
+    with wrong_usage():
+        try:
+            pages = [registry.describe(one) for one in ([name] if name else registry.subscribers())]
+        except UnknownNameError:
+            pages, name = catalogue.search(str(name)), None
+            if not pages:
+                raise
+    if as_json:
+        print_json(pages[0] if name else pages)
+    elif name:
+        for line in _page(pages[0]):
+            click.echo(line)
+    else:
+        rows = [(page["name"], page["needs"], _without_formulas(page["summary"])) for page in pages]
+        print_table(("name", "needs", "what it says"), rows, prose=("needs", "what it says"))
+
+
+def _page(metric: Mapping[str, Any]) -> Iterator[str]:
+    """What `registry.describe` says of a metric, line by line."""
+    from analyze.catalogue import SCOPES
+
+    yield f"{metric['name']} ({metric['class']})"
+    parameters = [
+        f"{one['name']}={'VALUE' if one['required'] else _as_written(one['default'])}" for one in metric["parameters"]
+    ]
+    yield f"  written    {metric['name']}" + (f":{','.join(parameters)}" if parameters else "")
+    if metric["needs"]:
+        yield f"  needs      {', '.join(metric['needs'])}"
+    if metric["produces"]:
+        yield f"  answers    {', '.join(metric['produces'])}"
+    if metric["invariances"]:
+        yield f"  invariant  {', '.join(metric['invariances'])}"
+    yield f"  remembers  {SCOPES[metric['scope']]}{'; mergeable' if metric['mergeable'] else ''}"
+    yield ""
+    yield metric["docstring"]
+
+
+def _as_written(value: Any) -> str:
+    """A default as it is written on the command line."""
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else cell(value)
+
+
+def _without_formulas(summary: str) -> str:
+    """What stands before the first formula, which a terminal cannot show."""
+    before, formula, _ = summary.partition(":math:")
+    return before.rstrip(" :;,") + "." if formula else summary

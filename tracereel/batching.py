@@ -1,0 +1,158 @@
+"""``trace batch``."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from analyze.tables.escapes import printable
+from tracereel import options
+from tracereel.checks import check_installed
+from tracereel.command import Command, conclude
+from tracereel.errors import SOME_FAILED, wrong_usage
+from tracereel.options import Filters, Size
+from tracereel.printing import plain_warnings, print_json, say, size
+
+if TYPE_CHECKING:
+    from analyze.batching.batch import BatchResults
+    from analyze.batching.planning import Failure
+
+
+@click.command(
+    cls=Command,
+    examples=[
+        "trace batch runs/ -s norm -s spectral_norm --out answers --table answers.parquet",
+        "trace batch a.zarr b.zarr -s svcca:tag=probe --pairs all --out answers",
+    ],
+)
+@options.traces
+@options.subscribers(
+    help="Ask this metric of each trace; may be repeated. Also path/to/file.py:ClassName[:key=value,...]."
+)
+@click.option(
+    "--out",
+    metavar="DIR",
+    type=click.Path(),
+    required=True,
+    help="The folder of the results; also a URL (s3://bucket/results).",
+)
+@options.filters_of_all_ranks
+@click.option(
+    "--pairs",
+    type=click.Choice(["all", "first"]),
+    help="Compare the layers of each two runs, or of each with the first; for svcca, cka and their like.",
+)
+@options.number(
+    "--workers",
+    least=0,
+    help="Processes of this machine (default: its processors); 0 for this process alone; or jobs of --slurm.",
+)
+@click.option("--scheduler", metavar="URL", help="Compute on Dask: tcp://host:8786, or local for a cluster of its own.")
+@click.option(
+    "--slurm",
+    metavar="OPTIONS",
+    help="Compute on workers that SLURM starts: a .toml or .json file, or jobs=8,queue=short,memory=4GB,...",
+)
+@click.option("--part", metavar="I/N", help="Compute one share of N only, counted from 0, without any cluster.")
+@click.option("--memory", type=Size(), help="Memory that a worker may have; its part fails if it has more.")
+@click.option("--part-size", "part_bytes", type=Size(), help="What a part reads, at most (default: 128MiB).")
+@options.flag("--force", help="Compute everything anew.")
+@click.option("--table", metavar="FILE.parquet", help="Write all answers to one file, too; it is replaced.")
+@options.flag("--plan", "only_plan", help="Only print the plan, as JSON.")
+@options.flag("--dry-run", help="Only say how many bytes and parts there are, and how long it will take.")
+@options.as_json
+def batch(
+    traces: tuple[str, ...],
+    specs: tuple[str, ...],
+    out: str,
+    filters: Filters,
+    scheduler: str | None,
+    slurm: str | None,
+    memory: int | None,
+    table: str | None,
+    only_plan: bool,
+    dry_run: bool,
+    as_json: bool,
+    **work: Any,
+) -> None:
+    """Ask many traces, in parallel; what was computed before is not computed again.
+
+    TRACE is a trace, a glob, a folder with traces below it, a URL, or @FILE with one of these on each line. The folder
+    of the results is a Parquet dataset (DIR/parts), with DIR/failures.jsonl and DIR/manifest.json. Where something
+    could not be answered, the rest is, and the exit code is 4.
+    """
+    check_installed("pyarrow", "tables", "a batch")
+    from analyze.batching.batch import batch as run_batch
+    from analyze.batching.batch import estimate, plan_batch
+    from analyze.batching.engines import options_of
+    from analyze.batching.planning import PART_BYTES
+    from analyze.batching.progress import display
+
+    asked: dict[str, Any] = {**filters.of_a_rank, **work, "part_bytes": work["part_bytes"] or PART_BYTES}
+    with wrong_usage(), plain_warnings():
+        cluster = None if slurm is None else options_of(slurm)
+        if only_plan or dry_run:
+            plan = plan_batch(traces, specs, out, **asked)
+            if only_plan:
+                print_json(plan.describe())
+            else:
+                _print_estimate(estimate(plan, out, work["workers"]), as_json)
+            return
+        with display(sys.stderr) as progress:
+            results = run_batch(
+                traces, specs, out, scheduler=scheduler, slurm=cluster, memory=memory, table=table, progress=progress,
+                **asked,
+            )  # fmt: skip
+    _print_results(results, as_json)
+    if results.failures:
+        conclude(SOME_FAILED)
+
+
+def _print_results(results: BatchResults, as_json: bool) -> None:
+    if as_json:
+        print_json(
+            {
+                "out": results.out,
+                "parts": len(results.units),
+                "computed": results.computed,
+                "cached": results.cached,
+                "failed": len(results.failures),
+                "seconds": round(results.seconds, 3),
+                "notes": results.notes,
+                "failures": [dataclasses.asdict(failure) for failure in results.failures],
+            }
+        )
+    else:
+        click.echo(
+            f"{results.computed:,} parts computed, {results.cached:,} were there already, {len(results.failures):,} "
+            f"failed, in {results.seconds:.1f} s: {results.out}"
+        )
+    for note in results.notes:
+        say(printable(note))
+    for failure in results.failures:
+        say(_failure_line(failure))
+
+
+def _failure_line(failure: Failure) -> str:
+    of = f" {failure.spec}" if failure.spec else ""
+    return printable(f"{failure.status}: {failure.trace}{of}: {failure.reason}")
+
+
+def _print_estimate(estimate: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(estimate)
+        return
+    click.echo(
+        f"would compute {estimate['parts']:,} parts of {estimate['traces']:,} traces, {size(estimate['bytes'])}; "
+        f"{estimate['cached']:,} are there already, {estimate['failed']:,} cannot be computed"
+    )
+    basis = ", ".join(f"{spec}: {parts}" for spec, parts in estimate["measured"].items())
+    if estimate["parts"]:
+        click.echo(
+            f"about {estimate['seconds']:,.1f} s of work, {estimate['wall_seconds']:,.1f} s with "
+            f"{estimate['workers']} workers (parts measured: {basis})"
+        )

@@ -1,0 +1,61 @@
+"""What a command refuses before any work is done for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tracer.errors import TraceError, TraceExistsError, TracerError
+from tracereel.errors import WRONG_USAGE, Failure
+
+if TYPE_CHECKING:
+    from tracer.stores import Location
+
+TRACE_SUFFIXES = (".zarr", ".h5", ".hdf5")
+RESULT_SUFFIXES = (".parquet", ".csv", ".jsonl", ".zarr", ".h5")
+
+
+def check_new(path: str, suffixes: Sequence[str], overwrite: bool) -> Location:
+    """The place of a file that is to be made, if it can be made there."""
+    from tracer.stores import Url, check_writable, exists, location, refuse_part
+
+    target = location(path)
+    if target.suffix not in suffixes:
+        raise Failure(
+            f"{path}: the suffix says what is written; it is {target.suffix or 'missing'!r}, "
+            f"and can be {', '.join(suffixes)}",
+            WRONG_USAGE,
+        )
+    if isinstance(target, Url):
+        check_writable(target)
+    refuse_part(target)
+    if exists(target) and not overwrite:
+        raise TraceExistsError(f"{path} is already there; --overwrite replaces it")
+    if isinstance(target, Url):
+        return target
+    parent = target.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise TraceError(f"{path} cannot be made, because {parent} is not a directory that can be written to")
+    return target
+
+
+def check_apart(out: str, trace: str) -> None:
+    """Refuse to write answers over a trace that is to be read, or a part of it, or into it."""
+    from tracer.stores import Url, store_files
+
+    target = os.path.realpath(out)
+    for part in store_files(trace):
+        file = "" if isinstance(part, Url) else os.path.realpath(part)
+        if file and (target == file or target.startswith(file + os.sep)):
+            raise TraceExistsError(f"{out} is of the trace that is to be read; write somewhere else")
+
+
+def check_installed(package: str, extra: str, what: str) -> None:
+    """Refuse what needs a package that is not installed."""
+    from importlib.util import find_spec
+
+    if find_spec(package) is None:
+        raise TracerError(f"{what} needs {package}, which is not installed: pip install 'tracereel[{extra}]'")

@@ -1,0 +1,87 @@
+"""How a command fails: one sentence on stderr, and an exit code."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+
+from tracer.errors import CaptureError, MessageError, TraceCorruptError, TraceLostError, TracerError, UnknownNameError
+from tracer.secrets import masked_urls
+
+FAILED, WRONG_USAGE, DAMAGED, SOME_FAILED, INTERRUPTED = 1, 2, 3, 4, 130
+"""Exit codes; ``tracereel`` explains them."""
+_DEBUG = "debug"
+
+
+def _remember_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    # The flag may stand before the name of the command and after it, so it is set and never reset.
+    if value:
+        ctx.meta[_DEBUG] = True
+
+
+debug_option = click.option(
+    "--debug", is_flag=True, expose_value=False, callback=_remember_debug, help="Show the traceback of an error."
+)
+
+
+def debugging() -> bool:
+    """Whether the user wants to see tracebacks."""
+    return _DEBUG in click.get_current_context().meta
+
+
+class Failure(click.ClickException):
+    """One sentence on stderr, and an exit code."""
+
+    def __init__(self, sentence: str, exit_code: int = FAILED) -> None:
+        super().__init__(masked_urls(as_typed(sentence)))
+        # click reads the exit code from the instance, but declares it for the class
+        vars(self)["exit_code"] = exit_code
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """The sentence and the exit code of an error that the library raised on purpose, or of any other."""
+        sentence = str(error) or type(error).__name__
+        if not isinstance(error, TracerError):
+            notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+            sentence = f"{type(error).__name__}: {sentence}{notes} (--debug shows where)"
+        if isinstance(error, TraceCorruptError) and not isinstance(error, TraceLostError):
+            return cls(sentence, DAMAGED)
+        if isinstance(error, UnknownNameError | CaptureError):
+            return cls(sentence, WRONG_USAGE)
+        return cls(sentence, FAILED)
+
+
+@contextmanager
+def wrong_usage() -> Iterator[None]:
+    """Give errors about words of the command line the exit code 2.
+
+    `Failure.of` knows that a `CaptureError` is one. A `MessageError` is one only where it is about what was typed.
+    """
+    try:
+        yield
+    except (MessageError, CaptureError, UnknownNameError) as error:
+        if debugging():
+            raise
+        raise Failure(str(error), WRONG_USAGE) from error
+
+
+def as_typed(text: str) -> str:
+    """A sentence with the paths below the working directory relative, if the user typed a relative path.
+
+    The library says full paths.
+    """
+    ctx = click.get_current_context(silent=True)
+    paths = () if ctx is None else [one.name for one in ctx.command.params if isinstance(one.type, click.Path)]
+    given = [] if ctx is None else [ctx.params.get(name or "") for name in paths]
+    typed = [path for one in given if one for path in ([one] if isinstance(one, str) else one)]
+    try:
+        here = os.path.join(os.getcwd(), "")
+    except OSError:  # the working directory was removed
+        return text
+    if here == os.sep or not any(not os.path.isabs(path) for path in typed):
+        return text
+    return re.sub(rf"(?<![\w.\-/]){re.escape(here)}", "", text)

@@ -1,0 +1,236 @@
+"""Options that several commands share, and the values that commands get them as."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tracer.errors import CaptureError, UnknownNameError
+
+if TYPE_CHECKING:
+    from tracer.trace.reader import StreamInfo, TraceReader
+
+Decorator = Callable[[Any], Any]
+StepRange = tuple[int, int | None, int]
+"""Start, stop (None: the end) and stride."""
+
+
+# -- types of values ----------------------------------------------------------------------------------------------
+
+
+class Steps(click.ParamType[Any]):
+    """``A:B``, ``A:B:C``, ``A:``, ``:B`` or ``A``: start inclusive, stop exclusive, stride."""
+
+    name = "A:B[:C]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """A tuple (start, stop or None, stride)."""
+        if not isinstance(value, str):
+            return value
+        parts = value.split(":")
+        try:
+            numbers = [int(part) if part.strip() else None for part in parts]
+        except ValueError:
+            numbers = []
+        if not 1 <= len(numbers) <= 3 or any(number is not None and number < 0 for number in numbers):
+            self.fail(f"{value!r} is not a range of steps such as 100:200, 100:, :200 or 0:1000:10", param, ctx)
+        if len(numbers) == 1:
+            if numbers[0] is None:
+                self.fail("it is empty; a range of steps is such as 100:200", param, ctx)
+            return (numbers[0], numbers[0] + 1, 1)
+        start, stop, stride = (*numbers, None)[:3]
+        start, stride = start or 0, 1 if stride is None else stride
+        if stride < 1:
+            self.fail(f"{value!r} has a stride of {stride}, which is not a positive integer", param, ctx)
+        if stop is not None and stop <= start:
+            self.fail(f"{value!r} holds no step, because it stops at {stop} and starts at {start}", param, ctx)
+        return (start, stop, stride)
+
+
+class Size(click.ParamType[Any]):
+    """``100000``, ``256MB`` or ``256MiB``: a number of bytes."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number of bytes."""
+        if not isinstance(value, str):
+            return value
+        from tracer.recording.environment import size_of
+
+        try:
+            return size_of(value)
+        except CaptureError as error:
+            self.fail(str(error), param, ctx)
+
+
+# -- options ------------------------------------------------------------------------------------------------------
+
+
+def together(*decorators: Decorator) -> Decorator:
+    """Several options as one decorator."""
+
+    def decorate(function: Any) -> Any:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return decorate
+
+
+def flag(*names: str, **attributes: Any) -> Decorator:
+    """An option without a value."""
+    return click.option(*names, is_flag=True, **attributes)
+
+
+def number(*names: str, least: int = 1, **attributes: Any) -> Decorator:
+    """An option that counts something."""
+    return click.option(*names, type=click.IntRange(min=least), metavar="N", **attributes)
+
+
+def several(*names: str, **attributes: Any) -> Decorator:
+    """An option that may be repeated."""
+    return click.option(*names, multiple=True, **attributes)
+
+
+def kinds(**attributes: Any) -> Decorator:
+    """``--kind``, as the argument `kinds`."""
+    return several("-k", "--kind", "kinds", metavar="KIND", **attributes)
+
+
+def modules(**attributes: Any) -> Decorator:
+    """``--modules``."""
+    return several("-m", "--modules", "modules", metavar="GLOB", **attributes)
+
+
+def subscribers(**attributes: Any) -> Decorator:
+    """``--subscriber``, as the argument `specs`."""
+    return several("-s", "--subscriber", "specs", metavar="NAME[:key=value,...]", required=True, **attributes)
+
+
+def path(name: str) -> Decorator:
+    """An argument that is the path of one trace."""
+    return click.argument(name, metavar=name.upper(), type=click.Path(path_type=str))
+
+
+traces = click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path(path_type=str))
+as_json = flag("--json", "as_json", help="Print JSON.")
+overwrite = flag("--overwrite", help="Replace what is already at the output's path.")
+compression = several(
+    "--compression", metavar="[KIND=]NAME",
+    help="auto (integers; the default), none, lz4 or zstd, for everything or for a kind; repeatable.",
+)  # fmt: skip
+
+
+# -- options as values --------------------------------------------------------------------------------------------
+
+
+def gather(**values: type[Any]) -> Decorator:
+    """Give a command some of its options as values.
+
+    Parameters
+    ----------
+    **values
+        By the name of an argument of the command, the dataclass that it is of. The fields of a dataclass have the
+        names of options.
+    """
+
+    def decorate(function: Any) -> Any:
+        @functools.wraps(function)
+        def command(**given: Any) -> Any:
+            for argument, value in values.items():
+                parts = {one.name: given.pop(one.name) for one in dataclasses.fields(value) if one.name in given}
+                given[argument] = value(**parts)
+            return function(**given)
+
+        return command
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Which messages of a trace a command is about. What is empty restricts nothing."""
+
+    kinds: tuple[str, ...]
+    modules: tuple[str, ...]
+    tags: tuple[str, ...]
+    steps: StepRange | None
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def of_a_rank(self) -> dict[str, Any]:
+        """All but the ranks, as `tracer.replay` and its like take them."""
+        chosen = {"kinds": self.kinds, "modules": self.modules, "steps": self.steps, "tags": self.tags}
+        return {name: value or None for name, value in chosen.items()}
+
+    def streams(self, reader: TraceReader) -> list[StreamInfo]:
+        """The streams that are left.
+
+        Raises
+        ------
+        UnknownNameError
+            If a name is not in the trace.
+        TracerError
+            If a rank is there and cannot be read.
+        """
+        self.check(reader)
+        from tracer.messaging.subscription import passes
+
+        kinds, patterns, tags = self.kinds or None, self.modules or None, self.tags or None
+        return [
+            stream
+            for stream in reader.streams
+            if passes(stream, kinds, patterns, tags)
+            and (not self.ranks or stream.rank in self.ranks)
+            and (self.steps is None or _reaches(stream.steps, self.steps))
+        ]
+
+    def check(self, reader: TraceReader) -> None:
+        """Raise what `streams` raises."""
+        from fnmatch import fnmatchcase
+
+        from tracer.messaging.subscription import matches_tag
+
+        kinds, tags = {stream.kind for stream in reader.streams}, {stream.tag for stream in reader.streams}
+        modules = {stream.module for stream in reader.streams if stream.module is not None}
+        for kind in self.kinds:
+            if kind not in kinds:
+                raise UnknownNameError.of("recorded kind", kind, kinds)
+        for pattern in self.tags:
+            if not any(matches_tag(pattern, tag) for tag in tags):
+                raise UnknownNameError.of("recorded tag", pattern, tags)
+        for pattern in self.modules:
+            if not any(fnmatchcase(module, pattern) for module in modules):
+                raise UnknownNameError.of("recorded module", pattern, (module or "''" for module in modules))
+        for rank in self.ranks:
+            if rank not in reader.ranks and rank in reader.unreadable:
+                raise reader.unreadable[rank]
+            if rank not in reader.ranks:
+                raise UnknownNameError.of("recorded rank", str(rank), map(str, reader.ranks))
+
+
+def _reaches(span: tuple[int, int] | None, steps: StepRange) -> bool:
+    """Whether a stream with this first and last step may hold some of the steps."""
+    return span is not None and span[1] >= steps[0] and (steps[1] is None or span[0] < steps[1])
+
+
+_WHAT = (
+    kinds(help="Only this kind; may be repeated."),
+    modules(help="Only modules whose dotted names match; repeatable."),
+    click.option("--steps", type=Steps(), help="Only these global steps: start inclusive, stop exclusive, stride."),
+    several("--tag", "tags", metavar="TAG", help="Only this tag (a glob); may be repeated."),
+)
+_RANKS = several(
+    "--rank", "ranks", type=click.IntRange(min=0), metavar="N",
+    help="Only this rank of a distributed run; may be repeated.",
+)  # fmt: skip
+filters = together(*_WHAT, _RANKS, gather(filters=Filters))
+"""The options of `Filters`, as the argument `filters`."""
+filters_of_all_ranks = together(*_WHAT, gather(filters=Filters))
+"""As `filters`, without ``--rank``."""

@@ -1,0 +1,207 @@
+"""What ``trace info`` shows of one trace, line by line.
+
+A trace may be of another writer than the recorder, so anything may stand in its header and in its notes. What does not
+look as expected is shown in short.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from analyze.tables.escapes import printable
+from tracereel.printing import cell, size, span
+
+Line = tuple[str, str]
+"""A heading, and what stands behind it."""
+
+_SHOWN_OTHERWISE = (
+    *("argv", "process", "run_id", "created", "model", "models", "optimizers", "capture", "kinds"),
+    *("ranks", "launch", "attempt", "first_step", "certificate"),
+)
+"""Entries of a header that are not shown as they are."""
+
+
+def overview(info: Mapping[str, Any]) -> Iterator[Line]:
+    """The lines of a trace.
+
+    Parameters
+    ----------
+    info : mapping
+        `TraceReader.info`, with ``kinds`` (how many messages there are of each) and ``tags``.
+    """
+    header = info["header"]
+    yield "trace", f"{info['path']} ({info['store']}, format version {info['version']})"
+    yield "status", str(info["status"])
+    yield "run", f"{info['run_id']}, started {info['created']}" + (f", ended {info['ended']}" if info["ended"] else "")
+    if header.get("argv"):
+        yield "command", " ".join(map(str, header["argv"])) if isinstance(header["argv"], list) else str(header["argv"])
+    if len(info["ranks"]) > 1:
+        yield "ranks", ", ".join(map(str, info["ranks"]))
+    if len(info["attempts"]) > 1:
+        yield from _below("attempts", map(_attempt, info["attempts"]))
+    for problem in info["problems"]:
+        yield "PROBLEM", problem
+    yield from _contents(info)
+    yield from _model_lines(header.get("model"))
+    yield from _training_lines(header.get("models"), header.get("optimizers"))
+    yield from _below("certified", _certificates(info["attempts"]))
+    captures = header.get("capture") or ()
+    yield from _below("capture", map(_capture, captures if isinstance(captures, list) else [captures]), "else")
+    for name, value in header.items():
+        if name not in _SHOWN_OTHERWISE and value not in (None, "", [], {}):
+            yield name, _in_short(value)
+    if info["dropped"]:
+        counts = ", ".join(f"{kind} {count:,}" for kind, count in info["dropped"].items())
+        yield "dropped", f"{counts}: observed, and not recorded because too much waited for the disk"
+    for note in info["notes"]:
+        for what, about in note.items():
+            yield from _note(what, about)
+
+
+def _below(heading: str, texts: Iterable[str], again: str = "") -> Iterator[Line]:
+    """Several lines below one heading."""
+    for number, text in enumerate(texts):
+        yield again if number else heading, text
+
+
+def _attempt(attempt: Mapping[str, Any]) -> str:
+    superseded = f", {attempt['superseded']:,} superseded" if attempt["superseded"] else ""
+    return (
+        f"{attempt['attempt']} from step {attempt['first_step']}, started {attempt['created']}: {attempt['status']}; "
+        f"{attempt['messages']:,} messages{superseded}"
+    )
+
+
+def _contents(info: Mapping[str, Any]) -> Iterator[Line]:
+    yield "steps", span(info["steps"])
+    yield "epochs", span(info["epochs"])
+    yield "holds", f"{info['messages']:,} messages in {info['streams']:,} streams, {size(info['bytes'])}"
+    ratio = info["bytes"] / max(1, info["stored_bytes"])
+    yield "on disk", f"{size(info['stored_bytes'])}, with everything; {ratio:.2f} bytes of data for each"
+    kinds = [f"{kind} {count:,}" for kind, count in info["kinds"].items()]
+    if kinds:
+        yield "kinds", ", ".join(kinds)
+    if info["tags"] and info["tags"] != ["default"]:
+        yield "tags", ", ".join(info["tags"])
+
+
+# -- the header ---------------------------------------------------------------------------------------------------
+
+
+def _model_lines(model: Any) -> list[Line]:
+    try:
+        weights = sum(math.prod(one["shape"]) for one in model.get("parameters", ()))
+        lines = [("model", f"{model['class']}, {len(model['modules']) - 1} modules inside, {weights:,} parameters")]
+        return lines + [("tied", " = ".join(names)) for names in model.get("tied", ())]
+    except (AttributeError, KeyError, TypeError):
+        return [("model", _in_short(model))] if model else []
+
+
+def _training_lines(models: Any, optimizers: Any) -> list[Line]:
+    """Several models, and the optimizers that train them."""
+    try:
+        texts = []
+        for one in models if models and (len(models) > 1 or models[0]["name"]) else ():
+            name, kind = one["name"] or "the network", one["class"].rpartition(".")[2]
+            way = "trained" if one["trained"] else "only looked at"
+            texts.append(f"{name}: {kind}, {one['parameters']:,} parameters, {way}")
+        steppers = [f"{one['class']}{' of ' if one['trains'] else ''}{one['trains']}" for one in optimizers or ()]
+        lines = list(_below("models", texts))
+        return lines + ([("optimizers" if len(steppers) > 1 else "optimizer", ", ".join(steppers))] if steppers else [])
+    except (AttributeError, KeyError, TypeError):
+        return [(name, _in_short(value)) for name, value in (("models", models), ("optimizers", optimizers)) if value]
+
+
+def _certificates(attempts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for attempt in attempts:
+        if isinstance(attempt["certificate"], Mapping):
+            which = f"attempt {attempt['attempt']}: " if len(attempts) > 1 else ""
+            yield which + _certificate(attempt["certificate"])
+
+
+def _certificate(certificate: Mapping[str, Any]) -> str:
+    """A `tracer.Certificate` as it stands in a header."""
+    overhead = certificate.get("overhead") or {}
+    cost = ""
+    if isinstance(overhead.get("cpu_ratio"), float):
+        cost = (
+            f"; CPU time ×{overhead['cpu_ratio']:.3f} over {overhead.get('steps')} steps, "
+            f"{overhead.get('recorded_steps')} of them recorded (without a recorder ×{overhead.get('bare_ratio'):.3f})"
+        )
+    return f"{certificate.get('verdict')}: {printable(str(certificate.get('reason')))}{cost}"
+
+
+def _capture(settings: Any) -> str:
+    """The settings of a capture, without those that restrict nothing."""
+    if not isinstance(settings, Mapping):
+        return _in_short(settings)
+    nothing = {"every": 1, "start": 0, "seed": 0}
+    words = [
+        f"{name} {cell(value)}" for name, value in settings.items() if value is not None and value != nothing.get(name)
+    ]
+    return "; ".join(words) or "everything"
+
+
+def _in_short(value: Any) -> str:
+    """A JSON value on a line. What is nested is counted; ``--json`` shows it."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_part_in_short(part)}" for key, part in value.items() if part is not None)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_part_in_short, value))
+    return cell(value)
+
+
+def _part_in_short(value: Any) -> str:
+    return f"({len(value)})" if isinstance(value, Mapping | list | tuple) else cell(value)
+
+
+# -- the notes ----------------------------------------------------------------------------------------------------
+
+
+def _note(what: str, about: Any) -> Iterator[Line]:
+    if what == "silent" and isinstance(about, list):
+        yield what, f"never called, so nothing was seen of them: {', '.join(map(str, about))}"
+    elif what in _NOTES and isinstance(about, Mapping):
+        yield what, _NOTES[what](about)
+    elif what not in ("indices", "dropped"):  # the indices of fixed random choices are for programs
+        yield what, _in_short(about)
+
+
+def _problem(about: Mapping[str, Any]) -> str:
+    return f"{about.get('what')}: {about.get('why')} ({about.get('count', 1)} times)"
+
+
+def _overflowed(about: Mapping[str, Any]) -> str:
+    """Numbers that became infinite because a capture casts them."""
+    count, of = (f"{one:,}" if isinstance(one, int) else one for one in (about.get("count"), about.get("of")))
+    stream = f"{about.get('kind')} of {about.get('module')!r}" if about.get("module") is not None else about.get("kind")
+    named = "".join(
+        f", {name} {about[name]}" for name in ("tag", "leaf") if about.get(name) not in ("default", "", None)
+    )
+    return f"{stream}{named}: {count} of {of} numbers were beyond {about.get('dtype')} and are recorded as infinite"
+
+
+def _stopped(about: Mapping[str, Any]) -> str:
+    """A recording that a bound has ended."""
+    limit = about.get("max_bytes")
+    bound = f"{limit:,}" if isinstance(limit, int) else limit
+    return f"at {about.get('by')} ({bound}): nothing from step {about.get('global_step')} on"
+
+
+def _unended(about: Mapping[str, Any]) -> str:
+    """Forwards after the last step."""
+    passes, step = about.get("passes"), about.get("global_step")
+    return (
+        f"{passes} forwards after the last step have the number {step}, and are of no training step; "
+        "run.tag(...) or model.eval() around them tells them apart"
+    )
+
+
+_NOTES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "problem": _problem,
+    "overflowed": _overflowed,
+    "stopped": _stopped,
+    "unended": _unended,
+}

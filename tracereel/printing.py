@@ -1,0 +1,184 @@
+"""What commands print: tables and JSON on stdout, complaints and progress on stderr."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
+
+import click
+
+from analyze.tables.escapes import in_json, printable
+from tracereel.errors import as_typed
+
+if TYPE_CHECKING:
+    from rich.console import ConsoleRenderable, RichCast
+
+    from tracer.trace.reader import StreamInfo, TraceReader
+
+
+# -- stdout -------------------------------------------------------------------------------------------------------
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], **layout: Any) -> None:
+    """Print a table that fits the terminal, or one row a line where stdout is no terminal.
+
+    Parameters
+    ----------
+    columns : sequence of str
+    rows : iterable of sequences
+    **layout
+        Which columns are aligned to the right, hold names and the like, as for `TextTable`.
+    """
+    from analyze.tables.layout import TextTable
+
+    table = TextTable(columns, [[printable(cell(value)) for value in row] for row in rows], **layout)
+    if is_terminal(sys.stdout):
+        show(table)
+    else:
+        click.echo(table.plain())
+
+
+def show(table: RichCast | ConsoleRenderable) -> None:
+    """Print what rich can draw: as wide as the terminal, or as wide as it is where stdout is no terminal."""
+    from rich.console import Console
+
+    if is_terminal(sys.stdout):
+        Console(file=sys.stdout, highlight=False, color_system=None if _is_plain() else "auto").print(table)
+        return
+    console = Console(file=sys.stdout, width=100_000, highlight=False, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    for line in capture.get().splitlines():
+        click.echo(line.rstrip())
+
+
+def print_json(value: Any, *, indent: int | None = 2) -> None:
+    """Print a value as JSON that is harmless on a terminal; with an `indent` of None on one line."""
+    text = in_json(json.dumps(_jsonable(value), indent=indent, ensure_ascii=False, default=str))
+    click.echo(text.encode(errors="backslashreplace").decode())  # a path need not be UTF-8, and JSON has to be
+
+
+def _jsonable(value: Any) -> Any:
+    """JSON has no word for what is not finite: the strings here are those that ``float`` and JavaScript understand."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_jsonable(item) for item in value]
+    return value
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether somebody looks at a stream. Python has None for a stream that is closed."""
+    return stream is not None and stream.isatty()
+
+
+def _is_plain() -> bool:
+    """Whether the user wants neither colours nor anything else that is drawn: https://no-color.org."""
+    return bool(os.environ.get("NO_COLOR"))
+
+
+# -- values as words ----------------------------------------------------------------------------------------------
+
+
+def cell(value: Any) -> str:
+    """A value as it stands in a cell of a table."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(cell, value))
+    return str(value)
+
+
+def size(count: float) -> str:
+    """A number of bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def shape_of(shape: Sequence[int]) -> str:
+    """The shape of an array for people."""
+    return "×".join(map(str, shape)) if len(shape) else "scalar"
+
+
+def few_shapes(shapes: Sequence[Sequence[int]]) -> str:
+    """The first of many shapes."""
+    return ", ".join(map(shape_of, shapes[:3])) + (", …" if len(shapes) > 3 else "")
+
+
+def span(ends: Sequence[int] | None) -> str:
+    """The first and the last of some steps or epochs."""
+    if ends is None:
+        return "none"
+    return f"{ends[0]}" if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
+
+
+def path_in_model(module: str | None, leaf: str | None) -> str:
+    """The module and the leaf of a stream; nothing for a stream of the network."""
+    path = "" if module is None else printable(module) or "(root)"
+    return f"{path} [{leaf}]".strip() if leaf else path
+
+
+def where(stream: StreamInfo) -> str:
+    """As `path_in_model`."""
+    return path_in_model(stream.module, stream.leaf)
+
+
+# -- stderr -------------------------------------------------------------------------------------------------------
+
+
+def say(sentence: str) -> None:
+    """Print a sentence on stderr."""
+    click.echo(sentence, err=True)
+
+
+def complain(sentence: str) -> None:
+    """Print a sentence on stderr, with paths as the user typed them."""
+    say(as_typed(sentence))
+
+
+def note_problems(reader: TraceReader) -> None:
+    """Say what is wrong with a trace that can be read nevertheless."""
+    for problem in reader.problems:
+        complain(problem)
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Print warnings as one sentence, without the line of code that gave them."""
+
+    def print_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+        complain(f"Warning: {message}")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = print_warning
+        yield
+
+
+@contextmanager
+def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar where stderr is a terminal, and nothing elsewhere or with NO_COLOR; called with how much is done."""
+    if not is_terminal(sys.stderr) or _is_plain():
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)

@@ -1,0 +1,529 @@
+"""``trace record``: a training script is run as it is, and recorded."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+import click
+
+import tracer
+from tracer.errors import CaptureError, UnknownNameError
+from tracereel import options
+from tracereel.checks import TRACE_SUFFIXES, check_new
+from tracereel.command import Command
+from tracereel.errors import WRONG_USAGE, Failure, debugging
+from tracereel.options import Size
+from tracereel.printing import few_shapes, path_in_model, print_json, print_table, say, size
+
+if TYPE_CHECKING:
+    from tracer.recording.certifying.certify import Certificate
+    from tracer.recording.certifying.rehearsal import Program
+    from tracer.stores import Location
+
+
+class RecordCommand(Command):
+    """Passes all that follows the script's name, or ``--module NAME``, to the program as it is.
+
+    Every option has an environment variable: ``TRACE_RECORD_`` and its long name.
+    """
+
+    other_heading = "What is read"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for option in self.params:
+            if isinstance(option, click.Option) and option.envvar is None:
+                long = max(option.opts, key=len)
+                option.envvar = f"TRACE_RECORD_{long.lstrip('-').replace('-', '_').upper()}"
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put a ``--`` where the program's own arguments begin, if it is after ``--module NAME``."""
+        takes_value = {
+            name: isinstance(option, click.Option) and not option.is_flag
+            for option in self.params
+            for name in (*option.opts, *option.secondary_opts)
+        }
+        position = 0
+        while position < len(args) and args[position].startswith("-") and args[position] not in ("-", "--"):
+            name, equals, _ = args[position].partition("=")
+            after = position + (2 if takes_value.get(args[position]) and not equals else 1)
+            if name == "--module":
+                args = [*args[:after], "--", *args[after:]]
+                break
+            ctx.meta[_OPTIONS] = args[:after]
+            position = after
+        try:
+            return super().parse_args(ctx, args)
+        except click.BadParameter as error:
+            variable = None if error.param is None else _variable(ctx, error.param)
+            if variable is not None:
+                error.param_hint = f"the environment variable {variable}"
+            raise
+
+
+_OPTIONS = "options"
+"""Where a context keeps the options before the program, as they were written, for the processes of a launcher."""
+
+
+def _variable(ctx: click.Context, parameter: click.Parameter) -> str | None:
+    """The environment variable that gave a parameter its value, if one did."""
+    from click.core import ParameterSource
+
+    given = parameter.name is not None and ctx.get_parameter_source(parameter.name) is ParameterSource.ENVIRONMENT
+    return parameter.envvar if given and isinstance(parameter.envvar, str) else None
+
+
+@contextmanager
+def _wrong_settings() -> Iterator[None]:
+    """Say which settings the environment gave where one is wrong, because those are not on the command line."""
+    try:
+        yield
+    except (CaptureError, UnknownNameError) as error:
+        ctx = click.get_current_context()
+        variables = [name for one in ctx.command.params if (name := _variable(ctx, one)) is not None]
+        if debugging() or not variables:
+            raise
+        raise Failure(f"{error} (the environment gives {', '.join(variables)})", WRONG_USAGE) from error
+
+
+# -- options as values --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the trace is made, and what becomes of one that is there."""
+
+    out: str | None
+    overwrite: bool
+    resume: bool
+    first_step: int | None
+
+    def checked(self, title: str, *, only_dry_run: bool) -> tuple[str, Location]:
+        """The path as the user calls it and as a location, if a trace can be made there."""
+        from tracer.trace.part import this_process
+
+        called = self.out or f"{title}.zarr"
+        # other ranks of a distributed run may have begun their parts
+        may_exist = self.overwrite or self.resume or only_dry_run or this_process().size > 1
+        return called, check_new(called, TRACE_SUFFIXES, may_exist)
+
+
+@dataclass(frozen=True)
+class Rehearsals:
+    """What is done before the script is run, or in the place of that."""
+
+    certify_steps: int | None
+    require_identical: bool
+    only_dry_run: bool
+    run_steps: int | None
+    as_json: bool
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How the recorder writes, and what it probes: keywords of `tracer.recording.launching.launch.run`."""
+
+    compression: Sequence[str] | Mapping[str, str]
+    queue_bytes: int
+    on_full: Literal["wait", "drop"]
+    commit_steps: int | None
+    commit_seconds: float
+    durable: bool
+    replicated: Literal["once", "every"]
+    probe: int | None
+    probe_every: int
+
+
+@dataclass(frozen=True)
+class Script:
+    """What is run: a file, or with `module` a module, as ``python -m`` takes it."""
+
+    name: str
+    arguments: tuple[str, ...]
+    module: bool
+
+    @classmethod
+    def of(cls, program: tuple[str, ...], module: str | None) -> Script:
+        """The script that a command line begins with, or its arguments where it is a module."""
+        if module is not None:
+            return cls(module, program, module=True)
+        from tracer.recording.launching.launchers import PYTHON, hint_for
+
+        name = program[0]
+        if not Path(name).is_file():
+            raise Failure(f"{name} is not a file, so there is no script to run{hint_for(name)}")
+        if PYTHON.fullmatch(Path(name).name):
+            raise Failure(f"{name} is no script{hint_for(name)}")
+        return cls(name, program[1:], module=False)
+
+    @property
+    def title(self) -> str:
+        """What its trace is called by default."""
+        return self.name.rpartition(".")[2] if self.module else Path(self.name).stem
+
+    def rehearsed(self, captures: Sequence[Mapping[str, Any]], recording: Mapping[str, Any]) -> Program:
+        """The script as rehearsals take it."""
+        from tracer.recording.certifying.rehearsal import Program
+
+        return Program(
+            script=self.name, arguments=self.arguments, module=self.module, captures=captures, recording=recording
+        )
+
+
+# -- the command --------------------------------------------------------------------------------------------------
+
+
+@click.command(
+    cls=RecordCommand,
+    context_settings={"allow_interspersed_args": False},
+    options_metavar="[OPTIONS]",
+    no_args_is_help=True,
+    examples=[
+        "trace record train.py --epochs 5",
+        "trace record --every 10 --out run.zarr -k weights -k weight_gradients train.py",
+        "trace record --certify 20 --max-bytes 2GiB train.py",
+        "trace record --module my.training --lr 0.1",
+        "trace record torchrun --nproc-per-node 2 train.py",
+    ],
+)
+@click.option(
+    "--out",
+    metavar="PATH",
+    type=click.Path(),
+    help="Trace to make, .zarr or .h5.  [default: the program's name with .zarr]",
+)
+@options.kinds(help="Record this kind; may be repeated.")
+@options.modules(help="Record modules that match; repeatable.")
+@options.number("--every", help="Record every N-th step.")
+@options.number("--start", least=0, help="Record from this step on.")
+@options.number("--stop", help="Record up to, not including, this step.")
+@options.number("--rows", help="Keep the first N datapoints of a batch.")
+@options.number("--positions", help="Keep N spatial or sequence positions.")
+@options.number("--elements", help="Keep N elements of each tensor.")
+@click.option("--dtype", metavar="T", help="Cast to float16, bfloat16, float32 or float64.")
+@click.option("--config", metavar="FILE", help="Settings of tracer.Capture as TOML or JSON; options here win.")
+@click.option(
+    "--queue-bytes",
+    type=Size(),
+    default="256MiB",
+    show_default=True,
+    help="How much data may wait for the thread that writes.",
+)
+@click.option(
+    "--on-full",
+    type=click.Choice(["wait", "drop"]),
+    default="wait",
+    show_default=True,
+    help="When so much waits: let the training wait, or drop messages and count them.",
+)
+@options.number(
+    "--commit-steps",
+    help="Make what was recorded safe against kill -9 every N steps.  [default: by time and size only]",
+)
+@click.option(
+    "--commit-seconds",
+    type=click.FloatRange(min=0),
+    metavar="S",
+    default=2.0,
+    show_default=True,
+    help="And after S seconds at the latest.",
+)
+@options.flag("--durable", help="Safe against a power failure too (fsync).  [default: no]")
+@options.flag(
+    "--strict",
+    help="End the training if it can no longer be recorded, and exit with 1 if nothing of one was.  [default: go on]",
+)
+@click.option("--module", "module", metavar="NAME", help="Run a module, as python -m does; its arguments follow.")
+@options.compression
+@options.overwrite
+@options.flag("--resume", help="Go on with the trace, if there is one, after a restart.")
+@options.number(
+    "--first-step",
+    least=0,
+    help="With --resume: the step that the checkpoint goes on with.  [default: as the optimizer counted]",
+)
+@click.option(
+    "--replicated",
+    type=click.Choice(["once", "every"]),
+    default="once",
+    show_default=True,
+    help="Of several ranks: record weights that they hold alike by one of them, or by each.",
+)
+@click.option(
+    "--max-bytes",
+    type=Size(),
+    metavar="SIZE",
+    help="Bound of the trace, such as 500MB or 2GiB, before compression, all ranks and attempts together: the first "
+    "step that does not fit as a whole ends the recording; the script goes on.",
+)
+@options.number(
+    "--certify",
+    "certify_steps",
+    help="First make sure that recording changes nothing: run the script's first N steps three times, without, with "
+    "and without a recorder, and compare all bits. The verdict and the overhead stand in the trace.",
+)
+@options.flag(
+    "--require-identical",
+    help="With --certify: if the verdict is not 'identical', do not run the script, and exit with 1.",
+)
+@options.flag(
+    "--dry-run",
+    "only_dry_run",
+    help="Only print what would be recorded, its bytes and an estimate of the overhead; the script's first steps are "
+    "run three times, and no trace is made.",
+)
+@options.number("--run-steps", help="With --dry-run: how many steps the whole run has, to tell its bytes.")
+@options.number(
+    "--probe",
+    help="Also run the model, in eval mode and without a trace in the training, on the first N datapoints that it was "
+    "given (in an evaluation, if one comes before the first probe, else in training), and record that under the tag "
+    "probe: for svcca, cka and their like.",
+)
+@options.number(
+    "--probe-every",
+    default=100,
+    show_default=True,
+    help="With --probe: steps between two of these runs; the last one is at the end.",
+)
+@options.flag(
+    "--no-command",
+    help="Leave the command line out of the trace. What it says of passwords, keys and tokens is *** there anyway.",
+)
+@options.as_json
+@click.argument("program", metavar="SCRIPT.py [ARGS]...", nargs=-1, type=click.UNPROCESSED)
+@options.gather(place=Place, rehearsals=Rehearsals, writing=Writing)
+def record(
+    program: tuple[str, ...],
+    module: str | None,
+    place: Place,
+    rehearsals: Rehearsals,
+    writing: Writing,
+    config: str | None,
+    max_bytes: int | None,
+    no_command: bool,
+    strict: bool,
+    **capture: Any,
+) -> None:
+    """Run a training script as it is, and record it.
+
+    Everything after SCRIPT.py goes to the script. The exit code is the script's. In the place of SCRIPT.py there may be
+    torchrun or accelerate launch, with its options and its script: then each of its processes is recorded, into one
+    trace. Behind mpirun, srun and their like stands trace record itself: srun trace record SCRIPT.py.
+
+    --certify and --dry-run run the script's first steps in processes of their own, which begin with the same seeds, and
+    end it with SystemExit. Their output is thrown away, but what they write to files, or send, they write and send;
+    TRACE_REHEARSAL in their environment is certify or dry-run, so that a script can tell. Under torchrun --certify
+    compares the bits of every rank, and --dry-run is refused.
+
+    Every option can be given in the environment, as TRACE_RECORD_ and its name: TRACE_RECORD_EVERY=10,
+    TRACE_RECORD_MAX_BYTES=2GiB, TRACE_RECORD_DURABLE=1; several values are separated by spaces (TRACE_RECORD_KIND). The
+    command line wins. With TRACE_DISABLE=1 the script runs without being recorded, and of TRACE_MAX_BYTES and
+    --max-bytes the smaller bound holds.
+    """
+    if module is None and not program:
+        raise click.UsageError("there is no script to run: trace record [OPTIONS] SCRIPT.py [ARGS]...")
+    _refuse_contradictions(place, rehearsals)
+    _become_launcher(program, module, rehearsals)
+    script = Script.of(program, module)
+    from tracer.recording.environment import bound_or, disabled
+
+    off, max_bytes = disabled(), bound_or(max_bytes)
+    if off and not rehearsals.only_dry_run:
+        _run_unwatched(script)
+    called, target = place.checked(script.title, only_dry_run=rehearsals.only_dry_run)
+    given = {name: value for name, value in capture.items() if value not in (None, ())}
+    settings = [{**described, **given} for described in (_read_config(config) if config is not None else [{}])]
+    with _wrong_settings():
+        from tracer.observing.capture import Capture
+        from tracer.trace.compression import Compression
+
+        captures = tuple(map(Capture.from_mapping, settings))
+        codecs = Compression.parse(writing.compression).choice
+    recording: dict[str, Any] = vars(writing) | {"compression": dict(codecs)}
+    if rehearsals.only_dry_run:
+        _dry_run(script.rehearsed(settings, recording), rehearsals, max_bytes)
+        return
+    certificate = None
+    if rehearsals.certify_steps is not None:
+        rehearsed = script.rehearsed(settings, recording | {"max_bytes": max_bytes})
+        certificate = _certificate(rehearsed, rehearsals.certify_steps, required=rehearsals.require_identical)
+    from tracer.recording.launching import launch
+
+    code = launch.run(
+        script.name,
+        script.arguments,
+        out=target,
+        # of a single capture, evaluation passes get a lighter one; several say for themselves what they want
+        capture=captures if len(captures) > 1 else captures[0],
+        module=script.module,
+        overwrite=place.overwrite,
+        resume=place.resume,
+        first_step=place.first_step,
+        max_bytes=max_bytes,
+        certificate=certificate,
+        command=not no_command,
+        strict=strict,
+        required=strict,
+        **recording,
+        ended=functools.partial(_say_what_was_recorded, target, called),
+    )
+    click.get_current_context().exit(code)
+
+
+def _refuse_contradictions(place: Place, rehearsals: Rehearsals) -> None:
+    """Raise `click.UsageError` for options that exclude each other, or that need another one."""
+    only_dry_run, certify = rehearsals.only_dry_run, rehearsals.certify_steps is not None
+    if place.resume and place.overwrite:
+        raise click.UsageError("--resume goes on with a trace, and --overwrite removes it: give one of them")
+    if place.first_step is not None and not place.resume:
+        raise click.UsageError("--first-step says where to resume: give --resume with it")
+    if rehearsals.require_identical and not certify:
+        raise click.UsageError("--require-identical is about the verdict: give --certify N with it")
+    if rehearsals.run_steps is not None and not only_dry_run:
+        raise click.UsageError("--run-steps is for an estimate: give --dry-run with it")
+    if rehearsals.as_json and not only_dry_run:
+        raise click.UsageError("--json is for --dry-run; a script that is recorded has its own output")
+    if only_dry_run and certify:
+        raise click.UsageError("--dry-run records nothing that could be certified: give --certify or --dry-run")
+
+
+def _become_launcher(program: tuple[str, ...], module: str | None, rehearsals: Rehearsals) -> None:
+    """Become torchrun or accelerate, if the program is that; return if it is a script."""
+    from tracer.recording.launching import launchers
+
+    launcher = launchers.launcher_of(program, module)
+    if launcher is None:
+        return
+    if rehearsals.only_dry_run:
+        raise click.UsageError(f"--dry-run runs a script of one process: give it without {launcher.name}")
+    before = click.get_current_context().meta.get(_OPTIONS, [])
+    launchers.become(launcher, before, program=str(Path(__file__).absolute().with_name("__main__.py")))
+
+
+def _run_unwatched(script: Script) -> NoReturn:
+    from tracer.recording.environment import DISABLE
+    from tracer.recording.launching.launch import unwatched
+
+    say(f"{DISABLE} is set: the script runs without being recorded")
+    click.get_current_context().exit(unwatched(script.name, script.arguments, module=script.module))
+
+
+def _read_config(path: str) -> list[dict[str, Any]]:
+    """The captures that a file describes: its top level, or each entry of its ``capture``."""
+    import tomllib
+
+    file = Path(path)
+    if not file.is_file():
+        raise Failure(f"{path} is not a file, so it configures nothing")
+    if file.suffix.lower() not in (".toml", ".json"):
+        raise Failure(f"{path}: a configuration is a .toml or .json file", WRONG_USAGE)
+    try:
+        text = file.read_text(encoding="utf-8")
+        content = tomllib.loads(text) if file.suffix.lower() == ".toml" else json.loads(text)
+    except ValueError as error:
+        raise Failure(f"{path} cannot be read as {file.suffix[1:].upper()}: {error}", WRONG_USAGE) from error
+    captures = content.get("capture", content) if isinstance(content, dict) else content
+    captures = [captures] if isinstance(captures, dict) else captures
+    if not (isinstance(captures, list) and captures and all(isinstance(one, dict) for one in captures)):
+        raise Failure(f"{path} must hold the settings of a capture, or a list of them called capture", WRONG_USAGE)
+    return captures
+
+
+# -- rehearsals ---------------------------------------------------------------------------------------------------
+
+
+def _certificate(program: Program, steps: int, *, required: bool) -> Certificate:
+    """Certify the first steps of a script; refuse to go on if they are `required` to be identical and are not."""
+    from tracer.recording.certifying.rehearsal import certify_script
+
+    certificate = certify_script(program, steps)
+    say(f"{'' if certificate.identical else 'Warning: '}certificate: {certificate}")
+    if required and not certificate.identical:
+        raise Failure("the script is not run, because --require-identical was given")
+    return certificate
+
+
+def _dry_run(program: Program, rehearsals: Rehearsals, max_bytes: int | None) -> None:
+    from tracer.recording.certifying import rehearsal
+
+    facts = rehearsal.dry_run(program, run_steps=rehearsals.run_steps, max_bytes=max_bytes)
+    if rehearsals.as_json:
+        print_json(facts)
+    else:
+        _print_dry_run(facts)
+
+
+_CLOCKS = {"epoch": "every epoch", "aside": "as in the first steps"}
+"""When streams are recorded that are not of training steps."""
+
+
+def _print_dry_run(facts: Mapping[str, Any]) -> None:
+    """What `tracer.recording.certifying.rehearsal.dry_run` found, for people."""
+    rows = [
+        (
+            *(stream["kind"], path_in_model(stream["module"], stream["leaf"]), stream["tag"], stream["dtype"]),
+            *(few_shapes(stream["shapes"]), size(stream["bytes_per_message"])),
+            *(stream["messages_per_recorded_step"] or None, _when_recorded(stream)),
+        )
+        for stream in facts["streams"]
+    ]
+    print_table(
+        ("kind", "module", "tag", "dtype", "shape", "bytes a message", "a step", "recorded"),
+        rows,
+        right=("bytes a message", "a step"),
+        names=("module", "tag"),
+        prose=("shape", "recorded"),
+        group="kind",
+    )
+    click.echo(f"a step in which all is recorded: {size(facts['bytes_per_recorded_step'])}")
+    click.echo(f"a step in the mean: {size(facts['bytes_per_step'])}")
+    if facts["run_steps"] is not None:
+        click.echo(f"a run of {facts['run_steps']:,} steps: {size(facts['bytes_per_run'])}")
+    else:
+        click.echo("a run: not known, because its steps are not; --run-steps N says how many")
+    if facts["max_bytes"] is not None:
+        step = facts["max_bytes_reached_at_step"]
+        end = "is never reached" if step is None else f"ends the recording before step {step:,}"
+        click.echo(f"--max-bytes {size(facts['max_bytes'])}: {end}")
+    if facts["estimated_cpu_ratio"] is not None:
+        click.echo(
+            f"overhead, estimated: CPU time ×{facts['estimated_cpu_ratio']:.3f} (×{facts['recorded_cpu_ratio']:.3f} "
+            f"over {facts['steps']} steps that were all recorded; two runs without a recorder: "
+            f"×{facts['bare_cpu_ratio']:.3f})"
+        )
+    else:
+        click.echo("overhead: not known, because the script took less than two steps")
+
+
+def _when_recorded(stream: Mapping[str, Any]) -> str:
+    """The steps, or the like, in which a stream is recorded."""
+    steps = _CLOCKS.get(stream["clock"]) or ("every step" if stream["every"] == 1 else f"every {stream['every']}")
+    steps += f", from {stream['start']}" if stream["start"] else ""
+    return steps + (f", before {stream['stop']}" if stream["stop"] is not None else "")
+
+
+# -- the end ------------------------------------------------------------------------------------------------------
+
+
+def _say_what_was_recorded(path: Location, called: str) -> None:
+    from tracer.stores import exists
+    from tracer.trace.part import this_process
+
+    if not exists(path):
+        return
+    process = this_process()
+    # other ranks are still recording theirs
+    with tracer.open(path, ranks=None if process.size == 1 else [process.rank]) as reader:
+        info = reader.info
+    lost = "" if info["status"].startswith(("finished", "failed")) else "; the trace is INCOMPLETE, see above"
+    with suppress(OSError, ValueError):  # the script may have closed stderr
+        say(
+            f"recorded {info['messages']:,} messages in {info['streams']:,} streams, {size(info['bytes'])}{lost}: "
+            f"trace info {called}"
+        )
