@@ -79,6 +79,18 @@ def as_float64(x: Array | None) -> NDArray[Any]:
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
+def real_numbers(x: Array | None) -> NDArray[np.float64]:
+    """The same values in float64; NaN in place of complex ones."""
+    array = as_array(x)
+    return np.full(array.shape, np.nan) if array.dtype.kind == "c" else as_float64(array)
+
+
+def single_number(x: Array | None) -> float | None:
+    """The number, if there is one only and it is real."""
+    array = as_array(x)
+    return float(array.reshape(-1)[0]) if array.size == 1 and array.dtype.kind != "c" else None
+
+
 def blocks(x: Array | None) -> Iterator[NDArray[Any]]:
     """The elements in logical order, as float64 (or complex128) vectors of at most `BLOCK` elements."""
     array = as_array(x)

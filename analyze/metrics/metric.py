@@ -15,12 +15,17 @@ from tracer.messaging.subscriber import Scope, Subscriber
 from tracer.messaging.subscription import Subscription, SynchronizedSubscription
 
 
-class Where(TypedDict, total=False):
+class Rest(TypedDict, total=False):
+    """Which messages under a tag a metric takes, as in `tracer.Subscription`."""
+
+    subsample: int
+    modules: str | Iterable[str] | None
+
+
+class Where(Rest, total=False):
     """Which messages of its kinds a metric takes, as in `tracer.Subscription`."""
 
     tag: str | None
-    subsample: int
-    modules: str | Iterable[str] | None
 
 
 class Metric(Subscriber):
@@ -32,7 +37,7 @@ class Metric(Subscriber):
     Parameters
     ----------
     kinds : str or tuple of str
-        Of one kind it takes each message, of several the bundles that are complete.
+        Of one kind it takes each message; of several the bundles that are complete, or each message (see `bundled`).
     produces : str or iterable of str
         The kinds of its answers.
     tag, subsample, modules
@@ -41,10 +46,11 @@ class Metric(Subscriber):
     Raises
     ------
     MessageError
-        If it takes one kind, whose messages are events and carry no data.
+        If it takes single messages of a kind whose messages are events, which carry no data.
     """
 
     name: ClassVar[str]
+    bundled: ClassVar[bool] = True
     __signature__: ClassVar[inspect.Signature]
 
     def __init_subclass__(cls) -> None:
@@ -60,11 +66,13 @@ class Metric(Subscriber):
         subsample: int = 1,
         modules: str | Iterable[str] | None = None,
     ) -> None:
-        if isinstance(kinds, str):
-            carries_data(kinds)
-            super().__init__(Subscription(kinds, tag, subsample, modules), produces)
-        else:
+        if self.bundled and not isinstance(kinds, str):
             super().__init__(SynchronizedSubscription(kinds, tag, subsample, modules, incomplete="drop"), produces)
+            return
+        kinds = (kinds,) if isinstance(kinds, str) else kinds
+        for kind in kinds:
+            carries_data(kind)
+        super().__init__([Subscription(kind, tag, subsample, modules) for kind in kinds], produces)
 
 
 def _spelled_out(cls: type[Metric]) -> inspect.Signature:
