@@ -1,4 +1,4 @@
-"""What metrics take: subscriptions to kinds that carry data, and data as exact float64 arrays on the CPU.
+"""What metrics take: kinds that carry data, and data as exact float64 arrays on the CPU.
 
 Sums are taken in float64 on the CPU, by one thread, in the logical order of the elements; so a live run on a GPU and
 its replay on the same machine agree to the bit, whatever the device, the memory layout or the number of threads, and on
@@ -17,25 +17,12 @@ from torch import Tensor
 
 from tracer.errors import MessageError
 from tracer.messaging.messages import KINDS
-from tracer.messaging.subscription import Subscription
 
 Array: TypeAlias = Tensor | NDArray[Any] | Iterable[Any] | float
 """What the pure functions take: a tensor (any device, any dtype), an array, nested lists or a number."""
 
 BLOCK = 65536
 """Elements per block: 512 KiB of float64, which stays in a core's second-level cache."""
-
-
-def subscription_to(kind: str, tag: str | None, subsample: int, modules: str | Iterable[str] | None) -> Subscription:
-    """A subscription to single messages of a kind that carries data.
-
-    Raises
-    ------
-    MessageError
-        If messages of this kind are events, which carry none.
-    """
-    carries_data(kind)
-    return Subscription(kind, tag, subsample, modules)
 
 
 def carries_data(kind: str) -> None:

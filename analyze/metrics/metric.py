@@ -15,14 +15,14 @@ from tracer.messaging.subscriber import Scope, Subscriber
 from tracer.messaging.subscription import Subscription, SynchronizedSubscription
 
 
-class Rest(TypedDict, total=False):
-    """Which messages under a tag a metric takes, as in `tracer.Subscription`."""
+class Within(TypedDict, total=False):
+    """Which messages of a tag a metric takes, as in `tracer.Subscription`."""
 
     subsample: int
     modules: str | Iterable[str] | None
 
 
-class Where(Rest, total=False):
+class Where(Within, total=False):
     """Which messages of its kinds a metric takes, as in `tracer.Subscription`."""
 
     tag: str | None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Unpack, final
 
 from analyze.metrics.inputs import single_number
-from analyze.metrics.metric import OneNumber, Rest
+from analyze.metrics.metric import OneNumber, Within
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message
 
@@ -123,10 +123,10 @@ class Freeze(OneNumber):
         patience: int = 1,
         bottom_up: bool = True,
         tag: str | None = "probe",
-        **rest: Unpack[Rest],
+        **within: Unpack[Within],
     ) -> None:
         _check(threshold, patience)
-        super().__init__(kind, f"{kind}_freeze", tag=tag, **rest)
+        super().__init__(kind, f"{kind}_freeze", tag=tag, **within)
         self.threshold, self.patience, self.bottom_up = threshold, patience, bottom_up
         # for each tag the layers in the order in which a pass was heard: how often converged, and whether frozen
         self._layers: dict[str, dict[str | None, list[int]]] = {}
