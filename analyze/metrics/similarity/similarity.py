@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.inputs import Array, as_array
-from analyze.metrics.metric import Metric, Within, Where
+from analyze.metrics.metric import Metric, Where, Within
 from analyze.metrics.similarity.bases import STATUSES, Basis, Status
 from analyze.metrics.similarity.datapoints import (
     Channels,
