@@ -35,11 +35,13 @@ lint: $(INSTALLED) ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: $(INSTALLED) ## docs/metrics.md and what `trace subscribers` says, from the docstrings of the metrics
+docs: $(INSTALLED) ## what is made of the metrics: docs/metrics.md, what `trace subscribers` says, the types of analyze.NAME
 	$(BIN)/trace subscribers --markdown > docs/metrics.md.new
 	mv docs/metrics.md.new docs/metrics.md
 	$(BIN)/python -c 'from analyze.catalogue import descriptions; print(descriptions(), end="")' > descriptions.new
 	mv descriptions.new analyze/descriptions.json
+	$(BIN)/python -c 'from analyze.catalogue import stub; print(stub(), end="")' > stub.new
+	mv stub.new analyze/__init__.pyi
 
 bench: $(INSTALLED) ## what recording and storing cost, measured in one run
 	$(BIN)/python benchmarks/overhead.py

@@ -1,209 +1,44 @@
 """Ask a recorded training run: metrics, the registry that names them, and tables of their answers.
 
-The names below are imported when they are first used, so that ``import analyze`` costs nothing. Each metric's pure
-function stands here under its registry name (`analyze.svcca`), its subscriber beside it (`analyze.SVCCA`).
+A public name is imported when it is first used, so that ``import analyze`` costs nothing. The pure function of each
+metric stands here under its registry name (`analyze.svcca`), its subscriber beside it (`analyze.SVCCA`). The types of
+all these names stand in ``__init__.pyi``, which `make docs` writes.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from analyze.batching.batch import BatchResults, batch
-    from analyze.comparing.compare import compare
-    from analyze.comparing.over_time import statistics_over_time
-    from analyze.comparing.pairs import pairs
-    from analyze.metrics.advice.freeze import Freeze, freeze
-    from analyze.metrics.advice.learning_rate_from_ratio import LearningRateFromRatio, learning_rate_from_ratio
-    from analyze.metrics.elementwise.activation_rate import ActivationRate, activation_rate
-    from analyze.metrics.elementwise.distance import Distance, distance
-    from analyze.metrics.elementwise.histogram import Histogram, histogram
-    from analyze.metrics.elementwise.mean import Mean, mean
-    from analyze.metrics.elementwise.norm import Norm, norm
-    from analyze.metrics.elementwise.quantiles import Quantiles, quantiles
-    from analyze.metrics.elementwise.sample_norm import SampleNorm, sample_norm
-    from analyze.metrics.elementwise.statistics import Statistics, statistics, statistics_of_tensors
-    from analyze.metrics.elementwise.sum import Sum, sum  # noqa: A004 - analyze.sum, as in numpy.sum
-    from analyze.metrics.elementwise.variance import Variance, variance
-    from analyze.metrics.gradients.adam_moments import AdamMoments, adam_moments
-    from analyze.metrics.gradients.alpha import Alpha, alpha
-    from analyze.metrics.gradients.descent_cosine import DescentCosine, descent_cosine
-    from analyze.metrics.gradients.gradient_geometry import GradientGeometry, gradient_geometry
-    from analyze.metrics.gradients.gradient_noise import GradientNoise, gradient_noise
-    from analyze.metrics.gradients.path_length import PathLength, path_length
-    from analyze.metrics.gradients.ratio import Ratio, ratio
-    from analyze.metrics.predictions.accuracy import accuracy
-    from analyze.metrics.predictions.churn import Churn, churn
-    from analyze.metrics.predictions.classification_report import ClassificationReport, classification_report
-    from analyze.metrics.predictions.forgetting import Forgetting, forgetting
-    from analyze.metrics.predictions.pooled_accuracy import TestAccuracy, test_accuracy
-    from analyze.metrics.predictions.train_accuracy import TrainAccuracy, train_accuracy
-    from analyze.metrics.reducing.aggregate import Aggregate, aggregate
-    from analyze.metrics.reducing.ema import EMA, ema
-    from analyze.metrics.reducing.loss import Loss, loss
-    from analyze.metrics.reducing.message_mean import MessageMean, message_mean
-    from analyze.metrics.similarity.cca import CCA, PWCCA, R2CCA, cca, pwcca, r2_cca
-    from analyze.metrics.similarity.cka import CKA, cka
-    from analyze.metrics.similarity.procrustes import Angular, Procrustes, angular, procrustes
-    from analyze.metrics.similarity.svcca import SVCCA, svcca
-    from analyze.metrics.spectra.effective_rank import (
-        EffectiveRank,
-        ParticipationRatio,
-        StableRank,
-        effective_rank,
-        participation_ratio,
-        stable_rank,
-    )
-    from analyze.metrics.spectra.operator_norm import OperatorNorm, operator_norm
-    from analyze.metrics.spectra.power_law import PowerLaw, WeightWatcher, power_law, weightwatcher
-    from analyze.metrics.spectra.saturation import Saturation, saturation
-    from analyze.metrics.spectra.singular_values import (
-        ConditionNumber,
-        SingularValues,
-        condition_number,
-        singular_values,
-    )
-    from analyze.metrics.spectra.spectral_norm import SpectralNorm, spectral_norm
-    from analyze.registry import describe, parse, subscribers
-    from analyze.tables.results import Results, analyze
+from analyze.metrics import BUILT_IN as _BUILT_IN
 
-_OTHERS = {
-    "accuracy": "metrics.predictions.accuracy",
-    "analyze": "tables.results",
-    "Results": "tables.results",
-    "statistics_of_tensors": "metrics.elementwise.statistics",
-    "statistics_over_time": "comparing.over_time",
-    "compare": "comparing.compare",
-    "pairs": "comparing.pairs",
-    "batch": "batching.batch",
-    "BatchResults": "batching.batch",
-} | dict.fromkeys(("describe", "parse", "subscribers"), "registry")
-"""Public name → its home, for the names that no registered metric brings."""
+HOMES: dict[str, str] = {
+    "BatchResults": "analyze.batching.batch",
+    "Results": "analyze.tables.results",
+    "accuracy": "analyze.metrics.predictions.accuracy",
+    "analyze": "analyze.tables.results",
+    "batch": "analyze.batching.batch",
+    "compare": "analyze.comparing.compare",
+    "describe": "analyze.registry",
+    "pairs": "analyze.comparing.pairs",
+    "parse": "analyze.registry",
+    "statistics_of_tensors": "analyze.metrics.elementwise.statistics",
+    "statistics_over_time": "analyze.comparing.over_time",
+    "subscribers": "analyze.registry",
+}
+"""Public name → its module: first the names that no registered metric brings, then the function and class of each."""
 
-__all__ = [
-    "CCA",
-    "CKA",
-    "EMA",
-    "PWCCA",
-    "R2CCA",
-    "SVCCA",
-    "ActivationRate",
-    "AdamMoments",
-    "Aggregate",
-    "Alpha",
-    "Angular",
-    "BatchResults",
-    "Churn",
-    "ClassificationReport",
-    "ConditionNumber",
-    "DescentCosine",
-    "Distance",
-    "EffectiveRank",
-    "Forgetting",
-    "Freeze",
-    "GradientGeometry",
-    "GradientNoise",
-    "Histogram",
-    "LearningRateFromRatio",
-    "Loss",
-    "Mean",
-    "MessageMean",
-    "Norm",
-    "OperatorNorm",
-    "ParticipationRatio",
-    "PathLength",
-    "PowerLaw",
-    "Procrustes",
-    "Quantiles",
-    "Ratio",
-    "Results",
-    "SampleNorm",
-    "Saturation",
-    "SingularValues",
-    "SpectralNorm",
-    "StableRank",
-    "Statistics",
-    "Sum",
-    "TestAccuracy",
-    "TrainAccuracy",
-    "Variance",
-    "WeightWatcher",
-    "accuracy",
-    "activation_rate",
-    "adam_moments",
-    "aggregate",
-    "alpha",
-    "analyze",
-    "angular",
-    "batch",
-    "cca",
-    "churn",
-    "cka",
-    "classification_report",
-    "compare",
-    "condition_number",
-    "descent_cosine",
-    "describe",
-    "distance",
-    "effective_rank",
-    "ema",
-    "forgetting",
-    "freeze",
-    "gradient_geometry",
-    "gradient_noise",
-    "histogram",
-    "learning_rate_from_ratio",
-    "loss",
-    "mean",
-    "message_mean",
-    "norm",
-    "operator_norm",
-    "pairs",
-    "parse",
-    "participation_ratio",
-    "path_length",
-    "power_law",
-    "procrustes",
-    "pwcca",
-    "quantiles",
-    "r2_cca",
-    "ratio",
-    "sample_norm",
-    "saturation",
-    "singular_values",
-    "spectral_norm",
-    "stable_rank",
-    "statistics",
-    "statistics_of_tensors",
-    "statistics_over_time",
-    "subscribers",
-    "sum",
-    "svcca",
-    "test_accuracy",
-    "train_accuracy",
-    "variance",
-    "weightwatcher",
-]
+for _name, _place in _BUILT_IN.items():
+    _module, _, _class = _place.partition(":")
+    HOMES[_name] = HOMES[_class] = _module
 
-
-def _home(name: str) -> str | None:
-    """The module of a public name; a metric's function has the registry name and stands in the class's module."""
-    if name not in __all__:
-        return None
-    if name in _OTHERS:
-        return f"analyze.{_OTHERS[name]}"
-    registered: dict[str, str] = import_module("analyze.registry").BUILT_IN
-    return next(
-        module for key, place in registered.items() for module, _, cls in [place.partition(":")] if name in (key, cls)
-    )
+__all__ = sorted(HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    home = _home(name)
-    if home is None:
+    if name not in HOMES:
         raise AttributeError(f"module 'analyze' has no attribute {name!r}")
-    value = getattr(import_module(home), name)
+    value = getattr(import_module(HOMES[name]), name)
     globals()[name] = value
     return value
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import analyze
 from analyze import registry
+from analyze.metrics import BUILT_IN
 
 HEADINGS = (
     "Formula",
@@ -250,9 +251,38 @@ def descriptions() -> str:
     """The file ``analyze/descriptions.json``: what `analyze.describe` says of each built-in metric, one a line."""
     lines = [
         f"{json.dumps(name)}: {json.dumps(registry.describe_class(name), ensure_ascii=False)}"
-        for name in sorted(registry.BUILT_IN)
+        for name in sorted(BUILT_IN)
     ]
     return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def stub() -> str:
+    """The file ``analyze/__init__.pyi``: where type checkers and editors find each public name of the package."""
+    homes: dict[str, list[str]] = {}
+    for name, home in analyze.HOMES.items():
+        homes.setdefault(home, []).append(name)
+    return "\n".join(
+        (
+            '"""Made by `make docs` from the public names of the package, for type checkers and editors."""\n',
+            *(_import(home, names) for home, names in sorted(homes.items())),
+            "",
+            "HOMES: dict[str, str]",
+            "__all__ = [",
+            *(f'    "{name}",' for name in sorted(analyze.HOMES, key=_kind_of_name)),
+            "]\n",
+        )
+    )
+
+
+def _import(home: str, names: list[str]) -> str:
+    ordered = sorted(names, key=_kind_of_name)
+    line = f"from {home} import {', '.join(ordered)}"
+    return line if len(line) <= 120 else "\n".join((f"from {home} import (", *(f"    {one}," for one in ordered), ")"))
+
+
+def _kind_of_name(name: str) -> tuple[bool, bool, str]:
+    """Acronyms, then classes, then functions: the order of names in imports."""
+    return not name.isupper(), name[0].islower(), name
 
 
 _INTRODUCTION = """# Metrics
@@ -294,7 +324,7 @@ Every subscriber of ikkuna, every preprocessor of monitorch and the quantities o
 
 
 def _page() -> Iterator[str]:
-    told = [registry.describe_class(name) for name in sorted(registry.BUILT_IN)]
+    told = [registry.describe_class(name) for name in sorted(BUILT_IN)]
     yield _INTRODUCTION
     for one in told:
         says = _plain(one["summary"]).replace("|", "\\|")
@@ -305,7 +335,7 @@ def _page() -> Iterator[str]:
     rows = "\n".join(f"| {' | '.join(row)} |" for row in DEVIATIONS)
     yield _ACTIONS.replace("{deviations}", rows)
     for row in FORMER:
-        known = row.wish.partition(":")[0] in registry.BUILT_IN
+        known = row.wish.partition(":")[0] in BUILT_IN
         elsewhere = not row.wish and row.remark.startswith("`")  # no metric, but something else of this project
         now, remark = (row.remark, "") if elsewhere else (f"`{row.wish}`" if known else "none", row.remark)
         yield f"| {row.system} | `{row.name}` | {now} | {remark} |"

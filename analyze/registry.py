@@ -1,4 +1,4 @@
-"""Names → subscribers: the built-in table, plug-ins by entry points, and classes in files.
+"""Names → subscribers: the metrics of this project, plug-ins by entry points, and classes in files.
 
 Nothing is imported before it is asked for, and a broken plug-in fails only when it is the one that is asked for.
 """
@@ -12,12 +12,13 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from analyze.metrics import BUILT_IN
 from tracer.errors import MessageError, TracerError, UnknownNameError, did_you_mean
 
 if TYPE_CHECKING:
@@ -25,55 +26,6 @@ if TYPE_CHECKING:
 
 GROUP = "tracer.subscribers"
 """The group of entry points under which other packages name their subscribers."""
-
-BUILT_IN: Mapping[str, str] = {
-    "activation_rate": "analyze.metrics.elementwise.activation_rate:ActivationRate",
-    "adam_moments": "analyze.metrics.gradients.adam_moments:AdamMoments",
-    "aggregate": "analyze.metrics.reducing.aggregate:Aggregate",
-    "alpha": "analyze.metrics.gradients.alpha:Alpha",
-    "angular": "analyze.metrics.similarity.procrustes:Angular",
-    "cca": "analyze.metrics.similarity.cca:CCA",
-    "churn": "analyze.metrics.predictions.churn:Churn",
-    "cka": "analyze.metrics.similarity.cka:CKA",
-    "classification_report": "analyze.metrics.predictions.classification_report:ClassificationReport",
-    "condition_number": "analyze.metrics.spectra.singular_values:ConditionNumber",
-    "descent_cosine": "analyze.metrics.gradients.descent_cosine:DescentCosine",
-    "distance": "analyze.metrics.elementwise.distance:Distance",
-    "effective_rank": "analyze.metrics.spectra.effective_rank:EffectiveRank",
-    "ema": "analyze.metrics.reducing.ema:EMA",
-    "forgetting": "analyze.metrics.predictions.forgetting:Forgetting",
-    "freeze": "analyze.metrics.advice.freeze:Freeze",
-    "gradient_geometry": "analyze.metrics.gradients.gradient_geometry:GradientGeometry",
-    "gradient_noise": "analyze.metrics.gradients.gradient_noise:GradientNoise",
-    "histogram": "analyze.metrics.elementwise.histogram:Histogram",
-    "learning_rate_from_ratio": "analyze.metrics.advice.learning_rate_from_ratio:LearningRateFromRatio",
-    "loss": "analyze.metrics.reducing.loss:Loss",
-    "mean": "analyze.metrics.elementwise.mean:Mean",
-    "message_mean": "analyze.metrics.reducing.message_mean:MessageMean",
-    "norm": "analyze.metrics.elementwise.norm:Norm",
-    "operator_norm": "analyze.metrics.spectra.operator_norm:OperatorNorm",
-    "participation_ratio": "analyze.metrics.spectra.effective_rank:ParticipationRatio",
-    "path_length": "analyze.metrics.gradients.path_length:PathLength",
-    "power_law": "analyze.metrics.spectra.power_law:PowerLaw",
-    "procrustes": "analyze.metrics.similarity.procrustes:Procrustes",
-    "pwcca": "analyze.metrics.similarity.cca:PWCCA",
-    "quantiles": "analyze.metrics.elementwise.quantiles:Quantiles",
-    "r2_cca": "analyze.metrics.similarity.cca:R2CCA",
-    "ratio": "analyze.metrics.gradients.ratio:Ratio",
-    "sample_norm": "analyze.metrics.elementwise.sample_norm:SampleNorm",
-    "saturation": "analyze.metrics.spectra.saturation:Saturation",
-    "singular_values": "analyze.metrics.spectra.singular_values:SingularValues",
-    "spectral_norm": "analyze.metrics.spectra.spectral_norm:SpectralNorm",
-    "stable_rank": "analyze.metrics.spectra.effective_rank:StableRank",
-    "statistics": "analyze.metrics.elementwise.statistics:Statistics",
-    "sum": "analyze.metrics.elementwise.sum:Sum",
-    "svcca": "analyze.metrics.similarity.svcca:SVCCA",
-    "test_accuracy": "analyze.metrics.predictions.pooled_accuracy:TestAccuracy",
-    "train_accuracy": "analyze.metrics.predictions.train_accuracy:TrainAccuracy",
-    "variance": "analyze.metrics.elementwise.variance:Variance",
-    "weightwatcher": "analyze.metrics.spectra.power_law:WeightWatcher",
-}
-"""Registry name → where the class is. A name here wins over an entry point of the same name."""
 
 DESCRIPTIONS = Path(__file__).with_name("descriptions.json")
 """What `describe_class` says of each built-in subscriber: made by `make docs`, and compared in the tests."""

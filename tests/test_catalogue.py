@@ -15,6 +15,7 @@ from torch import nn
 import analyze
 from analyze import catalogue, registry
 from analyze.comparing.invariances import INVARIANCES
+from analyze.metrics import BUILT_IN
 from tracer import Subscriber
 from tracereel.main import main
 
@@ -27,7 +28,13 @@ def test_the_page_is_up_to_date() -> None:
     assert written == catalogue.markdown(), "run `make docs`"
 
 
-@pytest.mark.parametrize("name", sorted(registry.BUILT_IN))
+def test_the_types_of_the_public_names_are_up_to_date() -> None:
+    """``analyze/__init__.pyi`` is what `make docs` would write, and offers the names that the package has."""
+    written = (ROOT / "analyze" / "__init__.pyi").read_text(encoding="utf-8")
+    assert written == catalogue.stub(), "run `make docs`"
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_headings_stand_in_their_order(name: str) -> None:
     """The Notes of each metric have the headings that the page is made of, each once and in one order."""
     said = list(catalogue.headings(registry.describe(name)["docstring"]))
@@ -36,7 +43,7 @@ def test_headings_stand_in_their_order(name: str) -> None:
     assert catalogue.example(getattr(analyze, name)), f"the function {name} shows no example"
 
 
-@pytest.mark.parametrize("name", sorted(registry.BUILT_IN))
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_class_data_is_known(name: str) -> None:
     """Scopes and invariances are words that this project knows."""
     cls = registry.find(name)
@@ -141,7 +148,7 @@ def test_every_old_name_has_a_new_one(row: catalogue.Former) -> None:
     if not row.wish:
         assert row.remark
         return
-    assert row.wish.partition(":")[0] in registry.BUILT_IN
+    assert row.wish.partition(":")[0] in BUILT_IN
     assert registry.parse(row.wish).produces
 
 

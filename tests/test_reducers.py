@@ -26,7 +26,7 @@ from tracer import (
     TraceReader,
     TraceWriter,
 )
-from tracer.replaying import replay
+from tracer.replaying.replay import replay
 
 INF, NAN = float("inf"), float("nan")
 NAMES = ("mean", "std", "variance", "min", "q0.25", "median", "q0.75", "max", "iqr", "sum", "count", "first", "last")

@@ -17,6 +17,7 @@ import torch
 
 import analyze
 from analyze import registry
+from analyze.metrics import BUILT_IN
 from tracer import (
     KINDS,
     CallbackSubscriber,
@@ -31,7 +32,7 @@ from tracer import (
 )
 from tracer.messaging.bus import Collect
 
-NAMES = sorted(registry.BUILT_IN)
+NAMES = sorted(BUILT_IN)
 ROOT = Path(__file__).parent.parent
 
 OF_ANSWERS = ("message_mean", "freeze", "learning_rate_from_ratio")
@@ -221,7 +222,7 @@ def test_all_metrics_are_registered() -> None:
             if inspect.isclass(value) and issubclass(value, Subscriber) and value.__module__ == module.__name__
             if getattr(value, "__final__", False)
         }
-    assert found == set(registry.BUILT_IN.values())
+    assert found == set(BUILT_IN.values())
 
 
 def test_names_cost_nothing() -> None:

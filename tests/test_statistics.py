@@ -19,18 +19,9 @@ from hypothesis import strategies as st
 import analyze
 from analyze.comparing.invariances import INVARIANCES
 from analyze.metrics.elementwise import moments as moments_module
-from analyze.metrics.elementwise.moments import (
-    BLOCK,
-    NEEDS,
-    ROW,
-    Moments,
-    Need,
-    derive,
-    has,
-    moments,
-    moments_of_channels,
-    needs_of,
-)
+from analyze.metrics.elementwise import sharing
+from analyze.metrics.elementwise.formulas import FORMULAS, derive, needs_of
+from analyze.metrics.elementwise.moments import BLOCK, ROW, Moments, Need, has, moments, moments_of_channels
 from analyze.metrics.elementwise.sketch import Sketch, sketch
 from analyze.metrics.elementwise.statistics import channel_axis
 from analyze.metrics.inputs import as_array
@@ -38,6 +29,7 @@ from analyze.metrics.reducing import reducers
 from tracer import Collect, MessageBus, MessageError, ModuleMessage
 
 INF, NAN = float("inf"), float("nan")
+NEEDS = {name: formula.need for name, formula in FORMULAS.items()}
 EVERYTHING = (*NEEDS, "norm3", "norm0.5", "median", "q0.1", "q1")
 SUMS = ("mean", "sum", "variance", "std", "norm1", "norm2", "rms", "absmean", "skewness", "kurtosis")
 
@@ -527,13 +519,13 @@ def test_scales_merge() -> None:
 def test_single_statistics_share_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mean, variance and norms that are asked together go through each tensor once, from the second message on."""
     passes: list[int] = []
-    original = moments_module.moments
+    original = sharing.moments
 
     def counted(x: Any, need: int) -> Moments:
         passes.append(x.size)
         return original(x, need)
 
-    monkeypatch.setattr(moments_module, "moments", counted)
+    monkeypatch.setattr(sharing, "moments", counted)
     bus, heard = MessageBus(), Collect("weights_*")
     asked = [
         analyze.Mean("weights"),

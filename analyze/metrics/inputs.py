@@ -1,4 +1,4 @@
-"""What metrics take: subscriptions to kinds that carry data, and data as exact float64 arrays on the CPU.
+"""What metrics take: kinds that carry data, and data as exact float64 arrays on the CPU.
 
 Sums are taken in float64 on the CPU, by one thread, in the logical order of the elements; so a live run on a GPU and
 its replay on the same machine agree to the bit, whatever the device, the memory layout or the number of threads, and on
@@ -17,25 +17,12 @@ from torch import Tensor
 
 from tracer.errors import MessageError
 from tracer.messaging.messages import KINDS
-from tracer.messaging.subscription import Subscription
 
 Array: TypeAlias = Tensor | NDArray[Any] | Iterable[Any] | float
 """What the pure functions take: a tensor (any device, any dtype), an array, nested lists or a number."""
 
 BLOCK = 65536
 """Elements per block: 512 KiB of float64, which stays in a core's second-level cache."""
-
-
-def subscription_to(kind: str, tag: str | None, subsample: int, modules: str | Iterable[str] | None) -> Subscription:
-    """A subscription to single messages of a kind that carries data.
-
-    Raises
-    ------
-    MessageError
-        If messages of this kind are events, which carry none.
-    """
-    carries_data(kind)
-    return Subscription(kind, tag, subsample, modules)
 
 
 def carries_data(kind: str) -> None:
@@ -77,6 +64,18 @@ def as_float64(x: Array | None) -> NDArray[Any]:
     """The same values in float64, or in complex128 if they are complex; never a view of `x`."""
     array = as_array(x)
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+
+
+def real_numbers(x: Array | None) -> NDArray[np.float64]:
+    """The same values in float64; NaN in place of complex ones."""
+    array = as_array(x)
+    return np.full(array.shape, np.nan) if array.dtype.kind == "c" else as_float64(array)
+
+
+def single_number(x: Array | None) -> float | None:
+    """The number, if there is one only and it is real."""
+    array = as_array(x)
+    return float(array.reshape(-1)[0]) if array.size == 1 and array.dtype.kind != "c" else None
 
 
 def blocks(x: Array | None) -> Iterator[NDArray[Any]]:

@@ -1,11 +1,15 @@
-"""What metrics with a memory remember by: the stream a message belongs to, and how that is written into a state."""
+"""What metrics with a memory remember by: the stream of a message, its place in the run, and both in a state."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Self, TypeAlias
 
-from tracer.messaging.messages import Message, MessageBundle
+from torch import Tensor
+
+from analyze.metrics.inputs import answer
+from tracer.messaging.messages import Message, MessageBundle, ModuleMessage, NetworkMessage
 
 Stream: TypeAlias = tuple[str | None, str, int, str, int]
 """Module (None for the network), tag, call, leaf and rank: what tells the streams of one kind apart."""
@@ -25,6 +29,27 @@ def stream_of(source: Message | MessageBundle) -> Stream:
     ('fc', 'default', 0, '', 0)
     """
     return source.key, source.tag, source.call, source.leaf, source.rank
+
+
+Series: TypeAlias = tuple[str | None, str, str, int]
+"""Module, tag, leaf and rank: a stream, all its calls together."""
+
+_OF_SERIES = ("module", "tag", "leaf", "rank")
+
+
+def series_of(source: Message | MessageBundle) -> Series:
+    """The series of a message or bundle."""
+    return source.key, source.tag, source.leaf, source.rank
+
+
+def packed_series(series: Series) -> dict[str, Any]:
+    """A series as a state holds it."""
+    return dict(zip(_OF_SERIES, series, strict=True))
+
+
+def unpacked_series(state: Mapping[str, Any]) -> Series:
+    """The series that a state holds."""
+    return state["module"], state["tag"], state["leaf"], state["rank"]
 
 
 def packed(memory: Mapping[Stream, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -52,3 +77,38 @@ def unpacked(state: Iterable[Mapping[str, Any]]) -> dict[Stream, dict[str, Any]]
         }
         for one in state
     }
+
+
+@dataclass
+class At:
+    """Where an answer about several messages stands: the counters of one of them, the first or the last."""
+
+    global_step: int
+    train_step: int
+    epoch: int
+    rank: int = 0
+
+    @classmethod
+    def of(cls, source: Message | MessageBundle) -> Self:
+        """Where a message or bundle stands."""
+        return cls(source.global_step, source.train_step, source.epoch, source.rank)
+
+    def move_to(self, source: Message | MessageBundle) -> None:
+        """Stand where a later message or bundle of the same rank stands."""
+        self.global_step, self.train_step, self.epoch = source.global_step, source.train_step, source.epoch
+
+    def counters(self) -> list[int]:
+        """The counters as a state holds them, in the order in which the constructor takes them."""
+        return [self.global_step, self.train_step, self.epoch, self.rank]
+
+    def message(self, kind: str, series: Series, data: Tensor) -> Message:
+        """An answer about a series."""
+        module, tag, leaf, rank = series
+        where = {"global_step": self.global_step, "train_step": self.train_step, "epoch": self.epoch}
+        if module is None:
+            return NetworkMessage(kind=kind, **where, tag=tag, leaf=leaf, rank=rank, data=data)
+        return ModuleMessage(kind=kind, module=module, **where, tag=tag, leaf=leaf, rank=rank, data=data)
+
+    def network_message(self, kind: str, tag: str, data: Tensor | float) -> Message:
+        """An answer about the whole network."""
+        return self.message(kind, (None, tag, "", self.rank), data if isinstance(data, Tensor) else answer(data))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack, final
 
-from analyze.metrics.inputs import answer, as_array, subscription_to
+from analyze.metrics.inputs import single_number
+from analyze.metrics.metric import OneNumber, Within
 from tracer.errors import MessageError
-from tracer.messaging.messages import Message, derived
-from tracer.messaging.subscriber import Subscriber
+from tracer.messaging.messages import Message
 
 
 def freeze(similarities: Sequence[Sequence[float]], *, threshold: float = 0.99, patience: int = 1) -> list[int | None]:
@@ -59,7 +59,7 @@ def _check(threshold: object, patience: object) -> None:
 
 
 @final
-class Freeze(Subscriber):
+class Freeze(OneNumber):
     r"""Freezing rule of SVCCA: a layer whose similarity to itself stays at or above `threshold` would be frozen.
 
     From the bottom up: a layer is frozen only after all that were heard of before it in a pass. Answers
@@ -123,27 +123,25 @@ class Freeze(Subscriber):
         patience: int = 1,
         bottom_up: bool = True,
         tag: str | None = "probe",
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
+        **within: Unpack[Within],
     ) -> None:
         _check(threshold, patience)
-        super().__init__(subscription_to(kind, tag, subsample, modules), produces=f"{kind}_freeze")
+        super().__init__(kind, f"{kind}_freeze", tag=tag, **within)
         self.threshold, self.patience, self.bottom_up = threshold, patience, bottom_up
         # for each tag the layers in the order in which a pass was heard: how often converged, and whether frozen
         self._layers: dict[str, dict[str | None, list[int]]] = {}
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+    def value(self, message: Message) -> float:
         """Answer one similarity with whether the layer would be frozen by now."""
-        message = message_or_bundle
         layers = self._layers.setdefault(message.tag, {})
         layer = layers.setdefault(message.key, [0, 0])
         if message.call == 0 and message.leaf in ("", "0"):  # an output, or the first of several
-            value = as_array(message.data)
-            converged = value.size == 1 and value.dtype.kind != "c" and float(value.reshape(-1)[0]) >= self.threshold
+            similarity = single_number(message.data)
+            converged = similarity is not None and similarity >= self.threshold
             layer[0] = layer[0] + 1 if converged else 0
             if layer[0] >= self.patience and (not self.bottom_up or self._all_frozen_before(layers, message.key)):
                 layer[1] = 1
-        yield derived(message, self.produces[0], answer(layer[1]))
+        return layer[1]
 
     @staticmethod
     def _all_frozen_before(layers: Mapping[str | None, list[int]], key: str | None) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, final
+from typing import Any, Unpack, final
 
-from analyze.metrics.inputs import answer, as_array, subscription_to
+from analyze.metrics.inputs import single_number
+from analyze.metrics.metric import Metric, Where
+from analyze.metrics.streams import At
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, Message, NetworkMessage
-from tracer.messaging.subscriber import Subscriber
+from tracer.messaging.messages import Message
 
 
 def learning_rate_from_ratio(ratios: Iterable[float], *, target: float = 1e-3, max_factor: float = 2.0) -> float:
@@ -54,7 +55,7 @@ def _check(target: object, max_factor: object, window: object = 1) -> None:
 
 
 @final
-class LearningRateFromRatio(Subscriber):
+class LearningRateFromRatio(Metric):
     r"""Learning rate from the update/weight ratio: the factor :math:`\tau / \bar r` that would bring it to its target.
 
     Answers ``{kind}_learning_rate_factor``, for the whole network and after each `window` steps, when a later step
@@ -117,19 +118,16 @@ class LearningRateFromRatio(Subscriber):
         target: float = 1e-3,
         window: int = 5,
         max_factor: float = 2.0,
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
+        **where: Unpack[Where],
     ) -> None:
         _check(target, max_factor, window)
-        super().__init__(subscription_to(kind, tag, subsample, modules), produces=f"{kind}_learning_rate_factor")
+        super().__init__(kind, f"{kind}_learning_rate_factor", **where)
         self.target, self.window, self.max_factor = target, window, max_factor
         self._windows: dict[str, dict[str, Any]] = {}
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+    def compute(self, message: Message) -> Iterator[Message]:
         """Keep one ratio; answer if the step before was the last of a window and this one begins another."""
-        message = message_or_bundle
-        at = [message.global_step, message.train_step, message.epoch, message.rank]
+        at = At.of(message).counters()
         now = self._windows.get(message.tag)
         if now is not None and now["at"] != at:
             if now["steps"] == self.window:
@@ -140,9 +138,9 @@ class LearningRateFromRatio(Subscriber):
         if now is None:
             now = self._windows[message.tag] = {"steps": 1, "ratios": []}
         now["at"] = at
-        value = as_array(message.data)
-        if value.size == 1 and value.dtype.kind != "c":
-            now["ratios"].append(float(value.reshape(-1)[0]))
+        ratio = single_number(message.data)
+        if ratio is not None:
+            now["ratios"].append(ratio)
 
     def conclude(self) -> Iterator[Message]:
         """Answer for the windows that are complete."""
@@ -160,13 +158,5 @@ class LearningRateFromRatio(Subscriber):
         self._windows = {tag: {**now, "ratios": list(now["ratios"])} for tag, now in state["windows"].items()}
 
     def _answer(self, tag: str, over: Mapping[str, Any]) -> Message:
-        global_step, train_step, epoch, rank = over["at"]
-        return NetworkMessage(
-            kind=self.produces[0],
-            global_step=global_step,
-            train_step=train_step,
-            epoch=epoch,
-            tag=tag,
-            rank=rank,
-            data=answer(learning_rate_from_ratio(over["ratios"], target=self.target, max_factor=self.max_factor)),
-        )
+        factor = learning_rate_from_ratio(over["ratios"], target=self.target, max_factor=self.max_factor)
+        return At(*over["at"]).network_message(self.produces[0], tag, factor)

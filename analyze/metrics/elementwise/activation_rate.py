@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, TypeAlias, final, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias, Unpack, final, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import Array, answer, as_array, subscription_to
+from analyze.metrics.inputs import Array, as_array
+from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.streams import Stream, packed, stream_of, unpacked
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, KINDS, Message, derived
-from tracer.messaging.subscriber import Subscriber
+from tracer.messaging.messages import KINDS, Message
 
 Units: TypeAlias = Literal["auto", "first", "second", "last"]
 
@@ -100,7 +100,7 @@ def _check(threshold: object, units: object) -> None:
 
 
 @final
-class ActivationRate(Subscriber):
+class ActivationRate(PerMessage):
     r"""Activation rate and death rate of each layer: :math:`\frac1C\sum_c r_c` and :math:`\frac1C\,\#\{c: r_c=0\}`.
 
     :math:`r_c` is the share of active elements of unit c over the last `window` messages. Answers
@@ -162,24 +162,19 @@ class ActivationRate(Subscriber):
         threshold: float = 1e-8,
         units: Units = "auto",
         window: int = 1,
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
+        **where: Unpack[Where],
     ) -> None:
         _check(threshold, units)
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             raise MessageError(f"the window of an activation rate is a positive integer, not {window!r}")
-        super().__init__(
-            subscription_to(kind, tag, subsample, modules), produces=(f"{kind}_activation_rate", f"{kind}_death_rate")
-        )
+        super().__init__(kind, (f"{kind}_activation_rate", f"{kind}_death_rate"), **where)
         self.threshold, self.units, self.window = threshold, units, window
         of_parameter = kind in KINDS and not KINDS[kind].batched
         self._units: Units = "first" if units == "auto" and of_parameter else units
         self._past: dict[Stream, deque[tuple[NDArray[np.float64], int]]] = {}
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
-        """Answer one message with the rates of the window that it ends."""
-        message = message_or_bundle
+    def measure(self, message: Message) -> tuple[float, float]:
+        """The rates of the window that the message ends."""
         array = as_array(message.data)
         # a bias is a vector of units
         units = "last" if array.ndim < 2 else self._units
@@ -192,8 +187,7 @@ class ActivationRate(Subscriber):
             active = np.sum([one for one, _ in past], axis=0)
             count = sum(size for _, size in past)
         found = _activity(active, count)
-        yield derived(message, self.produces[0], answer(found.activation_rate))
-        yield derived(message, self.produces[1], answer(found.death_rate))
+        return found.activation_rate, found.death_rate
 
     def state_dict(self) -> dict[str, Any]:
         """The counts of the last messages of each stream."""

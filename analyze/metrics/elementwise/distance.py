@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, final
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Unpack, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from analyze.metrics.elementwise.norm import norm
-from analyze.metrics.inputs import Array, answer, as_array, as_float64, subscription_to
+from analyze.metrics.inputs import Array, as_array, as_float64
+from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.streams import Stream, packed, stream_of, unpacked
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, Message, derived
-from tracer.messaging.subscriber import Subscriber
+from tracer.messaging.messages import Message
 
 
 class Displacement(NamedTuple):
@@ -63,7 +63,7 @@ def distance(now: Array, beginning: Array) -> Displacement:
 
 
 @final
-class Distance(Subscriber):
+class Distance(PerMessage):
     r"""Distance of each weight from its initialisation: :math:`\|W_t - W_0\|_2`.
 
     Answers ``{kind}_distance``, in the unit of the data, and ``{kind}_distance_relative``, the same over
@@ -112,27 +112,15 @@ class Distance(Subscriber):
     spoiled_by = ("elements", "reduce")
     invariances = ("order", "sign")
 
-    def __init__(
-        self,
-        kind: str = "weights",
-        *,
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
-    ) -> None:
-        super().__init__(
-            subscription_to(kind, tag, subsample, modules), produces=(f"{kind}_distance", f"{kind}_distance_relative")
-        )
+    def __init__(self, kind: str = "weights", **where: Unpack[Where]) -> None:
+        super().__init__(kind, (f"{kind}_distance", f"{kind}_distance_relative"), **where)
         self._first: dict[Stream, NDArray[Any]] = {}
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
-        """Answer one message with its distance from the first of its stream."""
-        message = message_or_bundle
+    def measure(self, message: Message) -> Displacement:
+        """The distance from the first message of its stream."""
         now = as_array(message.data)
         first = self._first.setdefault(stream_of(message), now)
-        found = distance(now, first) if now.shape == first.shape else Displacement(math.nan, math.nan)
-        yield derived(message, self.produces[0], answer(found.value))
-        yield derived(message, self.produces[1], answer(found.relative))
+        return distance(now, first) if now.shape == first.shape else Displacement(math.nan, math.nan)
 
     def state_dict(self) -> dict[str, Any]:
         """The first tensor of each stream."""

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Literal, NamedTuple, Unpack, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from analyze.metrics.elementwise.moments import BLOCK, extremes
 from analyze.metrics.elementwise.sketch import sketch
 from analyze.metrics.elementwise.statistics import statistics
-from analyze.metrics.inputs import Array, as_array, subscription_to
+from analyze.metrics.inputs import Array, as_array
+from analyze.metrics.metric import PerMessage, Where
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, Message, derived
-from tracer.messaging.subscriber import Subscriber
+from tracer.messaging.messages import Message
 
 
 class Counts(NamedTuple):
@@ -122,7 +122,7 @@ _DETAILS = ("zeros", "nan", "inf")
 
 
 @final
-class Histogram(Subscriber):
+class Histogram(PerMessage):
     r"""Histogram of each tensor of a kind: how many elements lie in each of `bins` equal bins.
 
     Answers, for each message, ``{kind}_histogram``: int64 counts of shape (bins,), and ``{kind}_histogram_edges``:
@@ -175,7 +175,6 @@ class Histogram(Subscriber):
     """
 
     name = "histogram"
-    scope = "message"
     spoiled_by = ("reduce",)
     invariances = ("order",)
 
@@ -188,22 +187,18 @@ class Histogram(Subscriber):
         high: float | None = None,
         method: Method = "exact",
         details: bool = False,
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
+        **where: Unpack[Where],
     ) -> None:
         _check(bins, low, high, method)
         produces = [f"{kind}_histogram{suffix}" for suffix in ("", "_edges", *(f"_{name}" for name in _DETAILS))]
-        super().__init__(subscription_to(kind, tag, subsample, modules), produces if details else produces[:2])
+        super().__init__(kind, produces if details else produces[:2], **where)
         self.bins, self.low, self.high, self.method, self.details = bins, low, high, method, details
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
-        """Answer one message with its counts and edges."""
-        message = message_or_bundle
+    def measure(self, message: Message) -> list[Tensor]:
+        """The counts and the edges; if asked for, what was not counted."""
         array = as_array(message.data)
         found = histogram(array, self.bins, self.low, self.high, self.method)
-        yield derived(message, self.produces[0], torch.from_numpy(found.counts))
-        yield derived(message, self.produces[1], torch.from_numpy(found.edges))
+        numbers = [torch.from_numpy(found.counts), torch.from_numpy(found.edges)]
         if self.details:
-            for kind, count in zip(self.produces[2:], statistics(array, _DETAILS).values(), strict=True):
-                yield derived(message, kind, torch.tensor(int(count), device="cpu"))
+            numbers += [torch.tensor(int(count), device="cpu") for count in statistics(array, _DETAILS).values()]
+        return numbers

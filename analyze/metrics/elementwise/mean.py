@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import final
+import math
+from typing import Unpack, final
 
-from analyze.metrics.elementwise.moments import NEEDS, derive, moments, shared
-from analyze.metrics.inputs import Array, answer, as_array, subscription_to
-from tracer.messaging.messages import DEFAULT_TAG, Message, derived
-from tracer.messaging.subscriber import Subscriber
+from analyze.metrics.elementwise.formulas import statistic
+from analyze.metrics.elementwise.sharing import shared
+from analyze.metrics.inputs import Array, as_array
+from analyze.metrics.metric import OneNumber, Where
+from tracer.messaging.messages import Message
 
 
 def mean(x: Array) -> float:
@@ -30,13 +31,11 @@ def mean(x: Array) -> float:
     3.0
     """
     array = as_array(x)
-    if array.size == 0 or array.dtype.kind == "c":
-        return float("nan")
-    return float(derive(moments(array, NEEDS["mean"]), ("mean",))["mean"][0])
+    return statistic(array, "mean") if array.size else math.nan
 
 
 @final
-class Mean(Subscriber):
+class Mean(OneNumber):
     r"""Mean of each tensor of a kind: :math:`\frac1n \sum_i x_i`.
 
     Answers ``{kind}_mean``: a float64 scalar, in the unit of the data, for each message.
@@ -74,22 +73,13 @@ class Mean(Subscriber):
     """
 
     name = "mean"
-    scope = "message"
     spoiled_by = ("reduce",)
     version = 2
     invariances = ("order",)
 
-    def __init__(
-        self,
-        kind: str = "activations",
-        *,
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
-    ) -> None:
-        super().__init__(subscription_to(kind, tag, subsample, modules), produces=f"{kind}_mean")
+    def __init__(self, kind: str = "activations", **where: Unpack[Where]) -> None:
+        super().__init__(kind, f"{kind}_mean", **where)
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
-        """Answer one message with its mean."""
-        message = message_or_bundle
-        yield derived(message, self.produces[0], answer(shared(message, "mean")))
+    def value(self, message: Message) -> float:
+        """The mean, from the pass over the data that other statistics share."""
+        return shared(message, "mean")

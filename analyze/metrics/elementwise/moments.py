@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import math
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from analyze.metrics.inputs import Array, as_array
 from tracer.errors import MessageError
-from tracer.messaging.messages import Message
 
 ROW = 2048
 BLOCK = 64 * ROW
@@ -56,7 +53,7 @@ _NAMES = (
 COUNT, ZEROS, NAN, INF, EXPONENT, TOTAL, SQUARES, ABSOLUTE, LOW, HIGH, M2, M3, M4, CENTRE, REST = range(len(_NAMES))
 _ADDED = (COUNT, ZEROS, NAN, INF, TOTAL, SQUARES, ABSOLUTE)
 _POWERS = {TOTAL: 1, SQUARES: 2, ABSOLUTE: 1, LOW: 1, HIGH: 1, M2: 2, M3: 3, M4: 4, CENTRE: 1, REST: 1}
-_Table: TypeAlias = NDArray[np.float64]
+Table: TypeAlias = NDArray[np.float64]
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +72,7 @@ class Moments:
     """
 
     need: int
-    table: _Table
+    table: Table
 
     @classmethod
     def empty(cls, need: int, sets: int) -> Moments:
@@ -104,7 +101,7 @@ class Moments:
         return cls(state["need"], table)
 
 
-def _united(tables: NDArray[np.float64]) -> _Table:
+def _united(tables: NDArray[np.float64]) -> Table:
     """The table of the union of groups of numbers, set by set; (groups, 15, sets) → (15, sets).
 
     The formulas are those of P. Pébay, "Formulas for robust, one-pass parallel computation of covariances and
@@ -112,7 +109,7 @@ def _united(tables: NDArray[np.float64]) -> _Table:
     centre of a group, because the rounding of a mean far from zero may be as large as the distance between two.
     """
     if len(tables) == 1:
-        alone: _Table = tables[0]
+        alone: Table = tables[0]
         return alone
     if tables[:, EXPONENT].any():
         tables = _of_one_exponent(tables)
@@ -137,7 +134,7 @@ def _united(tables: NDArray[np.float64]) -> _Table:
     return found
 
 
-def _centre(table: _Table) -> None:
+def _centre(table: Table) -> None:
     """Fill the centres by the means, which is precise enough where those are not far from zero."""
     table[CENTRE], table[REST] = table[TOTAL] / np.maximum(table[COUNT], 1), 0.0
 
@@ -241,7 +238,7 @@ def moments_of_channels(x: Array, need: int, axis: int) -> Moments:
     groups = []
     with np.errstate(all="ignore"):
         for first in range(0, channels, together):
-            tables: list[_Table] = []
+            tables: list[Table] = []
             for start in range(0, outer, entries):
                 for begin in range(0, inner, elements):
                     chunk = view[start : start + entries, first : first + together, begin : begin + elements]
@@ -284,7 +281,7 @@ def moments_of_tensors(x_tn: NDArray[Any], need: int, *, single: bool = False) -
     return Moments(need, tables[0] if len(tables) == 1 else np.concatenate(tables, axis=1))
 
 
-def _of_rows(rows: NDArray[np.float64], need: int, *, wide: bool) -> _Table:
+def _of_rows(rows: NDArray[np.float64], need: int, *, wide: bool) -> Table:
     """The table of a float64 array (sets, elements), of at most `ROW` elements each, which is overwritten."""
     table = np.zeros((len(_NAMES), len(rows)))
     table[COUNT] = rows.shape[1]
@@ -318,7 +315,7 @@ def _of_rows(rows: NDArray[np.float64], need: int, *, wide: bool) -> _Table:
     return table
 
 
-def _of_single_rows(rows: NDArray[np.float32], need: int) -> tuple[_Table, NDArray[np.int64]]:
+def _of_single_rows(rows: NDArray[np.float32], need: int) -> tuple[Table, NDArray[np.int64]]:
     """The table of a float32 array (sets, elements), and the sets for which this is not precise enough."""
     table = np.zeros((len(_NAMES), len(rows)))
     table[COUNT] = rows.shape[1]
@@ -340,7 +337,7 @@ def _of_single_rows(rows: NDArray[np.float32], need: int) -> tuple[_Table, NDArr
     return table, np.flatnonzero(wrong)
 
 
-def _sums(rows: NDArray[np.float64], need: int, table: _Table) -> None:
+def _sums(rows: NDArray[np.float64], need: int, table: Table) -> None:
     """Fill the sums over each row that are asked for; the rows are overwritten by their moduli, if those are."""
     ones = _ONES[: rows.shape[1]]
     if need & Need.TOTAL:
@@ -356,7 +353,7 @@ _SMALL, _LARGE = 1e-15, 1e15
 """Between these the squares of float32 numbers are float32 numbers."""
 
 
-def _single_sums(rows: NDArray[np.float32], need: int, table: _Table) -> None:
+def _single_sums(rows: NDArray[np.float32], need: int, table: Table) -> None:
     """The same sums, over short pieces in float32."""
     even = rows.shape[1] // SHORT * SHORT
     for piece in (rows[:, :even].reshape(len(rows), -1, SHORT), rows[:, None, even:]):
@@ -374,19 +371,19 @@ _CANCELLED = 64.0, 4.0
 """A sum of squares that is more than this times its part about the mean has lost too many digits, of 16 or of 7."""
 
 
-def _second(table: _Table) -> NDArray[np.float64]:
+def _second(table: Table) -> NDArray[np.float64]:
     """The sums of squared deviations, from the sums of squares."""
     second: NDArray[np.float64] = np.maximum(table[SQUARES] - table[TOTAL] * table[TOTAL] / table[COUNT], 0.0)
     return second
 
 
-def _cancelled(table: _Table, single: bool = False) -> NDArray[np.bool_]:
+def _cancelled(table: Table, single: bool = False) -> NDArray[np.bool_]:
     """Where too little is left of the squares for the difference to be good."""
     lost: NDArray[np.bool_] = _second(table) * _CANCELLED[single] < table[SQUARES]
     return lost
 
 
-def _deviations(rows: NDArray[np.float64], need: int, table: _Table, cancelled: NDArray[np.bool_]) -> None:
+def _deviations(rows: NDArray[np.float64], need: int, table: Table, cancelled: NDArray[np.bool_]) -> None:
     """Fill the sums of powers of deviations, of the mean taken off each number first; the rows are overwritten."""
     size = rows.shape[1]
     rows -= table[CENTRE][:, None]
@@ -472,142 +469,3 @@ def buffer(size: int, number: int) -> NDArray[np.float64]:
     if whole is None:
         whole = _memory.buffers[number] = np.empty(BLOCK)
     return whole[:size]
-
-
-# -- what follows from moments ---------------------------------------------------------------------------------
-
-NEEDS: dict[str, int] = {
-    "count": 0,
-    "mean": Need.TOTAL,
-    "sum": Need.TOTAL,
-    "variance": Need.SPREAD,
-    "std": Need.SPREAD,
-    "min": Need.EXTREMES,
-    "max": Need.EXTREMES,
-    "norm1": Need.ABSOLUTE,
-    "norm2": Need.SQUARES,
-    "norminf": Need.EXTREMES,
-    "absmean": Need.ABSOLUTE,
-    "rms": Need.SQUARES,
-    "skewness": Need.HIGHER,
-    "kurtosis": Need.HIGHER,
-    "sparsity": Need.ZEROS,
-    "zeros": Need.ZEROS,
-    "nan": Need.NONFINITE,
-    "inf": Need.NONFINITE,
-}
-"""Name of a statistic → what it takes. Besides, there are ``norm3`` and other orders, ``median`` and ``q0.05``."""
-
-
-def needs_of(names: Iterable[str]) -> int:
-    """What these statistics take together; those with a pass of their own take nothing."""
-    need = 0
-    for name in names:
-        need |= NEEDS.get(name, 0)
-    return need
-
-
-def derive(of: Moments, names: Iterable[str], ddof: int = 1) -> dict[str, NDArray[np.float64]]:
-    """What follows from moments, as float64 arrays (sets,); names that do not follow from them are left out."""
-    table = of.table
-    count, exponent = table[COUNT], table[EXPONENT].astype(np.int64)
-    scaled = bool(exponent.any())
-
-    def unscaled(values: NDArray[np.float64], power: int = 1) -> NDArray[np.float64]:
-        return np.ldexp(values, power * exponent) if scaled else values
-
-    found: dict[str, NDArray[np.float64]] = {}
-    with np.errstate(all="ignore"):
-        spread = np.where(np.isnan(table[M2]) | (count <= ddof), np.nan, table[M2] / np.maximum(count - ddof, 0))
-        for name in names:
-            if name == "count":
-                value = count
-            elif name == "sum":
-                value = unscaled(table[TOTAL])
-            elif name == "mean":
-                value = unscaled(table[TOTAL] / count)
-            elif name == "variance":
-                value = unscaled(spread, 2)
-            elif name == "std":
-                value = unscaled(np.sqrt(spread))
-            elif name == "min":
-                value = unscaled(np.where(count > 0, table[LOW], np.nan))
-            elif name == "max":
-                value = unscaled(np.where(count > 0, table[HIGH], np.nan))
-            elif name == "norm1":
-                value = unscaled(table[ABSOLUTE])
-            elif name == "norm2":
-                value = unscaled(np.sqrt(table[SQUARES]))
-            elif name == "norminf":
-                value = unscaled(np.where(count > 0, np.maximum(-table[LOW], table[HIGH]), 0.0)) + 0.0
-            elif name == "absmean":
-                value = unscaled(table[ABSOLUTE] / count)
-            elif name == "rms":
-                value = unscaled(np.sqrt(table[SQUARES] / count))
-            elif name == "skewness":
-                value = np.sqrt(count) * table[M3] / table[M2] ** 1.5
-            elif name == "kurtosis":
-                value = count * table[M4] / np.square(table[M2]) - 3
-            elif name == "sparsity":
-                value = table[ZEROS] / count
-            elif name in ("zeros", "nan", "inf"):
-                value = table[{"zeros": ZEROS, "nan": NAN, "inf": INF}[name]]
-            else:
-                continue
-            found[name] = np.array(value, dtype=np.float64)
-    return found
-
-
-def check_ddof(ddof: object) -> None:
-    """Raise `MessageError` unless `ddof` is an integer from 0 on."""
-    if isinstance(ddof, bool) or not isinstance(ddof, int) or ddof < 0:
-        raise MessageError(f"ddof is an integer from 0 on, not {ddof!r}")
-
-
-# -- sharing a pass between subscribers -----------------------------------------------------------------------
-
-
-class _Shared(threading.local):
-    """The moments of the tensor that was last asked about, and what is asked of each kind."""
-
-    def __init__(self) -> None:
-        self.tensor: weakref.ref[Tensor] | None = None
-        self.version = -1
-        self.kind = ""
-        self.asked = 0
-        self.found: list[Moments] = []
-        self.usual: dict[str, int] = {}
-
-
-_shared = _Shared()
-
-
-def shared(message: Message, name: str, ddof: int = 1) -> float:
-    """A statistic of a message's data, in a pass that others may share; NaN for complex data."""
-    data = message.data
-    if data is not None and data.is_complex():
-        return math.nan
-    if data is None or data.layout != torch.strided:
-        return float(derive(moments(as_array(data), NEEDS[name]), (name,), ddof)[name][0])
-    return float(derive(shared_moments(data, message.kind, NEEDS[name]), (name,), ddof)[name][0])
-
-
-def shared_moments(data: Tensor, kind: str, need: int) -> Moments:
-    """Moments of a message's data, which several subscribers may ask for: one pass for all of them.
-
-    What was asked of the kind's message before is taken to be asked again, and accumulated at once. Since each of the
-    moments is the same to the bit whatever else is accumulated, who else asks changes nothing but the time.
-    """
-    version = -1 if data.is_inference() else data._version
-    if _shared.tensor is None or _shared.tensor() is not data or _shared.version != version or version < 0:
-        if _shared.kind:
-            _shared.usual[_shared.kind] = _shared.asked
-        _shared.tensor, _shared.version, _shared.kind = weakref.ref(data), version, kind
-        _shared.asked, _shared.found = 0, []
-    _shared.asked |= need
-    for known in _shared.found:
-        if has(known.need, need):
-            return known
-    found = moments(as_array(data), need | _shared.usual.get(kind, 0))
-    _shared.found.append(found)
-    return found

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import final
+from typing import Unpack, final
 
 import numpy as np
 
-from analyze.metrics.elementwise.moments import NEEDS, derive, moments, shared
-from analyze.metrics.inputs import Array, answer, as_array, blocks, subscription_to
+from analyze.metrics.elementwise.formulas import statistic
+from analyze.metrics.elementwise.sharing import shared
+from analyze.metrics.inputs import Array, as_array, blocks
+from analyze.metrics.metric import OneNumber, Where
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, Message, derived
-from tracer.messaging.subscriber import Subscriber
+from tracer.messaging.messages import Message
 
 
 def norm(x: Array, order: float = 2) -> float:
@@ -47,8 +47,7 @@ def norm(x: Array, order: float = 2) -> float:
     if array.size == 0:
         return 0.0
     if order in _SHARED and array.dtype.kind != "c":
-        name = _SHARED[order]
-        return float(derive(moments(array, NEEDS[name]), (name,))[name][0])
+        return statistic(array, _SHARED[order])
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         if order == 1:
             return float(np.sum([np.abs(block).sum() for block in blocks(array)]))
@@ -102,7 +101,7 @@ def _root(total: float, order: float) -> float:
 
 
 @final
-class Norm(Subscriber):
+class Norm(OneNumber):
     r"""p-norm of each tensor of a kind: :math:`(\sum_i |x_i|^p)^{1/p}`; for p = inf, :math:`\max_i |x_i|`.
 
     Answers ``{kind}_norm2`` (``_norm1``, ``_norminf``, …): a float64 scalar, in the unit of the data, for each message.
@@ -146,30 +145,17 @@ class Norm(Subscriber):
     """
 
     name = "norm"
-    scope = "message"
     spoiled_by = ("elements", "reduce")
     version = 2
     invariances = ("order", "sign")
 
-    def __init__(
-        self,
-        kind: str = "weights",
-        *,
-        order: float = 2,
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
-    ) -> None:
+    def __init__(self, kind: str = "weights", *, order: float = 2, **where: Unpack[Where]) -> None:
         check_order(order)
-        super().__init__(subscription_to(kind, tag, subsample, modules), produces=f"{kind}_norm{suffix(order)}")
+        super().__init__(kind, f"{kind}_norm{suffix(order)}", **where)
         self.order = order
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
-        """Answer one message with its norm."""
-        message = message_or_bundle
-        data = message.data
-        if self.order in _SHARED and data is not None and not data.is_complex():
-            value = shared(message, _SHARED[self.order])
-        else:
-            value = norm(as_array(data), self.order)
-        yield derived(message, self.produces[0], answer(value))
+    def value(self, message: Message) -> float:
+        """The norm; of real data and these orders, from the pass over the data that other statistics share."""
+        if self.order in _SHARED and message.data is not None and not message.data.is_complex():
+            return shared(message, _SHARED[self.order])
+        return norm(as_array(message.data), self.order)

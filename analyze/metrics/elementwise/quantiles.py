@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, final
+from typing import Any, Unpack, final
 
 import numpy as np
 import torch
@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.elementwise.moments import BLOCK, buffer
-from analyze.metrics.inputs import Array, as_array, as_float64, subscription_to
+from analyze.metrics.inputs import Array, as_array, as_float64
+from analyze.metrics.metric import PerMessage, Where
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, Message, derived
-from tracer.messaging.subscriber import Subscriber
+from tracer.messaging.messages import Message
 
 _SORTED = 2**18
 """So many elements and more are counted before they are sorted."""
@@ -222,7 +222,7 @@ def interpolated(
 
 
 @final
-class Quantiles(Subscriber):
+class Quantiles(PerMessage):
     r"""Quantiles of each tensor of a kind: the numbers below which given shares of the elements lie.
 
     Answers ``{kind}_quantiles``: float64 of shape (probabilities,), in the unit of the data, for each message.
@@ -266,7 +266,6 @@ class Quantiles(Subscriber):
     """
 
     name = "quantiles"
-    scope = "message"
     spoiled_by = ("reduce",)
     version = 2
     invariances = ("order",)
@@ -276,18 +275,15 @@ class Quantiles(Subscriber):
         kind: str = "weights",
         *,
         probabilities: float | str | Iterable[float] = "0+0.25+0.5+0.75+1",
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
+        **where: Unpack[Where],
     ) -> None:
-        super().__init__(subscription_to(kind, tag, subsample, modules), produces=f"{kind}_quantiles")
+        super().__init__(kind, f"{kind}_quantiles", **where)
         self.probabilities = check_probabilities(_read(probabilities))
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
-        """Answer one message with its quantiles."""
-        message = message_or_bundle
+    def measure(self, message: Message) -> tuple[Tensor]:
+        """The quantiles as one answer."""
         found = quantiles(as_array(None) if message.data is None else message.data, self.probabilities)
-        yield derived(message, self.produces[0], torch.from_numpy(found))
+        return (torch.from_numpy(found),)
 
 
 def _read(probabilities: float | str | Iterable[float]) -> Iterable[Any]:

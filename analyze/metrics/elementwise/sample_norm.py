@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, final
+from typing import NamedTuple, Unpack, final
 
 import numpy as np
 
-from analyze.metrics.inputs import Array, answer, as_array, as_float64, subscription_to
-from tracer.messaging.messages import DEFAULT_TAG, Message, derived
-from tracer.messaging.subscriber import Subscriber
+from analyze.metrics.inputs import Array, as_array, as_float64
+from analyze.metrics.metric import PerMessage, Where
+from tracer.messaging.messages import Message
 
 
 class SampleNorms(NamedTuple):
@@ -60,7 +59,7 @@ def sample_norm(x: Array) -> SampleNorms:
 
 
 @final
-class SampleNorm(Subscriber):
+class SampleNorm(PerMessage):
     r"""Mean norm of a datapoint: :math:`\frac1n \sum_b \|y_b\|_2`, which does not grow with the batch.
 
     Answers ``{kind}_sample_norm`` and ``{kind}_sample_rms``, the same over the root of the elements of a datapoint:
@@ -101,24 +100,12 @@ class SampleNorm(Subscriber):
     """
 
     name = "sample_norm"
-    scope = "message"
     spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign")
 
-    def __init__(
-        self,
-        kind: str = "activations",
-        *,
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
-    ) -> None:
-        super().__init__(
-            subscription_to(kind, tag, subsample, modules), produces=(f"{kind}_sample_norm", f"{kind}_sample_rms")
-        )
+    def __init__(self, kind: str = "activations", **where: Unpack[Where]) -> None:
+        super().__init__(kind, (f"{kind}_sample_norm", f"{kind}_sample_rms"), **where)
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
-        """Answer one message with the mean norm of its datapoints."""
-        message = message_or_bundle
-        for kind, value in zip(self.produces, sample_norm(as_array(message.data)), strict=True):
-            yield derived(message, kind, answer(value))
+    def measure(self, message: Message) -> SampleNorms:
+        """The mean norm of the datapoints, and the root mean square."""
+        return sample_norm(as_array(message.data))

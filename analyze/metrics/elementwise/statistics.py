@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any, Literal, final
+from collections.abc import Iterable
+from typing import Any, Literal, Unpack, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from analyze.metrics.elementwise.moments import (
-    NEEDS,
-    check_ddof,
-    derive,
-    moments,
-    moments_of_channels,
-    moments_of_tensors,
-    needs_of,
-)
+from analyze.metrics.elementwise.formulas import FORMULAS, check_ddof, derive, needs_of
+from analyze.metrics.elementwise.moments import moments, moments_of_channels, moments_of_tensors
 from analyze.metrics.elementwise.norm import norm
 from analyze.metrics.elementwise.quantiles import quantiles
-from analyze.metrics.inputs import Array, as_array, subscription_to
+from analyze.metrics.inputs import Array, as_array
+from analyze.metrics.metric import PerMessage, Where
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, Message, derived
-from tracer.messaging.subscriber import Subscriber
+from tracer.messaging.messages import Message
 
 Per = Literal["tensor", "channel"]
 Channels = Literal["auto", "outputs", "first", "last"]
@@ -111,9 +105,9 @@ def check_names(which: str | Iterable[str]) -> tuple[str, ...]:
     """The names of statistics as a tuple; `MessageError` if there is none, or one that is unknown or there twice."""
     names = tuple(which.split("+")) if isinstance(which, str) else tuple(which)
     for name in names:
-        if name not in NEEDS and name != "median" and not (isinstance(name, str) and _parameter(name)):
+        if name not in FORMULAS and name != "median" and not (isinstance(name, str) and _parameter(name)):
             raise MessageError(
-                f"there is no statistic {name!r}; there are {', '.join(NEEDS)}, median, and such as norm3 and q0.05"
+                f"there is no statistic {name!r}; there are {', '.join(FORMULAS)}, median, and such as norm3 and q0.05"
             )
     if not names or len(set(names)) != len(names):
         raise MessageError(f"statistics are named once each, at least one, not {', '.join(names) or 'none'}")
@@ -248,7 +242,7 @@ _PARAMETERS = ("weight", "bias")
 
 
 @final
-class Statistics(Subscriber):
+class Statistics(PerMessage):
     r"""Several statistics of each tensor of a kind, or of each of its channels, in one pass over the data.
 
     Answers, for each message and each statistic of `which`, ``{kind}_statistics_{statistic}``, such as
@@ -318,7 +312,6 @@ class Statistics(Subscriber):
     """
 
     name = "statistics"
-    scope = "message"
     spoiled_by = ("reduce",)
     version = 2
     invariances = ("order",)
@@ -332,24 +325,18 @@ class Statistics(Subscriber):
         channels: Channels = "auto",
         ddof: int = 1,
         precision: Literal["double", "single"] = "double",
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
+        **where: Unpack[Where],
     ) -> None:
         names = check_names(which)
         _check(per, ddof, precision)
         if channels not in ("auto", "outputs", "first", "last"):
             raise MessageError(f"channels is 'auto', 'outputs', 'first' or 'last', not {channels!r}")
-        super().__init__(
-            subscription_to(kind, tag, subsample, modules), produces=[f"{kind}_statistics_{name}" for name in names]
-        )
+        super().__init__(kind, [f"{kind}_statistics_{name}" for name in names], **where)
         self.which, self.per, self.channels, self.ddof, self.precision = names, per, channels, ddof, precision
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
-        """Answer one message with its statistics."""
-        message = message_or_bundle
+    def measure(self, message: Message) -> list[Tensor]:
+        """The statistics in the order of `which`."""
         array = as_array(message.data)
         axis = channel_axis(message.kind, array.shape, self.channels)
         found = statistics(array, self.which, per=self.per, axis=axis, ddof=self.ddof, precision=self.precision)
-        for kind, value in zip(self.produces, found.values(), strict=True):
-            yield derived(message, kind, torch.as_tensor(value, dtype=torch.float64, device="cpu"))
+        return [torch.as_tensor(value, dtype=torch.float64, device="cpu") for value in found.values()]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import final
+from typing import Unpack, final
 
-from analyze.metrics.elementwise.moments import NEEDS, derive, moments, shared
-from analyze.metrics.inputs import Array, answer, as_array, subscription_to
-from tracer.messaging.messages import DEFAULT_TAG, Message, derived
-from tracer.messaging.subscriber import Subscriber
+from analyze.metrics.elementwise.formulas import statistic
+from analyze.metrics.elementwise.sharing import shared
+from analyze.metrics.inputs import Array
+from analyze.metrics.metric import OneNumber, Where
+from tracer.messaging.messages import Message
 
 
 def sum(x: Array) -> float:  # noqa: A001 - the registry name; analyze.sum, as in numpy.sum
@@ -28,14 +28,11 @@ def sum(x: Array) -> float:  # noqa: A001 - the registry name; analyze.sum, as i
     >>> sum([[1, 2], [3, 6]])
     12.0
     """
-    array = as_array(x)
-    if array.dtype.kind == "c":
-        return float("nan")
-    return float(derive(moments(array, NEEDS["sum"]), ("sum",))["sum"][0])
+    return statistic(x, "sum")
 
 
 @final
-class Sum(Subscriber):
+class Sum(OneNumber):
     r"""Sum of each tensor of a kind: :math:`\sum_i x_i`.
 
     Answers ``{kind}_sum``: a float64 scalar, in the unit of the data, for each message.
@@ -73,22 +70,13 @@ class Sum(Subscriber):
     """
 
     name = "sum"
-    scope = "message"
     spoiled_by = ("elements", "reduce")
     version = 2
     invariances = ("order",)
 
-    def __init__(
-        self,
-        kind: str = "activations",
-        *,
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
-    ) -> None:
-        super().__init__(subscription_to(kind, tag, subsample, modules), produces=f"{kind}_sum")
+    def __init__(self, kind: str = "activations", **where: Unpack[Where]) -> None:
+        super().__init__(kind, f"{kind}_sum", **where)
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
-        """Answer one message with its sum."""
-        message = message_or_bundle
-        yield derived(message, self.produces[0], answer(shared(message, "sum")))
+    def value(self, message: Message) -> float:
+        """The sum, from the pass over the data that other statistics share."""
+        return shared(message, "sum")

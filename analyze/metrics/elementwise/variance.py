@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import final
+from typing import Unpack, final
 
-from analyze.metrics.elementwise.moments import NEEDS, check_ddof, derive, moments, shared
-from analyze.metrics.inputs import Array, answer, as_array, subscription_to
-from tracer.messaging.messages import DEFAULT_TAG, Message, derived
-from tracer.messaging.subscriber import Subscriber
+from analyze.metrics.elementwise.formulas import check_ddof, statistic
+from analyze.metrics.elementwise.sharing import shared
+from analyze.metrics.inputs import Array, as_array
+from analyze.metrics.metric import OneNumber, Where
+from tracer.messaging.messages import Message
 
 
 def variance(x: Array, ddof: int = 1) -> float:
@@ -39,11 +39,11 @@ def variance(x: Array, ddof: int = 1) -> float:
     check_ddof(ddof)
     array = as_array(x)
     parts = [array.real, array.imag] if array.dtype.kind == "c" else [array]
-    return sum(float(derive(moments(part, NEEDS["variance"]), ("variance",), ddof)["variance"][0]) for part in parts)
+    return sum(statistic(part, "variance", ddof) for part in parts)
 
 
 @final
-class Variance(Subscriber):
+class Variance(OneNumber):
     r"""Variance of each tensor of a kind: :math:`\frac1{n-\mathrm{ddof}} \sum_i |x_i-\bar x|^2`.
 
     Answers ``{kind}_variance``: a float64 scalar, in the squared unit of the data, for each message.
@@ -86,30 +86,17 @@ class Variance(Subscriber):
     """
 
     name = "variance"
-    scope = "message"
     spoiled_by = ("reduce",)
     version = 3
     invariances = ("order", "shift", "sign")
 
-    def __init__(
-        self,
-        kind: str = "activations",
-        *,
-        ddof: int = 1,
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
-    ) -> None:
-        super().__init__(subscription_to(kind, tag, subsample, modules), produces=f"{kind}_variance")
+    def __init__(self, kind: str = "activations", *, ddof: int = 1, **where: Unpack[Where]) -> None:
+        super().__init__(kind, f"{kind}_variance", **where)
         check_ddof(ddof)
         self.ddof = ddof
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
-        """Answer one message with its variance."""
-        message = message_or_bundle
-        data = message.data
-        if data is not None and data.is_complex():
-            value = variance(as_array(data), self.ddof)
-        else:
-            value = shared(message, "variance", self.ddof)
-        yield derived(message, self.produces[0], answer(value))
+    def value(self, message: Message) -> float:
+        """The variance, from the pass over the data that other statistics share; of complex data in its own."""
+        if message.data is not None and message.data.is_complex():
+            return variance(message.data, self.ddof)
+        return shared(message, "variance", self.ddof)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, final
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Unpack, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from analyze.metrics.elementwise.norm import norm
-from analyze.metrics.inputs import Array, answer, as_array, as_float64, subscription_to
+from analyze.metrics.inputs import Array, as_array, as_float64
+from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.streams import Stream, packed, stream_of, unpacked
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, Message, derived
-from tracer.messaging.subscriber import Subscriber
+from tracer.messaging.messages import Message
 
 
 class Moments(NamedTuple):
@@ -112,7 +112,7 @@ def _check(learning_rate: object, beta1: object, beta2: object, eps: object) -> 
 
 
 @final
-class AdamMoments(Subscriber):
+class AdamMoments(PerMessage):
     r"""Adam's moments of each gradient, :math:`\hat m_t` and :math:`\hat v_t`, whatever optimizer the run had.
 
     Answers for each message, float64 scalars: ``{kind}_adam_first_norm`` and ``{kind}_adam_second_norm``,
@@ -172,28 +172,21 @@ class AdamMoments(Subscriber):
         beta1: float = 0.9,
         beta2: float = 0.999,
         eps: float = 1e-8,
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
+        **where: Unpack[Where],
     ) -> None:
         _check(learning_rate, beta1, beta2, eps)
-        super().__init__(
-            subscription_to(kind, tag, subsample, modules), produces=[f"{kind}_adam_{what}" for what in Moments._fields]
-        )
+        super().__init__(kind, [f"{kind}_adam_{what}" for what in Moments._fields], **where)
         self.learning_rate, self.beta1, self.beta2, self.eps = learning_rate, beta1, beta2, eps
         self._memories: dict[Stream, _Memory] = {}
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
-        """Answer one gradient with the moments that it leaves."""
-        message = message_or_bundle
+    def measure(self, message: Message) -> Moments:
+        """The moments after this gradient, and the step that Adam would take."""
         stream, g = stream_of(message), as_float64(as_array(message.data))
         memory = self._memories.get(stream)
         if memory is None or memory.first.shape != g.shape or memory.first.dtype != g.dtype:
             memory = self._memories[stream] = _Memory(np.zeros_like(g), np.zeros(g.shape))
         memory.take(g, self.beta1, self.beta2)
-        found = memory.moments(self.learning_rate, self.beta1, self.beta2, self.eps)
-        for kind, value in zip(self.produces, found, strict=True):
-            yield derived(message, kind, answer(value))
+        return memory.moments(self.learning_rate, self.beta1, self.beta2, self.eps)
 
     def state_dict(self) -> dict[str, Any]:
         """The moments of each stream, and of how many gradients they are."""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Unpack, final
 
 import numpy as np
 from torch import Tensor
 
-from analyze.metrics.inputs import answer, blocks, carries_data
+from analyze.metrics.inputs import blocks
+from analyze.metrics.metric import Metric, Where
+from analyze.metrics.streams import At
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, Message, NetworkMessage
-from tracer.messaging.subscriber import Subscriber
-from tracer.messaging.subscription import Subscription
+from tracer.messaging.messages import Message
 
 
 def alpha(slope: float, slope_after: float) -> float:
@@ -40,18 +40,14 @@ def alpha(slope: float, slope_after: float) -> float:
 
 
 @dataclass
-class _Step:
+class _Step(At):
     """The parameters of the step that is going on: what came of updates and gradients, by kind and module."""
 
-    global_step: int
-    train_step: int
-    epoch: int
-    rank: int = 0
     heard: dict[tuple[str, str | None], Tensor] = field(default_factory=dict)
 
 
 @final
-class Alpha(Subscriber):
+class Alpha(Metric):
     r"""Normalised step length: :math:`\alpha_t = -\langle g_{t+1}, u_t\rangle / \langle g_t, u_t\rangle`.
 
     0 says that the step went into the minimum along its direction, 1 that it went over to the other side at equal
@@ -107,6 +103,7 @@ class Alpha(Subscriber):
 
     name = "alpha"
     scope = "everything"
+    bundled = False
     spoiled_by = ("elements", "reduce")
     invariances = ("order", "sign")
 
@@ -118,32 +115,25 @@ class Alpha(Subscriber):
         bias_updates: str = "bias_updates",
         bias_gradients: str = "bias_gradients",
         bias: bool = True,
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
+        **where: Unpack[Where],
     ) -> None:
         pairs = [(kind, gradients), *([(bias_updates, bias_gradients)] if bias else [])]
         kinds = [one for pair in pairs for one in pair]
-        for one in kinds:
-            carries_data(one)
+        super().__init__(tuple(kinds), (f"{kind}_alpha", f"{kind}_slope"), **where)
         if len(set(kinds)) != len(kinds):
             raise MessageError(f"alpha needs different kinds, not {', '.join(kinds)}")
-        super().__init__(
-            [Subscription(one, tag, subsample, modules) for one in kinds], produces=(f"{kind}_alpha", f"{kind}_slope")
-        )
         self._pairs = pairs
         # for each tag the step before, and the one that is going on
         self._steps: dict[str, list[_Step]] = {}
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+    def compute(self, message: Message) -> Iterator[Message]:
         """Keep one message; answer for the step before the last one if a new step begins."""
-        message = message_or_bundle
         steps = self._steps.setdefault(message.tag, [])
         if steps and steps[-1].global_step != message.global_step:
             yield from self._answer(message.tag, steps)
             del steps[:-1]
         if not steps or steps[-1].global_step != message.global_step:
-            steps.append(_Step(message.global_step, message.train_step, message.epoch, message.rank))
+            steps.append(_Step.of(message))
         if message.data is not None:
             steps[-1].heard[message.kind, message.key] = message.data
 
@@ -164,15 +154,7 @@ class Alpha(Subscriber):
                 if kind == updates and now is not None and then is not None and update.shape == now.shape == then.shape:
                     slope, slope_after = slope + _product(update, now), slope_after + _product(update, then)
         for kind, value in zip(self.produces, (alpha(slope, slope_after), slope), strict=True):
-            yield NetworkMessage(
-                kind=kind,
-                global_step=before.global_step,
-                train_step=before.train_step,
-                epoch=before.epoch,
-                tag=tag,
-                rank=before.rank,
-                data=answer(value),
-            )
+            yield before.network_message(kind, tag, value)
 
     def state_dict(self) -> dict[str, Any]:
         """What was heard of the last two steps of each tag."""
@@ -180,7 +162,7 @@ class Alpha(Subscriber):
             "steps": {
                 tag: [
                     {
-                        "at": [one.global_step, one.train_step, one.epoch, one.rank],
+                        "at": one.counters(),
                         "heard": [
                             {"kind": kind, "module": module, "data": x} for (kind, module), x in one.heard.items()
                         ],

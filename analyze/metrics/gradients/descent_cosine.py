@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import final
+import math
+from typing import Unpack, final
 
 from analyze.metrics.gradients.cosine import cosine
-from analyze.metrics.inputs import Array, answer, carries_data
+from analyze.metrics.inputs import Array, carries_data
+from analyze.metrics.metric import OneNumber, Where
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, Message, MessageBundle, derived
-from tracer.messaging.subscriber import Subscriber
-from tracer.messaging.subscription import SynchronizedSubscription
+from tracer.messaging.messages import MessageBundle
 
 
 def descent_cosine(update: Array, gradient: Array) -> float:
@@ -40,7 +39,7 @@ def descent_cosine(update: Array, gradient: Array) -> float:
 
 
 @final
-class DescentCosine(Subscriber):
+class DescentCosine(OneNumber):
     r"""Cosine between each update and its negative gradient: :math:`\cos(u_t, -g_t)`.
 
     1 says that the optimizer went down the steepest descent, as SGD without momentum does; 0 that it went across, below
@@ -86,32 +85,20 @@ class DescentCosine(Subscriber):
     """
 
     name = "descent_cosine"
-    scope = "message"
     spoiled_by = ("reduce",)
     invariances = ("order", "sign", "scale")
 
     def __init__(
-        self,
-        kind: str = "weight_updates",
-        *,
-        gradients: str = "weight_gradients",
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
+        self, kind: str = "weight_updates", *, gradients: str = "weight_gradients", **where: Unpack[Where]
     ) -> None:
         carries_data(kind)
         carries_data(gradients)
-        super().__init__(
-            SynchronizedSubscription((kind, gradients), tag, subsample, modules, incomplete="drop"),
-            produces=f"{kind}_descent_cosine",
-        )
+        super().__init__((kind, gradients), f"{kind}_descent_cosine", **where)
         self.kind, self.gradients = kind, gradients
 
-    def compute(self, message_or_bundle: MessageBundle) -> Iterator[Message]:
-        """Answer one bundle with its cosine."""
-        bundle = message_or_bundle
+    def value(self, bundle: MessageBundle) -> float:
+        """The cosine of the two."""
         try:
-            value = descent_cosine(bundle[self.kind], bundle[self.gradients])
+            return descent_cosine(bundle[self.kind], bundle[self.gradients])
         except MessageError:  # shapes that do not fit: this step has no angle, the replay goes on
-            value = float("nan")
-        yield derived(bundle, self.produces[0], answer(value))
+            return math.nan

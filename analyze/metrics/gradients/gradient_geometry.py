@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, final
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Unpack, final
 
 import numpy as np
 import torch
@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from analyze.metrics.elementwise.norm import norm
 from analyze.metrics.gradients.cosine import cosine
-from analyze.metrics.inputs import Array, answer, as_array, subscription_to
+from analyze.metrics.inputs import Array, answer, as_array
+from analyze.metrics.metric import Metric, Where
 from analyze.metrics.streams import Stream, packed, stream_of, unpacked
-from tracer.messaging.messages import DEFAULT_TAG, Message, derived
-from tracer.messaging.subscriber import Subscriber
+from tracer.messaging.messages import Message, derived
 
 
 class Geometry(NamedTuple):
@@ -57,7 +57,7 @@ def gradient_geometry(now: Array, before: Array | None = None) -> Geometry:
 
 
 @final
-class GradientGeometry(Subscriber):
+class GradientGeometry(Metric):
     r"""Length and turn of each gradient: :math:`\|g_t\|_2` and :math:`\cos(g_t, g_{t-1})`.
 
     Answers, for each message, ``{kind}_geometry_norm`` and ``{kind}_geometry_rms``, in the unit of the data, and, for
@@ -111,23 +111,12 @@ class GradientGeometry(Subscriber):
     spoiled_by = ("elements", "reduce")
     invariances = ("order", "sign")
 
-    def __init__(
-        self,
-        kind: str = "weight_gradients",
-        *,
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
-    ) -> None:
-        super().__init__(
-            subscription_to(kind, tag, subsample, modules),
-            produces=[f"{kind}_geometry_{what}" for what in ("norm", "rms", "cosine")],
-        )
+    def __init__(self, kind: str = "weight_gradients", **where: Unpack[Where]) -> None:
+        super().__init__(kind, [f"{kind}_geometry_{what}" for what in Geometry._fields], **where)
         self._last: dict[Stream, NDArray[Any]] = {}
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
-        """Answer one message with its length, and with its turn if there was one before."""
-        message = message_or_bundle
+    def compute(self, message: Message) -> Iterator[Message]:
+        """Answer one message with its length, and with its turn if there was a message before."""
         stream, now = stream_of(message), as_array(message.data)
         before = self._last.get(stream)
         found = gradient_geometry(now, before)

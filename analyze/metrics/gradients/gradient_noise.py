@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias, final, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, Unpack, final, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +26,11 @@ from analyze.metrics.gradients.sample_gram import (
     output_size,
     scale_gram,
 )
-from analyze.metrics.inputs import answer, as_array, as_float64, carries_data
+from analyze.metrics.inputs import as_array, as_float64
+from analyze.metrics.metric import Metric, Where
+from analyze.metrics.streams import At
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, Message, NetworkMessage
-from tracer.messaging.subscriber import Subscriber
-from tracer.messaging.subscription import Subscription
+from tracer.messaging.messages import Message
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 
@@ -138,13 +138,9 @@ def gradient_noise(
 
 
 @dataclass
-class _Step:
+class _Step(At):
     """What was heard of the step that is going on under one tag: data by kind, module (None: network) and call."""
 
-    global_step: int
-    train_step: int
-    epoch: int
-    rank: int = 0
     heard: dict[str, dict[str | None, dict[int, Tensor]]] = field(default_factory=dict)
 
 
@@ -155,7 +151,7 @@ class _Geometry(NamedTuple):
 
 
 @final
-class GradientNoise(Subscriber):
+class GradientNoise(Metric):
     r"""Signal and noise in the gradient of each batch: the norm, inner-product and orthogonality tests, and more.
 
     From per-sample gradients :math:`g_b`, of which no one is stored or recorded: of a layer with inputs a and output
@@ -233,6 +229,7 @@ class GradientNoise(Subscriber):
 
     name = "gradient_noise"
     scope = "step"
+    bundled = False
     spoiled_by = ("elements", "reduce")
     invariances = ("rows",)
 
@@ -251,13 +248,11 @@ class GradientNoise(Subscriber):
         stride: int | None = None,
         padding: int | None = None,
         dilation: int | None = None,
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
+        **where: Unpack[Where],
     ) -> None:
         kinds = (kind, inputs, weights, loss, *((biases,) if bias else ()))
-        for one in kinds:
-            carries_data(one)
+        whats = (*Noise._fields, "coverage", "residual")
+        super().__init__(kinds, [f"{kind}_{what}" for what in whats], **where)
         if len(set(kinds)) != len(kinds):
             raise MessageError(f"gradient noise needs different kinds, not {', '.join(kinds)}")
         if reduction not in get_args(Reduction):
@@ -268,25 +263,19 @@ class GradientNoise(Subscriber):
         for what, size, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
             if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < least):
                 raise MessageError(f"{what} is an integer from {least} on, or None, not {size!r}")
-        self._whats = [*Noise._fields, "coverage", "residual"]
-        super().__init__(
-            [Subscription(one, tag, subsample, modules) for one in kinds],
-            produces=[f"{kind}_{what}" for what in self._whats],
-        )
         self.kind, self.inputs, self.weights, self.biases, self.loss = kind, inputs, weights, biases, loss
         self.bias, self.reduction, self.learning_rate, self.eps = bias, reduction, learning_rate, eps
         self.stride, self.padding, self.dilation = stride, padding, dilation
         self._steps: dict[str, _Step] = {}
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+    def compute(self, message: Message) -> Iterator[Message]:
         """Keep one message; answer for the step before if this one begins another."""
-        message = message_or_bundle
         now = self._steps.get(message.tag)
         if now is not None and now.global_step != message.global_step:
             yield from self._answers(message.tag, now)
             now = None
         if now is None:
-            now = self._steps[message.tag] = _Step(message.global_step, message.train_step, message.epoch, message.rank)
+            now = self._steps[message.tag] = _Step.of(message)
         # other leaves are of modules with several inputs or outputs, or of a second backward
         if message.data is not None and not message.leaf:
             now.heard.setdefault(message.kind, {}).setdefault(message.key, {})[message.call] = message.data
@@ -302,7 +291,7 @@ class GradientNoise(Subscriber):
         return {
             "steps": {
                 tag: {
-                    "at": [now.global_step, now.train_step, now.epoch, now.rank],
+                    "at": now.counters(),
                     "heard": [
                         {"kind": kind, "module": module, "call": call, "data": data}
                         for kind, of_kind in now.heard.items()
@@ -355,15 +344,7 @@ class GradientNoise(Subscriber):
                 float(np.sqrt(np.float64(wrong) / right)) if grams else math.nan,
             ]
         for kind, number in zip(self.produces, numbers, strict=True):
-            yield NetworkMessage(
-                kind=kind,
-                global_step=over.global_step,
-                train_step=over.train_step,
-                epoch=over.epoch,
-                tag=tag,
-                rank=over.rank,
-                data=answer(number),
-            )
+            yield over.network_message(kind, tag, number)
 
     def _passes(self, over: _Step, losses: int) -> int:
         """How many forward passes the step accumulated: one for each loss, unless every pass has several losses."""

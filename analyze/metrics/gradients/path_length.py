@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, final
+from collections.abc import Iterable, Mapping
+from typing import Any, Unpack, final
 
 from analyze.metrics.elementwise.norm import norm
-from analyze.metrics.inputs import Array, answer, as_array, subscription_to
+from analyze.metrics.inputs import Array, as_array
+from analyze.metrics.metric import OneNumber, Where
 from analyze.metrics.streams import Stream, packed, stream_of, unpacked
-from tracer.messaging.messages import DEFAULT_TAG, Message, derived
-from tracer.messaging.subscriber import Subscriber
+from tracer.messaging.messages import Message
 
 
 def path_length(updates: Iterable[Array]) -> float:
@@ -36,7 +36,7 @@ def path_length(updates: Iterable[Array]) -> float:
 
 
 @final
-class PathLength(Subscriber):
+class PathLength(OneNumber):
     r"""Length of the path of each weight so far: :math:`\sum_{s \le t} \|W_{s+1} - W_s\|_2`.
 
     Answers ``{kind}_path_length``: a float64 scalar, in the unit of the data, for each message. Over the distance from
@@ -85,23 +85,15 @@ class PathLength(Subscriber):
     mergeable = True
     invariances = ("order", "sign")
 
-    def __init__(
-        self,
-        kind: str = "weight_updates",
-        *,
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
-    ) -> None:
-        super().__init__(subscription_to(kind, tag, subsample, modules), produces=f"{kind}_path_length")
+    def __init__(self, kind: str = "weight_updates", **where: Unpack[Where]) -> None:
+        super().__init__(kind, f"{kind}_path_length", **where)
         self._lengths: dict[Stream, float] = {}
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
-        """Answer one message with the length of the path up to and with it."""
-        message = message_or_bundle
+    def value(self, message: Message) -> float:
+        """The length of the stream's path so far."""
         stream = stream_of(message)
         length = self._lengths[stream] = self._lengths.get(stream, 0.0) + norm(as_array(message.data))
-        yield derived(message, self.produces[0], answer(length))
+        return length
 
     def state_dict(self) -> dict[str, Any]:
         """The length of each stream's path so far."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import final
+from typing import Unpack, final
 
 from analyze.metrics.elementwise.norm import check_order, norm, suffix
-from analyze.metrics.inputs import Array, answer, as_array, carries_data
-from tracer.messaging.messages import DEFAULT_TAG, Message, MessageBundle, derived
-from tracer.messaging.subscriber import Subscriber
-from tracer.messaging.subscription import SynchronizedSubscription
+from analyze.metrics.inputs import Array, as_array, carries_data
+from analyze.metrics.metric import OneNumber, Where
+from tracer.messaging.messages import MessageBundle
 
 
 def ratio(dividend: Array, divisor: Array, order: float = 2) -> float:
@@ -44,7 +42,7 @@ def ratio(dividend: Array, divisor: Array, order: float = 2) -> float:
 
 
 @final
-class Ratio(Subscriber):
+class Ratio(OneNumber):
     r"""Ratio of the norms of two tensors of one module: :math:`\|a\|_p / \|b\|_p`, by default the update/weight ratio.
 
     With the defaults :math:`\|W_{t+1}-W_t\|_2/\|W_t\|_2`, of which about 1e-3 is healthy. Answers
@@ -92,7 +90,6 @@ class Ratio(Subscriber):
     """
 
     name = "ratio"
-    scope = "message"
     spoiled_by = ("reduce",)
     invariances = ("order", "sign", "scale")
 
@@ -102,21 +99,15 @@ class Ratio(Subscriber):
         divisor: str = "weights",
         *,
         order: float = 2,
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
+        **where: Unpack[Where],
     ) -> None:
         carries_data(dividend)
         carries_data(divisor)
         check_order(order)
-        super().__init__(
-            SynchronizedSubscription((dividend, divisor), tag, subsample, modules, incomplete="drop"),
-            produces=f"{dividend}_{divisor}_ratio{'' if order == 2 else suffix(order)}",
-        )
+        suffix_of_order = "" if order == 2 else suffix(order)
+        super().__init__((dividend, divisor), f"{dividend}_{divisor}_ratio{suffix_of_order}", **where)
         self.dividend, self.divisor, self.order = dividend, divisor, order
 
-    def compute(self, message_or_bundle: MessageBundle) -> Iterator[Message]:
-        """Answer one bundle with its ratio."""
-        bundle = message_or_bundle
-        value = ratio(as_array(bundle[self.dividend]), as_array(bundle[self.divisor]), self.order)
-        yield derived(bundle, self.produces[0], answer(value))
+    def value(self, bundle: MessageBundle) -> float:
+        """The ratio of the two norms."""
+        return ratio(as_array(bundle[self.dividend]), as_array(bundle[self.divisor]), self.order)

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import Array, answer, as_array, subscription_to
+from analyze.metrics.inputs import Array, as_array
+from analyze.metrics.metric import Metric
+from analyze.metrics.streams import At
 from tracer.errors import MessageError
-from tracer.messaging.messages import Message, NetworkMessage
-from tracer.messaging.subscriber import Subscriber
+from tracer.messaging.messages import Message
 
 
 def churn(one: Array, other: Array, *, class_axis: int = 1) -> float:
@@ -76,19 +77,15 @@ def predictions(output: Array, class_axis: int = 1) -> NDArray[np.int64]:
 
 
 @dataclass
-class _Pass:
+class _Pass(At):
     """The predictions of the pass that is going on under one tag, and of the one before."""
 
-    global_step: int
-    train_step: int
-    epoch: int
-    rank: int = 0
     before: dict[tuple[int, str], NDArray[np.int64]] | None = None
     now: dict[tuple[int, str], NDArray[np.int64]] = field(default_factory=dict)
 
 
 @final
-class Churn(Subscriber):
+class Churn(Metric):
     r"""Prediction churn: the share of datapoints whose predicted class changed since the pass before.
 
     Answers ``{kind}_churn``: a float64 scalar from 0 to 1, without unit, for each pass (all forward passes of one tag
@@ -147,22 +144,19 @@ class Churn(Subscriber):
         tag: str | None = "!default",
         subsample: int = 1,
     ) -> None:
-        super().__init__(subscription_to(kind, tag, subsample, None), produces=f"{kind}_churn")
+        super().__init__(kind, f"{kind}_churn", tag=tag, subsample=subsample)
         self.class_axis = class_axis
         self._passes: dict[str, _Pass] = {}
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+    def compute(self, message: Message) -> Iterator[Message]:
         """Keep the predictions of one batch; answer with the churn of the pass before if this begins another."""
-        message = message_or_bundle
         one = self._passes.get(message.tag)
         if one is not None and one.global_step != message.global_step:
             yield from self._answer(message.tag, one)
             one.before, one.now = one.now, {}
         if one is None:
-            one = self._passes[message.tag] = _Pass(
-                message.global_step, message.train_step, message.epoch, message.rank
-            )
-        one.global_step, one.train_step, one.epoch = message.global_step, message.train_step, message.epoch
+            one = self._passes[message.tag] = _Pass.of(message)
+        one.move_to(message)
         try:
             one.now[message.call, message.leaf] = predictions(as_array(message.data), self.class_axis)
         except MessageError:  # no scores of classes: nothing to compare, the replay goes on
@@ -179,7 +173,7 @@ class Churn(Subscriber):
         return {
             "passes": {
                 tag: {
-                    "at": [one.global_step, one.train_step, one.epoch, one.rank],
+                    "at": one.counters(),
                     "before": None if one.before is None else _listed(one.before),
                     "now": _listed(one.now),
                 }
@@ -203,15 +197,7 @@ class Churn(Subscriber):
             earlier = over.before.get(batch)
             if earlier is not None and earlier.shape == classes.shape:
                 changed, total = changed + int(np.count_nonzero(earlier != classes)), total + classes.size
-        yield NetworkMessage(
-            kind=self.produces[0],
-            global_step=over.global_step,
-            train_step=over.train_step,
-            epoch=over.epoch,
-            tag=tag,
-            rank=over.rank,
-            data=answer(changed / total if total else math.nan),
-        )
+        yield over.network_message(self.produces[0], tag, changed / total if total else math.nan)
 
 
 def _listed(batches: Mapping[tuple[int, str], NDArray[np.int64]]) -> list[dict[str, Any]]:

@@ -15,12 +15,12 @@ import scipy
 import torch
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import Array, answer, as_array
+from analyze.metrics.inputs import Array, as_array
+from analyze.metrics.metric import Metric
 from analyze.metrics.predictions.accuracy import IGNORED, class_axis, yes_no
+from analyze.metrics.streams import At
 from tracer.errors import MessageError
-from tracer.messaging.messages import Message, MessageBundle, NetworkMessage
-from tracer.messaging.subscriber import Subscriber
-from tracer.messaging.subscription import SynchronizedSubscription
+from tracer.messaging.messages import Message, MessageBundle
 
 Outputs: TypeAlias = Literal["logits", "probabilities"]
 Per: TypeAlias = Literal["pass", "epoch"]
@@ -267,18 +267,14 @@ def _count(scores_nc: NDArray[np.float64], labels_n: NDArray[np.int64], k: int, 
 
 
 @dataclass
-class _Pass:
+class _Pass(At):
     """A pass or epoch that is going on, and the counters of its last batch."""
 
-    global_step: int
-    train_step: int
-    epoch: int
-    rank: int = 0
     tally: Tally = field(default_factory=Tally)
 
 
 @final
-class ClassificationReport(Subscriber):
+class ClassificationReport(Metric):
     r"""How good the classifications of each pass (or epoch) are, over all its datapoints together: correct / total.
 
     Answers, for each pass: ``{kind}_accuracy``, ``{kind}_top{k}_accuracy`` and ``{kind}_calibration_error``, float64
@@ -376,24 +372,20 @@ class ClassificationReport(Subscriber):
             "margin",
             "entropy",
         )
-        super().__init__(
-            SynchronizedSubscription((kind, labels), tag, subsample, incomplete="drop"),
-            produces=[f"{kind}_{what}" for what in whats],
-        )
+        super().__init__((kind, labels), [f"{kind}_{what}" for what in whats], tag=tag, subsample=subsample)
         self.kind, self.labels, self.k, self.bins, self.outputs = kind, labels, k, bins, outputs
         self.per, self.ignore_index = per, ignore_index
         self._passes: dict[tuple[str, int], _Pass] = {}
 
-    def compute(self, message_or_bundle: MessageBundle) -> Iterator[Message]:
+    def compute(self, bundle: MessageBundle) -> Iterator[Message]:
         """Count one batch; answer with the report of the pass before if this batch begins another."""
-        bundle = message_or_bundle
         now = bundle.tag, bundle.epoch if self.per == "epoch" else bundle.global_step
         if now not in self._passes:
             for over in [key for key in self._passes if key[0] == bundle.tag]:
                 yield from self._answers(bundle.tag, self._passes.pop(over))
-            self._passes[now] = _Pass(bundle.global_step, bundle.train_step, bundle.epoch, bundle.rank)
+            self._passes[now] = _Pass.of(bundle)
         one = self._passes[now]
-        one.global_step, one.train_step, one.epoch = bundle.global_step, bundle.train_step, bundle.epoch
+        one.move_to(bundle)
         try:
             one.tally.add(bundle[self.kind], bundle[self.labels], self.k, self.bins, self.outputs, self.ignore_index)
         except MessageError:  # shapes that do not fit: this pass has no report, the replay goes on
@@ -412,7 +404,7 @@ class ClassificationReport(Subscriber):
                 {
                     "tag": tag,
                     "number": number,
-                    "at": [one.global_step, one.train_step, one.epoch, one.rank],
+                    "at": one.counters(),
                     "tally": one.tally.state(),
                 }
                 for (tag, number), one in self._passes.items()
@@ -446,15 +438,8 @@ class ClassificationReport(Subscriber):
         found = over.tally.report()
         values: tuple[Any, ...] = found[:-1]
         for kind, value in zip(self.produces, values, strict=True):
-            yield NetworkMessage(
-                kind=kind,
-                global_step=over.global_step,
-                train_step=over.train_step,
-                epoch=over.epoch,
-                tag=tag,
-                rank=over.rank,
-                data=torch.from_numpy(value) if isinstance(value, np.ndarray) else answer(value),
-            )
+            data = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            yield over.network_message(kind, tag, data)
 
 
 def check_per(per: object) -> None:

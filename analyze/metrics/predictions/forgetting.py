@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import Array, answer, as_array
+from analyze.metrics.inputs import Array, as_array
+from analyze.metrics.metric import Metric
 from analyze.metrics.predictions.accuracy import IGNORED
 from analyze.metrics.predictions.classification_report import Per, check_per, correctness
+from analyze.metrics.streams import At
 from tracer.errors import MessageError
-from tracer.messaging.messages import Message, MessageBundle, NetworkMessage
-from tracer.messaging.subscriber import Subscriber
-from tracer.messaging.subscription import SynchronizedSubscription
+from tracer.messaging.messages import Message, MessageBundle
 
 
 class Forgotten(NamedTuple):
@@ -107,13 +107,9 @@ def _shares(learnings: list[_Learning]) -> tuple[float, float]:
 
 
 @dataclass
-class _Tag:
+class _Tag(At):
     """What is remembered under one tag, and the pass that is going on."""
 
-    global_step: int
-    train_step: int
-    epoch: int
-    rank: int = 0
     forgotten: int = 0
     fits: bool = True
     batches: dict[tuple[int, str], _Learning] = field(default_factory=dict)
@@ -121,7 +117,7 @@ class _Tag:
 
 
 @final
-class Forgetting(Subscriber):
+class Forgetting(Metric):
     r"""Forgetting events: :math:`\sum_i [\mathrm{correct}_i^{(t-1)}]\,[\neg\,\mathrm{correct}_i^{(t)}]`.
 
     Answers for each pass, as soon as a later pass of that tag begins or the run ends, float64 scalars:
@@ -202,23 +198,19 @@ class Forgetting(Subscriber):
         check_per(per)
         whats = ("forgotten", "forgetting_events", "unforgettable", "unlearned", "forgetting_counts")
         kinds = (kind, labels) if ids is None else (kind, labels, ids)
-        super().__init__(
-            SynchronizedSubscription(kinds, tag, subsample, incomplete="drop"),
-            produces=[f"{kind}_{what}" for what in whats],
-        )
+        super().__init__(kinds, [f"{kind}_{what}" for what in whats], tag=tag, subsample=subsample)
         self.kind, self.labels, self.ids, self.per, self.ignore_index = kind, labels, ids, per, ignore_index
         self._tags: dict[str, _Tag] = {}
 
-    def compute(self, message_or_bundle: MessageBundle) -> Iterator[Message]:
+    def compute(self, bundle: MessageBundle) -> Iterator[Message]:
         """Take one batch; answer with what the pass before showed if this batch begins another."""
-        bundle = message_or_bundle
         one = self._tags.get(bundle.tag)
         if one is None:
-            one = self._tags[bundle.tag] = _Tag(bundle.global_step, bundle.train_step, bundle.epoch, bundle.rank)
+            one = self._tags[bundle.tag] = _Tag.of(bundle)
         elif (one.epoch != bundle.epoch) if self.per == "epoch" else (one.global_step != bundle.global_step):
             yield from self._answers(bundle.tag, one)
             one.forgotten, one.fits = 0, True
-        one.global_step, one.train_step, one.epoch = bundle.global_step, bundle.train_step, bundle.epoch
+        one.move_to(bundle)
         try:
             one.forgotten += self._present(one, bundle)
         except MessageError:  # shapes that do not fit: nothing is known of this pass, the replay goes on
@@ -251,14 +243,14 @@ class Forgetting(Subscriber):
                 known = last.batches[0, ""]
                 counts = [np.where(known.learned, known.events, -1)[order][(known.last >= 0)[order]]]
             all_counts = np.concatenate([np.zeros(0, np.int64), *counts])
-            yield self._message(4, tag, last, torch.from_numpy(all_counts))
+            yield last.network_message(self.produces[4], tag, torch.from_numpy(all_counts))
 
     def state_dict(self) -> dict[str, Any]:
         """What is known of each datapoint, and what the pass that is going on has shown."""
         return {
             "tags": {
                 tag: {
-                    "at": [one.global_step, one.train_step, one.epoch, one.rank],
+                    "at": one.counters(),
                     "forgotten": one.forgotten,
                     "fits": one.fits,
                     "ids": list(one.slots),
@@ -291,16 +283,5 @@ class Forgetting(Subscriber):
         learnings = list(over.batches.values())
         counts = np.concatenate([np.zeros(0, np.int64), *(one.events[one.last >= 0] for one in learnings)])
         values = over.forgotten, float(counts.mean()) if counts.size else math.nan, *_shares(learnings)
-        for number, value in enumerate(values):
-            yield self._message(number, tag, over, answer(value if over.fits else math.nan))
-
-    def _message(self, number: int, tag: str, at: _Tag, data: torch.Tensor) -> Message:
-        return NetworkMessage(
-            kind=self.produces[number],
-            global_step=at.global_step,
-            train_step=at.train_step,
-            epoch=at.epoch,
-            tag=tag,
-            rank=at.rank,
-            data=data,
-        )
+        for kind, value in zip(self.produces[:4], values, strict=True):
+            yield over.network_message(kind, tag, value if over.fits else math.nan)

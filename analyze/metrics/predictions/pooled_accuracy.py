@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
-from analyze.metrics.inputs import Array, answer
+from analyze.metrics.inputs import Array
+from analyze.metrics.metric import Metric
 from analyze.metrics.predictions.accuracy import IGNORED, counts
+from analyze.metrics.streams import At
 from tracer.errors import MessageError
-from tracer.messaging.messages import Message, MessageBundle, NetworkMessage
-from tracer.messaging.subscriber import Subscriber
-from tracer.messaging.subscription import SynchronizedSubscription
+from tracer.messaging.messages import Message, MessageBundle
 
 
 def test_accuracy(  # the registry name; no test
@@ -51,20 +51,16 @@ def test_accuracy(  # the registry name; no test
 
 
 @dataclass
-class _Pass:
+class _Pass(At):
     """The counts of the evaluation pass that is going on under one tag, and the counters of its last batch."""
 
-    global_step: int
-    train_step: int
-    epoch: int
-    rank: int = 0
     correct: int = 0
     total: int = 0
     fits: bool = True
 
 
 @final
-class TestAccuracy(Subscriber):
+class TestAccuracy(Metric):
     r"""Accuracy of each evaluation pass: correct / total over all its batches, not the mean of the batches' accuracies.
 
     A pass is all forward passes of one tag at one global step. Answers ``test_accuracy``: a float64 scalar from 0 to
@@ -135,21 +131,18 @@ class TestAccuracy(Subscriber):
         tag: str | None = "!default",
         subsample: int = 1,
     ) -> None:
-        super().__init__(
-            SynchronizedSubscription((kind, labels), tag, subsample, incomplete="drop"), produces="test_accuracy"
-        )
+        super().__init__((kind, labels), "test_accuracy", tag=tag, subsample=subsample)
         self.kind, self.labels, self.ignore_index, self.threshold = kind, labels, ignore_index, threshold
         self._passes: dict[str, _Pass] = {}
 
-    def compute(self, message_or_bundle: MessageBundle) -> Iterator[Message]:
+    def compute(self, bundle: MessageBundle) -> Iterator[Message]:
         """Count one batch; answer with the accuracy of the pass before if this batch begins another."""
-        bundle = message_or_bundle
         now = self._passes.get(bundle.tag)
         if now is not None and now.global_step != bundle.global_step:
             yield self._answer(bundle.tag, now)
             now = None
         if now is None:
-            now = self._passes[bundle.tag] = _Pass(bundle.global_step, bundle.train_step, bundle.epoch, bundle.rank)
+            now = self._passes[bundle.tag] = _Pass.of(bundle)
         now.train_step, now.epoch = bundle.train_step, bundle.epoch
         try:
             correct, total = counts(
@@ -194,15 +187,6 @@ class TestAccuracy(Subscriber):
                 (mine.train_step, mine.epoch), (other["train_step"], other["epoch"]), key=lambda at: (at[1], at[0])
             )
 
-    @staticmethod
-    def _answer(tag: str, over: _Pass) -> Message:
+    def _answer(self, tag: str, over: _Pass) -> Message:
         value = over.correct / over.total if over.fits and over.total else float("nan")
-        return NetworkMessage(
-            kind="test_accuracy",
-            global_step=over.global_step,
-            train_step=over.train_step,
-            epoch=over.epoch,
-            tag=tag,
-            rank=over.rank,
-            data=answer(value),
-        )
+        return over.network_message(self.produces[0], tag, value)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from typing import final
 
-from analyze.metrics.inputs import answer
+from analyze.metrics.metric import OneNumber
 from analyze.metrics.predictions.accuracy import IGNORED, accuracy
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, Message, MessageBundle, derived
-from tracer.messaging.subscriber import Subscriber
-from tracer.messaging.subscription import SynchronizedSubscription
+from tracer.messaging.messages import DEFAULT_TAG, MessageBundle
 
 train_accuracy = accuracy
 """The pure function under the registry name."""
 
 
 @final
-class TrainAccuracy(Subscriber):
+class TrainAccuracy(OneNumber):
     r"""Accuracy on each batch: correct / total.
 
     Answers ``train_accuracy``: a float64 scalar from 0 to 1, for each forward pass that has outputs and labels.
@@ -64,7 +62,6 @@ class TrainAccuracy(Subscriber):
     """
 
     name = "train_accuracy"
-    scope = "message"
     invariances = ("rows",)
 
     def __init__(
@@ -77,18 +74,13 @@ class TrainAccuracy(Subscriber):
         tag: str | None = DEFAULT_TAG,
         subsample: int = 1,
     ) -> None:
-        super().__init__(
-            SynchronizedSubscription((kind, labels), tag, subsample, incomplete="drop"), produces="train_accuracy"
-        )
+        super().__init__((kind, labels), "train_accuracy", tag=tag, subsample=subsample)
         self.kind, self.labels, self.ignore_index, self.threshold = kind, labels, ignore_index, threshold
 
-    def compute(self, message_or_bundle: MessageBundle) -> Iterator[Message]:
-        """Answer the bundle of one batch with its accuracy."""
-        bundle = message_or_bundle
+    def value(self, bundle: MessageBundle) -> float:
+        """The accuracy of one batch."""
         try:
-            value = accuracy(
-                bundle[self.kind], bundle[self.labels], ignore_index=self.ignore_index, threshold=self.threshold
-            )
+            output, labels = bundle[self.kind], bundle[self.labels]
+            return accuracy(output, labels, ignore_index=self.ignore_index, threshold=self.threshold)
         except MessageError:  # shapes that do not fit: this batch has no accuracy, the replay goes on
-            value = float("nan")
-        yield derived(bundle, "train_accuracy", answer(value))
+            return math.nan

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, final
-
-import numpy as np
+from typing import Any, Unpack, final
 
 from analyze.metrics.elementwise.statistics import StatisticsResult
-from analyze.metrics.inputs import Array, answer, as_array, as_float64, subscription_to
+from analyze.metrics.inputs import Array, answer, real_numbers
+from analyze.metrics.metric import Metric, Where
 from analyze.metrics.reducing.reducers import Reducer, check_reductions
+from analyze.metrics.streams import At, Series, packed_series, series_of, unpacked_series
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, Message, ModuleMessage, NetworkMessage
-from tracer.messaging.subscriber import Subscriber
+from tracer.messaging.messages import Message
 
 BOX = "mean+std+min+q0.25+median+q0.75+max"
 """What is answered by default: mean and deviation, and what a box plot shows."""
@@ -48,13 +47,8 @@ def aggregate(values: Array, which: str | Iterable[str] = BOX) -> StatisticsResu
     """
     names = check_reductions(which)
     reducer = Reducer()
-    reducer.add(_numbers(values))
+    reducer.add(real_numbers(values))
     return StatisticsResult(reducer.answer(names))
-
-
-def _numbers(data: Array | None) -> Any:
-    array = as_array(data)
-    return np.full(array.size, np.nan) if array.dtype.kind == "c" else as_float64(array)
 
 
 def check_window(over: object) -> None:
@@ -65,21 +59,15 @@ def check_window(over: object) -> None:
         raise MessageError(f"over is 'epoch', 'run' or a positive number of steps, not {over!r}")
 
 
-_Key: TypeAlias = tuple[str | None, str, str, int]
-
-
 @dataclass
-class _Window:
-    """What was heard of one stream in one window, and where it last was heard."""
+class _Window(At):
+    """What was heard of one series in one window, and where it last was heard."""
 
-    global_step: int
-    train_step: int
-    epoch: int
     reducer: Reducer = field(default_factory=Reducer)
 
 
 @final
-class Aggregate(Subscriber):
+class Aggregate(Metric):
     r"""Statistics of a published number, such as a loss or a norm, over each epoch, window of steps, or the run.
 
     Answers ``{kind}_aggregate_{reduction}`` for each of `which`, such as ``loss_aggregate_median``: a float64 scalar,
@@ -146,31 +134,26 @@ class Aggregate(Subscriber):
         *,
         over: int | str = "epoch",
         which: str | Iterable[str] = BOX,
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
+        **where: Unpack[Where],
     ) -> None:
         names = check_reductions(which)
         check_window(over)
-        super().__init__(
-            subscription_to(kind, tag, subsample, modules), produces=[f"{kind}_aggregate_{name}" for name in names]
-        )
+        super().__init__(kind, [f"{kind}_aggregate_{name}" for name in names], **where)
         self.over, self.which = over, names
-        self._open: dict[_Key, dict[int, _Window]] = {}
+        self._open: dict[Series, dict[int, _Window]] = {}
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+    def compute(self, message: Message) -> Iterator[Message]:
         """Keep the numbers of one message; answer with the window before if this one begins another."""
-        message = message_or_bundle
-        key = (message.key, message.tag, message.leaf, message.rank)
+        key = series_of(message)
         number = self._number(message)
         windows = self._open.setdefault(key, {})
         for other in [other for other in windows if other != number]:
             yield from self._answers(key, windows.pop(other))
         if number not in windows:
-            windows[number] = _Window(message.global_step, message.train_step, message.epoch)
+            windows[number] = _Window.of(message)
         window = windows[number]
-        window.global_step, window.train_step, window.epoch = message.global_step, message.train_step, message.epoch
-        window.reducer.add(_numbers(message.data))
+        window.move_to(message)
+        window.reducer.add(real_numbers(message.data))
 
     def conclude(self) -> Iterator[Message]:
         """Answer with the last window of each stream."""
@@ -184,7 +167,7 @@ class Aggregate(Subscriber):
         return {
             "windows": [
                 {
-                    **dict(zip(("module", "tag", "leaf", "rank"), key, strict=True)),
+                    **packed_series(key),
                     "window": number,
                     "global_step": window.global_step,
                     "train_step": window.train_step,
@@ -204,8 +187,9 @@ class Aggregate(Subscriber):
     def merge(self, state: Mapping[str, Any]) -> None:
         """Add the numbers of another's open windows, which were heard later."""
         for one in state["windows"]:
-            windows = self._open.setdefault((one["module"], one["tag"], one["leaf"], one["rank"]), {})
-            heard = _Window(one["global_step"], one["train_step"], one["epoch"], Reducer.of_state(one["numbers"]))
+            windows = self._open.setdefault(unpacked_series(one), {})
+            at = one["global_step"], one["train_step"], one["epoch"], one["rank"]
+            heard = _Window(*at, Reducer.of_state(one["numbers"]))
             before = windows.get(one["window"])
             if before is not None:
                 before.reducer.merge(heard.reducer)
@@ -218,21 +202,7 @@ class Aggregate(Subscriber):
             return message.global_step // self.over
         return message.epoch if self.over == "epoch" else 0
 
-    def _answers(self, key: _Key, window: _Window) -> Iterator[Message]:
-        module, tag, leaf, rank = key
-        if not window.reducer.count:
-            return
-        where: dict[str, Any] = {
-            "global_step": window.global_step,
-            "train_step": window.train_step,
-            "epoch": window.epoch,
-            "tag": tag,
-            "leaf": leaf,
-            "rank": rank,
-        }
-        for kind, value in zip(self.produces, window.reducer.answer(self.which).values(), strict=True):
-            data = answer(value)
-            if module is None:
-                yield NetworkMessage(kind=kind, data=data, **where)
-            else:
-                yield ModuleMessage(kind=kind, module=module, data=data, **where)
+    def _answers(self, series: Series, window: _Window) -> Iterator[Message]:
+        if window.reducer.count:
+            for kind, value in zip(self.produces, window.reducer.answer(self.which).values(), strict=True):
+                yield window.message(kind, series, answer(value))

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, Unpack, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from analyze.metrics.inputs import Array, as_array, as_float64, subscription_to
+from analyze.metrics.inputs import Array, real_numbers
+from analyze.metrics.metric import PerMessage, Where
+from analyze.metrics.streams import Series, packed_series, series_of, unpacked_series
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, Message, derived
-from tracer.messaging.subscriber import Subscriber
+from tracer.messaging.messages import Message
 
 
 def ema(values: Array, decay: float = 0.9, bias_correction: bool = True) -> NDArray[np.float64]:
@@ -48,7 +50,7 @@ def ema(values: Array, decay: float = 0.9, bias_correction: bool = True) -> NDAr
     [1.0, 1.5, 2.75]
     """
     check_decay(decay)
-    array = _numbers(values)
+    array = real_numbers(values)
     array = array.reshape(1) if array.ndim == 0 else array
     average = _Average.new(array.shape[1:])
     found = np.empty(array.shape)
@@ -61,11 +63,6 @@ def check_decay(decay: object) -> None:
     """Raise `MessageError` unless `decay` is a number from 0 to less than 1."""
     if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
         raise MessageError(f"the decay of an average is a number from 0 to less than 1, not {decay!r}")
-
-
-def _numbers(data: Array | None) -> NDArray[np.float64]:
-    array = as_array(data)
-    return np.full(array.shape, np.nan) if array.dtype.kind == "c" else as_float64(array)
 
 
 @dataclass(slots=True, eq=False)
@@ -104,11 +101,8 @@ def _power(decay: float, count: NDArray[np.int64]) -> NDArray[np.float64]:
     return power
 
 
-_Key: TypeAlias = tuple[str | None, str, str, int]
-
-
 @final
-class EMA(Subscriber):
+class EMA(PerMessage):
     r"""Exponential moving average of a published number, such as a loss: recent messages weigh most.
 
     Answers ``{kind}_ema`` for each message: float64 of the shape of its data, in its unit, with the average up to this
@@ -171,32 +165,27 @@ class EMA(Subscriber):
         *,
         decay: float = 0.9,
         bias_correction: bool = True,
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
+        **where: Unpack[Where],
     ) -> None:
         check_decay(decay)
-        super().__init__(subscription_to(kind, tag, subsample, modules), produces=f"{kind}_ema")
+        super().__init__(kind, f"{kind}_ema", **where)
         self.decay, self.bias_correction = decay, bias_correction
-        self._averages: dict[_Key, _Average] = {}
+        self._averages: dict[Series, _Average] = {}
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
-        """Answer one message with the average up to it."""
-        message = message_or_bundle
-        value = _numbers(message.data)
-        key = (message.key, message.tag, message.leaf, message.rank)
+    def measure(self, message: Message) -> tuple[Tensor]:
+        """The average after this message."""
+        value, key = real_numbers(message.data), series_of(message)
         average = self._averages.get(key)
         if average is None or average.total.shape != value.shape:
             average = self._averages[key] = _Average.new(value.shape)
-        found = average.add(value, self.decay, self.bias_correction)
-        yield derived(message, self.produces[0], torch.from_numpy(np.asarray(found)))
+        return (torch.from_numpy(np.asarray(average.add(value, self.decay, self.bias_correction))),)
 
     def state_dict(self) -> dict[str, Any]:
         """The average of each stream."""
         return {
             "averages": [
                 {
-                    **dict(zip(("module", "tag", "leaf", "rank"), key, strict=True)),
+                    **packed_series(key),
                     **{name: torch.tensor(getattr(one, name), device="cpu") for name in ("total", "first", "count")},
                 }
                 for key, one in self._averages.items()
@@ -211,7 +200,7 @@ class EMA(Subscriber):
     def merge(self, state: Mapping[str, Any]) -> None:
         """Take what another heard after this one."""
         for one in state["averages"]:
-            key = (one["module"], one["tag"], one["leaf"], one["rank"])
+            key = unpacked_series(one)
             later = _Average(*(one[name].numpy().copy() for name in ("total", "first", "count")))
             before = self._averages.get(key)
             if before is not None and before.total.shape == later.total.shape:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import final
+from typing import Unpack, final
 
 from analyze.metrics.elementwise.mean import mean
-from analyze.metrics.inputs import Array, answer, as_array, subscription_to
-from tracer.messaging.messages import DEFAULT_TAG, Message, derived
-from tracer.messaging.subscriber import Subscriber
+from analyze.metrics.inputs import Array, as_array
+from analyze.metrics.metric import OneNumber, Where
+from tracer.messaging.messages import Message
 
 
 def loss(x: Array) -> float:
@@ -33,7 +32,7 @@ def loss(x: Array) -> float:
 
 
 @final
-class Loss(Subscriber):
+class Loss(OneNumber):
     r"""Value of each recorded loss :math:`\ell`; of one that was not reduced, the mean over its elements.
 
     Answers ``{kind}_value``: a float64 scalar, in the unit of the loss, for each message.
@@ -69,19 +68,10 @@ class Loss(Subscriber):
     """
 
     name = "loss"
-    scope = "message"
 
-    def __init__(
-        self,
-        kind: str = "loss",
-        *,
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
-    ) -> None:
-        super().__init__(subscription_to(kind, tag, subsample, modules), produces=f"{kind}_value")
+    def __init__(self, kind: str = "loss", **where: Unpack[Where]) -> None:
+        super().__init__(kind, f"{kind}_value", **where)
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
-        """Answer one message with its value."""
-        message = message_or_bundle
-        yield derived(message, self.produces[0], answer(loss(as_array(message.data))))
+    def value(self, message: Message) -> float:
+        """The mean of what the training computed."""
+        return loss(as_array(message.data))

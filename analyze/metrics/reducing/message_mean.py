@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, final
+from typing import Any, Unpack, final
 
-from analyze.metrics.inputs import answer, as_array, subscription_to
+from analyze.metrics.inputs import single_number
+from analyze.metrics.metric import Metric, Where
 from analyze.metrics.reducing.reducers import Reducer, check_reductions
+from analyze.metrics.streams import At
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, Message, NetworkMessage
-from tracer.messaging.subscriber import Subscriber
+from tracer.messaging.messages import Message
 
 
 def message_mean(values: Iterable[float]) -> float:
@@ -43,18 +44,14 @@ def message_mean(values: Iterable[float]) -> float:
 
 
 @dataclass
-class _Step:
+class _Step(At):
     """The numbers of the step that is going on under one tag."""
 
-    global_step: int
-    train_step: int
-    epoch: int
-    rank: int = 0
     values: list[float] = field(default_factory=list)
 
 
 @final
-class MessageMean(Subscriber):
+class MessageMean(Metric):
     r"""Mean, or another statistic, of a published number over the modules of one step: :math:`\frac1L \sum_l x_l`.
 
     Answers ``{kind}_message_mean`` (``_message_max`` and so on for other statistics): a float64 scalar, in the unit of
@@ -110,29 +107,23 @@ class MessageMean(Subscriber):
         kind: str = "weight_updates_weights_ratio",
         *,
         which: str | Iterable[str] = "mean",
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
+        **where: Unpack[Where],
     ) -> None:
         names = check_reductions(which)
-        super().__init__(
-            subscription_to(kind, tag, subsample, modules), produces=[f"{kind}_message_{name}" for name in names]
-        )
+        super().__init__(kind, [f"{kind}_message_{name}" for name in names], **where)
         self.which = names
         self._steps: dict[str, _Step] = {}
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+    def compute(self, message: Message) -> Iterator[Message]:
         """Keep one number; answer with the mean of the step before if this one begins another."""
-        message = message_or_bundle
-        array = as_array(message.data)
-        single = array.size == 1 and array.dtype.kind != "c"
+        number = single_number(message.data)
         now = self._steps.get(message.tag)
         if now is not None and now.global_step != message.global_step:
             yield from self._answers(message.tag, now)
             now = None
         if now is None:
-            now = self._steps[message.tag] = _Step(message.global_step, message.train_step, message.epoch, message.rank)
-        now.values.append(float(array.reshape(-1)[0]) if single else math.nan)
+            now = self._steps[message.tag] = _Step.of(message)
+        now.values.append(math.nan if number is None else number)
 
     def conclude(self) -> Iterator[Message]:
         """Answer with the mean of the last step of each tag."""
@@ -171,12 +162,4 @@ class MessageMean(Subscriber):
         if "mean" in found:
             found["mean"] = message_mean(over.values)
         for kind, value in zip(self.produces, found.values(), strict=True):
-            yield NetworkMessage(
-                kind=kind,
-                global_step=over.global_step,
-                train_step=over.train_step,
-                epoch=over.epoch,
-                tag=tag,
-                rank=over.rank,
-                data=answer(value),
-            )
+            yield over.network_message(kind, tag, value)

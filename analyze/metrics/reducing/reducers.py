@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from analyze.metrics.elementwise.moments import NEEDS, Moments, derive, moments, needs_of
+from analyze.metrics.elementwise.formulas import FORMULAS, derive, derived_number, needs_of
+from analyze.metrics.elementwise.moments import Moments, moments
 from analyze.metrics.elementwise.quantiles import interpolated, quantiles
 from tracer.errors import MessageError
 
@@ -99,7 +100,7 @@ class Reducer:
         probabilities = sorted({0.25, 0.75, *wanted.values()}) if wanted or "iqr" in names else []
         found = dict(zip(probabilities, self._quantiles(values, probabilities), strict=True))
         whole = self._moments.merge(moments(values, _ALL)) if self._folded else moments(values, _ALL)
-        derived = derive(whole, [name for name in names if name in NEEDS])
+        derived = derive(whole, [name for name in names if name in FORMULAS])
         answers: dict[str, float] = {}
         for name in names:
             if name in derived:
@@ -162,7 +163,7 @@ class Reducer:
             return np.zeros(0)
         if not self._folded:
             return quantiles(values, probabilities)
-        least, greatest = (float(derive(self._moments, (name,))[name][0]) for name in ("min", "max"))
+        least, greatest = (derived_number(self._moments, name) for name in ("min", "max"))
         if np.isnan(least):
             return np.full(len(probabilities), np.nan)
         places = np.array(probabilities) * (self._folded - 1)
@@ -173,9 +174,9 @@ class Reducer:
         return found
 
 
-_ALL = needs_of(NEEDS)
+_ALL = needs_of(FORMULAS)
 _PROBABILITIES = {"median": 0.5}
-REDUCTIONS = (*NEEDS, "median", "iqr", "first", "last")
+REDUCTIONS = (*FORMULAS, "median", "iqr", "first", "last")
 
 
 def _is_quantile(name: str) -> bool:

@@ -6,9 +6,9 @@ Shapes: ``x_nd`` has n datapoints and d neurons; ``gram_nn`` is a kernel of each
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, Unpack, final
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from analyze.metrics.similarity.datapoints import (
     together,
 )
 from analyze.metrics.similarity.gathering import ByMoments, Gathering
-from analyze.metrics.similarity.similarity import Against, Calls, Kept, Similarity, code
+from analyze.metrics.similarity.similarity import Compared, Kept, Similarity, code
 from tracer.errors import MessageError
 
 Kernel = Literal["linear", "rbf"]
@@ -523,29 +523,10 @@ class CKA(Alignment):
         estimator: Estimator = "biased",
         bandwidth: float = 0.5,
         batch_size: int = 256,
-        lag: int = 1,
-        against: Against = "past",
-        calls: Calls = "apart",
-        details: bool = True,
-        channels: Channels = "auto",
-        positions: Positions = "datapoints",
-        tag: str | None = "probe",
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
+        **compared: Unpack[Compared],
     ) -> None:
         _check(kernel, estimator, bandwidth, batch_size)
-        super().__init__(
-            kind,
-            against=against,
-            lag=lag,
-            calls=calls,
-            details=details,
-            channels=channels,
-            positions=positions,
-            tag=tag,
-            subsample=subsample,
-            modules=modules,
-        )
+        super().__init__(kind, **compared)
         self.kernel, self.estimator, self.bandwidth, self.batch_size = kernel, estimator, bandwidth, batch_size
 
     def compare(self, one: Kept, other: Kept) -> AlignmentResult:

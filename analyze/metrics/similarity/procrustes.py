@@ -6,8 +6,7 @@ Shapes: ``x_nd`` and ``y_ne`` are centred activations of n datapoints.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any, final
+from typing import Any, Unpack, final
 
 import numpy as np
 import scipy
@@ -19,7 +18,7 @@ from analyze.metrics.similarity.canonical import null_baseline, refuse, sheets
 from analyze.metrics.similarity.cka import UNLIKE, Alignment, AlignmentResult
 from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, check_channels, check_positions
 from analyze.metrics.similarity.gathering import ByMoments, ByTriangle, Gathering
-from analyze.metrics.similarity.similarity import Against, Calls, Kept
+from analyze.metrics.similarity.similarity import Compared, Kept
 from tracer.errors import MessageError
 
 _CLOSE = 0.99
@@ -348,28 +347,9 @@ class Procrustes(Alignment):
         kind: str = "activations",
         *,
         normalised: bool = True,
-        lag: int = 1,
-        against: Against = "past",
-        calls: Calls = "apart",
-        details: bool = True,
-        channels: Channels = "auto",
-        positions: Positions = "datapoints",
-        tag: str | None = "probe",
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
+        **compared: Unpack[Compared],
     ) -> None:
-        super().__init__(
-            kind,
-            against=against,
-            lag=lag,
-            calls=calls,
-            details=details,
-            channels=channels,
-            positions=positions,
-            tag=tag,
-            subsample=subsample,
-            modules=modules,
-        )
+        super().__init__(kind, **compared)
         self.normalised = normalised
 
     def compare(self, one: Kept, other: Kept) -> AlignmentResult:
@@ -444,29 +424,10 @@ class Angular(Alignment):
         kind: str = "activations",
         *,
         alpha: float = 1.0,
-        lag: int = 1,
-        against: Against = "past",
-        calls: Calls = "apart",
-        details: bool = True,
-        channels: Channels = "auto",
-        positions: Positions = "datapoints",
-        tag: str | None = "probe",
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
+        **compared: Unpack[Compared],
     ) -> None:
         _check_alpha(alpha)
-        super().__init__(
-            kind,
-            against=against,
-            lag=lag,
-            calls=calls,
-            details=details,
-            channels=channels,
-            positions=positions,
-            tag=tag,
-            subsample=subsample,
-            modules=modules,
-        )
+        super().__init__(kind, **compared)
         self.alpha = alpha
 
     def compare(self, one: Kept, other: Kept) -> AlignmentResult:

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Unpack
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from analyze.metrics.inputs import Array, as_array, subscription_to
+from analyze.metrics.inputs import Array, as_array
+from analyze.metrics.metric import Metric, Where, Within
 from analyze.metrics.similarity.bases import STATUSES, Basis, Status
 from analyze.metrics.similarity.datapoints import (
     Channels,
@@ -29,7 +30,7 @@ from analyze.metrics.similarity.datapoints import (
 from analyze.metrics.similarity.gathering import Gathering, Layers
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
-from tracer.messaging.subscriber import Scope, Subscriber
+from tracer.messaging.subscriber import Scope
 
 Against = Literal["past", "final", "layers"]
 Calls = Literal["apart", "together"]
@@ -110,7 +111,23 @@ class Origin:
         return f"{self.module or ''}{leaf}{call}"
 
 
-class Similarity(Subscriber):
+class Rows(Where, total=False):
+    """How the activations of a message become datapoints and neurons, and which messages are taken."""
+
+    channels: Channels
+    positions: Positions
+
+
+class Compared(Rows, total=False):
+    """The parameters that every `Similarity` has; a subclass takes them as ``**compared``."""
+
+    lag: int
+    against: Against
+    calls: Calls
+    details: bool
+
+
+class Similarity(Metric):
     """Compares what a layer says of the same datapoints with what it said before, or another layer says.
 
     Parameters
@@ -132,7 +149,6 @@ class Similarity(Subscriber):
         Whether positions can be taken for frequencies.
     """
 
-    name: ClassVar[str]
     companions: ClassVar[tuple[str, ...]]
     representation: ClassVar[type[Basis] | type[Kept]] = Basis
     symmetric: ClassVar[bool] = True
@@ -152,8 +168,7 @@ class Similarity(Subscriber):
         channels: Channels = "auto",
         positions: Positions = "datapoints",
         tag: str | None = "probe",
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
+        **within: Unpack[Within],
     ) -> None:
         if against not in _SCOPES:
             raise MessageError(f"against is 'past', 'final' or 'layers', not {against!r}")
@@ -163,7 +178,7 @@ class Similarity(Subscriber):
         check_channels(channels)
         check_positions(positions, fourier=self.fourier)
         produces = tuple(f"{kind}_{self.name}{suffix}" for suffix in ("", *(self.companions if details else ())))
-        super().__init__(subscription_to(kind, tag, subsample, modules), produces)
+        super().__init__(kind, produces, tag=tag, **within)
         self.against, self.lag, self.calls, self.details = against, lag, calls, details
         self.channels, self.positions = channels, positions
         self.same_inputs = against != "layers"  # which are compared at one step
@@ -195,9 +210,8 @@ class Similarity(Subscriber):
         """What adds up the calls of all layers in a step, if they are taken together."""
         return _Whole(self)
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+    def compute(self, message: Message) -> Iterator[Message]:
         """Keep one message, and answer what it completes."""
-        message = message_or_bundle
         origin = Origin.of(message)
         if self.against == "layers":
             yield from self._with_layers(origin, message.data)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, final
+from typing import Any, Unpack, final
 
 from analyze.metrics.inputs import Array
 from analyze.metrics.similarity.bases import EXACTLY, Basis, basis, check_threshold, no_basis
 from analyze.metrics.similarity.canonical import CanonicalResult, canonical, compare
 from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet
 from analyze.metrics.similarity.gathering import ByMoments, ByTriangle, Gathering
-from analyze.metrics.similarity.similarity import Against, Calls, Similarity, code
+from analyze.metrics.similarity.similarity import Against, Calls, Rows, Similarity, code
 
 
 def svcca(
@@ -173,25 +172,10 @@ class SVCCA(Similarity):
         calls: Calls = "apart",
         details: bool = True,
         rho: bool = False,
-        channels: Channels = "auto",
-        positions: Positions = "datapoints",
-        tag: str | None = "probe",
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
+        **rows: Unpack[Rows],
     ) -> None:
         check_threshold(threshold)
-        super().__init__(
-            kind,
-            against=against,
-            lag=lag,
-            calls=calls,
-            details=details,
-            channels=channels,
-            positions=positions,
-            tag=tag,
-            subsample=subsample,
-            modules=modules,
-        )
+        super().__init__(kind, lag=lag, against=against, calls=calls, details=details, **rows)
         self.threshold, self.rho = threshold, rho
         if rho:
             self.produces = (*self.produces, f"{kind}_svcca_rho")

@@ -147,7 +147,7 @@ def _effective_rank(found: Spectrum) -> float:
 class _SoftRank(OfSpectrum):
     """Answers each message with a function of its shares, and with its status."""
 
-    def measure(self, found: Spectrum) -> tuple[float, Status]:
+    def number(self, found: Spectrum) -> tuple[float, Status]:
         """The rank, and whether there are datapoints enough for it."""
         return self.rank(found), _status(found, self.centre)
 

@@ -15,6 +15,7 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
+from analyze.metrics.streams import stream_of
 from tracer.messaging.messages import Message
 
 Map = Callable[[NDArray[Any]], NDArray[Any]]
@@ -65,11 +66,6 @@ def seeded(*words: object) -> np.random.Generator:
     """
     digest = hashlib.blake2b(repr(words).encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
-
-
-def stream_of(message: Message) -> tuple[str | None, str, int, str, int]:
-    """Which stream a message is of: module, tag, call, leaf and rank. What is remembered is remembered of a stream."""
-    return message.key, message.tag, message.call, message.leaf, message.rank
 
 
 def generator_of(message: Message) -> np.random.Generator:

@@ -7,13 +7,14 @@ input with spatial axes s, ``y_ot`` its output.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, Unpack, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import Array, answer, as_array, subscription_to
+from analyze.metrics.inputs import Array, answer, as_array
+from analyze.metrics.metric import Metric, Where
 from analyze.metrics.spectra.lanczos import generator_of, largest, seeded
 from analyze.metrics.spectra.spectra import code, power_of_two
 from analyze.metrics.spectra.spectral_norm import (
@@ -26,8 +27,7 @@ from analyze.metrics.spectra.spectral_norm import (
     spectral_norm,
 )
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, Message, derived
-from tracer.messaging.subscriber import Subscriber
+from tracer.messaging.messages import Message, derived
 from tracer.messaging.subscription import Subscription
 
 Sizes = int | tuple[int, ...] | None
@@ -404,7 +404,7 @@ def _inputs_of(
 
 
 @final
-class OperatorNorm(Subscriber):
+class OperatorNorm(Metric):
     r"""Operator norm of each layer: :math:`\max_{|x|=1} |W * x|`, of a convolution at the size of its recorded input.
 
     Answers ``{kind}_operator_norm``: a float64 scalar, in the unit of the data, for each message; beside it
@@ -485,9 +485,7 @@ class OperatorNorm(Subscriber):
         groups: int | None = None,
         tolerance: float = 1e-6,
         certify: int = 100,
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
+        **where: Unpack[Where],
     ) -> None:
         check_tolerance(tolerance)
         check_certify(certify)
@@ -508,11 +506,11 @@ class OperatorNorm(Subscriber):
             )
         if padding_mode is not None and padding_mode not in _MODES:
             raise MessageError(f"padding_mode is one of {', '.join(map(repr, _MODES))}, not {padding_mode!r}")
-        subscriptions = [subscription_to(kind, tag, subsample, modules)]
-        if input_hw is None:
-            subscriptions.append(Subscription(_SIZES, None, subsample, modules))
         metric = f"{kind}_operator_norm"
-        super().__init__(subscriptions, produces=(metric, f"{metric}_residual", f"{metric}_status"))
+        super().__init__(kind, (metric, f"{metric}_residual", f"{metric}_status"), **where)
+        if input_hw is None:
+            (weights,) = self.subscriptions
+            self.subscriptions = weights, Subscription(_SIZES, None, weights.subsample, weights.modules)
         self.input_hw, self.stride, self.padding, self.dilation = input_hw, stride, padding, dilation
         self.groups, self.padding_mode, self.tolerance, self.certify = groups, padding_mode, tolerance, certify
         self._sizes: dict[tuple[str, str | None], tuple[int, ...]] = {}
@@ -527,9 +525,8 @@ class OperatorNorm(Subscriber):
             if isinstance(one, Mapping) and isinstance(one.get("convolution"), Mapping)
         }
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+    def compute(self, message: Message) -> Iterator[Message]:
         """Keep the size of an input or output; answer a weight with its operator norm, its residual and its status."""
-        message = message_or_bundle
         if message.kind in _SIZES:
             if not message.leaf and message.data is not None:
                 self._sizes[message.kind, message.key] = tuple(message.data.shape)

@@ -7,15 +7,15 @@ eigenvalues of W'W, its squared singular values.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, final
+from typing import Any, Literal, Unpack, final
 
 import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import Array, answer, as_array, subscription_to
+from analyze.metrics.inputs import Array, as_array
+from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.spectra.lanczos import generator_of, seeded
 from analyze.metrics.spectra.spectra import (
     Spectrum,
@@ -28,8 +28,7 @@ from analyze.metrics.spectra.spectra import (
     singular_of_matrix,
 )
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, Message, derived
-from tracer.messaging.subscriber import Subscriber
+from tracer.messaging.messages import Message
 
 Conv = Literal["slices", "reshape"]
 
@@ -410,7 +409,7 @@ def _shuffled(array: NDArray[Any], esd: _Esd, conv: Conv, random: np.random.Gene
 
 
 @final
-class PowerLaw(Subscriber):
+class PowerLaw(PerMessage):
     r"""Power law in the spectrum of each weight: :math:`\rho(\lambda) \sim \lambda^{-\alpha}` from :math:`x_{min}` on.
 
     :math:`\lambda` are the eigenvalues of W'W. Answers ``{kind}_power_law_alpha``, without unit; ``_xmin``, where the
@@ -459,7 +458,6 @@ class PowerLaw(Subscriber):
     """
 
     name = "power_law"
-    scope = "message"
     version = 2
     spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign", "orthogonal")
@@ -469,28 +467,21 @@ class PowerLaw(Subscriber):
         kind: str = "weights",
         *,
         conv: Conv = "slices",
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
+        **where: Unpack[Where],
     ) -> None:
         check_conv(conv)
         names = ("alpha", "xmin", "D", "sigma", "num_spikes", "status")
-        super().__init__(
-            subscription_to(kind, tag, subsample, modules), produces=[f"{kind}_power_law_{one}" for one in names]
-        )
+        super().__init__(kind, [f"{kind}_power_law_{one}" for one in names], **where)
         self.conv: Conv = conv
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+    def measure(self, message: Message) -> tuple[float, ...]:
         """Answer one message with the power law of its spectrum."""
-        message = message_or_bundle
         fit = once(message.data, ("fit", self.conv), lambda: fit_of(_esd(message.data, self.conv)))
-        numbers = (fit.alpha, fit.xmin, fit.D, fit.sigma, fit.num_spikes, code(fit.status))
-        for kind, number in zip(self.produces, numbers, strict=True):
-            yield derived(message, kind, answer(number))
+        return fit.alpha, fit.xmin, fit.D, fit.sigma, fit.num_spikes, code(fit.status)
 
 
 @final
-class WeightWatcher(Subscriber):
+class WeightWatcher(PerMessage):
     r"""WeightWatcher's board for each weight: alpha, norms, ranks and entropy of its spectrum :math:`\lambda(W'W)`.
 
     Answers ``{kind}_weightwatcher_alpha`` and the same with ``_xmin``, ``_D``, ``_sigma``, ``_num_spikes``,
@@ -547,7 +538,6 @@ class WeightWatcher(Subscriber):
     """
 
     name = "weightwatcher"
-    scope = "message"
     version = 2
     spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign", "orthogonal")
@@ -558,29 +548,23 @@ class WeightWatcher(Subscriber):
         *,
         conv: Conv = "slices",
         randomize: bool = False,
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
+        **where: Unpack[Where],
     ) -> None:
         check_conv(conv)
         if not isinstance(randomize, bool):
             raise MessageError(f"randomize is True or False, not {randomize!r}")
         names = (*BOARD, "status", *(("rand_distance", "ww_softrank", "traps") if randomize else ()))
-        super().__init__(
-            subscription_to(kind, tag, subsample, modules), produces=[f"{kind}_weightwatcher_{one}" for one in names]
-        )
+        super().__init__(kind, [f"{kind}_weightwatcher_{one}" for one in names], **where)
         self.conv, self.randomize = conv, randomize
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+    def measure(self, message: Message) -> list[float]:
         """Answer one message with the numbers of its spectrum."""
-        message = message_or_bundle
         found = _watched(_esd(message.data, self.conv))
-        numbers: list[Any] = [*(getattr(found, one) for one in BOARD), code(found.status)]
+        numbers: list[float] = [*(getattr(found, one) for one in BOARD), code(found.status)]
         if self.randomize:
             other = _beside(message, self.conv)
             numbers += [other.distance, other.softrank, other.traps]
-        for kind, number in zip(self.produces, numbers, strict=True):
-            yield derived(message, kind, answer(number))
+        return numbers
 
 
 def _beside(message: Message, conv: Conv) -> Randomized:

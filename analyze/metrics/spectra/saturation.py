@@ -6,21 +6,22 @@ Shapes: ``x_nd`` has n datapoints and d neurons.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, final
+from typing import Any, Literal, Unpack, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import Array, answer, as_array, subscription_to
+from analyze.metrics.inputs import Array, answer, as_array
+from analyze.metrics.metric import Metric, Where
 from analyze.metrics.similarity.datapoints import Channels, check_channels
-from analyze.metrics.spectra.lanczos import stream_of
 from analyze.metrics.spectra.spectra import Scatter, Spectrum, Status, code, once, real_neurons, spread
+from analyze.metrics.streams import Series, packed_series, series_of, unpacked_series
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, Message, ModuleMessage, NetworkMessage, derived
-from tracer.messaging.subscriber import Scope, Subscriber
+from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage, derived
+from tracer.messaging.subscriber import Scope
 
 Positions = Literal["datapoints", "mean", "max", "median", "flatten"]
 Window = Literal["message", "epoch"]
@@ -164,7 +165,7 @@ def measured(found: Spectrum, threshold: float) -> SaturationResult:
 
 
 @final
-class Saturation(Subscriber):
+class Saturation(Metric):
     r"""Saturation of each layer: :math:`k(\tau)/d`, the share of its directions that hold the share τ of the variance.
 
     :math:`k` is the smallest number with :math:`\sum_{i \le k} \lambda_i \ge \tau \sum_i \lambda_i`, where
@@ -242,9 +243,7 @@ class Saturation(Subscriber):
         window: Window = "message",
         channels: Channels = "auto",
         positions: Positions = "datapoints",
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
+        **where: Unpack[Where],
     ) -> None:
         check_threshold(threshold)
         check_channels(channels)
@@ -252,23 +251,19 @@ class Saturation(Subscriber):
         if window not in ("message", "epoch"):
             raise MessageError(f"window is 'message' or 'epoch', not {window!r}")
         metric = f"{kind}_saturation"
-        super().__init__(
-            subscription_to(kind, tag, subsample, modules),
-            produces=(metric, *(f"{metric}_{companion}" for companion in ("k", "trace", "log_det", "status"))),
-        )
+        companions = (f"{metric}_{companion}" for companion in ("k", "trace", "log_det", "status"))
+        super().__init__(kind, (metric, *companions), **where)
         self.threshold, self.window, self.channels, self.positions = threshold, window, channels, positions
         if window == "message":
             self.scope = "message"
-        self._open: dict[_Key, _Epoch] = {}
+        self._open: dict[Series, _Epoch] = {}
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+    def compute(self, message: Message) -> Iterator[Message]:
         """Answer one message with its saturation, or take it in and answer for the epoch that it shows to be over."""
-        message = message_or_bundle
         if self.window == "message":
             yield from self._answers(message, _measured(message.data, self.threshold, self.channels, self.positions))
             return
-        module, tag, _, leaf, rank = stream_of(message)
-        key = (module, tag, leaf, rank)
+        key = series_of(message)
         there = self._open.get(key)
         if there is not None and there.last.epoch != message.epoch:
             yield from self._finished(key)
@@ -282,7 +277,7 @@ class Saturation(Subscriber):
         for key in list(self._open):
             yield from self._finished(key)
 
-    def _finished(self, key: _Key) -> Iterator[Message]:
+    def _finished(self, key: Series) -> Iterator[Message]:
         there = self._open.pop(key)
         yield from self._answers(there.last, there.result(self.threshold))
 
@@ -298,7 +293,7 @@ class Saturation(Subscriber):
         return {
             "open": [
                 {
-                    **dict(zip(("module", "tag", "leaf", "rank"), key, strict=True)),
+                    **packed_series(key),
                     **{field: getattr(one.last, field) for field in _COUNTERS},
                     "kind": one.last.kind,
                     "status": one.status,
@@ -330,7 +325,6 @@ class Saturation(Subscriber):
                 there.join(one)
 
 
-_Key = tuple[str | None, str, str, int]
 _COUNTERS = ("global_step", "train_step", "epoch", "call")
 
 
@@ -373,8 +367,8 @@ class _Epoch:
         return measured(self.scatter.spectrum(), threshold)
 
 
-def _restored(stored: Mapping[str, Any]) -> tuple[_Key, _Epoch]:
-    key = (stored["module"], stored["tag"], stored["leaf"], stored["rank"])
+def _restored(stored: Mapping[str, Any]) -> tuple[Series, _Epoch]:
+    key = unpacked_series(stored)
     fields = {field: stored[field] for field in ("kind", "tag", "leaf", "rank", *_COUNTERS)}
     fields["data"] = torch.zeros((), device="cpu")
     last = NetworkMessage(**fields) if key[0] is None else ModuleMessage(module=key[0], **fields)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import final
+from typing import Unpack, final
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from analyze.metrics.inputs import Array, as_array, subscription_to
+from analyze.metrics.inputs import Array, as_array
+from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.spectra.spectra import OfSpectrum, Spectrum, Status, singular, tensor
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, Message, derived
-from tracer.messaging.subscriber import Subscriber
+from tracer.messaging.messages import Message
 
 
 def singular_values(w: Array) -> NDArray[np.float64]:
@@ -81,7 +81,7 @@ def _condition(found: Spectrum, *, min_side: bool) -> tuple[float, Status]:
 
 
 @final
-class SingularValues(Subscriber):
+class SingularValues(PerMessage):
     r"""Singular values of each tensor of a kind: :math:`\sigma_1 \ge \sigma_2 \ge \dots` of W, a row for each output.
 
     Answers ``{kind}_singular_values``: a float64 vector (min(o, i),), in the unit of the data, for each message; of the
@@ -123,28 +123,18 @@ class SingularValues(Subscriber):
     """
 
     name = "singular_values"
-    scope = "message"
     spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign", "orthogonal")
 
-    def __init__(
-        self,
-        kind: str = "weights",
-        *,
-        top: int | None = None,
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
-    ) -> None:
+    def __init__(self, kind: str = "weights", *, top: int | None = None, **where: Unpack[Where]) -> None:
         if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 1):
             raise MessageError(f"top is a positive number of singular values or None, not {top!r}")
-        super().__init__(subscription_to(kind, tag, subsample, modules), produces=f"{kind}_singular_values")
+        super().__init__(kind, f"{kind}_singular_values", **where)
         self.top = top
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+    def measure(self, message: Message) -> tuple[Tensor]:
         """Answer one message with its singular values."""
-        message = message_or_bundle
-        yield derived(message, self.produces[0], tensor(_all(singular(message.data))[: self.top]))
+        return (tensor(_all(singular(message.data))[: self.top]),)
 
 
 @final
@@ -197,7 +187,7 @@ class ConditionNumber(OfSpectrum):
 
     name = "condition_number"
 
-    def measure(self, found: Spectrum) -> tuple[float, Status]:
+    def number(self, found: Spectrum) -> tuple[float, Status]:
         """The ratio, of a covariance that of its eigenvalues; infinity where the rank is not full."""
         value, status = _condition(found, min_side=not self.centre)
         return value * value if self.centre else value, status

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar, Unpack
 
 import numpy as np
 import scipy
@@ -19,11 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from analyze.metrics.inputs import Array, answer, as_array, as_float64, subscription_to
+from analyze.metrics.inputs import Array, as_array, as_float64
+from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.similarity.datapoints import Channels, check_channels, neurons
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, KINDS, Message, derived
-from tracer.messaging.subscriber import Subscriber
+from tracer.messaging.messages import KINDS, Message
 
 Status = Literal[
     "ok", "few_samples", "ill_posed", "zero", "nonfinite", "mismatch", "empty", "rank_deficient", "too_few"
@@ -304,11 +304,9 @@ def tensor(values: NDArray[np.float64]) -> Tensor:
     return torch.from_numpy(np.array(values, dtype=np.float64))
 
 
-class OfSpectrum(Subscriber):
+class OfSpectrum(PerMessage):
     """A metric that is one number of the spectrum of a weight, or of the covariance of activations, and its status."""
 
-    name: ClassVar[str]
-    scope = "message"
     version = 2
     spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign", "scale", "orthogonal")
@@ -319,22 +317,18 @@ class OfSpectrum(Subscriber):
         *,
         centre: bool | None = None,
         channels: Channels = "auto",
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
+        **where: Unpack[Where],
     ) -> None:
         check_channels(channels)
         metric = f"{kind}_{self.name}"
-        super().__init__(subscription_to(kind, tag, subsample, modules), produces=(metric, f"{metric}_status"))
+        super().__init__(kind, (metric, f"{metric}_status"), **where)
         self.centre, self.channels = centred(kind, centre), channels
 
     @abstractmethod
-    def measure(self, found: Spectrum) -> tuple[float, Status]:
+    def number(self, found: Spectrum) -> tuple[float, Status]:
         """The number, and what stands against it."""
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
-        """Answer one message with its number and its status."""
-        message = message_or_bundle
-        value, status = self.measure(of_data(message.data, self.centre, self.channels))
-        yield derived(message, self.produces[0], answer(value))
-        yield derived(message, self.produces[1], answer(code(status)))
+    def measure(self, message: Message) -> tuple[float, float]:
+        """The number, and the code of its status."""
+        number, status = self.number(of_data(message.data, self.centre, self.channels))
+        return number, code(status)

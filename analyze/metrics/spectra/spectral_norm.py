@@ -7,19 +7,18 @@ or its transpose if that has the shorter rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any, Literal, final
+from typing import Any, Literal, Unpack, final
 
 import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import Array, answer, as_array, subscription_to
+from analyze.metrics.inputs import Array, as_array
+from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.spectra.lanczos import Extreme, generator_of, largest, product, seeded
 from analyze.metrics.spectra.spectra import code, matrix, power_of_two
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, Message, derived
-from tracer.messaging.subscriber import Subscriber
+from tracer.messaging.messages import Message
 
 Status = Literal["converged", "exact", "certified", "corrected", "nonfinite", "unconverged", "unknown_size", "guessed"]
 
@@ -196,7 +195,7 @@ def _certified(a_mn: NDArray[Any], value: float, tolerance: float) -> bool:
 
 
 @final
-class SpectralNorm(Subscriber):
+class SpectralNorm(PerMessage):
     r"""Spectral norm of each tensor of a kind: :math:`\sigma_1(W) = \max_{|v|=1} |Wv|`, W with one row for each output.
 
     Answers ``{kind}_spectral_norm``: a float64 scalar, in the unit of the data, for each message; beside it
@@ -258,7 +257,6 @@ class SpectralNorm(Subscriber):
     """
 
     name = "spectral_norm"
-    scope = "message"
     spoiled_by = ("elements", "reduce")
     version = 4
     invariances = ("rows", "sign", "orthogonal")
@@ -270,22 +268,16 @@ class SpectralNorm(Subscriber):
         exact: bool = False,
         tolerance: float = 1e-6,
         certify: int = 100,
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
+        **where: Unpack[Where],
     ) -> None:
         check_tolerance(tolerance)
         check_certify(certify)
         metric = f"{kind}_spectral_norm"
-        super().__init__(
-            subscription_to(kind, tag, subsample, modules),
-            produces=(metric, f"{metric}_residual", f"{metric}_status"),
-        )
+        super().__init__(kind, (metric, f"{metric}_residual", f"{metric}_status"), **where)
         self.exact, self.tolerance, self.certify = exact, tolerance, certify
 
-    def compute(self, message_or_bundle: Message) -> Iterator[Message]:
+    def measure(self, message: Message) -> tuple[float, float, float]:
         """Answer one message with its spectral norm, its residual and its status."""
-        message = message_or_bundle
         found = spectral_norm(
             as_array(message.data),
             exact=self.exact,
@@ -293,8 +285,7 @@ class SpectralNorm(Subscriber):
             tolerance=self.tolerance,
             random=generator_of(message),
         )
-        for kind, number in zip(self.produces, (found, found.residual, code(found.status, STATUSES)), strict=True):
-            yield derived(message, kind, answer(number))
+        return found, found.residual, code(found.status, STATUSES)
 
 
 def check_certify(certify: object) -> None:

@@ -1,0 +1,61 @@
+"""One pass over a message's data for all subscribers that ask for a statistic of it."""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+
+import torch
+from torch import Tensor
+
+from analyze.metrics.elementwise.formulas import FORMULAS, derived_number, statistic
+from analyze.metrics.elementwise.moments import Moments, has, moments
+from analyze.metrics.inputs import as_array
+from tracer.messaging.messages import Message
+
+
+class _Shared(threading.local):
+    """The moments of the tensor that was last asked about, and what is asked of each kind."""
+
+    def __init__(self) -> None:
+        self.tensor: weakref.ref[Tensor] | None = None
+        self.version = -1
+        self.kind = ""
+        self.asked = 0
+        self.found: list[Moments] = []
+        self.usual: dict[str, int] = {}
+
+
+_shared = _Shared()
+
+
+def shared(message: Message, name: str, ddof: int = 1) -> float:
+    """A statistic of a message's data, in a pass that others may share; NaN for complex data."""
+    data = message.data
+    if data is not None and data.is_complex():
+        return math.nan
+    if data is None or data.layout != torch.strided:
+        return statistic(as_array(data), name, ddof)
+    return derived_number(shared_moments(data, message.kind, FORMULAS[name].need), name, ddof)
+
+
+def shared_moments(data: Tensor, kind: str, need: int) -> Moments:
+    """Moments of a message's data, which several subscribers may ask for: one pass for all of them.
+
+    What was asked of the kind's message before is taken to be asked again, and accumulated at once. Since each of the
+    moments is the same to the bit whatever else is accumulated, who else asks changes nothing but the time.
+    """
+    version = -1 if data.is_inference() else data._version
+    if _shared.tensor is None or _shared.tensor() is not data or _shared.version != version or version < 0:
+        if _shared.kind:
+            _shared.usual[_shared.kind] = _shared.asked
+        _shared.tensor, _shared.version, _shared.kind = weakref.ref(data), version, kind
+        _shared.asked, _shared.found = 0, []
+    _shared.asked |= need
+    for known in _shared.found:
+        if has(known.need, need):
+            return known
+    found = moments(as_array(data), need | _shared.usual.get(kind, 0))
+    _shared.found.append(found)
+    return found

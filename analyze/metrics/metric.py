@@ -1,0 +1,114 @@
+"""The bases of the metrics: which messages a metric takes, and how the numbers of its formula become answers."""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar, TypedDict
+
+from torch import Tensor
+
+from analyze.metrics.inputs import answer, carries_data
+from tracer.messaging.messages import DEFAULT_TAG, Message, derived
+from tracer.messaging.subscriber import Scope, Subscriber
+from tracer.messaging.subscription import Subscription, SynchronizedSubscription
+
+
+class Within(TypedDict, total=False):
+    """Which messages of a tag a metric takes, as in `tracer.Subscription`."""
+
+    subsample: int
+    modules: str | Iterable[str] | None
+
+
+class Where(Within, total=False):
+    """Which messages of its kinds a metric takes, as in `tracer.Subscription`."""
+
+    tag: str | None
+
+
+class Metric(Subscriber):
+    """A subscriber that is registered by its name.
+
+    A subclass writes ``**where: Unpack[Where]`` for the parameters that it only hands on to its parent. The signature
+    of the class spells them out, after its own.
+
+    Parameters
+    ----------
+    kinds : str or tuple of str
+        Of one kind it takes each message; of several the bundles that are complete, or each message (see `bundled`).
+    produces : str or iterable of str
+        The kinds of its answers.
+    tag, subsample, modules
+        As in `tracer.Subscription`.
+
+    Raises
+    ------
+    MessageError
+        If it takes single messages of a kind whose messages are events, which carry no data.
+    """
+
+    name: ClassVar[str]
+    bundled: ClassVar[bool] = True
+    __signature__: ClassVar[inspect.Signature]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.__signature__ = _spelled_out(cls)
+
+    def __init__(
+        self,
+        kinds: str | tuple[str, ...],
+        produces: str | Iterable[str],
+        *,
+        tag: str | None = DEFAULT_TAG,
+        subsample: int = 1,
+        modules: str | Iterable[str] | None = None,
+    ) -> None:
+        if self.bundled and not isinstance(kinds, str):
+            super().__init__(SynchronizedSubscription(kinds, tag, subsample, modules, incomplete="drop"), produces)
+            return
+        kinds = (kinds,) if isinstance(kinds, str) else kinds
+        for kind in kinds:
+            carries_data(kind)
+        super().__init__([Subscription(kind, tag, subsample, modules) for kind in kinds], produces)
+
+
+def _spelled_out(cls: type[Metric]) -> inspect.Signature:
+    """The signature of a class; ``**where`` stands for the parent's keywords that the class does not name itself."""
+    constructor = inspect.signature(cls.__init__)
+    _, *parameters = constructor.parameters.values()
+    own = [one for one in parameters if one.kind is not one.VAR_KEYWORD]
+    if len(own) < len(parameters):
+        named = {one.name for one in own}
+        inherited = inspect.signature(cls.__mro__[1]).parameters.values()
+        own += [one for one in inherited if one.kind is one.KEYWORD_ONLY and one.name not in named]
+    return constructor.replace(parameters=own)
+
+
+class PerMessage(Metric):
+    """Answers each message, or bundle, with the numbers of a formula: one for each kind that it produces."""
+
+    scope: Scope = "message"
+
+    @abstractmethod
+    def measure(self, message: Any) -> Iterable[float | Tensor]:
+        """The numbers of a message, in the order of `produces`."""
+
+    def compute(self, message: Any) -> Iterator[Message]:
+        """Answer one message with its numbers."""
+        for kind, number in zip(self.produces, self.measure(message), strict=True):
+            yield derived(message, kind, number if isinstance(number, Tensor) else answer(number))
+
+
+class OneNumber(PerMessage):
+    """Answers each message, or bundle, with one number."""
+
+    @abstractmethod
+    def value(self, message: Any) -> float:
+        """The number of a message."""
+
+    def measure(self, message: Any) -> tuple[float]:
+        """The number of a message."""
+        return (self.value(message),)
