@@ -1601,7 +1601,7 @@ def replay(
         results.to_tensorboard(tensorboard, times={} if times is None else {trace: times})
         click.echo(f"events written to {tensorboard}", err=True)
     if as_json:
-        from analyze.tables.results import as_json as row_as_json
+        from analyze.tables.columns import as_json as row_as_json
 
         for row in results if not follow else ():
             _print_json(row_as_json(row), indent=None)
@@ -1685,7 +1685,8 @@ class _Printer:
     def receive(self, message: Message) -> Iterable[Message]:
         """Print an answer: on a line, or as JSON the rows that it is in the results."""
         if self.as_json:
-            from analyze.tables.results import Results, as_json
+            from analyze.tables.columns import as_json
+            from analyze.tables.results import Results
 
             rows = Results()
             rows.add(message, self.sink.trace, self.sink.producers[message.kind])

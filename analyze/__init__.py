@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from analyze.asking import analyze
     from analyze.batching.batch import BatchResults, batch
     from analyze.comparing.compare import compare
     from analyze.comparing.over_time import statistics_over_time
@@ -66,11 +67,11 @@ if TYPE_CHECKING:
     )
     from analyze.metrics.spectra.spectral_norm import SpectralNorm, spectral_norm
     from analyze.registry import describe, parse, subscribers
-    from analyze.tables.results import Results, analyze
+    from analyze.tables.results import Results
 
 _OTHERS = {
     "accuracy": "metrics.predictions.accuracy",
-    "analyze": "tables.results",
+    "analyze": "asking",
     "Results": "tables.results",
     "statistics_of_tensors": "metrics.elementwise.statistics",
     "statistics_over_time": "comparing.over_time",

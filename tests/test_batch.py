@@ -29,7 +29,8 @@ from analyze.batching.batch import BatchResults, batch, estimate, plan_batch
 from analyze.batching.engines import Dask, Death, Processes, environment, options_of, slurm
 from analyze.batching.folder import Folder
 from analyze.batching.planning import Selection
-from analyze.tables.results import COLUMNS, Results, Row
+from analyze.tables.columns import COLUMNS, Row
+from analyze.tables.results import Results
 from tracer import Collect, Message, ModuleMessage, NetworkMessage, TraceWriter
 from tracer.errors import CaptureError, MessageError, TraceError, TraceExistsError, TracerError, UnknownNameError
 

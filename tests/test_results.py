@@ -26,7 +26,9 @@ from rich.console import Console
 
 import analyze
 import tracer
-from analyze.tables.results import COLUMNS, FORMATS, Row, as_json, sparkline, times_of
+from analyze.tables.columns import COLUMNS, Row, as_json
+from analyze.tables.results import FORMATS, times_of
+from analyze.tables.sparkline import sparkline
 from tracer import (
     MessageBus,
     MessageError,

@@ -45,7 +45,9 @@ from analyze.batching.planning import (
     steps_of,
 )
 from analyze.batching.traces import find_traces
-from analyze.tables.results import COLUMNS, PathLike, Results, Row, _needs, _new_file
+from analyze.tables.columns import COLUMNS, Row
+from analyze.tables.results import Results
+from analyze.tables.writing import PathLike, new_file, not_installed
 from tracer.errors import CaptureError, TracerError
 from tracer.messaging.messages import Message
 from tracer.stores import Anywhere, Url, location
@@ -279,7 +281,7 @@ class BatchResults(Results):
             If pandas is not installed.
         """
         if find_spec("pandas") is None:
-            raise _needs("a data frame", "pandas", "tables")
+            raise not_installed("a data frame", "pandas", "tables")
         return self.to_arrow().to_pandas()
 
     def to_parquet(self, path: PathLike, *, overwrite: bool = False) -> None:
@@ -294,7 +296,7 @@ class BatchResults(Results):
         """
         import pyarrow.parquet as pq
 
-        with _new_file(path, overwrite) as temporary, pq.ParquetWriter(temporary, _schema()) as writer:
+        with new_file(path, overwrite) as temporary, pq.ParquetWriter(temporary, _schema()) as writer:
             for table in self.tables():
                 if table.num_rows:
                     writer.write_table(table)

@@ -24,7 +24,9 @@ from analyze import registry
 from analyze.batching.folder import Folder
 from analyze.batching.pairing import identity_of, take
 from analyze.batching.planning import Question, Selection, Share, Task, Unit, identity, of_modules, questions
-from analyze.tables.results import COLUMNS, Results, in_utf8
+from analyze.tables.columns import COLUMNS
+from analyze.tables.results import Results
+from analyze.tables.writing import in_utf8
 from tracer.errors import TraceCorruptError, TraceError, TracerError
 from tracer.format.journal import Column
 from tracer.messaging.bus import Receiver, describe
@@ -44,7 +46,7 @@ COMPLETE: Final = ".parquet"
 DETAILS: Final = b"tracereel"
 """Where in the metadata of a Parquet file it is told what the file is of."""
 RUN_COLUMNS: Final = ("spec", "run_id", "created", "status", "array")
-"""The columns that the table of a batch has besides `analyze.tables.results.COLUMNS`."""
+"""The columns that the table of a batch has besides `analyze.tables.columns.COLUMNS`."""
 
 
 class Outcome(NamedTuple):

@@ -5,216 +5,31 @@ from __future__ import annotations
 import contextlib
 import csv
 import datetime as dt
-import itertools
 import json
 import math
 import os
-import shutil
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO, TypeAlias, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.registry import instances
+from analyze.tables.columns import COLUMNS, Kept, Row, Series, Stream, as_json, positions
 from analyze.tables.escapes import in_cell, in_json
-from analyze.tables.layout import ResultsTable, mean_of, sparkline
-from tracer.errors import MessageError, TraceError, TraceExistsError, TraceNotFoundError, TracerError, UnknownNameError
+from analyze.tables.layout import ResultsTable
+from analyze.tables.sparkline import mean_of, sparkline
+from analyze.tables.writing import CRLF, ODD, Lines, PathLike, in_utf8, new_file, not_installed
+from tracer.errors import MessageError, TraceError, UnknownNameError
 from tracer.messaging.bus import describe
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 
 if TYPE_CHECKING:
     import torch
 
-    from tracer.messaging.subscriber import Subscriber
     from tracer.trace.reader import TraceReader
-
-PathLike: TypeAlias = str | os.PathLike[str]
-
-
-class Row(NamedTuple):
-    """One number of an answer."""
-
-    trace: str
-    subscriber: str
-    kind: str
-    module: str
-    tag: str
-    rank: int
-    epoch: int
-    train_step: int
-    global_step: int
-    call: int
-    index: str  # type: ignore[assignment] # tuples have a method of this name, a table has this column
-    value: float
-
-
-COLUMNS: tuple[str, ...] = Row._fields
-"""The columns of every table of results, in their order."""
-
-
-class _Stream(NamedTuple):
-    """What all answers of one series have in common."""
-
-    trace: str
-    subscriber: str
-    kind: str
-    module: str | None
-    tag: str
-    leaf: str
-    rank: int
-    dtype: str | None
-
-    @property
-    def place(self) -> str:
-        """The column ``module``."""
-        return (self.module or "") + (f"#{self.leaf}" if self.leaf else "")
-
-    @property
-    def words(self) -> tuple[str, str, str, str, str, int]:
-        """What each of its rows begins with."""
-        return self.trace, self.subscriber, self.kind, self.place, self.tag, self.rank
-
-
-class Series(NamedTuple):
-    """A stream of answers at a glance.
-
-    ==============  ==============================================================================================
-    n               how many answers
-    first, last     values; of answers that are arrays, the means of their finite numbers
-    min, max        the least and the greatest finite number
-    trend           the course of the values, as `sparkline` draws it
-    min_step        the global step of the least number, the first time; None where none is finite
-    max_step        the same of the greatest
-    nans, infs      how many numbers are NaN, and how many infinite
-    first_strange   the first global step with a number that is not finite; None without
-    ==============  ==============================================================================================
-    """
-
-    trace: str
-    kind: str
-    module: str
-    tag: str
-    rank: int
-    n: int
-    first: float
-    last: float
-    min: float
-    max: float
-    trend: str
-    min_step: int | None = None
-    max_step: int | None = None
-    nans: int = 0
-    infs: int = 0
-    first_strange: int | None = None
-
-
-@final
-class _Kept:
-    """The answers of results by columns: streams, an entry for each message, and one for each number."""
-
-    __slots__ = (
-        "call", "epoch", "global_step", "ids", "shapes", "starts", "stream", "streams", "train_step", "values",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.streams: list[_Stream] = []
-        self.ids: dict[_Stream, int] = {}
-        # one entry for each message
-        self.stream = array("q")
-        self.epoch = array("q")
-        self.train_step = array("q")
-        self.global_step = array("q")
-        self.call = array("q")
-        self.shapes: list[tuple[int, ...]] = []
-        self.starts = array("q", [0])
-        # one entry for each number
-        self.values = array("d")
-
-    def number(self, stream: _Stream) -> int:
-        """The number of a stream, which is new or known."""
-        number = self.ids.get(stream)
-        if number is None:
-            number = self.ids[stream] = len(self.streams)
-            self.streams.append(stream)
-        return number
-
-    def add(self, number: int, counters: Iterable[int], shape: tuple[int, ...], values: Iterable[float]) -> None:
-        """Append a message."""
-        self.stream.append(number)
-        for place, counter in zip((self.epoch, self.train_step, self.global_step, self.call), counters, strict=True):
-            place.append(counter)
-        self.shapes.append(shape)
-        self.values.extend(values)
-        self.starts.append(len(self.values))
-
-    def extend(self, other: _Kept) -> None:
-        """Append what another one holds."""
-        numbers = [self.number(stream) for stream in other.streams]
-        self.stream.extend([numbers[number] for number in other.stream])
-        for name in ("epoch", "train_step", "global_step", "call"):
-            getattr(self, name).extend(getattr(other, name))
-        self.shapes += other.shapes
-        end = len(self.values)
-        self.starts.extend([end + start for start in other.starts[1:]])
-        self.values.extend(other.values)
-
-    def structure(self) -> dict[str, Any]:
-        """What the rows do not say of the messages, as JSON values, which `of` reads.
-
-        That is the streams; for messages whose rows name several streams, which it is; and messages without numbers.
-        """
-        alike = self._alike()
-        return {
-            "streams": [list(stream) for stream in self.streams],
-            "which": [
-                number
-                for at, number in enumerate(self.stream)
-                if self.starts[at] < self.starts[at + 1] and len(alike[self.streams[number].words]) > 1
-            ],
-            "empty": [
-                [at, self.stream[at], self.epoch[at], self.train_step[at], self.global_step[at], self.call[at], shape]
-                for at, shape in enumerate(self.shapes)
-                if self.starts[at] == self.starts[at + 1]
-            ],
-        }
-
-    def _alike(self) -> dict[tuple[str, str, str, str, str, int], list[int]]:
-        """The numbers of the streams whose rows begin with the same words."""
-        alike: dict[tuple[str, str, str, str, str, int], list[int]] = {}
-        for number, stream in enumerate(self.streams):
-            alike.setdefault(stream.words, []).append(number)
-        return alike
-
-    @classmethod
-    def of(cls, columns: Mapping[str, Sequence[Any]], structure: Mapping[str, Any]) -> _Kept:
-        """What had these rows and this structure."""
-        kept = cls()
-        for one in structure["streams"]:
-            kept.number(_Stream(*one))
-        alike, which = kept._alike(), iter(structure["which"])
-        empty = {at: rest for at, *rest in structure["empty"]}
-
-        def add_empty() -> None:
-            while len(kept.shapes) in empty:
-                number, *counters, shape = empty[len(kept.shapes)]
-                kept.add(number, counters, tuple(shape), ())
-
-        index, words = columns["index"], list(zip(*(columns[name] for name in COLUMNS[:6]), strict=True))
-        counters = list(zip(*(columns[name] for name in COLUMNS[6:10]), strict=True))
-        # a message begins with a single number, or with the element [0, 0]
-        begins = [row for row, position in enumerate(index) if not position.strip("[]0, ")]
-        for row, end in itertools.pairwise([*begins, len(index)]):
-            add_empty()
-            numbers = alike[words[row]]
-            number = numbers[0] if len(numbers) == 1 else next(which)
-            shape = tuple(at + 1 for at in json.loads(index[end - 1] or "[]"))
-            kept.add(number, counters[row], shape, columns["value"][row:end])
-        add_empty()
-        return kept
 
 
 class Results:
@@ -253,9 +68,9 @@ class Results:
     """
 
     @cached_property
-    def _kept(self) -> _Kept:
+    def _kept(self) -> Kept:
         """Where the answers are."""
-        return _Kept()
+        return Kept()
 
     # -- filling --------------------------------------------------------------------------------------------
 
@@ -270,7 +85,7 @@ class Results:
         data = message.data
         if data is not None and data.is_complex():
             raise MessageError(f"results hold real numbers, but {message.kind} of {message.key!r} is {data.dtype}")
-        stream = _Stream(
+        stream = Stream(
             trace,
             subscriber,
             message.kind,
@@ -313,7 +128,7 @@ class Results:
         [tensor([[4, 2]])]
         """
         results = Results()
-        results._kept.extend(_Kept.of(columns, structure))
+        results._kept.extend(Kept.of(columns, structure))
         return results
 
     def sink(self, subscribers: Iterable[object], trace: str = "") -> Sink:
@@ -337,7 +152,7 @@ class Results:
                 kept.call[position],
             )
             start, stop = kept.starts[position], kept.starts[position + 1]
-            for index, value in zip(_positions(shape), kept.values[start:stop], strict=True):
+            for index, value in zip(positions(shape), kept.values[start:stop], strict=True):
                 yield Row(*stream.words, *counters, index, value)
 
     def __repr__(self) -> str:
@@ -395,7 +210,7 @@ class Results:
         columns["rank"] = ranks[stream]
         for name in ("epoch", "train_step", "global_step", "call"):
             columns[name] = np.repeat(np.array(getattr(kept, name), dtype=np.int64), sizes)
-        columns["index"] = [index for shape in kept.shapes for index in _positions(shape)]
+        columns["index"] = [index for shape in kept.shapes for index in positions(shape)]
         columns["value"] = np.array(kept.values, dtype=np.float64)
         return columns
 
@@ -478,10 +293,10 @@ class Results:
         whoever reads the file takes the first apostrophe of a text off.
         """
         with (
-            _new_file(path, overwrite) as temporary,
-            temporary.open("w", encoding="utf-8", errors=_ODD, newline="") as file,
+            new_file(path, overwrite) as temporary,
+            temporary.open("w", encoding="utf-8", errors=ODD, newline="") as file,
         ):
-            writer = csv.writer(_Lines(file), lineterminator=_CRLF)
+            writer = csv.writer(Lines(file), lineterminator=CRLF)
             writer.writerow(COLUMNS)
             # a csv writer writes floats by repr
             writer.writerows((*map(in_cell, row[:5]), *row[5:]) for row in self)
@@ -492,7 +307,7 @@ class Results:
         Values read back as the same float64. JSON has no word for what is not finite: those are the strings ``"NaN"``,
         ``"Infinity"`` and ``"-Infinity"``, which Python's ``float`` and JavaScript's ``Number`` understand.
         """
-        with _new_file(path, overwrite) as temporary, temporary.open("w", encoding="utf-8", errors=_ODD) as file:
+        with new_file(path, overwrite) as temporary, temporary.open("w", encoding="utf-8", errors=ODD) as file:
             for row in self:
                 file.write(in_json(json.dumps(as_json(row), ensure_ascii=False, allow_nan=False)) + "\n")
 
@@ -508,12 +323,12 @@ class Results:
             import pyarrow as pa
             import pyarrow.parquet as pq
         except ImportError as error:
-            raise _needs("writing Parquet", "pyarrow", "tables") from error
+            raise not_installed("writing Parquet", "pyarrow", "tables") from error
         types = {name: pa.string() for name in (*COLUMNS[:5], "index")} | {"value": pa.float64()}
         table = pa.table(
             {name: pa.array(in_utf8(column), types.get(name, pa.int64())) for name, column in self.columns().items()}
         )
-        with _new_file(path, overwrite) as temporary:
+        with new_file(path, overwrite) as temporary:
             pq.write_table(table, temporary)
 
     def to_pandas(self) -> Any:
@@ -527,7 +342,7 @@ class Results:
         try:
             import pandas as pd
         except ImportError as error:
-            raise _needs("a data frame", "pandas", "tables") from error
+            raise not_installed("a data frame", "pandas", "tables") from error
         return pd.DataFrame(self.columns(), columns=list(COLUMNS))
 
     def to_trace(self, path: PathLike, *, overwrite: bool = False) -> None:
@@ -547,7 +362,7 @@ class Results:
             "subscribers": sorted(self.subscribers),
         }
         check_target(path, overwrite=overwrite)
-        with _new_file(path, overwrite) as temporary, TraceWriter(temporary, header=header) as writer:
+        with new_file(path, overwrite) as temporary, TraceWriter(temporary, header=header) as writer:
             for message in self.messages():
                 writer.write(message)
 
@@ -572,7 +387,7 @@ class Results:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise _needs("writing for TensorBoard", "tensorboard", "tensorboard") from error
+            raise not_installed("writing for TensorBoard", "tensorboard", "tensorboard") from error
         several_ranks = len({stream.rank for stream in self._kept.streams}) > 1
         with contextlib.ExitStack() as stack:
             writers: dict[tuple[str, int], Any] = {}
@@ -584,7 +399,7 @@ class Results:
                     writers[key] = _TensorBoard(stack.enter_context(SummaryWriter(os.fspath(folder))), self, when)
                 writers[key].add(stream, message)
 
-    def _streams(self) -> Iterator[_Stream]:
+    def _streams(self) -> Iterator[Stream]:
         """The stream of each message."""
         return (self._kept.streams[number] for number in self._kept.stream)
 
@@ -630,141 +445,6 @@ class Sink:
         """Nothing to let go of; the results stay."""
 
 
-def analyze(
-    path: PathLike | TraceReader,
-    subscribers: str | Subscriber | Iterable[str | Subscriber],
-    *,
-    kinds: Any = None,
-    modules: Any = None,
-    steps: Any = None,
-    tags: Any = None,
-    rank: int | None = None,
-) -> Results:
-    """Replay a trace through subscribers and gather their answers.
-
-    Parameters
-    ----------
-    path : path of a trace, or TraceReader
-    subscribers : subscriber or str, or several
-        As instances, or as `parse` reads them: ``"svcca:threshold=0.9"``.
-    kinds, modules, steps, tags, rank
-        What is replayed, as in `tracer.replay`; subscribers remember what they heard, so each rank needs its own.
-
-    Returns
-    -------
-    Results
-
-    Raises
-    ------
-    TracerError
-        What `parse` and `tracer.replay` raise; also if nothing is asked.
-    """
-    from tracer.replaying.replay import replay
-
-    asked = instances(subscribers)
-    if not asked:
-        raise MessageError("analyze needs at least one subscriber, but got none")
-    results = Results()
-    sink = results.sink(asked, str(getattr(path, "path", path)))
-    replay(path, *asked, sink, kinds=kinds, modules=modules, steps=steps, tags=tags, rank=rank)
-    return results
-
-
-def as_json(row: Row | Series) -> dict[str, Any]:
-    """A row as a JSON object; what is not finite becomes ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``.
-
-    Examples
-    --------
-    >>> as_json(Row("run.zarr", "norm", "weights_norm2", "fc", "default", 0, 0, 1, 1, 0, "", float("inf")))["value"]
-    'Infinity'
-    """
-    return {name: _finite(value) for name, value in row._asdict().items()}
-
-
-def _finite(value: Any) -> Any:
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-@lru_cache(maxsize=256)
-def _positions(shape: tuple[int, ...]) -> Sequence[str]:
-    """The column ``index`` for each element of an array."""
-    if shape == ():
-        return ("",)
-    return [json.dumps(position) for position in np.ndindex(shape)]
-
-
-_CRLF = "\r\n"
-
-
-class _Lines:
-    """A file whose lines end with LF, for a csv writer that ends them with CRLF: it quotes no CR otherwise."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-
-    def write(self, line: str) -> int:
-        """Write a line."""
-        return self._file.write(line.removesuffix(_CRLF) + "\n")
-
-
-_ODD = "backslashreplace"
-"""How what is no UTF-8 is written: a path may have any bytes, and a module any name."""
-
-
-def in_utf8(column: Any) -> Any:
-    """A column of words as UTF-8, with escapes for what is none; one of numbers, or in UTF-8, as it is."""
-    if isinstance(column, np.ndarray):
-        return column
-    try:
-        "".join(set(column)).encode()  # there are few different ones
-    except UnicodeEncodeError:
-        return [one.encode(errors=_ODD).decode() for one in column]
-    except TypeError:  # numbers
-        pass
-    return column
-
-
-def _needs(what: str, package: str, extra: str) -> TracerError:
-    return TracerError(f"{what} needs {package}, which is not installed: pip install 'tracereel[{extra}]'")
-
-
-@contextlib.contextmanager
-def _new_file(path: PathLike, overwrite: bool) -> Iterator[Path]:
-    """A temporary path beside `path`, of the same suffix, that takes its place once the block is done."""
-    target = Path(path)
-    if not overwrite and (target.exists() or target.is_symlink()):
-        raise TraceExistsError(f"there is already something at {str(target)!r}; results are not overwritten unasked")
-    if target.is_dir() and target.suffix != ".zarr":
-        raise TraceExistsError(f"{str(target)!r} is a folder, which a file never replaces")
-    if not target.parent.is_dir():
-        raise TraceNotFoundError(f"there is no folder {str(target.parent)!r} to write {target.name!r} into")
-    mine = f".{os.getpid()}-{os.urandom(4).hex()}"  # and not the target's name, which may be as long as a name can be
-    temporary = target.with_name(f"{mine}.tmp{target.suffix}")
-    aside = target.with_name(f"{mine}.old{target.suffix}")
-    try:
-        yield temporary
-        if target.is_dir():  # a folder cannot be replaced by another, unless it makes room first
-            os.replace(target, aside)
-        try:
-            os.replace(temporary, target)
-        except OSError:
-            if aside.exists():
-                os.replace(aside, target)
-            raise
-    except OSError as error:
-        if isinstance(error, TracerError):
-            raise
-        raise TraceError(f"{str(target)!r} cannot be written: {error.strerror or error}") from error
-    finally:
-        for left in (temporary, aside) if target.exists() else (temporary,):
-            if left.is_dir() and not left.is_symlink():
-                shutil.rmtree(left, ignore_errors=True)
-            else:
-                left.unlink(missing_ok=True)
-
-
 def times_of(reader: TraceReader) -> Callable[[int], float] | None:
     """When each global step of a trace was, in seconds since 1970, as far as is known; None of a run without an end.
 
@@ -806,7 +486,7 @@ class _TensorBoard:
         self._edges_of = {(trace, kind.replace("_edges", "", 1)): kind for trace, kind in streams if "_edges" in kind}
         self._counted: dict[tuple[Any, ...], torch.Tensor] = {}
 
-    def add(self, stream: _Stream, message: Message) -> None:
+    def add(self, stream: Stream, message: Message) -> None:
         """Write an answer."""
         if message.data is None:
             return
@@ -825,7 +505,7 @@ class _TensorBoard:
         if waiting is not None:
             _add_histogram(self._writer, waiting[-1], self._counted.pop(waiting), message.data, step, when)
             return
-        for index, value in zip(_positions(tuple(message.data.shape)), message.data.reshape(-1).tolist(), strict=True):
+        for index, value in zip(positions(tuple(message.data.shape)), message.data.reshape(-1).tolist(), strict=True):
             self._writer.add_scalar(name + index, value, step, when)
 
 
@@ -849,7 +529,6 @@ def _add_histogram(
     )
 
 
-Format = Literal[".csv", ".jsonl", ".parquet", ".zarr", ".h5"]
 _WRITERS: Mapping[str, Callable[[Results, PathLike, bool], None]] = {
     ".csv": lambda results, path, overwrite: results.to_csv(path, overwrite=overwrite),
     ".jsonl": lambda results, path, overwrite: results.to_jsonl(path, overwrite=overwrite),
