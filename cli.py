@@ -1561,7 +1561,8 @@ def replay(
         raise click.UsageError("--plan tells what there is to read, and --follow waits for more: give one of them")
     with tracer.open(trace, ranks=filters["ranks"] or None, verify=not no_verify) as reader, _plain_warnings():
         from analyze import registry
-        from analyze.tables.results import Results, times_of
+        from analyze.tables.results import Results
+        from analyze.tables.tensorboard import times_of
 
         if not follow:
             _chosen_streams(reader, filters)

@@ -14,7 +14,8 @@ from analyze.tables.escapes import printable
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-    from analyze.tables.columns import Row, Series
+    from analyze.tables.columns import Row
+    from analyze.tables.series import Series
 
     Shown: TypeAlias = Row | Series
 

@@ -1,35 +1,21 @@
-"""Answers as a table: gathered from a replay, written as CSV, JSON lines, Parquet, a trace, or for TensorBoard."""
+"""Answers as a table: gathered from a replay, and written to files."""
 
 from __future__ import annotations
 
-import contextlib
-import csv
-import datetime as dt
-import json
-import math
-import os
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
-import numpy as np
 from numpy.typing import NDArray
 
-from analyze.tables.columns import COLUMNS, Kept, Row, Series, Stream, as_json, positions
-from analyze.tables.escapes import in_cell, in_json
+from analyze.tables.columns import COLUMNS, Answers, Columns, Row
 from analyze.tables.layout import ResultsTable
-from analyze.tables.sparkline import mean_of, sparkline
-from analyze.tables.writing import CRLF, ODD, Lines, PathLike, in_utf8, new_file, not_installed
-from tracer.errors import MessageError, TraceError, UnknownNameError
+from analyze.tables.series import Series, series_of
+from analyze.tables.tensorboard import Clock, write_events
+from analyze.tables.writing import PathLike, not_installed, write_csv, write_jsonl, write_parquet, write_trace
+from tracer.errors import UnknownNameError
 from tracer.messaging.bus import describe
-from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
-
-if TYPE_CHECKING:
-    import torch
-
-    from tracer.trace.reader import TraceReader
+from tracer.messaging.messages import Message
 
 
 class Results:
@@ -50,7 +36,13 @@ class Results:
     value           float64
     ==============  ==============================================================================================
 
-    Answers are kept by columns, about 60 bytes a number.
+    Answers in memory are kept by columns, about 60 bytes a number.
+
+    Parameters
+    ----------
+    answers : Answers, optional
+        What has the answers, if there are some. They are read from it, and are in memory from the first call on that
+        needs all of them at once.
 
     Examples
     --------
@@ -67,10 +59,13 @@ class Results:
     weights_counts fc 3 '[1]' 2.0
     """
 
-    @cached_property
-    def _kept(self) -> Kept:
-        """Where the answers are."""
-        return Kept()
+    def __init__(self, answers: Answers | None = None) -> None:
+        self._answers: Answers = Columns() if answers is None else answers
+
+    def _gathered(self) -> Columns:
+        """The answers in memory, where they stay from now on."""
+        self._answers = found = self._answers.gathered()
+        return found
 
     # -- filling --------------------------------------------------------------------------------------------
 
@@ -82,36 +77,15 @@ class Results:
         MessageError
             If its data is complex, which no table of numbers holds.
         """
-        data = message.data
-        if data is not None and data.is_complex():
-            raise MessageError(f"results hold real numbers, but {message.kind} of {message.key!r} is {data.dtype}")
-        stream = Stream(
-            trace,
-            subscriber,
-            message.kind,
-            message.key,
-            message.tag,
-            message.leaf,
-            message.rank,
-            None if data is None else str(data.dtype).removeprefix("torch."),
-        )
-        counters = (message.epoch, message.train_step, message.global_step, message.call)
-        shape: tuple[int, ...] = (0,) if data is None else tuple(data.shape)
-        values = array("d")
-        if data is not None:
-            if data.ndim == 0:
-                values.append(float(data))
-            else:
-                values.frombytes(data.detach().cpu().double().contiguous().numpy().tobytes())
-        self._kept.add(self._kept.number(stream), counters, shape, values)
+        self._gathered().add(message, trace, subscriber)
 
     def extend(self, other: Results) -> None:
         """Append all rows of other results, such as those of another trace."""
-        self._kept.extend(other._kept)
+        self._gathered().extend(other._gathered())
 
     def structure(self) -> dict[str, Any]:
         """What the rows do not say of the answers, as JSON values: see `restored`."""
-        return self._kept.structure()
+        return self._gathered().structure()
 
     @classmethod
     def restored(cls, columns: Mapping[str, Sequence[Any]], structure: Mapping[str, Any]) -> Results:
@@ -127,9 +101,7 @@ class Results:
         >>> [message.data for message in Results.restored(results.columns(), results.structure()).messages()]
         [tensor([[4, 2]])]
         """
-        results = Results()
-        results._kept.extend(Kept.of(columns, structure))
-        return results
+        return Results(Columns.of(columns, structure))
 
     def sink(self, subscribers: Iterable[object], trace: str = "") -> Sink:
         """A receiver that adds to these results what the subscribers answer, for a bus or a replay."""
@@ -139,123 +111,38 @@ class Results:
 
     def __len__(self) -> int:
         """How many rows."""
-        return len(self._kept.values)
+        return len(self._answers)
 
     def __iter__(self) -> Iterator[Row]:
-        kept = self._kept
-        for position, shape in enumerate(kept.shapes):
-            stream = kept.streams[kept.stream[position]]
-            counters = (
-                kept.epoch[position],
-                kept.train_step[position],
-                kept.global_step[position],
-                kept.call[position],
-            )
-            start, stop = kept.starts[position], kept.starts[position + 1]
-            for index, value in zip(positions(shape), kept.values[start:stop], strict=True):
-                yield Row(*stream.words, *counters, index, value)
+        return iter(self._answers)
 
     def __repr__(self) -> str:
-        return f"Results({len(self)} rows, {len(self._kept.streams)} series)"
+        return f"Results({len(self)} rows, {len(self._gathered().streams)} series)"
 
     @property
     def traces(self) -> tuple[str, ...]:
         """The traces that were asked, in their order."""
-        return tuple(dict.fromkeys(stream.trace for stream in self._kept.streams))
+        return tuple(dict.fromkeys(stream.trace for stream in self._gathered().streams))
 
     @property
     def subscribers(self) -> tuple[str, ...]:
         """The subscribers that answered, in the order of their first answers."""
-        return tuple(dict.fromkeys(stream.subscriber for stream in self._kept.streams))
+        return tuple(dict.fromkeys(stream.subscriber for stream in self._gathered().streams))
 
     def messages(self) -> Iterator[Message]:
         """The answers as messages again, with their shape and dtype."""
-        import torch
-
-        kept = self._kept
-        for position, shape in enumerate(kept.shapes):
-            stream = kept.streams[kept.stream[position]]
-            data = None
-            if stream.dtype is not None:
-                start, stop = kept.starts[position], kept.starts[position + 1]
-                values = torch.tensor(kept.values[start:stop], dtype=torch.float64, device="cpu")
-                data = values.reshape(shape).to(getattr(torch, stream.dtype))
-            fields: dict[str, Any] = {
-                "kind": stream.kind,
-                "global_step": kept.global_step[position],
-                "train_step": kept.train_step[position],
-                "epoch": kept.epoch[position],
-                "tag": stream.tag,
-                "call": kept.call[position],
-                "leaf": stream.leaf,
-                "rank": stream.rank,
-                "data": data,
-            }
-            if stream.module is None:
-                yield NetworkMessage(**fields)
-            else:
-                yield ModuleMessage(module=stream.module, **fields)
+        return self._answers.messages()
 
     def columns(self) -> dict[str, list[str] | NDArray[Any]]:
         """The table by columns: lists of words, and arrays of int64 and (``value``) float64."""
-        kept = self._kept
-        starts = np.array(kept.starts, dtype=np.int64)
-        sizes = starts[1:] - starts[:-1]
-        stream = np.repeat(np.array(kept.stream, dtype=np.int64), sizes).tolist()
-        columns: dict[str, list[str] | NDArray[Any]] = {}
-        for position, name in enumerate(COLUMNS[:5]):
-            of_stream = [str(one.words[position]) for one in kept.streams]
-            columns[name] = [of_stream[number] for number in stream]
-        ranks = np.array([one.rank for one in kept.streams], dtype=np.int64)
-        columns["rank"] = ranks[stream]
-        for name in ("epoch", "train_step", "global_step", "call"):
-            columns[name] = np.repeat(np.array(getattr(kept, name), dtype=np.int64), sizes)
-        columns["index"] = [index for shape in kept.shapes for index in positions(shape)]
-        columns["value"] = np.array(kept.values, dtype=np.float64)
-        return columns
+        return self._gathered().table()
 
     def summary(self) -> list[Series]:
         """Each series at a glance: how many answers, first, last, least and greatest value, and a line of its course.
 
         Of answers that are arrays the course is that of their means over the finite numbers.
         """
-        kept = self._kept
-        positions: dict[tuple[str, str, str, str, int], list[int]] = {}
-        for position, number in enumerate(kept.stream):
-            stream = kept.streams[number]
-            positions.setdefault((stream.trace, stream.kind, stream.place, stream.tag, stream.rank), []).append(
-                position
-            )
-        values = np.array(kept.values, dtype=np.float64)
-        series = []
-        for (trace, kind, module, tag, rank), these in positions.items():
-            answers = [values[kept.starts[at] : kept.starts[at + 1]] for at in these]
-            course = np.array([mean_of(answer) for answer in answers])
-            inside = np.concatenate(answers)
-            steps = np.repeat([kept.global_step[at] for at in these], [len(answer) for answer in answers])
-            is_finite = np.isfinite(inside)
-            finite, strange = inside[is_finite], steps[~is_finite]
-            series.append(
-                Series(
-                    trace,
-                    kind,
-                    module,
-                    tag,
-                    rank,
-                    len(these),
-                    float(course[0]),
-                    float(course[-1]),
-                    float(finite.min()) if finite.size else math.nan,
-                    float(finite.max()) if finite.size else math.nan,
-                    sparkline(course),
-                    int(steps[is_finite][finite.argmin()]) if finite.size else None,
-                    int(steps[is_finite][finite.argmax()]) if finite.size else None,
-                    int(np.isnan(inside).sum()),
-                    int(np.isinf(inside).sum()),
-                    int(strange[0]) if strange.size else None,
-                )
-            )
-        return series
+        return series_of(self._gathered())
 
     def to_table(self, rows: int = 40) -> ResultsTable:
         """For a terminal, by kind: every row if there are no more than `rows`, else one line for each series.
@@ -280,10 +167,17 @@ class Results:
         TraceError
             If it cannot be written.
         """
+        writers = {
+            ".csv": self.to_csv,
+            ".jsonl": self.to_jsonl,
+            ".parquet": self.to_parquet,
+            ".zarr": self.to_trace,
+            ".h5": self.to_trace,
+        }
         suffix = Path(path).suffix
-        if suffix not in _WRITERS:
-            raise UnknownNameError.of("format of results", suffix, _WRITERS)
-        _WRITERS[suffix](self, path, overwrite)
+        if suffix not in writers:
+            raise UnknownNameError.of("format of results", suffix, writers)
+        writers[suffix](path, overwrite=overwrite)
 
     def to_csv(self, path: PathLike, *, overwrite: bool = False) -> None:
         """Write comma-separated values, UTF-8, with a header line.
@@ -292,14 +186,7 @@ class Results:
         spreadsheet would compute (``=1+1``) have an apostrophe before them, see `analyze.tables.escapes.in_cell`;
         whoever reads the file takes the first apostrophe of a text off.
         """
-        with (
-            new_file(path, overwrite) as temporary,
-            temporary.open("w", encoding="utf-8", errors=ODD, newline="") as file,
-        ):
-            writer = csv.writer(Lines(file), lineterminator=CRLF)
-            writer.writerow(COLUMNS)
-            # a csv writer writes floats by repr
-            writer.writerows((*map(in_cell, row[:5]), *row[5:]) for row in self)
+        write_csv(self, path, overwrite=overwrite)
 
     def to_jsonl(self, path: PathLike, *, overwrite: bool = False) -> None:
         """Write JSON lines, UTF-8: an object of all columns for each row.
@@ -307,9 +194,7 @@ class Results:
         Values read back as the same float64. JSON has no word for what is not finite: those are the strings ``"NaN"``,
         ``"Infinity"`` and ``"-Infinity"``, which Python's ``float`` and JavaScript's ``Number`` understand.
         """
-        with new_file(path, overwrite) as temporary, temporary.open("w", encoding="utf-8", errors=ODD) as file:
-            for row in self:
-                file.write(in_json(json.dumps(as_json(row), ensure_ascii=False, allow_nan=False)) + "\n")
+        write_jsonl(self, path, overwrite=overwrite)
 
     def to_parquet(self, path: PathLike, *, overwrite: bool = False) -> None:
         """Write Parquet: words as strings, counters as int64, ``value`` as double.
@@ -319,17 +204,7 @@ class Results:
         TracerError
             If pyarrow is not installed.
         """
-        try:
-            import pyarrow as pa
-            import pyarrow.parquet as pq
-        except ImportError as error:
-            raise not_installed("writing Parquet", "pyarrow", "tables") from error
-        types = {name: pa.string() for name in (*COLUMNS[:5], "index")} | {"value": pa.float64()}
-        table = pa.table(
-            {name: pa.array(in_utf8(column), types.get(name, pa.int64())) for name, column in self.columns().items()}
-        )
-        with new_file(path, overwrite) as temporary:
-            pq.write_table(table, temporary)
+        write_parquet(self.columns(), path, overwrite=overwrite)
 
     def to_pandas(self) -> Any:
         """The table as a `pandas.DataFrame`.
@@ -353,20 +228,9 @@ class Results:
         TraceError
             If these are results of several traces: their steps would be mixed up.
         """
-        from tracer.trace.writer import TraceWriter, check_target
+        write_trace(self.messages(), self.traces, self.subscribers, path, overwrite=overwrite)
 
-        if len(self.traces) > 1:
-            raise TraceError(f"a trace holds the results of one trace, but these are of {len(self.traces)}")
-        header = {
-            "results_of": self.traces[0] if self.traces else None,
-            "subscribers": sorted(self.subscribers),
-        }
-        check_target(path, overwrite=overwrite)
-        with new_file(path, overwrite) as temporary, TraceWriter(temporary, header=header) as writer:
-            for message in self.messages():
-                writer.write(message)
-
-    def to_tensorboard(self, logdir: PathLike, *, times: Mapping[str, Callable[[int], float]] | None = None) -> None:
+    def to_tensorboard(self, logdir: PathLike, *, times: Mapping[str, Clock] | None = None) -> None:
         """Write event files that TensorBoard shows: each number is a scalar ``kind/module`` at its global step.
 
         Each trace is a run of its own, in a folder below `logdir` that has the trace's path without its suffix; of
@@ -377,31 +241,15 @@ class Results:
         ----------
         logdir : path
         times : mapping of str to callable, optional
-            By trace, when a global step was, in seconds since 1970; see `times_of`. By default, the time of writing.
+            By trace, when a global step was, in seconds since 1970; see `analyze.tables.tensorboard.times_of`. By
+            default, the time of writing.
 
         Raises
         ------
         TracerError
             If tensorboard is not installed.
         """
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise not_installed("writing for TensorBoard", "tensorboard", "tensorboard") from error
-        several_ranks = len({stream.rank for stream in self._kept.streams}) > 1
-        with contextlib.ExitStack() as stack:
-            writers: dict[tuple[str, int], Any] = {}
-            for stream, message in zip(self._streams(), self.messages(), strict=True):
-                key = stream.trace, stream.rank
-                if key not in writers:
-                    folder = Path(logdir, _run_of(stream.trace), f"rank{stream.rank}" if several_ranks else "")
-                    when = (times or {}).get(stream.trace)
-                    writers[key] = _TensorBoard(stack.enter_context(SummaryWriter(os.fspath(folder))), self, when)
-                writers[key].add(stream, message)
-
-    def _streams(self) -> Iterator[Stream]:
-        """The stream of each message."""
-        return (self._kept.streams[number] for number in self._kept.stream)
+        write_events(self._gathered(), logdir, times or {})
 
 
 @final
@@ -443,98 +291,3 @@ class Sink:
 
     def close(self) -> None:
         """Nothing to let go of; the results stay."""
-
-
-def times_of(reader: TraceReader) -> Callable[[int], float] | None:
-    """When each global step of a trace was, in seconds since 1970, as far as is known; None of a run without an end.
-
-    A trace says when its run began and ended, and nothing of its steps: they are spread evenly between the two.
-    """
-    info = reader.info
-    if info["created"] is None or info["ended"] is None or info["steps"] is None:
-        return None
-    try:
-        began, ended = (dt.datetime.fromisoformat(info[name]).timestamp() for name in ("created", "ended"))
-    except (TypeError, ValueError):  # another writer may call anything so
-        return None
-    first, last = info["steps"]
-    return lambda step: began + (ended - began) * (step - first + 1) / (last - first + 1)
-
-
-def _run_of(trace: str) -> str:
-    """What TensorBoard calls the run of a trace: a folder below its own.
-
-    Examples
-    --------
-    >>> _run_of("runs/a.zarr"), _run_of("/data/../b.h5"), _run_of("../c.zarr"), _run_of("s3://bucket/d.zarr")
-    ('runs/a', 'b', 'c', 'bucket/d')
-    """
-    _, _, path = trace.rpartition("://")
-    parts = Path(os.path.normpath(path)).with_suffix("").parts if path else ()
-    return os.path.join("", *(part for part in parts if part not in (os.sep, "..")))
-
-
-@final
-class _TensorBoard:
-    """Writes the answers of a trace's rank as events; counts wait for their edges."""
-
-    def __init__(self, writer: Any, results: Results, when: Callable[[int], float] | None) -> None:
-        self._writer = writer
-        self._when = when
-        streams = {(stream.trace, stream.kind) for stream in results._kept.streams}
-        # the edges of a histogram may have a label after them: weights_histogram_edges_fine
-        self._edges_of = {(trace, kind.replace("_edges", "", 1)): kind for trace, kind in streams if "_edges" in kind}
-        self._counted: dict[tuple[Any, ...], torch.Tensor] = {}
-
-    def add(self, stream: Stream, message: Message) -> None:
-        """Write an answer."""
-        if message.data is None:
-            return
-        name = "/".join(filter(None, (stream.kind, stream.place)))
-        if stream.tag != "default":
-            name += f"@{stream.tag}"
-        if message.call:
-            name += f":{message.call}"
-        step = message.global_step
-        when = None if self._when is None else self._when(step)
-        place = (stream.module, stream.tag, stream.leaf, message.call, step)
-        if (stream.trace, stream.kind) in self._edges_of:
-            self._counted[(*place, self._edges_of[stream.trace, stream.kind], name)] = message.data
-            return
-        waiting = next((key for key in self._counted if key[:-1] == (*place, stream.kind)), None)
-        if waiting is not None:
-            _add_histogram(self._writer, waiting[-1], self._counted.pop(waiting), message.data, step, when)
-            return
-        for index, value in zip(positions(tuple(message.data.shape)), message.data.reshape(-1).tolist(), strict=True):
-            self._writer.add_scalar(name + index, value, step, when)
-
-
-def _add_histogram(
-    writer: Any, name: str, counts: torch.Tensor, edges: torch.Tensor, step: int, when: float | None
-) -> None:
-    if not bool(edges.isfinite().all()):
-        return
-    centres = (edges[:-1] + edges[1:]) / 2
-    writer.add_histogram_raw(
-        name,
-        min=float(edges[0]),
-        max=float(edges[-1]),
-        num=int(counts.sum()),
-        sum=float((centres * counts).sum()),
-        sum_squares=float((centres * centres * counts).sum()),
-        bucket_limits=edges[1:].tolist(),
-        bucket_counts=counts.tolist(),
-        global_step=step,
-        walltime=when,
-    )
-
-
-_WRITERS: Mapping[str, Callable[[Results, PathLike, bool], None]] = {
-    ".csv": lambda results, path, overwrite: results.to_csv(path, overwrite=overwrite),
-    ".jsonl": lambda results, path, overwrite: results.to_jsonl(path, overwrite=overwrite),
-    ".parquet": lambda results, path, overwrite: results.to_parquet(path, overwrite=overwrite),
-    ".zarr": lambda results, path, overwrite: results.to_trace(path, overwrite=overwrite),
-    ".h5": lambda results, path, overwrite: results.to_trace(path, overwrite=overwrite),
-}
-FORMATS: tuple[str, ...] = tuple(_WRITERS)
-"""The suffixes that `Results.write` knows."""
