@@ -16,7 +16,7 @@ HOMES: dict[str, str] = {
     "BatchResults": "analyze.batching.batch",
     "Results": "analyze.tables.results",
     "accuracy": "analyze.metrics.predictions.accuracy",
-    "analyze": "analyze.tables.results",
+    "analyze": "analyze.asking",
     "batch": "analyze.batching.batch",
     "compare": "analyze.comparing.compare",
     "describe": "analyze.registry",

@@ -1,5 +1,6 @@
 """Made by `make docs` from the public names of the package, for type checkers and editors."""
 
+from analyze.asking import analyze
 from analyze.batching.batch import BatchResults, batch
 from analyze.comparing.compare import compare
 from analyze.comparing.over_time import statistics_over_time
@@ -51,7 +52,7 @@ from analyze.metrics.spectra.saturation import Saturation, saturation
 from analyze.metrics.spectra.singular_values import ConditionNumber, SingularValues, condition_number, singular_values
 from analyze.metrics.spectra.spectral_norm import SpectralNorm, spectral_norm
 from analyze.registry import describe, parse, subscribers
-from analyze.tables.results import Results, analyze
+from analyze.tables.results import Results
 
 HOMES: dict[str, str]
 __all__ = [

@@ -35,7 +35,7 @@ FLOORS: list[set[str]] = [
     {"analyze.metrics"},
     {"analyze.registry"},
     {"analyze.tables"},
-    {"analyze.comparing"},
+    {"analyze.asking", "analyze.comparing"},
     {"analyze.batching"},
     {"analyze"},
     {"analyze.catalogue", "analyze.demo"},
@@ -54,7 +54,6 @@ CIRCLES: set[frozenset[str]] = {
     ),
     frozenset({"tracer.recording.certifying.certify", "tracer.recording.recording"}),
     frozenset({"tracer.stores.hdf5", "tracer.stores.objects"}),
-    frozenset({"analyze.tables.layout", "analyze.tables.results"}),
 }
 UPWARDS = {
     ("tracer.observing.pytorch.hooks", "tracer.observing.exporter"),

@@ -13,7 +13,7 @@ import torch
 
 import tracer
 from analyze.batching.batch import BatchResults, batch
-from analyze.tables.results import Row
+from analyze.tables.columns import Row
 from tracer import ModuleMessage, NetworkMessage, TraceWriter
 from tracer.errors import CaptureError, MessageError
 from tracer.format.names import part_name

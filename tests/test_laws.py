@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tracer
+from analyze.asking import analyze
 from analyze.batching.batch import batch as run_batch
 from analyze.batching.planning import questions
 from analyze.registry import parse, subscribers
-from analyze.tables.results import Row, analyze
+from analyze.tables.columns import Row
 from tracer import Capture, Collect, Message, ModuleMessage, NetworkMessage, Subscriber
 from tracer.messaging.bus import in_order
 from tracer.messaging.messages import KINDS, MODULE_KINDS

@@ -26,7 +26,9 @@ from rich.console import Console
 
 import analyze
 import tracer
-from analyze.tables.results import COLUMNS, FORMATS, Row, as_json, sparkline, times_of
+from analyze.tables.columns import COLUMNS, Row, as_json
+from analyze.tables.sparkline import sparkline
+from analyze.tables.tensorboard import times_of
 from tracer import (
     MessageBus,
     MessageError,
@@ -41,6 +43,7 @@ from tracer import (
 )
 
 INF, NAN = float("inf"), float("nan")
+FORMATS = (".csv", ".jsonl", ".parquet", ".zarr", ".h5")
 
 
 def message(kind: str, data: Any, step: int = 0, module: str | None = "fc", **more: Any) -> tracer.Message:
@@ -683,4 +686,5 @@ def test_a_hundred_thousand_rows(tmp_path: Path) -> None:
     rows = read_csv(tmp_path / "t.csv")
     assert len(rows) == len(results) == 100_000
     assert rows[-1][-2:] == ("[74999]", 74999.0)
-    assert sum(len(array) for array in (results._kept.values, results._kept.call)) < 130_000
+    kept = results._gathered()
+    assert sum(len(array) for array in (kept.values, kept.counters["call"])) < 130_000

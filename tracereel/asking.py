@@ -133,7 +133,8 @@ def replay(
     if follow and only_plan:
         raise click.UsageError("--plan tells what there is to read, and --follow waits for more: give one of them")
     with tracer.open(trace, ranks=filters.ranks or None, verify=not no_verify) as reader, plain_warnings():
-        from analyze.tables.results import Results, times_of
+        from analyze.tables.results import Results
+        from analyze.tables.tensorboard import times_of
 
         if follow and len(reader.ranks) > 1:
             ranks = ", ".join(map(str, reader.ranks))
@@ -303,7 +304,7 @@ def _note_silent(results: Results, asked: Iterable[Subscriber]) -> None:
 
 
 def _print_rows(results: Results) -> None:
-    from analyze.tables.results import as_json
+    from analyze.tables.columns import as_json
 
     for row in results:
         print_json(as_json(row), indent=None)

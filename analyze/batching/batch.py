@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, TypeAlias, final
@@ -45,7 +44,9 @@ from analyze.batching.planning import (
     steps_of,
 )
 from analyze.batching.traces import find_traces
-from analyze.tables.results import COLUMNS, PathLike, Results, Row, _needs, _new_file
+from analyze.tables.columns import Columns, Row
+from analyze.tables.results import Results
+from analyze.tables.writing import PathLike, arrow_schema, new_file, not_installed
 from tracer.errors import CaptureError, TracerError
 from tracer.messaging.messages import Message
 from tracer.stores import Anywhere, Url, location
@@ -178,6 +179,8 @@ class BatchResults(Results):
         seconds: float,
         notes: list[str],
     ) -> None:
+        self._parts = PartFiles(out, units)
+        super().__init__(self._parts)
         self.out = out
         self.units = units
         self.failures = failures
@@ -194,62 +197,10 @@ class BatchResults(Results):
     def __repr__(self) -> str:
         return f"BatchResults({self.out!r}: {len(self.units)} parts, {len(self.failures)} failures)"
 
-    # -- reading ---------------------------------------------------------------------------------------------------
-
-    def _files(self) -> Iterator[tuple[bytes, Folder]]:
-        """The files of the units, as far as they are there."""
-        from analyze.batching.tasks import COMPLETE, DAMAGED
-
-        folder = Folder(self.out)
-        try:
-            there = folder.names("parts")
-            for unit in self.units:
-                name = next((unit.id + ending for ending in (COMPLETE, DAMAGED) if unit.id + ending in there), None)
-                data = None if name is None else folder.read(f"parts/{name}")
-                if data is not None:
-                    yield data, folder
-        finally:
-            folder.close()
-
-    def _parts(self) -> Iterator[Results]:
-        from analyze.batching.tasks import restored
-
-        if "_kept" in vars(self):
-            whole = Results()
-            whole._kept = self._kept
-            yield whole
-            return
-        for data, folder in self._files():
-            yield restored(data, folder)
-
-    @cached_property
-    def _kept(self) -> Any:
-        results = Results()
-        for part in self._parts():
-            results.extend(part)
-        return results._kept
-
-    def __len__(self) -> int:
-        """How many rows."""
-        from analyze.batching.tasks import DETAILS, read_part
-
-        if "_kept" in vars(self):
-            return super().__len__()
-        return sum(json.loads(read_part(data, []).schema.metadata[DETAILS])["numbers"] for data, _ in self._files())
-
-    def __iter__(self) -> Iterator[Row]:
-        return itertools.chain.from_iterable(self._parts())
-
-    def messages(self) -> Iterator[Message]:
-        """The answers as messages again, with their shape and dtype."""
-        return itertools.chain.from_iterable(part.messages() for part in self._parts())
-
     @property
     def traces(self) -> tuple[str, ...]:
         """The traces that were asked, in their order; of runs that were compared, ``one|other``."""
         return tuple(dict.fromkeys(unit.title for unit in self.units))
-
-    # -- the dataset -----------------------------------------------------------------------------------------------
 
     def tables(self) -> Iterator[Any]:
         """The answers of each unit as a `pyarrow.Table`, as far as they are there.
@@ -258,17 +209,16 @@ class BatchResults(Results):
         ``created``, ``status`` (of the run, when it was planned), and ``array``: empty, or where an answer of many
         numbers is, as ``arrays/ID.zarr#NUMBER``; that is one row, whose value is null.
         """
-        from analyze.batching.tasks import read_part
-
-        for data, _ in self._files():
-            yield read_part(data).replace_schema_metadata(None)
+        return self._parts.tables()
 
     def to_arrow(self) -> Any:
         """All `tables` as one `pyarrow.Table`."""
         import pyarrow as pa
 
+        from analyze.batching.tasks import RUN_COLUMNS
+
         tables = list(self.tables())
-        return pa.concat_tables(tables) if tables else _schema().empty_table()
+        return pa.concat_tables(tables) if tables else arrow_schema(*RUN_COLUMNS).empty_table()
 
     def to_pandas(self) -> Any:
         """All `tables` as a `pandas.DataFrame`.
@@ -279,7 +229,7 @@ class BatchResults(Results):
             If pandas is not installed.
         """
         if find_spec("pandas") is None:
-            raise _needs("a data frame", "pandas", "tables")
+            raise not_installed("a data frame", "pandas", "tables")
         return self.to_arrow().to_pandas()
 
     def to_parquet(self, path: PathLike, *, overwrite: bool = False) -> None:
@@ -294,20 +244,78 @@ class BatchResults(Results):
         """
         import pyarrow.parquet as pq
 
-        with _new_file(path, overwrite) as temporary, pq.ParquetWriter(temporary, _schema()) as writer:
+        from analyze.batching.tasks import RUN_COLUMNS
+
+        schema = arrow_schema(*RUN_COLUMNS)
+        with new_file(path, overwrite=overwrite) as temporary, pq.ParquetWriter(temporary, schema) as writer:
             for table in self.tables():
                 if table.num_rows:
                     writer.write_table(table)
 
 
-def _schema() -> Any:
-    import pyarrow as pa
+@final
+class PartFiles:
+    """The answers of units, in the files of a batch's folder; they are read, one unit after the other, when asked for.
 
-    from analyze.batching.tasks import RUN_COLUMNS
+    Parameters
+    ----------
+    out : str
+        The folder.
+    units : sequence of Unit
+        What was asked, in the order in which it is answered; what is not there is left out.
+    """
 
-    whole = {"rank", "epoch", "train_step", "global_step", "call"}
-    types = {name: pa.int64() if name in whole else pa.string() for name in (*COLUMNS, *RUN_COLUMNS)}
-    return pa.schema(list((types | {"value": pa.float64()}).items()))
+    def __init__(self, out: str, units: Sequence[Unit]) -> None:
+        self._out, self._units = out, units
+
+    def __len__(self) -> int:
+        """How many rows."""
+        from analyze.batching.tasks import DETAILS, read_part
+
+        return sum(json.loads(read_part(data, []).schema.metadata[DETAILS])["numbers"] for data, _ in self._files())
+
+    def __iter__(self) -> Iterator[Row]:
+        return itertools.chain.from_iterable(self._each())
+
+    def messages(self) -> Iterator[Message]:
+        """The answers as messages again."""
+        return itertools.chain.from_iterable(part.messages() for part in self._each())
+
+    def gathered(self) -> Columns:
+        """All answers in memory."""
+        columns = Columns()
+        for part in self._each():
+            columns.extend(part)
+        return columns
+
+    def tables(self) -> Iterator[Any]:
+        """What the files hold, as a `pyarrow.Table` of each unit."""
+        from analyze.batching.tasks import read_part
+
+        for data, _ in self._files():
+            yield read_part(data).replace_schema_metadata(None)
+
+    def _each(self) -> Iterator[Columns]:
+        """The answers of each unit."""
+        from analyze.batching.tasks import restored
+
+        for data, folder in self._files():
+            yield restored(data, folder)
+
+    def _files(self) -> Iterator[tuple[bytes, Folder]]:
+        """What the file of each unit holds, and the folder that it is in."""
+        from analyze.batching.tasks import COMPLETE, DAMAGED
+
+        folder = Folder(self._out)
+        try:
+            there = folder.names("parts")
+            for unit in self._units:
+                name = next((unit.id + ending for ending in (COMPLETE, DAMAGED) if unit.id + ending in there), None)
+                data = None if name is None else folder.read(f"parts/{name}")
+                if data is not None:
+                    yield data, folder
+        finally:
+            folder.close()
 
 
 # -- planning ----------------------------------------------------------------------------------------------------------

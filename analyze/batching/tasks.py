@@ -24,7 +24,9 @@ from analyze import registry
 from analyze.batching.folder import Folder
 from analyze.batching.pairing import identity_of, take
 from analyze.batching.planning import Question, Selection, Share, Task, Unit, identity, of_modules, questions
-from analyze.tables.results import COLUMNS, Results, in_utf8
+from analyze.tables.columns import COLUMNS, Columns
+from analyze.tables.results import Results
+from analyze.tables.writing import arrow_table
 from tracer.errors import TraceCorruptError, TraceError, TracerError
 from tracer.format.journal import Column
 from tracer.messaging.bus import Receiver, describe
@@ -44,7 +46,7 @@ COMPLETE: Final = ".parquet"
 DETAILS: Final = b"tracereel"
 """Where in the metadata of a Parquet file it is told what the file is of."""
 RUN_COLUMNS: Final = ("spec", "run_id", "created", "status", "array")
-"""The columns that the table of a batch has besides `analyze.tables.results.COLUMNS`."""
+"""The columns that the table of a batch has besides `analyze.tables.columns.COLUMNS`."""
 
 
 class Outcome(NamedTuple):
@@ -350,8 +352,6 @@ class _Heard:
 
 def _table(results: Results, arrays: Sequence[Message], subscriber: str, task: Task, unit: Unit, place: str) -> Any:
     """The answers as an Arrow table, with what is known of the run; a large array is one row that says where it is."""
-    import pyarrow as pa
-
     columns: dict[str, Any] = dict(results.columns())
     array = [""] * len(columns["value"])
     columns["value"] = columns["value"].tolist() if arrays else columns["value"]
@@ -384,9 +384,7 @@ def _table(results: Results, arrays: Sequence[Message], subscriber: str, task: T
         "status": [run.status] * count,
         "array": array,
     }
-    whole = {"rank", "epoch", "train_step", "global_step", "call"}
-    types = {name: pa.int64() if name in whole else pa.string() for name in columns} | {"value": pa.float64()}
-    return pa.table({name: pa.array(in_utf8(columns[name]), types[name]) for name in (*COLUMNS, *RUN_COLUMNS)})
+    return arrow_table(columns, *RUN_COLUMNS)
 
 
 def read_part(data: bytes, columns: Sequence[str] | None = None) -> Any:
@@ -402,24 +400,24 @@ def read_part(data: bytes, columns: Sequence[str] | None = None) -> Any:
         return file.read(columns=columns, use_threads=False)
 
 
-def restored(data: bytes, folder: Folder) -> Results:
+def restored(data: bytes, folder: Folder) -> Columns:
     """The answers that a file of a part tells of, as they were given; with the numbers of large ones."""
     table = read_part(data, [*COLUMNS, "array"])
     told = json.loads(table.schema.metadata[DETAILS])
     columns = {name: table.column(name).to_pylist() for name in table.column_names}
-    small = Results.restored({name: columns[name][: columns["array"].count("")] for name in COLUMNS}, told["structure"])
+    small = Columns.of({name: columns[name][: columns["array"].count("")] for name in COLUMNS}, told["structure"])
     if not told["arrays"]:
         return small
     place, who = columns["array"][-1].partition("#")[0], columns["subscriber"][-1]
-    results, messages, done = Results(), small.messages(), 0
+    whole, messages, done = Columns(), small.messages(), 0
     with TraceReader(folder.path.joinpath(*place.split("/"))) as reader:
         for at, message in zip(told["arrays"], reader, strict=True):
             for one in (*islice(messages, at - done), dataclasses.replace(message, rank=told["rank"])):
-                results.add(one, told["trace"], who)
+                whole.add(one, told["trace"], who)
             done = at + 1
     for one in messages:
-        results.add(one, told["trace"], who)
-    return results
+        whole.add(one, told["trace"], who)
+    return whole
 
 
 def _parquet(table: Any) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import shutil
 import textwrap
@@ -11,62 +10,20 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from analyze.tables.escapes import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-    from analyze.tables.results import Row, Series
+    from analyze.tables.columns import Row
+    from analyze.tables.series import Series
 
     Shown: TypeAlias = Row | Series
 
-BLOCKS: Final = "▁▂▃▄▅▆▇█"
-_FLAT: Final = BLOCKS[3]
 _WIDE_LABEL: Final = 24
 """Columns for a module's path that a table keeps before it puts numbers below each other."""
 _LEAST_LABEL: Final = 8
 _UNUSUAL_RANK: Final = 0
-
-
-def sparkline(values: Sequence[float] | NDArray[np.float64], width: int = 12) -> str:
-    """The course of a series in a line of blocks; a gap where nothing is finite.
-
-    Each block stands for a stretch of the series, and shows the value of it that is farthest from the median of the
-    whole: a single step that differs from all others is seen, and where it is. Values that are equal up to rounding
-    are a flat line.
-
-    Examples
-    --------
-    >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7])
-    '▁▂▃▄▅▆▇█'
-    >>> sparkline([1, float("nan"), 1])
-    '▄ ▄'
-    >>> sparkline([1.0] * 500 + [9.0] + [1.0] * 499)
-    '▁▁▁▁▁█▁▁▁▁▁▁'
-    """
-    course = np.asarray(values, dtype=np.float64)
-    finite = course[np.isfinite(course)]
-    parts = np.array_split(course, min(width, len(course))) if len(course) else []
-    if not finite.size:
-        return " " * len(parts)
-    # halves, because the difference of two float64 may be beyond float64
-    low, high, median = (float(function(finite / 2)) for function in (np.min, np.max, np.median))
-    if high - low <= 4 * np.finfo(np.float64).eps * max(abs(low), abs(high)):
-        low = high
-    line = ""
-    for part in parts:
-        halves = part[np.isfinite(part)] / 2
-        if not halves.size:
-            line += " "
-        elif low == high:
-            line += _FLAT
-        else:
-            value = float(halves[np.abs(halves - median).argmax()])
-            line += BLOCKS[min(int((value - low) / (high - low) * 8), 7)]
-    return line
 
 
 def shortened(text: str, width: int) -> str:
@@ -438,21 +395,3 @@ def _cut(lines: Sequence[str], most: int, width: int) -> list[str]:
     while len(last) + 2 > width and " " in last:
         last = last.rpartition(" ")[0]
     return [*lines[: most - 1], f"{last[: width - 1]}…" if len(last) + 2 > width else f"{last} …"]
-
-
-def mean_of(values: NDArray[np.float64]) -> float:
-    """The mean of the finite values; of a single value, itself.
-
-    Examples
-    --------
-    >>> mean_of(np.array([1.0, 3.0, np.inf])), mean_of(np.array([np.inf])), mean_of(np.full(2, 1.5e308))
-    (2.0, inf, 1.5e+308)
-    """
-    if len(values) == 1:
-        return float(values[0])
-    finite = values[np.isfinite(values)]
-    if not finite.size:
-        return math.nan
-    with np.errstate(over="ignore"):
-        mean = float(finite.mean())
-    return mean if math.isfinite(mean) else float(np.sum(finite / len(finite)))

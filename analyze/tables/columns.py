@@ -1,0 +1,312 @@
+"""Answers in memory, by columns: rows and messages are made of them when they are asked for."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.errors import MessageError
+from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
+
+
+class Row(NamedTuple):
+    """One number of an answer."""
+
+    trace: str
+    subscriber: str
+    kind: str
+    module: str
+    tag: str
+    rank: int
+    epoch: int
+    train_step: int
+    global_step: int
+    call: int
+    index: str  # type: ignore[assignment] # tuples have a method of this name, a table has this column
+    value: float
+
+
+COLUMNS: tuple[str, ...] = Row._fields
+"""The columns of every table of results, in their order."""
+COUNTERS: tuple[str, ...] = ("epoch", "train_step", "global_step", "call")
+"""The columns that say when an answer was given."""
+WHOLE: tuple[str, ...] = ("rank", *COUNTERS)
+"""The columns that hold whole numbers; of the others, ``value`` holds float64, and the rest texts."""
+
+
+def as_json(row: NamedTuple) -> dict[str, Any]:
+    """A row, or a `Series`, as a JSON object; what is not finite becomes ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``.
+
+    Examples
+    --------
+    >>> as_json(Row("run.zarr", "norm", "weights_norm2", "fc", "default", 0, 0, 1, 1, 0, "", float("inf")))["value"]
+    'Infinity'
+    """
+    return {name: _finite(value) for name, value in row._asdict().items()}
+
+
+def _finite(value: Any) -> Any:
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+class Stream(NamedTuple):
+    """What all answers of one series have in common."""
+
+    trace: str
+    subscriber: str
+    kind: str
+    module: str | None
+    tag: str
+    leaf: str
+    rank: int
+    dtype: str | None
+
+    @property
+    def place(self) -> str:
+        """The column ``module``."""
+        return (self.module or "") + (f"#{self.leaf}" if self.leaf else "")
+
+    @property
+    def words(self) -> tuple[str, str, str, str, str, int]:
+        """What each of its rows begins with."""
+        return self.trace, self.subscriber, self.kind, self.place, self.tag, self.rank
+
+
+class Answers(Protocol):
+    """What `Results` has its answers in: memory (`Columns`), or the files of a batch."""
+
+    def __len__(self) -> int:
+        """How many rows."""
+
+    def __iter__(self) -> Iterator[Row]:
+        """Every row."""
+
+    def messages(self) -> Iterator[Message]:
+        """The answers as messages again."""
+
+    def gathered(self) -> Columns:
+        """All answers in memory."""
+
+
+@final
+class Columns:
+    """Answers in memory: streams, an entry for each message, and one for each number.
+
+    Attributes
+    ----------
+    streams : list of Stream
+    stream_ids : array, (messages,)
+        Which of `streams` each message is of.
+    counters : dict of str to array, (messages,)
+        By the names in `COUNTERS`.
+    shapes : list of tuple, (messages,)
+    starts : array, (messages + 1,)
+        Where the numbers of each message begin in `values`, and where the last ones end.
+    values : array, (numbers,)
+    """
+
+    __slots__ = ("_ids", "counters", "shapes", "starts", "stream_ids", "streams", "values")
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+        self._ids: dict[Stream, int] = {}
+        self.stream_ids = array("q")
+        self.counters = {name: array("q") for name in COUNTERS}
+        self.shapes: list[tuple[int, ...]] = []
+        self.starts = array("q", [0])
+        self.values = array("d")
+
+    # -- filling -------------------------------------------------------------------------------------------------------
+
+    def add(self, message: Message, trace: str, subscriber: str) -> None:
+        """Append an answer.
+
+        Raises
+        ------
+        MessageError
+            If its data is complex, which no table of numbers holds.
+        """
+        data = message.data
+        if data is not None and data.is_complex():
+            raise MessageError(f"results hold real numbers, but {message.kind} of {message.key!r} is {data.dtype}")
+        stream = Stream(
+            trace,
+            subscriber,
+            message.kind,
+            message.key,
+            message.tag,
+            message.leaf,
+            message.rank,
+            None if data is None else str(data.dtype).removeprefix("torch."),
+        )
+        counters = (message.epoch, message.train_step, message.global_step, message.call)
+        shape: tuple[int, ...] = (0,) if data is None else tuple(data.shape)
+        values = array("d")
+        if data is not None:
+            if data.ndim == 0:
+                values.append(float(data))
+            else:
+                values.frombytes(data.detach().cpu().double().contiguous().numpy().tobytes())
+        self._append(self._id_of(stream), counters, shape, values)
+
+    def extend(self, other: Columns) -> None:
+        """Append the answers of another one."""
+        ids = [self._id_of(stream) for stream in other.streams]
+        self.stream_ids.extend([ids[number] for number in other.stream_ids])
+        for name, counter in self.counters.items():
+            counter.extend(other.counters[name])
+        self.shapes += other.shapes
+        end = len(self.values)
+        self.starts.extend([end + start for start in other.starts[1:]])
+        self.values.extend(other.values)
+
+    def _id_of(self, stream: Stream) -> int:
+        """The number of a stream, which is new or known."""
+        number = self._ids.get(stream)
+        if number is None:
+            number = self._ids[stream] = len(self.streams)
+            self.streams.append(stream)
+        return number
+
+    def _append(self, stream_id: int, counters: Iterable[int], shape: tuple[int, ...], values: Iterable[float]) -> None:
+        self.stream_ids.append(stream_id)
+        for column, counter in zip(self.counters.values(), counters, strict=True):
+            column.append(counter)
+        self.shapes.append(shape)
+        self.values.extend(values)
+        self.starts.append(len(self.values))
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """How many rows: one for each number."""
+        return len(self.values)
+
+    def __iter__(self) -> Iterator[Row]:
+        """Every row, in the order in which the answers came."""
+        epoch, train_step, global_step, call = self.counters.values()
+        counters = zip(epoch, train_step, global_step, call, strict=True)
+        for position, (shape, when) in enumerate(zip(self.shapes, counters, strict=True)):
+            stream = self.streams[self.stream_ids[position]]
+            for index, value in zip(positions(shape), self.numbers(position), strict=True):
+                yield Row(*stream.words, *when, index, value)
+
+    def numbers(self, position: int) -> array[float]:
+        """The numbers of a message."""
+        return self.values[self.starts[position] : self.starts[position + 1]]
+
+    def messages(self) -> Iterator[Message]:
+        """The answers as messages again, with their shape and dtype."""
+        import torch
+
+        for position, shape in enumerate(self.shapes):
+            stream = self.streams[self.stream_ids[position]]
+            data = None
+            if stream.dtype is not None:
+                values = torch.tensor(self.numbers(position), dtype=torch.float64, device="cpu")
+                data = values.reshape(shape).to(getattr(torch, stream.dtype))
+            fields: dict[str, Any] = {name: counter[position] for name, counter in self.counters.items()}
+            fields |= {"kind": stream.kind, "tag": stream.tag, "leaf": stream.leaf, "rank": stream.rank, "data": data}
+            if stream.module is None:
+                yield NetworkMessage(**fields)
+            else:
+                yield ModuleMessage(module=stream.module, **fields)
+
+    def gathered(self) -> Columns:
+        """All answers in memory: these."""
+        return self
+
+    def table(self) -> dict[str, list[str] | NDArray[Any]]:
+        """The rows by columns: lists of words, and arrays of int64 and (``value``) float64."""
+        starts = np.array(self.starts, dtype=np.int64)
+        sizes = starts[1:] - starts[:-1]
+        stream_ids = np.repeat(np.array(self.stream_ids, dtype=np.int64), sizes).tolist()
+        table: dict[str, list[str] | NDArray[Any]] = {}
+        for position, name in enumerate(COLUMNS[:5]):
+            of_stream = [str(stream.words[position]) for stream in self.streams]
+            table[name] = [of_stream[number] for number in stream_ids]
+        ranks = np.array([stream.rank for stream in self.streams], dtype=np.int64)
+        table["rank"] = ranks[stream_ids]
+        for name, counter in self.counters.items():
+            table[name] = np.repeat(np.array(counter, dtype=np.int64), sizes)
+        table["index"] = [index for shape in self.shapes for index in positions(shape)]
+        table["value"] = np.array(self.values, dtype=np.float64)
+        return table
+
+    # -- what a table does not say -------------------------------------------------------------------------------------
+
+    def structure(self) -> dict[str, Any]:
+        """What the rows do not say of the messages, as JSON values, which `of` reads.
+
+        That is the streams; for messages whose rows name several streams, which it is; and messages without numbers.
+        """
+        alike = self._alike()
+        return {
+            "streams": [list(stream) for stream in self.streams],
+            "which": [
+                number
+                for position, number in enumerate(self.stream_ids)
+                if not self._is_empty(position) and len(alike[self.streams[number].words]) > 1
+            ],
+            "empty": [
+                [position, self.stream_ids[position], *(one[position] for one in self.counters.values()), shape]
+                for position, shape in enumerate(self.shapes)
+                if self._is_empty(position)
+            ],
+        }
+
+    def _is_empty(self, position: int) -> bool:
+        """Whether a message has no numbers."""
+        return self.starts[position] == self.starts[position + 1]
+
+    def _alike(self) -> dict[tuple[str, str, str, str, str, int], list[int]]:
+        """The numbers of the streams whose rows begin with the same words."""
+        alike: dict[tuple[str, str, str, str, str, int], list[int]] = {}
+        for number, stream in enumerate(self.streams):
+            alike.setdefault(stream.words, []).append(number)
+        return alike
+
+    @classmethod
+    def of(cls, table: Mapping[str, Sequence[Any]], structure: Mapping[str, Any]) -> Columns:
+        """The answers that had this `table` and this `structure`."""
+        made = cls()
+        for stream in structure["streams"]:
+            made._id_of(Stream(*stream))
+        alike, which = made._alike(), iter(structure["which"])
+        empty = {position: rest for position, *rest in structure["empty"]}
+
+        def add_empty() -> None:
+            while len(made.shapes) in empty:
+                number, *counters, shape = empty[len(made.shapes)]
+                made._append(number, counters, tuple(shape), ())
+
+        index, words = table["index"], list(zip(*(table[name] for name in COLUMNS[:6]), strict=True))
+        counters = list(zip(*(table[name] for name in COUNTERS), strict=True))
+        # a message begins with a single number, or with the element [0, 0]
+        begins = [row for row, position in enumerate(index) if not position.strip("[]0, ")]
+        for row, end in itertools.pairwise([*begins, len(index)]):
+            add_empty()
+            numbers = alike[words[row]]
+            number = numbers[0] if len(numbers) == 1 else next(which)
+            shape = tuple(at + 1 for at in json.loads(index[end - 1] or "[]"))
+            made._append(number, counters[row], shape, table["value"][row:end])
+        add_empty()
+        return made
+
+
+@lru_cache(maxsize=256)
+def positions(shape: tuple[int, ...]) -> Sequence[str]:
+    """The column ``index`` for each element of an array."""
+    if shape == ():
+        return ("",)
+    return [json.dumps(position) for position in np.ndindex(shape)]

@@ -1,0 +1,155 @@
+"""Answers as files, which appear complete or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO, TypeAlias
+
+import numpy as np
+
+from analyze.tables.columns import COLUMNS, WHOLE, Row, as_json
+from analyze.tables.escapes import in_cell, in_json
+from tracer.errors import TraceError, TraceExistsError, TraceNotFoundError, TracerError
+from tracer.messaging.messages import Message
+
+PathLike: TypeAlias = str | os.PathLike[str]
+_ODD = "backslashreplace"
+"""How what is no UTF-8 is written: a path may have any bytes, and a module any name."""
+
+
+def write_csv(rows: Iterable[Row], path: PathLike, *, overwrite: bool) -> None:
+    """Write comma-separated values: see `analyze.Results.to_csv`."""
+    with (
+        new_file(path, overwrite=overwrite) as temporary,
+        temporary.open("w", encoding="utf-8", errors=_ODD, newline="") as file,
+    ):
+        writer = csv.writer(_Lines(file), lineterminator=_CRLF)
+        writer.writerow(COLUMNS)
+        # a csv writer writes floats by repr
+        writer.writerows((*map(in_cell, row[:5]), *row[5:]) for row in rows)
+
+
+_CRLF = "\r\n"
+
+
+class _Lines:
+    """A file whose lines end with LF, for a csv writer that ends them with _CRLF: it quotes no CR otherwise."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, line: str) -> int:
+        """Write a line."""
+        return self._file.write(line.removesuffix(_CRLF) + "\n")
+
+
+def write_jsonl(rows: Iterable[Row], path: PathLike, *, overwrite: bool) -> None:
+    """Write JSON lines: see `analyze.Results.to_jsonl`."""
+    with new_file(path, overwrite=overwrite) as temporary, temporary.open("w", encoding="utf-8", errors=_ODD) as file:
+        for row in rows:
+            file.write(in_json(json.dumps(as_json(row), ensure_ascii=False, allow_nan=False)) + "\n")
+
+
+def write_parquet(table: Mapping[str, Any], path: PathLike, *, overwrite: bool) -> None:
+    """Write a table as Parquet: see `analyze.Results.to_parquet`."""
+    try:
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise not_installed("writing Parquet", "pyarrow", "tables") from error
+    made = arrow_table(table)
+    with new_file(path, overwrite=overwrite) as temporary:
+        pq.write_table(made, temporary)
+
+
+def arrow_table(table: Mapping[str, Any], *texts: str) -> Any:
+    """A table by columns as a `pyarrow.Table`: `COLUMNS`, and further columns of texts."""
+    import pyarrow as pa
+
+    return pa.table({field.name: pa.array(in_utf8(table[field.name]), field.type) for field in arrow_schema(*texts)})
+
+
+def arrow_schema(*texts: str) -> Any:
+    """The `pyarrow.Schema` of `COLUMNS` and further columns of texts."""
+    import pyarrow as pa
+
+    types = {name: pa.int64() if name in WHOLE else pa.string() for name in (*COLUMNS, *texts)}
+    return pa.schema(list((types | {"value": pa.float64()}).items()))
+
+
+def in_utf8(column: Any) -> Any:
+    """A column of words as UTF-8, with escapes for what is none; one of numbers, or in UTF-8, as it is."""
+    if isinstance(column, np.ndarray):
+        return column
+    try:
+        "".join(set(column)).encode()  # there are few different ones
+    except UnicodeEncodeError:
+        return [one.encode(errors=_ODD).decode() for one in column]
+    except TypeError:  # numbers
+        pass
+    return column
+
+
+def write_trace(
+    messages: Iterable[Message],
+    traces: Collection[str],
+    subscribers: Iterable[str],
+    path: PathLike,
+    *,
+    overwrite: bool,
+) -> None:
+    """Write the answers to a trace as a trace: see `analyze.Results.to_trace`."""
+    from tracer.trace.writer import TraceWriter, check_target
+
+    if len(traces) > 1:
+        raise TraceError(f"a trace holds the results of one trace, but these are of {len(traces)}")
+    header = {"results_of": next(iter(traces), None), "subscribers": sorted(subscribers)}
+    check_target(path, overwrite=overwrite)
+    with new_file(path, overwrite=overwrite) as temporary, TraceWriter(temporary, header=header) as writer:
+        for message in messages:
+            writer.write(message)
+
+
+@contextlib.contextmanager
+def new_file(path: PathLike, *, overwrite: bool) -> Iterator[Path]:
+    """A temporary path beside `path`, of the same suffix, that takes its place once the block is done."""
+    target = Path(path)
+    if not overwrite and (target.exists() or target.is_symlink()):
+        raise TraceExistsError(f"there is already something at {str(target)!r}; results are not overwritten unasked")
+    if target.is_dir() and target.suffix != ".zarr":
+        raise TraceExistsError(f"{str(target)!r} is a folder, which a file never replaces")
+    if not target.parent.is_dir():
+        raise TraceNotFoundError(f"there is no folder {str(target.parent)!r} to write {target.name!r} into")
+    mine = f".{os.getpid()}-{os.urandom(4).hex()}"  # and not the target's name, which may be as long as a name can be
+    temporary = target.with_name(f"{mine}.tmp{target.suffix}")
+    aside = target.with_name(f"{mine}.old{target.suffix}")
+    try:
+        yield temporary
+        if target.is_dir():  # a folder cannot be replaced by another, unless it makes room first
+            os.replace(target, aside)
+        try:
+            os.replace(temporary, target)
+        except OSError:
+            if aside.exists():
+                os.replace(aside, target)
+            raise
+    except OSError as error:
+        if isinstance(error, TracerError):
+            raise
+        raise TraceError(f"{str(target)!r} cannot be written: {error.strerror or error}") from error
+    finally:
+        for left in (temporary, aside) if target.exists() else (temporary,):
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
+
+
+def not_installed(what: str, package: str, extra: str) -> TracerError:
+    """The error of what needs a package that is missing."""
+    return TracerError(f"{what} needs {package}, which is not installed: pip install 'tracereel[{extra}]'")
