@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from tracer.messaging.bus import Receiver
     from tracer.messaging.messages import Message
     from tracer.messaging.subscriber import Subscriber
-    from tracer.replaying.replay import Plan
+    from tracer.replaying.plan import Plan
     from tracer.stores import Location
     from tracer.trace.reader import StreamInfo, TraceReader
 
@@ -758,16 +758,17 @@ def record(
     if module is None and launchers.PYTHON.fullmatch(Path(program[0]).name):
         raise Failure(f"{program[0]} is no script{launchers.hint_for(program[0])}")
     from tracer.recording.environment import DISABLE, bound_or, disabled
+    from tracer.recording.launching.program import Program
 
+    to_run = Program(script=program[0] if module is None else module, arguments=arguments, module=module is not None)
     with _wrong_usage():
         off = disabled()
         max_bytes = bound_or(max_bytes)
     if off and not only_dry_run:
-        from tracer.recording.launching.launch import unwatched
+        from tracer.recording.launching.script import unwatched
 
         click.echo(f"{DISABLE} is set: the script runs without being recorded", err=True)
-        script = program[0] if module is None else module
-        click.get_current_context().exit(unwatched(script, arguments, module=module is not None))
+        click.get_current_context().exit(unwatched(to_run))
     from tracer.trace.part import this_process
 
     # other ranks of a distributed run may have begun their parts
@@ -775,60 +776,43 @@ def record(
     target = _check_new(out or f"{name}.zarr", TRACE_SUFFIXES, there)
     files = _read_config(config) if config is not None else [{}]
     given = {key: value for key, value in settings.items() if value not in (None, ())}
+    capturing = [{**file, **given} for file in files]
     with _wrong_settings():
-        from tracer.observing.capture import Capture
+        from tracer.recording.launching.script import captures_of
+        from tracer.recording.options import Options
         from tracer.trace.compression import Compression
 
-        captures = tuple(Capture.from_mapping({**file, **given}) for file in files)
+        captures = captures_of(capturing)
         codecs = Compression.parse(compression).choice
-    certificate = None
-    recording: dict[str, Any] = {
-        "compression": dict(codecs), "queue_bytes": queue_bytes, "on_full": on_full, "commit_steps": commit_steps,
-        "commit_seconds": commit_seconds, "durable": durable, "replicated": replicated,
-        "probe": probe, "probe_every": probe_every,
-    }  # fmt: skip
-    if only_dry_run or certify_steps is not None:
+        spelled = click.get_current_context().params
+        said_otherwise = {"compression": codecs, "max_bytes": max_bytes, "command": not no_command}
+        chosen = Options.among({**spelled, **said_otherwise})
+    if only_dry_run:
+        from tracer.recording.certifying import dry_run
+
+        told = dry_run.dry_run(to_run, capturing, chosen, run_steps=run_steps)
+        if as_json:
+            _print_json(told)
+        else:
+            _print_dry_run(told)
+        return
+    if certify_steps is not None:
         from tracer.recording.certifying import rehearsal
 
-        rehearsed = rehearsal.Program(
-            script=program[0] if module is None else module,
-            arguments=arguments,
-            module=module is not None,
-            captures=[{**file, **given} for file in files],
-            recording=recording,
-        )
-        if only_dry_run:
-            told = rehearsal.dry_run(rehearsed, run_steps=run_steps, max_bytes=max_bytes)
-            if as_json:
-                _print_json(told)
-            else:
-                _print_dry_run(told)
-            return
-        assert certify_steps is not None
-        rehearsed = dataclasses.replace(rehearsed, recording=recording | {"max_bytes": max_bytes})
-        certificate = rehearsal.certify_script(rehearsed, certify_steps)
+        certificate = rehearsal.certify_script(to_run, capturing, chosen, certify_steps)
         warning = "" if certificate.identical else "Warning: "
         click.echo(f"{warning}certificate: {certificate}", err=True)
         if require_identical and not certificate.identical:
             raise Failure("the script is not run, because --require-identical was given")
-    from tracer.recording.launching import launch
+        chosen = dataclasses.replace(chosen, certificate=certificate)
+    from tracer.recording.launching import script
 
-    code = launch.run(
-        program[0] if module is None else module,
-        arguments,
+    code = script.run(
+        to_run,
         out=target,
-        # of a single capture, evaluation passes get a lighter one; several say for themselves what they want
-        capture=captures if len(captures) > 1 else captures[0],
-        module=module is not None,
-        overwrite=overwrite,
-        resume=resume,
-        first_step=first_step,
-        max_bytes=max_bytes,
-        certificate=certificate,
-        command=not no_command,
-        strict=strict,
+        captures=captures,
+        options=chosen,
         required=strict,
-        **recording,
         ended=functools.partial(_say_what_was_recorded, target, out or f"{name}.zarr"),
     )
     click.get_current_context().exit(code)
@@ -839,7 +823,7 @@ _CLOCKS = {"epoch": "every epoch", "aside": "as in the first steps"}
 
 
 def _print_dry_run(told: Mapping[str, Any]) -> None:
-    """What `tracer.recording.certifying.rehearsal.dry_run` found, for people."""
+    """What `tracer.recording.certifying.dry_run.dry_run` found, for people."""
     columns = ("kind", "module", "tag", "dtype", "shape", "bytes a message", "a step", "recorded")
     rows = []
     for one in told["streams"]:
@@ -1032,7 +1016,8 @@ def _info_rows(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if info["dropped"]:
         counts = ", ".join(f"{kind} {count:,}" for kind, count in info["dropped"].items())
         yield "dropped", f"{counts}: observed, and not recorded because too much waited for the disk"
-    for note in info["notes"]:
+    # several ranks often note the same
+    for note in {json.dumps(one, sort_keys=True): one for one in info["notes"]}.values():
         for what, about in note.items():
             # the indices of fixed random choices are for programs
             if what == "silent" and isinstance(about, list):

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from tracer.errors import CaptureError, TraceError, UnknownNameError
 from tracer.observing.pytorch.loss_functions import LOSS_FUNCTIONS
-from tracer.recording.recording import Run, end, record
+from tracer.recording.recording import end, record
+from tracer.recording.run import Run
 from tracer.recording.termination import Ending, what_ends_the_program
 from tracer.stores import Anywhere, location
 
