@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -25,8 +24,6 @@ from tracer.trace.writer import TraceWriter
 
 _PER_MESSAGE = 512
 """Bytes that a waiting message takes besides its data, so that a million empty ones are bounded too."""
-
-
 _ELSEWHERE = torch.empty(0, device="cpu")
 """Stands in a message for data that is still on a device."""
 
@@ -92,7 +89,7 @@ class Recorder:
         self._closed = False  # whether it takes no more messages
         self._ended = False  # whether whoever closes it was told how that went
         self._pid = os.getpid()
-        self._raised_before = getattr(sys, "last_value", None)
+        self._raised_before = termination.last_unhandled()
         made = writer if isinstance(writer, TraceWriter) else None
         self._queue.commit_steps = None if made is None else made.commit_steps
         self._thread = WriterThread(self._queue, made, self._transfers, self._thread_ended)

@@ -21,7 +21,7 @@ from tracer.recording.header import notes
 from tracer.recording.options import COMMIT_SECONDS, QUEUE_BYTES, Options
 from tracer.recording.own_part import OwnPart
 from tracer.recording.recorder import Recorder
-from tracer.recording.run import Run
+from tracer.recording.run import Run, answers_of
 from tracer.stores import Anywhere, Location, location
 from tracer.trace.certificate import Certificate
 from tracer.trace.compression import Compression
@@ -239,7 +239,7 @@ def start(
     if options.disabled or not part.is_recorded:
         return Run(path, exporter, None)
     ordered = in_order(tuple(receivers))
-    derived = {kind for one in ordered for kind in getattr(one, "produces", ())}
+    derived = answers_of(ordered)
     _doubt_kinds(Compression(options.compression), {*KINDS, *exporter.message_bus.topics, *derived})
     _try_to_register(exporter.message_bus, ordered)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from tracer.messaging.bus import Receiver
 from tracer.observing.exporter import Exporter
 from tracer.recording.recorder import Recorder
 from tracer.stores import Location
@@ -23,7 +25,7 @@ class Run:
     def _know_answers(self) -> None:
         """What a subscriber says that joins in the middle of the run is no observation either."""
         if self.recorder is not None:
-            self.recorder.derived.update(kind for one in self.bus.receivers for kind in getattr(one, "produces", ()))
+            self.recorder.derived |= answers_of(self.bus.receivers)
 
     @property
     def global_step(self) -> int:
@@ -51,3 +53,8 @@ class Run:
     def step(self) -> None:
         """End the step, as `Exporter.step`: for loops whose optimizer the recorder does not know."""
         self.exporter.step()
+
+
+def answers_of(receivers: Iterable[Receiver]) -> set[str]:
+    """The kinds of the receivers' own answers, which no trace holds beside what was observed."""
+    return {kind for one in receivers for kind in getattr(one, "produces", ())}

@@ -11,8 +11,6 @@ from tracer.replaying.plan import Plan
 from tracer.trace.reader import TraceReader
 
 POLL_SECONDS = 0.1
-
-
 LONGEST_POLL_SECONDS = 2.0
 """How often a replay that follows a run looks whether more was committed, at first and at last."""
 

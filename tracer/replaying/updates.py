@@ -17,8 +17,6 @@ from tracer.replaying.rows import NO_ROWS, by_stream, due
 from tracer.trace.reader import Steps, StreamInfo, TraceReader
 
 _UPDATES = {"weights": "weight_updates", "biases": "bias_updates"}
-
-
 _GRADIENTS = {"weight_updates": "weight_gradients", "bias_updates": "bias_gradients"}
 
 

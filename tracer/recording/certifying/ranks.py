@@ -14,8 +14,6 @@ from tracer.trace.part import this_process
 
 _LONG = timedelta(days=1)
 """How long ranks wait for each other between rehearsals, which take as long as the script's first steps do."""
-
-
 ANOTHER = "another rank had failed before"
 
 
