@@ -52,15 +52,12 @@ CIRCLES: set[frozenset[str]] = {
             *("tracer.observing.pytorch.loss_functions", "tracer.observing.pytorch.patches"),
         }
     ),
-    frozenset({"tracer.recording.certifying.certify", "tracer.recording.recording"}),
     frozenset({"tracer.stores.hdf5", "tracer.stores.objects"}),
 }
 UPWARDS = {
     ("tracer.observing.pytorch.hooks", "tracer.observing.exporter"),
     ("tracer.observing.pytorch.loss_functions", "tracer.observing.exporter"),
     ("tracer.observing.pytorch.patches", "tracer.observing.exporter"),
-    ("tracer.recording.recording", "tracer.recording.certifying.certify"),
-    ("tracer.recording.launching.launch", "tracer.recording.certifying.certify"),
 }
 
 
@@ -184,7 +181,7 @@ def test_opening_a_trace_runs_no_code() -> None:
                 called = ast.unparse(node.func)
                 assert called not in ("eval", "torch.load", "np.load", "numpy.load", "torch.jit.load"), path
                 # `trace record` runs the user's script, which is what it is for
-                assert called != "exec" or path.name == "launch.py", path
+                assert called != "exec" or path.name == "script.py", path
 
 
 @pytest.mark.parametrize("package", ["tracer", "analyze", "tracereel.main", "cli"])

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tracer
 from tracer import Capture, CaptureError, Certificate, Message
-from tracer.recording.certifying.certify import Steps, compare, fingerprint
-from tracer.recording.certifying.rehearsal import Program, certify_script
+from tracer.recording.certifying.fingerprint import fingerprint
+from tracer.recording.certifying.rehearsal import certify_script
+from tracer.recording.certifying.stopwatch import Steps
+from tracer.recording.certifying.verdict import compare
+from tracer.recording.launching.program import Program
+from tracer.recording.options import Options
 from tracereel.main import main
 
 ROOT = Path(__file__).parent.parent
@@ -498,7 +503,7 @@ def test_a_script_that_notices_the_recorder(tmp_path: Path) -> None:
 def rehearsed(folder: Path, body: str, steps: int) -> Certificate:
     """The certificate of a script that is not run for real."""
     (folder / "train.py").write_text(HEAD + textwrap.dedent(body))
-    return certify_script(Program(script=str(folder / "train.py")), steps)
+    return certify_script(Program(script=str(folder / "train.py")), [{}], Options(), steps)
 
 
 def test_a_script_that_differs_by_itself(tmp_path: Path) -> None:
@@ -672,25 +677,26 @@ def test_two_ranks_are_certified_together(tmp_path: Path, way: str, verdict: str
 def test_what_is_certified_is_the_run_that_follows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The rehearsal has all options of the recording, those too that say how much is written, and by which rank."""
     (tmp_path / "train.py").write_text(HEAD)
-    asked: list[dict[str, Any]] = []
+    certificate = Certificate(verdict="identical", reason="", steps=2)
+    asked: list[Options] = []
 
-    def certify(program: Program, steps: int) -> Certificate:
-        asked.append(dict(program.recording or {}))
-        return Certificate(verdict="identical", reason="", steps=steps)
+    def certify(program: Program, settings: Any, options: Options, steps: int) -> Certificate:
+        asked.append(options)
+        return certificate
 
-    def run(*_: Any, **options: Any) -> int:
+    def run(program: Program, *, options: Options, **_: Any) -> int:
         asked.append(options)
         return 0
 
     monkeypatch.setattr("tracer.recording.certifying.rehearsal.certify_script", certify)
-    monkeypatch.setattr("tracer.recording.launching.launch.run", run)
+    monkeypatch.setattr("tracer.recording.launching.script.run", run)
     options = ["--replicated", "every", "--max-bytes", "5MB", "--on-full", "drop", "--commit-steps", "3", "--durable"]
     given = {"replicated": "every", "max_bytes": 5_000_000, "on_full": "drop", "commit_steps": 3, "durable": True}
     arguments = ["record", "--certify", "2", *options, str(tmp_path / "train.py")]
     assert CliRunner().invoke(main, arguments).exit_code == 0
     rehearsed, run_afterwards = asked
-    assert {name: rehearsed[name] for name in given} == given
-    assert rehearsed == {name: run_afterwards[name] for name in rehearsed}
+    assert {name: getattr(rehearsed, name) for name in given} == given
+    assert run_afterwards == replace(rehearsed, certificate=certificate)
 
 
 def test_one_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

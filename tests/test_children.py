@@ -18,8 +18,8 @@ from tracer import Capture
 from tracer.errors import TraceExistsError
 from tracer.recording.family import Member
 from tracer.recording.launching import children
-from tracer.recording.launching.launch import Recipe, run_child
-from tracer.recording.recording import Options
+from tracer.recording.launching.session import Recipe, run_child
+from tracer.recording.options import Options
 from tracer.stores import location
 from tracer.trace.part import Process, claim
 

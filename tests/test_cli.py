@@ -25,6 +25,7 @@ from click.testing import CliRunner, Result
 
 import tracer
 from analyze.tables.layout import TextTable
+from tracer.format.names import part_name
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.stores.zarr import CHUNKS_PER_SHARD, chunks_begin
 from tracer.trace.writer import TraceWriter
@@ -701,7 +702,7 @@ def test_tables_fit_the_terminal(
     shutil.copytree(deep, damaged)
     for value in (100.0, 101.0):  # one of the weights, one of their gradients
         damage(damaged, torch.full((3, 4), value).numpy().tobytes())
-    monkeypatch.setattr("tracer.recording.certifying.rehearsal.dry_run", lambda *_, **__: dry_run_of(deep))
+    monkeypatch.setattr("tracer.recording.certifying.dry_run.dry_run", lambda *_, **__: dry_run_of(deep))
     arguments = {
         "ls": ("ls", deep),
         "plan": ("replay", deep, "-s", "norm:kind=weights", "-s", "norm:kind=activations,tag=probe,as=b", "--plan"),
@@ -879,6 +880,18 @@ def test_record_options(tmp_path: Path) -> None:
 def test_sizes(size: str, expected: int) -> None:
     """Sizes are written as people write them."""
     assert Size().convert(size, None, None) == expected
+
+
+def test_info_shows_once_what_all_ranks_noted(tmp_path: Path) -> None:
+    """JSON has the notes of each rank."""
+    path = tmp_path / "run.zarr"
+    for rank in (0, 1):
+        with TraceWriter(path, part=part_name(rank, 0)) as writer:
+            writer.note({"epochs": "no epoch was seen to end"})
+            writer.note({"silent": [f"layer{rank}"]})
+    shown = run("info", path).stdout
+    assert [shown.count(one) for one in ("no epoch was seen to end", "layer0", "layer1")] == [1, 1, 1]
+    assert len(json.loads(run("info", path, "--json").stdout)["notes"]) == 4
 
 
 def test_info_counts_what_was_dropped(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import tracer
-from tracer.recording.certifying.rehearsal import _due, _reached
+from tracer.recording.certifying.dry_run import _due, _reached
 
 ROOT = Path(__file__).parent.parent
 

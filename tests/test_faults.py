@@ -235,7 +235,7 @@ def test_a_training_on_a_small_disk(small_disk: Path, suffix: str) -> None:
                 model(torch.ones(3, 200)).sum().backward()
                 optimizer.step()
             give_up = time.monotonic() + 30
-            while run.recorder._error is None:
+            while run.recorder._queue.error is None:
                 assert time.monotonic() < give_up
                 time.sleep(0.01)
             before = model.weight.detach().clone()

@@ -201,7 +201,10 @@ def test_updates_are_derived_as_afterwards(tmp_path: Path, suffix: str) -> None:
 
 def test_streams_are_declared_before_they_have_messages(tmp_path: Path) -> None:
     """A follower may look between the commit of the declarations and that of the first rows."""
-    from tracer.replaying.replay import _plan, _settled
+    from tracer.replaying.audience import Audience
+    from tracer.replaying.filters import Filters
+    from tracer.replaying.following import settled
+    from tracer.replaying.plan import plan_of
 
     path = tmp_path / "run.zarr"
     with TraceWriter(path) as writer:
@@ -215,9 +218,9 @@ def test_streams_are_declared_before_they_have_messages(tmp_path: Path) -> None:
         document.write_text(text.replace('"shape": [2, ', '"shape": [0, '))
         receivers = (Collect("weight_updates"), Counting("weight_updates"))
         with TraceReader(path) as reader:
-            todo = _plan(reader, receivers, None, None, None, None, 0, growing=True)
+            todo = plan_of(reader, Audience(receivers), Filters(), 0, growing=True)
             assert (len(reader), len(todo.derived)) == (0, 1)
-            assert _settled(reader, todo) == 0
+            assert settled(reader, todo) == 0
         document.write_text(text)
 
 

@@ -21,7 +21,7 @@ from torch import nn
 import tracer
 from tracer.observing.capture import Capture
 from tracer.observing.optimizers import Optimizers
-from tracer.recording.launching.launch import lighter_on_evaluation
+from tracer.recording.launching.script import lighter_on_evaluation
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

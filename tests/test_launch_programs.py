@@ -1020,11 +1020,11 @@ def test_training_in_eval_mode_is_told(tmp_path: Path) -> None:
 def test_an_optimizer_for_each_input_looks_for_no_model(tmp_path: Path) -> None:
     """To look for models takes long where there are many objects; what is no module's parameter has none."""
     body = """
-    import tracer.recording.launching.launch
+    import tracer.recording.launching.trained
     looked = []
-    launch = tracer.recording.launching.launch
-    plainly = launch.models_of
-    launch.models_of = lambda optimizers: looked.append(len(optimizers)) or plainly(optimizers)
+    trained = tracer.recording.launching.trained
+    plainly = trained.models_of
+    trained.models_of = lambda optimizers: looked.append(len(optimizers)) or plainly(optimizers)
     net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(5):
         bad = x.clone().requires_grad_(); attack = torch.optim.SGD([bad], lr=0.1)

@@ -225,8 +225,8 @@ def test_the_last_error_names_what_failed_first(tmp_path: Path) -> None:
     name = script(
         tmp_path,
         """
-        import tracer.recording.launching.launch
-        tracer.recording.launching.launch.models_of = lambda optimizers: 1 / 0
+        import tracer.recording.launching.trained
+        tracer.recording.launching.trained.models_of = lambda optimizers: 1 / 0
         net = nn.Linear(4, 3)
         opt = torch.optim.SGD(net.parameters(), lr=0.1)
         for step in range(3):

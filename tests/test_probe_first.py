@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tracer
-from tracer.recording.recording import Run
+from tracer.recording.run import Run
 
 
 class Net(nn.Module):

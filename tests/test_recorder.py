@@ -132,8 +132,8 @@ def test_drops_stand_in_the_trace_while_the_queue_is_full(
     tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that drops has a queue that never empties: one that is killed in it has said what it lacks."""
-    monkeypatch.setattr("tracer.recording.recorder._DROPS_SECONDS", 0.0)
-    monkeypatch.setattr("tracer.recording.recorder._BATCH_MESSAGES", 1)
+    monkeypatch.setattr("tracer.recording.writer_thread._DROPS_SECONDS", 0.0)
+    monkeypatch.setattr("tracer.recording.writer_thread._BATCH_MESSAGES", 1)
     path = tmp_path / f"run{suffix}"
     writer = TraceWriter(path, commit_seconds=0)
     recorder = Recorder(writer, queue_bytes=100_000, on_full="drop")
@@ -142,7 +142,7 @@ def test_drops_stand_in_the_trace_while_the_queue_is_full(
         for _ in range(1000):  # faster than they are written
             recorder.receive(loss_message(step, 500))
             step += 1
-        assert recorder._waiting
+        assert recorder._queue.entries
         with contextlib.suppress(TraceNotFoundError), tracer.open(path) as trace:
             dropped = trace.dropped.get("loss", 0)
     recorder.close()
@@ -153,7 +153,7 @@ def test_drops_stand_in_the_trace_while_the_queue_is_full(
 
 def test_takes_its_time_only_while_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written is in no hurry while the queue is less than half full and the trace not being closed."""
-    monkeypatch.setattr("tracer.recording.recorder._BATCH_MESSAGES", 1)
+    monkeypatch.setattr("tracer.recording.writer_thread._BATCH_MESSAGES", 1)
     noted = []
 
     class Noting(Slow):
@@ -179,7 +179,7 @@ def test_takes_its_time_only_while_nobody_waits(tmp_path: Path, monkeypatch: pyt
     assert noted == [True, False, False, True]
     closing = threading.Thread(target=recorder.close, daemon=True)
     closing.start()
-    while not recorder._closing:
+    while not recorder._queue.closing:
         time.sleep(0.001)
     writer.go.release(2)
     closing.join(10)
@@ -263,7 +263,7 @@ def test_a_full_disk_does_not_end_the_training(suffix: str, tmp_path: Path, monk
         with tracer.record(tmp_path / f"run.{suffix}", model, optimizer, receivers=[heard]) as run:
             steps(3)
             deadline = time.monotonic() + 10
-            while run.recorder._error is None and time.monotonic() < deadline:
+            while run.recorder._queue.error is None and time.monotonic() < deadline:
                 time.sleep(0.01)
             steps(3)
             assert run.recorder not in run.bus.receivers

@@ -25,8 +25,8 @@ from tracer import (
     NetworkMessage,
     TraceReader,
     TraceWriter,
+    replay,
 )
-from tracer.replaying.replay import replay
 
 INF, NAN = float("inf"), float("nan")
 NAMES = ("mean", "std", "variance", "min", "q0.25", "median", "q0.75", "max", "iqr", "sum", "count", "first", "last")

@@ -30,6 +30,7 @@ from tracer import (
     UnknownNameError,
 )
 from tracer.messaging.messages import KINDS
+from tracer.replaying import updates
 from tracer.stores.hdf5 import Hdf5ReadStore
 from tracer.stores.zarr import ZarrReadStore
 from tracereel.main import main
@@ -515,10 +516,8 @@ def test_updates_are_planned_only_if_asked_for(monkeypatch: pytest.MonkeyPatch, 
             for module in ("a", "b"):
                 writer.write(ModuleMessage(kind="weights", module=module, data=torch.ones(2), **where))
     asked = []
-    pairs = tracer.replaying.replay.__globals__["_pairs"]
-    monkeypatch.setitem(
-        tracer.replaying.replay.__globals__, "_pairs", lambda *of: asked.append(len(of[1])) or pairs(*of)
-    )
+    pairs = updates.pairs_of
+    monkeypatch.setattr(updates, "pairs_of", lambda *of: asked.append(len(of[1])) or pairs(*of))
     for kinds, modules, expected in (("weights", None, []), ("weight_updates", "b", [3, 3])):
         asked.clear()
         tracer.replay(path, CallbackSubscriber(kinds, lambda *_: None, modules=modules))

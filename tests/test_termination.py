@@ -321,14 +321,14 @@ import atexit, contextlib, multiprocessing, os, signal, sys, threading, time, wa
 import tracer
 import torch
 from tracer import NetworkMessage, Recorder, TraceWriter
-import tracer.recording.recorder
+import tracer.recording.writer_thread
 
 write_many = TraceWriter.write_many
 def slowly(self, batch):
     time.sleep(0.05)
     write_many(self, batch)
 TraceWriter.write_many = slowly
-tracer.recording.recorder._BATCH_MESSAGES = 10
+tracer.recording.writer_thread._BATCH_MESSAGES = 10
 STEPS = 400  # which take two seconds
 
 def later(number, *seconds):  # what it returns begins it: Python 3.12.1 starts no thread in a program that ends
@@ -523,9 +523,9 @@ def test_what_is_dropped_anywhere_is_closed(tmp_path: Path, where: str, monkeypa
         model(torch.ones(8, 4)).sum().backward()
         optimizer.step()
     else:
-        with recorder._changed:
+        with recorder._queue.changed:
             gc.collect()
-    assert recorder._done.wait(20)
+    assert recorder._thread.done.wait(20)
     if where == "writer":
         assert collected == ["trace-writer"]
     assert not model._forward_hooks

@@ -34,10 +34,13 @@ if TYPE_CHECKING:
     from tracer.messaging.subscription import Subscription, SynchronizedSubscription
     from tracer.observing.capture import Capture
     from tracer.observing.exporter import Exporter
-    from tracer.recording.certifying.certify import Certificate, certify
+    from tracer.recording.certifying.certify import certify
     from tracer.recording.recorder import Recorder
-    from tracer.recording.recording import Run, record
-    from tracer.replaying.replay import plan, replay
+    from tracer.recording.recording import record
+    from tracer.recording.run import Run
+    from tracer.replaying.plan import plan
+    from tracer.replaying.replay import replay
+    from tracer.trace.certificate import Certificate
     from tracer.trace.reader import TraceReader
     from tracer.trace.reader import TraceReader as open  # noqa: A004 - tracer.open(path), as in gzip.open
     from tracer.trace.writer import TraceWriter
@@ -49,7 +52,7 @@ _HOMES = {
     "messaging.actor": ("Actor",),
     "messaging.bus": ("Collect", "MessageBus", "Receiver", "get_default_bus"),
     "observing.capture": ("Capture",),
-    "recording.certifying.certify": ("Certificate", "certify"),
+    "recording.certifying.certify": ("certify",),
     "errors": (
         "CaptureError",
         "MessageError",
@@ -68,13 +71,16 @@ _HOMES = {
     "messaging.messages": ("KINDS", "Message", "MessageBundle", "ModuleMessage", "NetworkMessage", "derived"),
     "trace.reader": ("TraceReader",),
     "recording.recorder": ("Recorder",),
-    "recording.recording": ("Run", "record"),
-    "replaying.replay": ("plan", "replay"),
+    "recording.recording": ("record",),
+    "recording.run": ("Run",),
+    "replaying.plan": ("plan",),
+    "replaying.replay": ("replay",),
     "messaging.subscriber": ("CallbackSubscriber", "Subscriber"),
     "messaging.subscription": ("Subscription", "SynchronizedSubscription"),
     "upkeep.verify": ("verify",),
     "upkeep.convert": ("convert",),
     "upkeep.recover": ("recover",),
+    "trace.certificate": ("Certificate",),
     "trace.writer": ("TraceWriter",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -32,7 +32,8 @@ from tracer.observing.capture import Capture
 from tracer.observing.exporter import Exporter
 from tracer.observing.pytorch.wrappers import unwrap
 from tracer.recording import termination
-from tracer.recording.recording import Run, end, start
+from tracer.recording.recording import end, start
+from tracer.recording.run import Run
 from tracer.stores import Anywhere, location
 
 _Types = type[nn.Module] | tuple[type[nn.Module], ...]

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tracer.messaging.bus import Receiver
     from tracer.messaging.messages import Message
     from tracer.messaging.subscriber import Subscriber
-    from tracer.replaying.replay import Plan
+    from tracer.replaying.plan import Plan
     from tracer.trace.reader import TraceReader
 
 

@@ -6,6 +6,7 @@ look as expected is shown in short.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -55,7 +56,8 @@ def overview(info: Mapping[str, Any]) -> Iterator[Line]:
     if info["dropped"]:
         counts = ", ".join(f"{kind} {count:,}" for kind, count in info["dropped"].items())
         yield "dropped", f"{counts}: observed, and not recorded because too much waited for the disk"
-    for note in info["notes"]:
+    # several ranks often note the same
+    for note in {json.dumps(one, sort_keys=True): one for one in info["notes"]}.values():
         for what, about in note.items():
             yield from _note(what, about)
 

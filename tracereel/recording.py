@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +23,10 @@ from tracereel.options import Size
 from tracereel.printing import few_shapes, path_in_model, print_json, print_table, say, size
 
 if TYPE_CHECKING:
-    from tracer.recording.certifying.certify import Certificate
-    from tracer.recording.certifying.rehearsal import Program
+    from tracer.recording.launching.program import Program
+    from tracer.recording.options import Options
     from tracer.stores import Location
+    from tracer.trace.certificate import Certificate
 
 
 class RecordCommand(Command):
@@ -127,7 +129,7 @@ class Rehearsals:
 
 @dataclass(frozen=True)
 class Writing:
-    """How the recorder writes, and what it probes: keywords of `tracer.recording.launching.launch.run`."""
+    """How the recorder writes, and what it probes: fields of `tracer.recording.options.Options`."""
 
     compression: Sequence[str] | Mapping[str, str]
     queue_bytes: int
@@ -140,40 +142,24 @@ class Writing:
     probe_every: int
 
 
-@dataclass(frozen=True)
-class Script:
-    """What is run: a file, or with `module` a module, as ``python -m`` takes it."""
+def program_of(words: tuple[str, ...], module: str | None) -> Program:
+    """The script that a command line begins with; where a module is named, the words are its arguments."""
+    from tracer.recording.launching.launchers import PYTHON, hint_for
+    from tracer.recording.launching.program import Program
 
-    name: str
-    arguments: tuple[str, ...]
-    module: bool
+    if module is not None:
+        return Program(script=module, arguments=words, module=True)
+    name = words[0]
+    if not Path(name).is_file():
+        raise Failure(f"{name} is not a file, so there is no script to run{hint_for(name)}")
+    if PYTHON.fullmatch(Path(name).name):
+        raise Failure(f"{name} is no script{hint_for(name)}")
+    return Program(script=name, arguments=words[1:])
 
-    @classmethod
-    def of(cls, program: tuple[str, ...], module: str | None) -> Script:
-        """The script that a command line begins with, or its arguments where it is a module."""
-        if module is not None:
-            return cls(module, program, module=True)
-        from tracer.recording.launching.launchers import PYTHON, hint_for
 
-        name = program[0]
-        if not Path(name).is_file():
-            raise Failure(f"{name} is not a file, so there is no script to run{hint_for(name)}")
-        if PYTHON.fullmatch(Path(name).name):
-            raise Failure(f"{name} is no script{hint_for(name)}")
-        return cls(name, program[1:], module=False)
-
-    @property
-    def title(self) -> str:
-        """What its trace is called by default."""
-        return self.name.rpartition(".")[2] if self.module else Path(self.name).stem
-
-    def rehearsed(self, captures: Sequence[Mapping[str, Any]], recording: Mapping[str, Any]) -> Program:
-        """The script as rehearsals take it."""
-        from tracer.recording.certifying.rehearsal import Program
-
-        return Program(
-            script=self.name, arguments=self.arguments, module=self.module, captures=captures, recording=recording
-        )
+def title_of(program: Program) -> str:
+    """What the trace of a program is called by default."""
+    return program.script.rpartition(".")[2] if program.module else Path(program.script).stem
 
 
 # -- the command --------------------------------------------------------------------------------------------------
@@ -330,47 +316,38 @@ def record(
         raise click.UsageError("there is no script to run: trace record [OPTIONS] SCRIPT.py [ARGS]...")
     _refuse_contradictions(place, rehearsals)
     _become_launcher(program, module, rehearsals)
-    script = Script.of(program, module)
+    script = program_of(program, module)
     from tracer.recording.environment import bound_or, disabled
 
     off, max_bytes = disabled(), bound_or(max_bytes)
     if off and not rehearsals.only_dry_run:
         _run_unwatched(script)
-    called, target = place.checked(script.title, only_dry_run=rehearsals.only_dry_run)
+    called, target = place.checked(title_of(script), only_dry_run=rehearsals.only_dry_run)
     given = {name: value for name, value in capture.items() if value not in (None, ())}
     settings = [{**described, **given} for described in (_read_config(config) if config is not None else [{}])]
     with _wrong_settings():
-        from tracer.observing.capture import Capture
+        from tracer.recording.launching.script import captures_of
+        from tracer.recording.options import Options
         from tracer.trace.compression import Compression
 
-        captures = tuple(map(Capture.from_mapping, settings))
+        captures = captures_of(settings)
         codecs = Compression.parse(writing.compression).choice
-    recording: dict[str, Any] = vars(writing) | {"compression": dict(codecs)}
+        said_otherwise = {"compression": codecs, "max_bytes": max_bytes, "command": not no_command, "strict": strict}
+        chosen = Options.among({**vars(place), **vars(writing), **said_otherwise})
     if rehearsals.only_dry_run:
-        _dry_run(script.rehearsed(settings, recording), rehearsals, max_bytes)
+        _dry_run(script, settings, chosen, rehearsals)
         return
-    certificate = None
     if rehearsals.certify_steps is not None:
-        rehearsed = script.rehearsed(settings, recording | {"max_bytes": max_bytes})
-        certificate = _certificate(rehearsed, rehearsals.certify_steps, required=rehearsals.require_identical)
-    from tracer.recording.launching import launch
+        certificate = _certificate(script, settings, chosen, rehearsals)
+        chosen = dataclasses.replace(chosen, certificate=certificate)
+    from tracer.recording.launching.script import run
 
-    code = launch.run(
-        script.name,
-        script.arguments,
+    code = run(
+        script,
         out=target,
-        # of a single capture, evaluation passes get a lighter one; several say for themselves what they want
-        capture=captures if len(captures) > 1 else captures[0],
-        module=script.module,
-        overwrite=place.overwrite,
-        resume=place.resume,
-        first_step=place.first_step,
-        max_bytes=max_bytes,
-        certificate=certificate,
-        command=not no_command,
-        strict=strict,
+        captures=captures,
+        options=chosen,
         required=strict,
-        **recording,
         ended=functools.partial(_say_what_was_recorded, target, called),
     )
     click.get_current_context().exit(code)
@@ -406,12 +383,12 @@ def _become_launcher(program: tuple[str, ...], module: str | None, rehearsals: R
     launchers.become(launcher, before, program=str(Path(__file__).absolute().with_name("__main__.py")))
 
 
-def _run_unwatched(script: Script) -> NoReturn:
+def _run_unwatched(program: Program) -> NoReturn:
     from tracer.recording.environment import DISABLE
-    from tracer.recording.launching.launch import unwatched
+    from tracer.recording.launching.script import unwatched
 
     say(f"{DISABLE} is set: the script runs without being recorded")
-    click.get_current_context().exit(unwatched(script.name, script.arguments, module=script.module))
+    click.get_current_context().exit(unwatched(program))
 
 
 def _read_config(path: str) -> list[dict[str, Any]]:
@@ -438,21 +415,24 @@ def _read_config(path: str) -> list[dict[str, Any]]:
 # -- rehearsals ---------------------------------------------------------------------------------------------------
 
 
-def _certificate(program: Program, steps: int, *, required: bool) -> Certificate:
-    """Certify the first steps of a script; refuse to go on if they are `required` to be identical and are not."""
+def _certificate(
+    program: Program, settings: Sequence[Mapping[str, Any]], chosen: Options, rehearsals: Rehearsals
+) -> Certificate:
+    """Certify the first steps of a script; refuse to go on if they must be identical and are not."""
     from tracer.recording.certifying.rehearsal import certify_script
 
-    certificate = certify_script(program, steps)
+    assert rehearsals.certify_steps is not None
+    certificate = certify_script(program, settings, chosen, rehearsals.certify_steps)
     say(f"{'' if certificate.identical else 'Warning: '}certificate: {certificate}")
-    if required and not certificate.identical:
+    if rehearsals.require_identical and not certificate.identical:
         raise Failure("the script is not run, because --require-identical was given")
     return certificate
 
 
-def _dry_run(program: Program, rehearsals: Rehearsals, max_bytes: int | None) -> None:
-    from tracer.recording.certifying import rehearsal
+def _dry_run(program: Program, settings: Sequence[Mapping[str, Any]], chosen: Options, rehearsals: Rehearsals) -> None:
+    from tracer.recording.certifying.dry_run import dry_run
 
-    facts = rehearsal.dry_run(program, run_steps=rehearsals.run_steps, max_bytes=max_bytes)
+    facts = dry_run(program, settings, chosen, run_steps=rehearsals.run_steps)
     if rehearsals.as_json:
         print_json(facts)
     else:
@@ -464,7 +444,7 @@ _CLOCKS = {"epoch": "every epoch", "aside": "as in the first steps"}
 
 
 def _print_dry_run(facts: Mapping[str, Any]) -> None:
-    """What `tracer.recording.certifying.rehearsal.dry_run` found, for people."""
+    """What `tracer.recording.certifying.dry_run.dry_run` found, for people."""
     rows = [
         (
             *(stream["kind"], path_in_model(stream["module"], stream["leaf"]), stream["tag"], stream["dtype"]),

@@ -26,7 +26,7 @@ from analyze.batching.planning import (
 from analyze.comparing.compare import both_ranks
 from tracer.errors import CaptureError, MessageError, TracerError
 from tracer.format.journal import Column
-from tracer.replaying.replay import plan
+from tracer.replaying.plan import plan
 from tracer.stores import Anywhere
 from tracer.trace.reader import TraceReader
 

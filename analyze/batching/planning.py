@@ -27,7 +27,7 @@ from tracer.format.journal import Column
 from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.messages import Message
 from tracer.messaging.subscriber import Scope, Subscriber
-from tracer.replaying.replay import Plan, plan
+from tracer.replaying.plan import Plan, plan
 from tracer.secrets import masked_text
 from tracer.stores import Anywhere, Url, location
 from tracer.trace.reader import Steps, TraceReader

@@ -32,7 +32,8 @@ from tracer.format.journal import Column
 from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.messages import Message
 from tracer.messaging.subscriber import Subscriber
-from tracer.replaying.replay import plan, replay
+from tracer.replaying.plan import plan
+from tracer.replaying.replay import replay
 from tracer.stores import Url
 from tracer.trace.reader import TraceReader
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tracer.errors import CaptureError, TracerError
 from tracer.integrations.recording import Recording
-from tracer.recording.recording import Run
+from tracer.recording.run import Run
 from tracer.stores import Anywhere
 
 try:

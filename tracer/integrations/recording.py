@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -13,8 +12,9 @@ from torch.optim import Optimizer
 
 from tracer.errors import CaptureError, TraceError, UnknownNameError
 from tracer.observing.pytorch.loss_functions import LOSS_FUNCTIONS
-from tracer.recording.recording import Run, end, record
-from tracer.recording.termination import Ending, what_ends_the_program
+from tracer.recording.recording import end, record
+from tracer.recording.run import Run
+from tracer.recording.termination import Ending, last_unhandled, what_ends_the_program
 from tracer.stores import Anywhere, location
 
 _FROM_THE_TRAINER = frozenset({"self", "path", "model", "optimizer", "first_step", "first_epoch"})
@@ -80,7 +80,7 @@ class Recording:
             run.exporter.start_at(step, 0, epoch)
         self._run = run
         # not every trainer says that it was interrupted, but every program ends
-        self._ending = Ending(self, partial(_end_unended, run, getattr(sys, "last_value", None)))
+        self._ending = Ending(self, partial(_end_unended, run, last_unhandled()))
 
     def epoch_finished(self) -> None:
         """End the epoch, if there is a recording."""

@@ -15,7 +15,7 @@ from tracer.errors import TracerError
 from tracer.integrations.recording import Recording
 from tracer.observing.pytorch.hanging import Hanging, after_forward
 from tracer.observing.pytorch.loss_functions import ModelLoss
-from tracer.recording.recording import Run
+from tracer.recording.run import Run
 from tracer.stores import Anywhere
 
 try:

@@ -1,92 +1,33 @@
-"""`record`, which wires a whole recording: exporter, bus, receivers, recorder and trace; and how it begins and ends."""
+"""`record`: a whole recording, wired from exporter, bus, receivers and recorder; how it starts and how it ends."""
 
 from __future__ import annotations
 
 import difflib
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
-from tracer.errors import CaptureError, TraceError, plain, summary, warn_only
-from tracer.format.declarations import declaration
-from tracer.format.journal import Column
-from tracer.format.names import part_name
+from tracer.errors import CaptureError, TraceError, summary, warn_only
 from tracer.messaging.bus import MessageBus, Receiver, in_order
-from tracer.messaging.messages import DEFAULT_TAG, KINDS
+from tracer.messaging.messages import KINDS
 from tracer.observing.capture import Capture
 from tracer.observing.exporter import Exporter
 from tracer.recording import environment, termination
-from tracer.recording.budget import Budget, already_spent
 from tracer.recording.family import Member
-from tracer.recording.recorder import COMMIT_SECONDS, QUEUE_BYTES, Recorder, check_options
-from tracer.stores import Anywhere, Location, exists, location
+from tracer.recording.header import notes
+from tracer.recording.options import COMMIT_SECONDS, QUEUE_BYTES, Options
+from tracer.recording.own_part import OwnPart
+from tracer.recording.recorder import Recorder
+from tracer.recording.run import Run, answers_of
+from tracer.stores import Anywhere, Location, location
+from tracer.trace.certificate import Certificate
 from tracer.trace.compression import Compression
-from tracer.trace.part import Process, claim, of_launch, run_id_of, there, this_process
-from tracer.trace.reader import TraceReader
-from tracer.trace.writer import TraceWriter, refuse_here
 
-if TYPE_CHECKING:
-    from tracer.recording.certifying.certify import Certificate
-
-NO_EPOCHS = (
-    "no epoch was seen to end, so all steps are of one: run.epoch_finished() ends an epoch; under `trace record` "
-    "a DataLoader does so that feeds the training and comes to its end"
-)
 _PATIENCE = 5.0
 """Seconds that the end of a recording that was dropped waits for the thread, at most."""
-
-
-class Run:
-    """A recording in progress: what `record` gives inside its ``with`` block."""
-
-    def __init__(self, path: Location, exporter: Exporter, recorder: Recorder | None) -> None:
-        self.exporter = exporter
-        self.recorder = recorder
-        self.bus = exporter.message_bus
-        self.path = path
-        self.bus.watch(self._know_answers)
-
-    def _know_answers(self) -> None:
-        """What a subscriber says that joins in the middle of the run is no observation either."""
-        if self.recorder is not None:
-            self.recorder.derived.update(kind for one in self.bus.receivers for kind in getattr(one, "produces", ()))
-
-    @property
-    def global_step(self) -> int:
-        """The global step that comes next: what a checkpoint should hold, for `record` to resume from."""
-        return self.exporter.global_step
-
-    def log(self, kind: str, value: Any) -> None:
-        """Record a value of your own, as `Exporter.log`."""
-        self.exporter.log(kind, value)
-
-    def tag(self, name: str) -> AbstractContextManager[None]:
-        """Give every pass inside this context a tag, as `Exporter.tag`."""
-        return self.exporter.tag(name)
-
-    def probe(
-        self, name: str, inputs: Any, labels: Any = None, *, every: int = 1, batch_size: int | None = None
-    ) -> None:
-        """Observe the model on fixed inputs, as `Exporter.probe`."""
-        self.exporter.probe(name, inputs, labels, every=every, batch_size=batch_size)
-
-    def epoch_finished(self) -> None:
-        """End the epoch, as `Exporter.epoch_finished`."""
-        self.exporter.epoch_finished()
-
-    def step(self) -> None:
-        """End the step, as `Exporter.step`: for loops whose optimizer the recorder does not know."""
-        self.exporter.step()
 
 
 class record:  # noqa: N801 - a context manager that reads as a verb, as in contextlib
@@ -211,26 +152,10 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         certificate: Certificate | None = None,
         command: bool = True,
     ) -> None:
-        if not resume and (first_step is not None or first_epoch is not None):
-            raise CaptureError("first_step and first_epoch say where to resume; give resume=True with them")
-        self._path = location(environment.path_or(path))
-        self._options = Options(
-            overwrite=overwrite,
-            resume=Resume(first_step, first_epoch) if resume else None,
-            seeds=seeds,
-            queue_bytes=queue_bytes,
-            on_full=on_full,
-            commit_steps=commit_steps,
-            commit_seconds=commit_seconds,
-            durable=durable,
-            ranks=ranks,
-            replicated=replicated,
-            compression=compression,
-            max_bytes=environment.bound_or(None if max_bytes is None else environment.size_of(max_bytes)),
-            certificate=certificate,
-            command=command,
-            disabled=environment.disabled(),
-        )
+        given = locals()
+        self.path = location(environment.path_or(path))
+        """Where the trace is written."""
+        self._options = Options.among(given).in_this_environment()
         self._model = model
         self._optimizer = optimizer
         self._loss = loss
@@ -243,12 +168,10 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
             raise CaptureError(f"capture is a tracer.Capture or several of them, not {capture!r}")
         self._receivers = tuple(receivers)
         self._logs = (logs,) if isinstance(logs, str) else tuple(logs)
-        self._strict = strict
         self._run: Run | None = None
 
     def __enter__(self) -> Run:
-        bus = MessageBus(f"recording to {self._path}", on_error="raise" if self._strict else "disable")
-        exporter = Exporter(message_bus=bus, capture=self._captures, strict=self._strict)
+        exporter = observer(self.path, self._captures, self._options)
         try:
             exporter.set_model(self._model)
             exporter.set_optimizer(self._optimizer)
@@ -256,11 +179,11 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
             if self._loss is not None:
                 exporter.set_loss(self._loss)
             for kind in self._logs:
-                bus.register_topic(kind, "network")
+                exporter.message_bus.register_topic(kind, "network")
             if "loss" in self._logs:
                 exporter.loss_is_logged()
             exporter.check(self._receivers, self._logs)
-            run = start(self._path, exporter, self._receivers, self._options)
+            run = start(self.path, exporter, self._receivers, self._options)
         except BaseException:
             exporter.detach()
             raise
@@ -283,149 +206,10 @@ def concluded(exporter: Exporter, error: BaseException | None) -> bool:
     return termination.ends_in_order(error) and not (last_word and (exporter.clock.open or not exporter.steps_seen))
 
 
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """Where a training goes on after a restart; None: as the optimizer and the trace say."""
-
-    first_step: int | None = None
-    first_epoch: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("first_step", "first_epoch"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 0):
-                raise CaptureError(f"{name} is a whole number from 0, not {value!r}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What a recording does beside observing; each as in `record`.
-
-    Attributes
-    ----------
-    resume : Resume, optional
-        Where to go on with a trace that is there.
-    disabled : bool
-        Whether steps are only counted.
-
-    Raises
-    ------
-    CaptureError
-        If one has no such value, or two of them exclude each other.
-    UnknownNameError
-        If there is no such compression.
-    """
-
-    overwrite: bool = False
-    resume: Resume | None = None
-    seeds: Mapping[str, Any] | None = None
-    queue_bytes: int = QUEUE_BYTES
-    on_full: Literal["wait", "drop"] = "wait"
-    commit_steps: int | None = None
-    commit_seconds: float = COMMIT_SECONDS
-    durable: bool = False
-    ranks: Iterable[int] | None = None
-    replicated: Literal["once", "every"] = "once"
-    compression: str | Mapping[str, str] = "auto"
-    max_bytes: int | None = None
-    certificate: Certificate | None = None
-    command: bool = True
-    disabled: bool = False
-
-    def __post_init__(self) -> None:
-        check_options(
-            queue_bytes=self.queue_bytes,
-            on_full=self.on_full,
-            commit_steps=self.commit_steps,
-            commit_seconds=self.commit_seconds,
-        )
-        if self.resume is not None and self.overwrite:
-            raise CaptureError("resume goes on with a trace, and overwrite removes it; give one of them")
-        if self.replicated not in ("once", "every"):
-            raise CaptureError(f"replicated is 'once' or 'every', not {self.replicated!r}")
-        object.__setattr__(self, "compression", dict(Compression(self.compression).choice))
-
-    def describe(self) -> dict[str, Any]:
-        """Those that a trace's header tells, as JSON."""
-        told = ("queue_bytes", "on_full", "commit_steps", "commit_seconds", "durable", "max_bytes")
-        return {name: getattr(self, name) for name in told}
-
-
-_COUNTING = frozenset(
-    {
-        *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop"),
-        *("Rprop", "SparseAdam"),
-    }
-)
-"""Optimizers of torch.optim that count their steps."""
-
-
-def _steps_counted(optimizers: Iterable[Optimizer]) -> int | None:
-    """How many steps the last optimizer has taken, over all restarts; None if it does not count them."""
-    last = [*optimizers][-1:]
-    if not last:
-        return None
-    counts = [int(state["step"]) for state in last[0].state.values() if isinstance(state, Mapping) and "step" in state]
-    if counts:
-        return max(counts)
-    return 0 if type(last[0]).__name__ in _COUNTING and not last[0].state else None
-
-
-def _go_on(path: Location, rank: int, where: Resume, exporter: Exporter) -> None:
-    """Let an exporter count on where an earlier attempt, of which there is a trace at `path`, was left.
-
-    Raises
-    ------
-    CaptureError
-        If the step cannot be told.
-    TraceError
-        If the trace cannot be read.
-    """
-    step = where.first_step if where.first_step is not None else _steps_counted(exporter.optimizers.all)
-    if step is None:
-        raise CaptureError(
-            f"{path} cannot be resumed, because the optimizer does not count its steps; say with first_step= "
-            "(--first-step) which global step the checkpoint goes on with"
-        )
-    with TraceReader(path) as trace:
-        # an evaluation after an epoch's last step has the number of the next one, but counts with the old epoch
-        training = [one.id for one in trace.streams if one.tag == DEFAULT_TAG]
-        ended = [one.id for one in trace.streams if one.kind == "epoch_finished"]
-        counts = np.isin(trace.journal[:, Column.STREAM], training)
-        # what this rank did not record, another may have
-        mine = counts & (trace.rank == rank)
-        train_step, epoch = _counted(trace.journal[mine if mine.any() else counts], step, ended)
-    if where.first_epoch is not None and where.first_epoch != epoch:
-        train_step, epoch = 0, where.first_epoch
-    exporter.start_at(step, train_step, epoch)
-
-
-def _counted(journal: NDArray[np.int64], step: int, ended: Sequence[int]) -> tuple[int, int]:
-    """The train step and the epoch that a global step has, or would have as the next one.
-
-    Parameters
-    ----------
-    journal : (messages, columns) array
-        Of the training passes, and of what was said of steps and epochs.
-    step : int
-        The global step.
-    ended : sequence of int
-        The streams of messages that say that an epoch has ended.
-    """
-    journal = journal[journal[:, Column.GLOBAL_STEP] <= step]
-    if not len(journal):
-        return 0, 0
-    numbers = journal[:, Column.GLOBAL_STEP]
-    over = np.isin(journal[:, Column.STREAM], ended)
-    # of the step itself, unless all that is there is the end of its epoch
-    for found in (journal[(numbers == step) & ~over], journal[(numbers == step) & over]):
-        if len(found):
-            return int(found[-1, Column.TRAIN_STEP]), int(found[-1, Column.EPOCH])
-    last = journal[numbers == numbers.max()][-1]
-    number, train_step, epoch = (int(last[one]) for one in (Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH))
-    if (journal[over, Column.EPOCH] == epoch).any():
-        return step - number - 1, epoch + 1
-    return train_step + step - number, epoch
+def observer(path: Location, captures: Sequence[Capture], options: Options) -> Exporter:
+    """An exporter, with a bus of its own, whose messages are to be recorded at `path`."""
+    bus = MessageBus(f"recording to {path}", on_error="raise" if options.strict else "disable")
+    return Exporter(message_bus=bus, capture=captures, strict=options.strict)
 
 
 def start(
@@ -438,99 +222,26 @@ def start(
 ) -> Run:
     """Put a recorder and the receivers on an exporter's bus.
 
-    `member`: which of the processes of a script this is. Then the trace is created at the first message, when the
-    script has loaded its checkpoint, and its rank is asked for no earlier.
+    Parameters
+    ----------
+    path : Location
+    exporter : Exporter
+    receivers : iterable of Receiver
+    options : Options, optional
+    member : Member, optional
+        Which of the processes of a script this is. Then the trace is created at the first message, when the script has
+        loaded its checkpoint, and its rank is asked for no earlier.
     """
     options = options if options is not None else Options()
-    resume, overwrite, max_bytes = options.resume, options.overwrite, options.max_bytes
-    process, recorded = _place(member, options)
-    budget = None if max_bytes is None else Budget(max(1, max_bytes // len(recorded)))
-
-    def settle() -> None:
-        """What depends on the rank, which a script may have only as it begins to train."""
-        nonlocal process, recorded
-        process, recorded = _place(member, options)
-        exporter.publisher.rank = process.rank
-        exporter.recorded = recorded if options.replicated == "once" else None
-        if budget is not None and max_bytes is not None:
-            if recorded != [0] and len(recorded) == 1 and process.related:
-                raise CaptureError(
-                    "processes that know nothing of each other cannot share max_bytes, so only the script that starts "
-                    "them is recorded"
-                )
-            budget.max_bytes = max(1, max_bytes // len(recorded))
-
-    if member is None or member.number == 0:
-        settle()
-    if options.disabled and resume is not None and resume.first_step is not None:
-        exporter.start_at(resume.first_step, 0, resume.first_epoch or 0)
-    if options.disabled or process.rank not in recorded:
+    part = OwnPart(path, exporter, options, member)
+    if options.disabled and options.first_step is not None:
+        exporter.start_at(options.first_step, 0, options.first_epoch or 0)
+    if options.disabled or not part.is_recorded:
         return Run(path, exporter, None)
     ordered = in_order(tuple(receivers))
-    derived = {kind for one in ordered for kind in getattr(one, "produces", ())}
+    derived = answers_of(ordered)
     _doubt_kinds(Compression(options.compression), {*KINDS, *exporter.message_bus.topics, *derived})
-    trial = MessageBus(exporter.message_bus.name)  # what cannot be registered is an error before a file is there
-    for kind, topic in exporter.message_bus.topics.items():
-        trial.register_topic(kind, topic)
-    for one in (*exporter.message_bus.receivers, *ordered):
-        trial.register(one)
-
-    def begin() -> None:
-        settle()
-        if resume is None:
-            return
-        if any(one.began for one in there(path, process)):
-            _go_on(path, process.rank, resume, exporter)
-        elif resume.first_step is not None:  # all that is there is what a process left that was killed as it began
-            exporter.start_at(resume.first_step, 0, resume.first_epoch or 0)
-
-    def make() -> TraceWriter:
-        settle()
-        if member is None:
-            return made()
-        with member.beginning():
-            return made()
-
-    def made() -> TraceWriter:
-        alone = recorded == [0] and not (process.related and of_launch(path, process))
-        attempt, run_id = 0, run_id_of(path, process) if process.related else None
-        if resume is not None or not alone:
-            refuse_here(path, process.rank)
-            attempt, run_id = claim(path, process, recorded, overwrite=overwrite, resume=resume is not None)
-        # else others may make theirs, or something may be there that was left by a process that was killed as it began
-        whole = alone and not attempt and not (resume is not None and exists(path))
-        part: dict[str, Any] = {
-            "ranks": recorded,
-            "launch": process.launch,
-            "attempt": attempt,
-            "first_step": exporter.global_step,
-        }
-        if run_id is not None:
-            part["run_id"] = run_id
-        if options.certificate is not None:
-            part["certificate"] = options.certificate.describe()
-        about = header(exporter, options.seeds)
-        if not options.command:
-            del about["argv"]
-        if budget is not None:
-            budget.spent += len(declaration("header", about))
-            budget.spent += already_spent(path, process.rank) if attempt else 0
-        return TraceWriter(
-            path,
-            header=about | part | {"recording": options.describe()},
-            overwrite=overwrite and whole,
-            part=None if whole else part_name(process.rank, attempt),
-            commit_steps=options.commit_steps,
-            commit_seconds=options.commit_seconds,
-            durable=options.durable,
-            compression=options.compression,
-        )
-
-    lazily = member is not None
-    if lazily:
-        exporter.clock.starting = begin
-    else:
-        begin()
+    _try_to_register(exporter.message_bus, ordered)
 
     def stopped(step: int) -> None:
         if exporter.attached:  # else it has said already what is to be known
@@ -538,18 +249,23 @@ def start(
                 recorder.note(note)
         exporter.message_bus.unregister(recorder)
         warn_only(
-            f"the recording to {path} ends before global step {step}, for which max_bytes ({max_bytes:,}) leaves no "
-            "room; the training goes on",
+            f"the recording to {path} ends before global step {step}, for which max_bytes ({options.max_bytes:,}) "
+            "leaves no room; the training goes on",
             stacklevel=2,
         )
 
+    lazily = member is not None
+    if lazily:
+        exporter.clock.starting = part.begin
+    else:
+        part.begin()
     recorder = Recorder(
-        make if lazily else make(),
+        part.make_writer if lazily else part.make_writer(),
         sampling=exporter.publisher.sampling,
         queue_bytes=options.queue_bytes,
         on_full=options.on_full,
         derived=derived,
-        budget=budget,
+        budget=part.budget,
         stopped=stopped,
         elsewhere=exporter.elsewhere,
     )
@@ -562,21 +278,13 @@ def start(
     return Run(path, exporter, recorder)
 
 
-def _place(member: Member | None, options: Options) -> tuple[Process, list[int]]:
-    """The rank of this process, and the ranks that are recorded as far as it knows.
-
-    Raises
-    ------
-    CaptureError
-        If the options name other ranks.
-    """
-    process = this_process() if member is None else member.process()
-    if process.related and process.size == 1:  # how many others there will be is not known
-        return process, [process.rank]
-    recorded = sorted(set(range(process.size) if options.ranks is None else options.ranks))
-    if not recorded or not all(type(one) is int and 0 <= one < process.size for one in recorded):
-        raise CaptureError(f"ranks are some of 0 to {process.size - 1}, the ranks of this run, not {recorded}")
-    return process, recorded
+def _try_to_register(bus: MessageBus, receivers: Iterable[Receiver]) -> None:
+    """Raise what registering the receivers on a bus would raise, before a file is there."""
+    trial = MessageBus(bus.name)
+    for kind, topic in bus.topics.items():
+        trial.register_topic(kind, topic)
+    for one in (*bus.receivers, *receivers):
+        trial.register(one)
 
 
 def _doubt_kinds(compression: Compression, known: set[str]) -> None:
@@ -630,44 +338,3 @@ def end(run: Run, error: BaseException | None = None, *, wait: bool = True) -> N
             warn_only(told, stacklevel=3)
     if failure is not None:
         raise failure
-
-
-def notes(exporter: Exporter) -> Iterator[Mapping[str, Any]]:
-    """What a reader of the trace should know about how it was observed."""
-    for problem in exporter.problems:
-        yield {"problem": {**problem, "why": plain(problem["why"])}}
-    for overflow in exporter.publisher.overflows.told():
-        yield {"overflowed": overflow}
-    for receiver, error in exporter.message_bus.failures:
-        name = getattr(receiver, "name", type(receiver).__name__)
-        why = plain(f"{type(error).__name__}: {error}")
-        yield {"problem": {"what": f"subscriber {name}", "why": why, "count": 1}}
-    if exporter.loss_is_silent:
-        yield {"problem": {"what": "loss", "why": "it was never called by the name it was given by", "count": 1}}
-    if exporter.steps_seen > 1 and not exporter.epochs_seen:
-        yield {"epochs": NO_EPOCHS}
-    if exporter.unended is not None:
-        yield {"unended": exporter.unended}
-    silent = exporter.silent
-    if silent:
-        yield {"silent": silent}
-
-
-def header(exporter: Exporter, seeds: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What is known of a run before its first message."""
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__}
-    for package in ("tracereel", "zarr", "h5py"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return {
-        "versions": versions,
-        "argv": list(sys.argv),
-        "seeds": dict(seeds) if seeds is not None else {"torch": torch.initial_seed()},
-        "capture": [capture.describe() for capture in exporter.captures],
-        "kinds": sorted(KINDS),
-        "model": exporter.structure(),
-        "models": exporter.models(),
-        "optimizers": exporter.trainers(),
-    }

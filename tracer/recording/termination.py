@@ -333,12 +333,17 @@ def _loops_at(code: CodeType, line: int) -> bool:
     )
 
 
+def last_unhandled() -> object:
+    """The last exception that nobody handled, if there was one; a notebook goes on after it."""
+    return getattr(sys, "last_value", None)
+
+
 def what_ends_the_program(before: object = None) -> BaseException:
     """The exception that nobody handled, or one that says that a recording was not ended.
 
-    `before`: one that was there already when it began, as of another cell of a notebook.
+    `before`: what `last_unhandled` was when the recording began.
     """
-    found = getattr(sys, "last_value", None)
+    found = last_unhandled()
     if isinstance(found, BaseException) and found is not before:
         return found
     return TraceError("the training did not come to its end")

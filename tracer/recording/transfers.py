@@ -23,36 +23,52 @@ _PUT_TOGETHER: Final = frozenset(
 
 
 class Copy:
-    """What `Transfers.start` promises: data that will be on the host."""
+    """What `Transfers.start` promises: data that will be on the host.
 
-    __slots__ = ("_batch", "_event", "_host", "_intact", "_source", "_stream", "_version", "device", "nbytes")
+    Attributes
+    ----------
+    source : Tensor or None
+        The data on the device, until it is copied.
+    event, stream : CUDA event and stream
+        When, and where, the training made the data.
+    host : Tensor or None
+        The data on the host, once the copy was begun.
+    batch : _Batch or None
+        With which other copies it was begun.
+    intact : bool
+        Whether nobody changed the data before it was copied.
+    device : int
+    nbytes : int
+    """
+
+    __slots__ = ("_version", "batch", "device", "event", "host", "intact", "nbytes", "source", "stream")
 
     def __init__(self, source: Tensor, device: int, event: Any, stream: Any) -> None:
         self.device = device
         self.nbytes = source.nbytes
-        self._source: Tensor | None = source
+        self.source: Tensor | None = source
         self._version = _version(source)
-        self._event = event  # that the source is made
-        self._stream = stream
-        self._host: Tensor | None = None
-        self._batch: _Batch | None = None  # with which it was begun
-        self._intact = True
+        self.event = event
+        self.stream = stream
+        self.host: Tensor | None = None
+        self.batch: _Batch | None = None
+        self.intact = True
 
     @classmethod
     def made(cls, host: Tensor) -> Copy:
         """Data that is on the host already."""
         one = cls(host, -1, None, None)
-        one._source, one._host = None, host
-        one._batch = _Batch()
-        one._batch.settled = True
+        one.source, one.host = None, host
+        one.batch = _Batch()
+        one.batch.settled = True
         return one
 
     def settle(self) -> None:
         """Let go of what was copied, now that it is; for both threads."""
-        source = self._source
+        source = self.source
         if source is not None:
-            self._intact = _version(source) == self._version
-            self._source = None
+            self.intact = _version(source) == self._version
+            self.source = None
 
 
 class Transfers:
@@ -112,13 +128,13 @@ class Transfers:
         RuntimeError
             If the device has failed.
         """
-        if copy._batch is None:
+        if copy.batch is None:
             self._begin()
-        assert copy._batch is not None  # or an exception had said why
-        copy._batch.wait(copy.device)
+        assert copy.batch is not None  # or an exception had said why
+        copy.batch.wait(copy.device)
         copy.settle()
-        host, copy._host = copy._host, None
-        return host if copy._intact else None
+        host, copy.host = copy.host, None
+        return host if copy.intact else None
 
     def forget(self) -> None:
         """Let go of everything, because nobody will wait for it; for the thread that asks, once no other waits."""
@@ -134,7 +150,7 @@ class Transfers:
         """Begin all copies that wait; those that an error or an interrupt leaves out wait on."""
         with self._lock:
             count = len(self._waiting)
-            copies = [one for one in (self._waiting[index] for index in range(count)) if one._batch is None]
+            copies = [one for one in (self._waiting[index] for index in range(count)) if one.batch is None]
             for device, of_device in groupby(sorted(copies, key=_device), _device):
                 self._begin_on(device, list(of_device))
             for _ in range(count):
@@ -142,7 +158,7 @@ class Transfers:
 
     def _begin_on(self, device: int, copies: list[Copy]) -> None:
         """Begin all copies from one device."""
-        last = {id(one._stream): one._event for one in copies}  # each follows those before it on its stream
+        last = {id(one.stream): one.event for one in copies}  # each follows those before it on its stream
         batch = _Batch()
         hosts: list[tuple[Copy, Tensor]] = []
         # the device, because a thread that only enters a stream of it goes back to the first device, and begins to use
@@ -156,12 +172,12 @@ class Transfers:
                     hosts += _copied(together)
                 batch.done = torch.cuda.Event(blocking=True)  # who waits for it should not take a processor meanwhile
                 batch.done.record(beside)
-        events = [one._event for one in copies]
+        events = [one.event for one in copies]
         for copy, host in hosts:
-            copy._event, copy._host = None, host
+            copy.event, copy.host = None, host
             batch.copies.append(copy)
             self._begun += copy.nbytes
-            copy._batch = batch  # last, because it tells the other thread that it is begun
+            copy.batch = batch  # last, because it tells the other thread that it is begun
         self._under_way.append(batch)
         self._spare[device].extend(events)
 
@@ -206,7 +222,7 @@ def _groups(copies: list[Copy]) -> Iterable[list[Copy]]:
     """Those that are put together, and each of the others alone."""
     alike: dict[tuple[torch.dtype, torch.Size], list[Copy]] = {}
     for one in copies:
-        source = one._source
+        source = one.source
         assert source is not None  # it is kept until the copy is made
         if one.nbytes > TOGETHER_BYTES or source.dtype not in _PUT_TOGETHER:
             yield [one]
@@ -223,7 +239,7 @@ def _groups(copies: list[Copy]) -> Iterable[list[Copy]]:
 
 def _copied(copies: list[Copy]) -> list[tuple[Copy, Tensor]]:
     """Begin to copy tensors of one dtype, on the current stream; where each will be."""
-    sources = [one._source for one in copies if one._source is not None]
+    sources = [one.source for one in copies if one.source is not None]
     if len(sources) == 1:
         return [(copies[0], _to_host(sources[0]))]
     shape = sources[0].shape

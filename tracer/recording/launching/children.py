@@ -15,6 +15,8 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+from tracer.recording.launching.program import PACKAGE
+
 Record = Callable[[Callable[[], None]], None]
 """Does the work of a process, and records what it trains."""
 
@@ -34,7 +36,7 @@ def can_be_told(record: Record) -> bool:
         return False
     # it imports this package by its name, which a module beside the script may have
     found = importlib.machinery.PathFinder.find_spec("tracer", sys.path)
-    ours = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__init__.py")
+    ours = os.path.join(PACKAGE, "__init__.py")
     return found is None or os.path.realpath(str(found.origin)) == os.path.realpath(ours)
 
 

@@ -1,0 +1,61 @@
+"""Options of a recording: one value, which `tracer.record` and ``trace record`` spell out for their users."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import asdict, fields
+from typing import Any
+
+import pytest
+
+import cli
+import tracer
+from tracer import CaptureError
+from tracer.recording.options import Options
+
+OF_THE_LAUNCHER = {"probe", "probe_every"}
+
+
+def test_record_spells_out_every_option() -> None:
+    """With the default that it has, and with its type, but for what may be given in more forms than it is held in."""
+    spelled = inspect.signature(tracer.record).parameters
+    for one in fields(Options):
+        if one.name not in {"disabled", *OF_THE_LAUNCHER}:
+            assert spelled[one.name].default == one.default, one.name
+            assert spelled[one.name].annotation == one.type or one.name == "max_bytes"
+
+
+def test_the_command_has_the_same_defaults() -> None:
+    """What a command line without options gives is what `Options` has by itself."""
+    given = cli.main.commands["record"].make_context("record", ["train.py"]).params
+    assert given.keys() >= OF_THE_LAUNCHER
+    assert given.pop("compression") == ()  # it is given for each kind
+    assert Options.among(given) == Options()
+
+
+def test_options_are_json() -> None:
+    """A rehearsal is told of them in a file."""
+    options = Options(compression={"loss": "zstd"}, max_bytes=1000, commit_steps=3, probe=8)
+    assert Options(**json.loads(json.dumps(asdict(options)))) == options
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"queue_bytes": 0}, "queue_bytes"),
+        ({"on_full": "block"}, "on_full"),
+        ({"commit_steps": True}, "commit_steps"),
+        ({"commit_seconds": -1}, "commit_seconds"),
+        ({"resume": True, "overwrite": True}, "give one of them"),
+        ({"resume": True, "first_step": -1}, "first_step is a whole number from 0"),
+        ({"first_epoch": 1}, "give resume=True"),
+        ({"replicated": "never"}, "replicated"),
+        ({"max_bytes": "much"}, "'much' is not a size"),
+    ],
+    ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
+)
+def test_what_is_no_option(given: dict[str, Any], sentence: str) -> None:
+    """Each is checked where it stands, whoever gives it."""
+    with pytest.raises(CaptureError, match=sentence):
+        Options(**given)

@@ -1,0 +1,178 @@
+"""``trace record --dry-run``: what would be recorded of a script, estimated from its first steps."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from tracer.errors import CaptureError
+from tracer.format.encodings import ENCODINGS
+from tracer.recording import termination
+from tracer.recording.budget import ARRAY_BYTES, BASE_BYTES, CHUNK_BYTES, ROW_BYTES, STREAM_BYTES, stored_bytes
+from tracer.recording.certifying.rehearsal import Request, rehearse
+from tracer.recording.certifying.verdict import compare
+from tracer.recording.launching.program import Program
+from tracer.recording.options import Options
+from tracer.trace.part import this_process
+
+DRY_RUN_STEPS: Final = 8
+"""How many steps a dry run takes."""
+
+
+def dry_run(
+    program: Program, settings: Sequence[Mapping[str, Any]], options: Options, *, run_steps: int | None = None
+) -> dict[str, Any]:
+    """What would be recorded of a script, from its first steps: streams, bytes, and an estimate of the overhead.
+
+    Parameters
+    ----------
+    program : Program
+    settings : sequence of mapping
+        Of the captures, as `tracer.recording.launching.script.captures_of` takes them.
+    options : Options
+        Of the recording. ``max_bytes`` does not bound the rehearsals.
+    run_steps : int, optional
+        How many steps the whole run has.
+
+    Returns
+    -------
+    dict
+        JSON values. ``streams``: of each its ``kind``, ``module``, ``leaf``, ``tag``, ``dtype``, ``shapes``,
+        ``bytes_per_message``, ``messages_per_recorded_step``, ``every``, ``start``, ``stop``, and
+        ``clock``: ``step``, ``epoch`` (not in the sums), or ``aside`` for passes that are not training (which may come
+        in other numbers later).
+        ``bytes_per_recorded_step``: of a step in which all are recorded; ``bytes_per_step``: in the mean over many
+        steps; ``run_steps`` and ``bytes_per_run``: None where it is not known how many steps there are; ``max_bytes``
+        and ``max_bytes_reached_at_step``; ``estimated_cpu_ratio``, made of ``recorded_cpu_ratio``, which was measured
+        over ``steps`` steps that were all recorded; ``steps_seen``.
+
+    Raises
+    ------
+    CaptureError
+        If this is one of several ranks, the script trains nothing, fails, or nothing of it can be recorded.
+    """
+    process = this_process()
+    if process.size > 1:
+        raise CaptureError(
+            f"--dry-run runs a script of one process, and this is rank {process.rank} of {process.size}: give it to a "
+            "run of one process, whose streams are those of each rank"
+        )
+    max_bytes = options.max_bytes
+    request = Request(
+        program=program,
+        settings=settings,
+        options=replace(options, max_bytes=None),
+        purpose="dry-run",
+        steps=DRY_RUN_STEPS,
+    )
+    with termination.raises(), tempfile.TemporaryDirectory(prefix="trace-dry-run-") as folder:
+        bare, _ = rehearse(request, Path(folder), recorded=False)
+        if bare.error is not None:
+            raise CaptureError(f"{program.script} failed in its first steps: {bare.error}")
+        recorded, told = rehearse(request, Path(folder), recorded=True)
+        again, _ = rehearse(request, Path(folder), recorded=False)
+    if recorded.error is not None or "streams" not in told:
+        raise CaptureError(f"{program.script} cannot be recorded: {recorded.error or 'it took no step'}")
+    seen = len(recorded.cpu)
+    if seen < DRY_RUN_STEPS and run_steps is None:  # the script has ended by itself
+        run_steps = seen
+    streams = [_per_step(one, seen) for one in told["streams"]]
+    full = sum(one["bytes_per_recorded_step"] for one in streams)
+    mean = sum(one["bytes_per_recorded_step"] * _share(one) for one in streams)
+    overhead = compare(bare, recorded, again).overhead
+    ratio = overhead.get("cpu_ratio")
+    return {
+        "streams": streams,
+        "messages_per_recorded_step": sum(one["messages_per_recorded_step"] for one in streams),
+        "bytes_per_recorded_step": full,
+        "bytes_per_step": mean,
+        "run_steps": run_steps,
+        "bytes_per_run": None if run_steps is None else round(sum(_in_run(one, run_steps) for one in streams)),
+        "max_bytes": max_bytes,
+        "max_bytes_reached_at_step": None if max_bytes is None else _reached(streams, told["header"], max_bytes),
+        "recorded_cpu_ratio": ratio,
+        "bare_cpu_ratio": overhead.get("bare_ratio"),
+        "estimated_cpu_ratio": None if ratio is None or not full else 1 + (ratio - 1) * mean / full,
+        "steps": overhead.get("steps", 0),
+        "steps_seen": seen,
+    }
+
+
+def _per_step(stream: Mapping[str, Any], seen: int) -> dict[str, Any]:
+    told = {name: stream[name] for name in ("kind", "module", "leaf", "tag", "dtype", "shapes")}
+    count, nbytes = stream["count"], stream["bytes"]
+    size = nbytes / count
+    if stream["clock"] == "epoch":  # how many steps an epoch has is not known, and its events have no data
+        count = nbytes = 0
+    return told | {
+        "bytes_per_message": size,
+        "messages_per_recorded_step": count / seen,
+        # with its row in the journal
+        "bytes_per_recorded_step": (nbytes + count * ROW_BYTES) / seen,
+        **{name: stream[name] for name in ("every", "start", "stop", "clock")},
+    }
+
+
+def _share(stream: Mapping[str, Any]) -> float:
+    """Of how many steps a stream is recorded, in the long run."""
+    return 1 / int(stream["every"])
+
+
+def _due(stream: Mapping[str, Any], steps: int) -> int:
+    """How many of the first steps are recorded.
+
+    Examples
+    --------
+    >>> _due({"every": 10, "start": 5, "stop": None}, 31), _due({"every": 1, "start": 0, "stop": 4}, 31)
+    (3, 4)
+    """
+    stop = steps if stream["stop"] is None else min(steps, stream["stop"])
+    return len(range(-(-stream["start"] // stream["every"]) * stream["every"], stop, stream["every"]))
+
+
+def _in_run(stream: Mapping[str, Any], steps: int) -> float:
+    per_step: float = stream["bytes_per_recorded_step"]
+    return _due(stream, steps) * per_step
+
+
+def _padding(stream: Mapping[str, Any]) -> float:
+    """What a recorded step's messages of a stream take on the disk besides their data and rows."""
+    shape = next(iter(stream.get("shapes", ())), None)
+    size = stream["bytes_per_message"]
+    if shape is None or not size:
+        return 0.0
+    itemsize = ENCODINGS[stream["dtype"]].dtype.itemsize
+    nbytes = itemsize * math.prod(shape)
+    more: float = size * stored_bytes(tuple(shape), itemsize) / nbytes - size if nbytes else 0.0
+    return more * float(stream["messages_per_recorded_step"])
+
+
+def _reached(streams: Sequence[Mapping[str, Any]], header: int, max_bytes: int) -> int | None:
+    """At which step a trace would be full; None: never."""
+    arrays = {
+        (one["kind"], one["dtype"])
+        if one["bytes_per_message"] < CHUNK_BYTES
+        else (one["kind"], one["dtype"], one["module"], one["leaf"], one["tag"])
+        for one in streams
+        if one["dtype"] is not None
+    }
+    padded = [(one, _padding(one)) for one in streams]
+    fixed = BASE_BYTES + header + len(streams) * STREAM_BYTES + len(arrays) * ARRAY_BYTES
+
+    def taken(steps: int) -> float:
+        return fixed + sum(_in_run(one, steps) + _due(one, steps) * padding for one, padding in padded)
+
+    step, stride = 0, 1
+    while taken(step + stride) <= max_bytes:  # up by doubling, then down by halving
+        step, stride = step + stride, stride * 2
+        if stride > 1 << 40:
+            return None
+    while stride > 1:
+        stride //= 2
+        if taken(step + stride) <= max_bytes:
+            step += stride
+    return step

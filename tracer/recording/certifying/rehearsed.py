@@ -1,0 +1,236 @@
+"""The process of a rehearsal: it runs a script's first steps, tells what they were like, and leaves the script."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from tracer.errors import TracerError
+from tracer.messaging.messages import DEFAULT_TAG, KINDS
+from tracer.observing.capture import Capture
+from tracer.observing.optimizers import steps_within
+from tracer.observing.pytorch.patches import Differentiating
+from tracer.recording.certifying.fingerprint import fingerprint
+from tracer.recording.certifying.rehearsal import PATIENCE, Request
+from tracer.recording.certifying.stopwatch import Stopwatch
+from tracer.recording.launching.models import models_of, names_of
+from tracer.recording.launching.script import captures_of, run, unwatched
+from tracer.recording.launching.session import PROBE
+from tracer.recording.run import Run
+from tracer.trace.part import this_process
+from tracer.trace.reader import TraceReader
+
+_SEED = 67280421310721
+"""With which all generators begin: torch's own default."""
+
+
+class _Left(SystemExit):
+    """Ends a script after its first steps, with exit status 0."""
+
+
+def main() -> None:
+    """Run a script's first steps, as the file that the command line names says."""
+    request = Request.read(sys.argv[1])
+    random.seed(_SEED)
+    np.random.seed(_SEED % 2**32)
+    torch.manual_seed(_SEED)
+    with open(request.report, "a", encoding="utf-8") as report:
+
+        def tell(**told: Any) -> None:
+            report.write(json.dumps(told) + "\n")
+            report.flush()
+
+        rehearsal = _Rehearsal(request, tell)
+        try:
+            with rehearsal.watching():
+                status = rehearsal.run()
+        except TracerError as error:
+            tell(refused=str(error), over=True)
+        else:
+            tell(status=status, over=True)
+
+
+def _wait_for_the_others() -> None:
+    """Until all ranks have taken the last step: one that leaves may break what another still computes with it."""
+    process = this_process()
+    if process.size > 1:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        with contextlib.suppress(RuntimeError):  # a rank that has failed takes no last step
+            store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+            store.set(f"trace-rehearsal/{process.rank}", "")
+            store.wait([f"trace-rehearsal/{rank}" for rank in range(process.size)], timedelta(seconds=PATIENCE))
+
+
+class _Rehearsal:
+    """Counts the steps of a script as a recording does, and ends it."""
+
+    def __init__(self, request: Request, tell: Callable[..., None]) -> None:
+        self._request = request
+        self._tell = tell
+        self._pid = os.getpid()
+        self._recording: Run | None = None
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._models: dict[str, weakref.ref[nn.Module]] | None = None
+        self._differentiated: list[Tensor] = []  # the leaves of what backward was called on, while there was none
+        hashed = self._hashed if request.purpose == "certify" else dict
+        self._stopwatch = Stopwatch(request.steps, hashed, lambda: self._recording)
+
+    def run(self) -> int:
+        """Run the script, recorded or not; its exit status."""
+        request = self._request
+        if request.trace is None:
+            self._watch_backward()
+            return unwatched(request.program)
+        captures = captures_of(request.settings)
+        is_dry = request.purpose == "dry-run"
+        # so often that some of the probes are seen
+        probe_every = min(request.options.probe_every, 1 if is_dry else max(1, request.steps // 2))
+        status = run(
+            request.program,
+            out=request.trace,
+            # of all steps, so that a dry run sees in the first ones what is recorded later
+            captures=[replace(one, every=1, start=0, stop=None) for one in captures] if is_dry else captures,
+            options=replace(request.options, probe_every=probe_every),
+            began=self._began,
+            required=True,
+        )
+        if is_dry:
+            self._tell_streams(request.trace, captures)
+        return status
+
+    def _began(self, run: Run) -> None:
+        self._recording = run
+        self._watch_backward()  # outside of what the recording does after it
+
+    def _tell_streams(self, path: str, captures: Sequence[Capture]) -> None:
+        """Tell each stream of the trace, and how often the capture that decides on it takes it."""
+        assert self._recording is not None
+        exporter = self._recording.exporter
+        by_capture = {id(one): real for one, real in zip(exporter.captures, captures, strict=True)}
+        streams = []
+        with TraceReader(path) as trace:
+            header = len(json.dumps(trace.header))
+            for one in trace.streams:
+                taken = exporter.publisher.capture_of(one.kind, one.module, one.tag) if one.kind in KINDS else None
+                capture = by_capture[id(taken)] if taken is not None else Capture()
+                clock = KINDS[one.kind].clock if one.kind in KINDS else "global_step"
+                probed = one.tag == PROBE
+                thinned = one.tag == DEFAULT_TAG and one.kind in KINDS and clock == "global_step"
+                streams.append(
+                    {name: getattr(one, name) for name in ("kind", "module", "leaf", "tag", "dtype", "count", "bytes")}
+                    | {"shapes": [list(shape) for shape in one.shapes]}
+                    | {"every": self._request.options.probe_every if probed else 1, "start": 0, "stop": None}
+                    | {"clock": "epoch" if clock == "epoch" else "step" if thinned or probed else "aside"}
+                    | ({name: getattr(capture, name) for name in ("every", "start", "stop")} if thinned else {})
+                )
+        self._tell(streams=streams, header=header)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Notice the optimizers that are made, and their steps."""
+        original, backward = Optimizer.__init__, Tensor.backward
+
+        @functools.wraps(original)
+        def made(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self._optimizers.append(weakref.ref(optimizer))
+            self._models = None
+
+        setattr(Optimizer, "__init__", made)  # noqa: B010 - mypy forbids to assign it
+        # it is called after the hooks of an optimizer's own, the recorder's among them
+        handle = register_optimizer_step_post_hook(self._stepped)
+        try:
+            yield
+        finally:
+            handle.remove()
+            setattr(Optimizer, "__init__", original)  # noqa: B010
+            setattr(Tensor, "backward", backward)  # noqa: B010
+
+    def _watch_backward(self) -> None:
+        """Until a script makes an optimizer, each backward is a step, as a recording counts them."""
+        original: Callable[..., None] = Tensor.backward
+        running = Differentiating()
+
+        @functools.wraps(original)
+        def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+            if self._optimizers or running.now or os.getpid() != self._pid:
+                original(tensor, *args, **kwargs)
+                return
+            leaves = _leaves_of(tensor)
+            running.now = True
+            try:
+                original(tensor, *args, **kwargs)
+            finally:
+                running.now = False
+            self._differentiated = leaves
+            self._step_over()
+
+        setattr(Tensor, "backward", backward)  # noqa: B010 - as above
+
+    def _alive(self) -> list[Optimizer]:
+        return [one for one in (ref() for ref in self._optimizers) if one is not None]
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        alive = self._alive()
+        if os.getpid() != self._pid or not alive or optimizer is not alive[-1] or steps_within(optimizer):
+            return
+        self._step_over()
+
+    def _step_over(self) -> None:
+        before = len(self._stopwatch.steps.hashes)
+        last = self._stopwatch.step_over()
+        steps = self._stopwatch.steps
+        if len(steps.hashes) > before:  # else the script goes on after it was told to end
+            self._tell(hashes=steps.hashes[-1], cpu=steps.cpu[-1], wall=steps.wall[-1], recorded=steps.recorded[-1])
+            if last:
+                self._tell(left=True)
+                _wait_for_the_others()
+        if last:
+            raise _Left(0)
+
+    def _hashed(self) -> dict[str, str]:
+        if not self._optimizers:
+            holder = nn.Module()
+            for number, tensor in enumerate(self._differentiated):
+                parameters: dict[str, Any] = holder._parameters  # which these need not be
+                parameters[f"parameters.{number}"] = tensor
+                holder._buffers[f"gradient of parameters.{number}"] = tensor.grad
+            return fingerprint({"": holder}, [])
+        alive = self._alive()
+        if self._models is None:
+            models = models_of(alive)
+            named = {"": models[0]} if len(models) == 1 else names_of(models)
+            self._models = {name: weakref.ref(one) for name, one in named.items()}
+        living = {name: one for name, ref in self._models.items() if (one := ref()) is not None}
+        return fingerprint(living, alive)
+
+
+def _leaves_of(tensor: Tensor) -> list[Tensor]:
+    """The tensors that a backward gives gradients, in the order in which the graph leads to them."""
+    found: dict[int, Tensor] = {}
+    waiting: list[Any] = [tensor.grad_fn]
+    seen = {*waiting}
+    while waiting:
+        node = waiting.pop()
+        if isinstance(variable := getattr(node, "variable", None), Tensor):
+            found.setdefault(id(variable), variable)
+        inner = [one for one, _ in getattr(node, "next_functions", ()) if one is not None and one not in seen]
+        seen.update(inner)
+        waiting += inner
+    return [*found.values()]

@@ -1,0 +1,288 @@
+"""`Session`: records what a script, or a process that it started, trains."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from torch.optim import Optimizer
+
+from tracer.errors import CaptureError, TraceError
+from tracer.observing.capture import Capture
+from tracer.observing.pytorch.loss_functions import LOSS_FUNCTIONS
+from tracer.recording import termination
+from tracer.recording.family import Member
+from tracer.recording.launching import children
+from tracer.recording.launching.epochs import Epochs
+from tracer.recording.launching.trained import TrainedModels
+from tracer.recording.launching.watching import watching
+from tracer.recording.options import Options
+from tracer.recording.recording import concluded, end, observer, start
+from tracer.recording.run import Run
+from tracer.stores import Location
+from tracer.trace.part import of_launch
+
+PROBE = "probe"
+"""The tag of the passes that the option `probe` asks for; metrics of representations listen to it."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a script, and each process that it starts, is recorded.
+
+    Attributes
+    ----------
+    name : str
+        What to call the script or process in a sentence.
+    out : Location
+        Of the trace.
+    captures : tuple of Capture
+    options : Options
+    member : Member
+        Which of the script's processes this is.
+    """
+
+    name: str
+    out: Location
+    captures: tuple[Capture, ...]
+    options: Options
+    member: Member = field(default_factory=Member)
+
+
+def run_child(recipe: Recipe, work: Callable[[], None]) -> None:
+    """Do the work of a process that a recorded script started, and record what it trains."""
+    session = Session(recipe)
+    error: BaseException | None = None
+    try:
+        with watching(session):
+            work()
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        session.close(error)
+        if session.took_part:
+            session.check(required=False)
+        if termination.signalled():  # as it would have ended
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Session:
+    """A `Watcher` that has an exporter observe what a script trains.
+
+    Parameters
+    ----------
+    recipe : Recipe
+
+    Attributes
+    ----------
+    run : Run
+    pid : int
+        The process that is recorded. In those that it forks, nothing is.
+    refusal : CaptureError or TraceError or None
+        Why the script must not train on, raised out of its next ``backward``.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        options = recipe.options
+        self._exporter = exporter = observer(recipe.out, recipe.captures, options)
+        exporter.set_optimizer(())
+        exporter.watch_backward()
+        self._models = TrainedModels(exporter)
+        exporter.looked_at = self._models.not_trained
+        exporter.set_loss(LOSS_FUNCTIONS)
+        exporter.optimizers.found = True
+        if options.probe is not None:
+            exporter.probe_first(PROBE, options.probe, every=options.probe_every)
+        self.run: Run = start(recipe.out, exporter, options=options, member=recipe.member)
+        exporter.clock.starting = self._begin(exporter.clock.starting)
+        self._epochs = Epochs(exporter)
+        self._by_hand = 0  # backwards before there was an optimizer
+        self._others = False  # whether the script started processes that are not recorded
+        self._children = 0  # how many it started that are, if they train
+        self._closed = False
+        self.pid = os.getpid()
+        self.refusal: CaptureError | TraceError | None = None
+        self._trouble: str | None = None  # what failed first of our own part
+
+    def _begin(self, starting: Callable[[], None] | None) -> Callable[[], None] | None:
+        """Let the script end where it is not known at which step it goes on, before it trains."""
+        if starting is None:
+            return None
+
+        def begin() -> None:
+            try:
+                starting()
+            except (CaptureError, TraceError) as error:
+                self._exporter.train(False)
+                if self._recipe.member.number:  # the script and its other processes train
+                    self._trouble = str(error)
+                else:
+                    self.refusal = error
+                raise  # so that this step is not recorded
+
+        return begin
+
+    @property
+    def recorded(self) -> bool:
+        """Whether there is a trace, or nothing is to be recorded."""
+        recorder = self.run.recorder
+        return recorder is None or recorder.writer is not None
+
+    @property
+    def took_part(self) -> bool:
+        """Whether anything was there that trains."""
+        return self._models.any_optimizer or self._by_hand > 0
+
+    def check(self, required: bool) -> None:
+        """Say, with the reason as far as it can be told, that nothing was recorded; `TraceError` if it is required."""
+        if self.recorded and self._exporter.steps_seen:
+            return
+        if self._children and of_launch(self.run.path, self._recipe.member.process()):
+            return
+        recorder = self.run.recorder
+        writer = None if recorder is None else recorder.writer
+        besides = "" if writer is None else f" (what it did besides is in {writer.path})"
+        unseen = "no training step was seen, so " if self._exporter.steps_seen == 0 else ""
+        sentence = f"{self._recipe.name} ended, but {unseen}nothing is recorded: {self._why_not()}{besides}"
+        if required:
+            raise TraceError(sentence)
+        with contextlib.suppress(OSError, ValueError):  # the script may have closed it
+            print(f"Warning: {sentence}", file=sys.stderr)
+
+    def close(self, error: BaseException | None) -> None:
+        """End the last epoch, and the trace."""
+        clean = concluded(self._exporter, error)
+        closed, self._closed = self._closed, True  # it may have been interrupted at that
+        if not closed and self._by_hand and not self._models.any_optimizer:
+            self._note_by_hand("the script updates by hand, without an optimizer: each backward is taken for a step")
+        elif not closed and clean and self.recorded and not self._exporter.steps_seen:
+            self._exporter.publisher.problem("the training", f"no step was seen: {self._why_not()}", warn=False)
+        if clean and not closed and self._exporter.train_step > 0:
+            self._exporter.finish_step()
+            self._guarded("the end of the last epoch", self._exporter.epoch_finished)
+            self._exporter.epochs_seen = self._epochs.ended  # else this is only the end of the script
+            if self._exporter.learns_in_eval_mode:
+                why = "the model is in eval mode, so its passes count as evaluations; model.train() ends that mode"
+                self._exporter.publisher.problem("the training's forward pass", why)
+        if os.getpid() == self.pid:
+            end(self.run, None if clean else error)
+            if not self._recipe.member.number:
+                self._recipe.member.end()
+
+    def _why_not(self) -> str:
+        """Why nothing was recorded, as far as can be told."""
+        for receiver, error in self._exporter.message_bus.failures:
+            if receiver is self.run.recorder:
+                return str(error)
+        if not self._models.any_optimizer:
+            children = "; processes that it started may have trained, and only tracer.record in them records that"
+            return "it made no optimizer of torch.optim" + (children if self._others else "")
+        if self._trouble is not None:
+            return self._trouble
+        if not self._exporter.tops:
+            return "its optimizers train nothing"
+        if self._exporter.steps_seen == 0:
+            return "its optimizer never stepped"
+        return "the capture takes nothing of what it did"
+
+    def _note_by_hand(self, why: str) -> None:
+        self._exporter.publisher.problem("steps", why, warn=False)
+
+    def _guarded(self, what: str, work: Callable[[], None]) -> None:
+        """Do our part of a call of the script's; in a worker process that it forked, there is none."""
+
+        def noting() -> None:
+            try:
+                work()
+            except Exception as error:
+                self._trouble = self._trouble or f"{what} could not be followed ({type(error).__name__}: {error})"
+                raise
+
+        if os.getpid() == self.pid:
+            self._exporter._guard(what, noting)
+
+    # -- what the script makes and does -------------------------------------------------------------------------
+
+    def optimizer_made(self, optimizer: Optimizer) -> None:
+        self._guarded("a new optimizer", lambda: self._add(optimizer))
+
+    def group_added(self, optimizer: Optimizer) -> None:
+        if optimizer in self._models.optimizers:  # else it is being made
+            self._guarded("a new group of parameters", lambda: self._add_group(optimizer))
+
+    def optimizer_steps(self, optimizer: Optimizer) -> None:
+        if optimizer not in self._models.optimizers:
+            self._guarded("an optimizer", lambda: self._find(optimizer))
+
+    def backward_begins(self) -> None:
+        if self.refusal is not None:  # before anything is trained that was meant to be recorded
+            raise self.refusal
+
+    def backward_ended(self) -> None:
+        if not self._models.any_optimizer:
+            self._guarded("a step", self._step_by_hand)
+
+    def process_starts(self, process: BaseProcess) -> AbstractContextManager[None]:
+        """Have a process that the script starts meanwhile recorded, if it can be."""
+        recipe = self._recipe
+        # those of such a process, or of a rank, have no rank of their own
+        ours = os.getpid() == self.pid and not recipe.member.number and recipe.member.process().related
+        member = recipe.member.child(self._children + 1)
+        record = functools.partial(run_child, replace(recipe, name=f"{recipe.name}, {process.name},", member=member))
+        if not (ours and children.may_train(process) and children.can_be_told(record)):
+            self._others = True
+            return contextlib.nullcontext()
+        self._children += 1
+        return children.recorded(process, record, self._exporter.detach)
+
+    def loader_begins(self, loader: Any) -> None:
+        self._follow_epochs(lambda: self._epochs.begins(loader))
+
+    def loader_begun(self, loader: Any, iterator: Any) -> None:
+        self._follow_epochs(lambda: self._epochs.begun(loader, iterator))
+
+    def batch_drawn(self, iterator: Any) -> None:
+        self._follow_epochs(lambda: self._epochs.drawn(iterator))
+
+    def batch_given(self, iterator: Any) -> None:
+        self._epochs.given(iterator)
+
+    def loader_exhausted(self, iterator: Any) -> None:
+        self._follow_epochs(lambda: self._epochs.exhausted(iterator))
+
+    def _follow_epochs(self, work: Callable[[], None]) -> None:
+        self._guarded("the end of an epoch", work)
+
+    def _add(self, optimizer: Optimizer) -> None:
+        if self._by_hand and not self._models.any_optimizer:
+            self._note_by_hand("before its first optimizer was made, each backward is taken for a step")
+        self.refusal = self._models.add(optimizer)
+
+    def _add_group(self, optimizer: Optimizer) -> None:
+        """An optimizer trains more: maybe a module that is not watched yet."""
+        if not self._models.watches_last_group(optimizer):
+            self._add(optimizer)
+
+    def _find(self, optimizer: Optimizer) -> None:
+        """An optimizer steps that was not made here, but loaded or copied as it was."""
+        self._exporter.let_go()  # what it may be a copy of
+        self._add(optimizer)
+        if self._exporter.optimizers:
+            why = "its optimizer was loaded or copied whole, and is known since its first step"
+            self._exporter.publisher.problem("what came before this step", why, warn=False)
+
+    def _step_by_hand(self) -> None:
+        """End a step where no optimizer can: after its backward."""
+        self._by_hand += 1
+        self._exporter.step()

@@ -1,0 +1,111 @@
+"""`Options`: how a recording begins, writes and ends, as one value that every way of recording hands on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final, Literal
+
+from tracer.errors import CaptureError
+from tracer.recording import environment
+from tracer.trace.certificate import Certificate
+from tracer.trace.compression import Compression
+
+QUEUE_BYTES: Final = 256 << 20
+"""How much data may wait for the writer thread before the training waits for it."""
+COMMIT_SECONDS: Final = 2.0
+"""After how many seconds at most what was recorded is safe."""
+PROBE_EVERY: Final = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a recording begins, writes and ends.
+
+    An option is a field here, with its default and its check. `tracer.record` and ``trace record`` spell it out for
+    their users, `tracer.record` with its description; everything between them and the writer passes this value.
+
+    Attributes
+    ----------
+    probe : int, optional
+        Of ``trace record`` only: record under the tag ``probe`` what the model makes of so many datapoints; see
+        `Exporter.probe_first`.
+    probe_every : int
+        Steps between two of these passes.
+    disabled : bool
+        Whether steps are only counted and nothing is recorded (``TRACE_DISABLE``).
+
+    Raises
+    ------
+    CaptureError
+        If one has no such value, or two of them exclude each other.
+    UnknownNameError
+        If there is no such compression.
+    """
+
+    overwrite: bool = False
+    strict: bool = False
+    seeds: Mapping[str, Any] | None = None
+    queue_bytes: int = QUEUE_BYTES
+    on_full: Literal["wait", "drop"] = "wait"
+    commit_steps: int | None = None
+    commit_seconds: float = COMMIT_SECONDS
+    durable: bool = False
+    resume: bool = False
+    first_step: int | None = None
+    first_epoch: int | None = None
+    ranks: Iterable[int] | None = None
+    replicated: Literal["once", "every"] = "once"
+    compression: str | Mapping[str, str] = "auto"
+    max_bytes: int | None = None
+    certificate: Certificate | None = None
+    command: bool = True
+    probe: int | None = None
+    probe_every: int = PROBE_EVERY
+    disabled: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.resume and (self.first_step is not None or self.first_epoch is not None):
+            raise CaptureError("first_step and first_epoch say where to resume; give resume=True with them")
+        for name, value in (("first_step", self.first_step), ("first_epoch", self.first_epoch)):
+            if value is not None and (type(value) is not int or value < 0):
+                raise CaptureError(f"{name} is a whole number from 0, not {value!r}")
+        check_queue(self.queue_bytes, self.on_full)
+        if self.commit_steps is not None and (type(self.commit_steps) is not int or self.commit_steps < 1):
+            raise CaptureError(f"commit_steps is a whole number from 1, or None, not {self.commit_steps!r}")
+        if type(self.commit_seconds) not in (int, float) or not self.commit_seconds >= 0:
+            raise CaptureError(f"commit_seconds is a number from 0, not {self.commit_seconds!r}")
+        if self.resume and self.overwrite:
+            raise CaptureError("resume goes on with a trace, and overwrite removes it; give one of them")
+        if self.replicated not in ("once", "every"):
+            raise CaptureError(f"replicated is 'once' or 'every', not {self.replicated!r}")
+        # what may be given in several forms is held in one
+        held = {
+            "max_bytes": None if self.max_bytes is None else environment.size_of(self.max_bytes),
+            "ranks": None if self.ranks is None else tuple(self.ranks),
+            "compression": dict(Compression(self.compression).choice),
+        }
+        for name, one in held.items():
+            object.__setattr__(self, name, one)
+
+    @classmethod
+    def among(cls, given: Mapping[str, Any]) -> Options:
+        """The options among values by their names, such as all parameters of a function."""
+        return cls(**{one.name: given[one.name] for one in fields(cls) if one.name in given})
+
+    def in_this_environment(self) -> Options:
+        """The same, within what ``TRACE_MAX_BYTES`` and ``TRACE_DISABLE`` allow."""
+        return replace(self, max_bytes=environment.bound_or(self.max_bytes), disabled=environment.disabled())
+
+    def describe(self) -> dict[str, Any]:
+        """Those that a trace's header tells, as JSON."""
+        told = ("queue_bytes", "on_full", "commit_steps", "commit_seconds", "durable", "max_bytes")
+        return {name: getattr(self, name) for name in told}
+
+
+def check_queue(queue_bytes: int, on_full: str) -> None:
+    """Raise `CaptureError` unless a `Recorder` could have such a queue."""
+    if type(queue_bytes) is not int or queue_bytes < 1:
+        raise CaptureError(f"queue_bytes is a whole number from 1, not {queue_bytes!r}")
+    if on_full not in ("wait", "drop"):
+        raise CaptureError(f"on_full is 'wait' or 'drop', not {on_full!r}")

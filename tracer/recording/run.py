@@ -1,0 +1,60 @@
+"""`Run`: a recording in progress, as its user has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from tracer.messaging.bus import Receiver
+from tracer.observing.exporter import Exporter
+from tracer.recording.recorder import Recorder
+from tracer.stores import Location
+
+
+class Run:
+    """A recording in progress: what `record` gives inside its ``with`` block."""
+
+    def __init__(self, path: Location, exporter: Exporter, recorder: Recorder | None) -> None:
+        self.exporter = exporter
+        self.recorder = recorder
+        self.bus = exporter.message_bus
+        self.path = path
+        self.bus.watch(self._know_answers)
+
+    def _know_answers(self) -> None:
+        """What a subscriber says that joins in the middle of the run is no observation either."""
+        if self.recorder is not None:
+            self.recorder.derived |= answers_of(self.bus.receivers)
+
+    @property
+    def global_step(self) -> int:
+        """The global step that comes next: what a checkpoint should hold, for `record` to resume from."""
+        return self.exporter.global_step
+
+    def log(self, kind: str, value: Any) -> None:
+        """Record a value of your own, as `Exporter.log`."""
+        self.exporter.log(kind, value)
+
+    def tag(self, name: str) -> AbstractContextManager[None]:
+        """Give every pass inside this context a tag, as `Exporter.tag`."""
+        return self.exporter.tag(name)
+
+    def probe(
+        self, name: str, inputs: Any, labels: Any = None, *, every: int = 1, batch_size: int | None = None
+    ) -> None:
+        """Observe the model on fixed inputs, as `Exporter.probe`."""
+        self.exporter.probe(name, inputs, labels, every=every, batch_size=batch_size)
+
+    def epoch_finished(self) -> None:
+        """End the epoch, as `Exporter.epoch_finished`."""
+        self.exporter.epoch_finished()
+
+    def step(self) -> None:
+        """End the step, as `Exporter.step`: for loops whose optimizer the recorder does not know."""
+        self.exporter.step()
+
+
+def answers_of(receivers: Iterable[Receiver]) -> set[str]:
+    """The kinds of the receivers' own answers, which no trace holds beside what was observed."""
+    return {kind for one in receivers for kind in getattr(one, "produces", ())}

@@ -1,0 +1,201 @@
+"""`WriterThread`: writes to a trace what waits in a queue, beside the training."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from tracer.errors import MessageError, warn_only
+from tracer.messaging.messages import Message, with_data
+from tracer.observing.capture import choice
+from tracer.recording.message_queue import MessageQueue
+from tracer.recording.transfers import Copy, Transfers
+from tracer.trace.writer import TraceWriter
+
+_LONGEST: Final = 2.0
+_SHORTEST: Final = 0.05
+"""Where nothing else wakes the thread, it wakes when a commit is due, after so many seconds at most, or at least."""
+_BATCH_BYTES: Final = 8 << 20
+_BATCH_MESSAGES = 4096
+"""The thread writes so many bytes or messages at once, and then says that their memory is free."""
+_DROPS_SECONDS = 2.0
+"""How often the trace is told what was dropped: a run that is killed should have said nearly all."""
+
+
+class WriterThread(threading.Thread):
+    """Takes messages and notes from a queue and writes them, until the queue is closed and empty.
+
+    Parameters
+    ----------
+    queue : MessageQueue
+    writer : TraceWriter or None
+        None: it is set when the first message comes. Until then notes are dropped.
+    transfers : Transfers
+        In which messages wait whose data is still on a device.
+    on_end : callable
+        Called when all is written and the trace is closed.
+
+    Attributes
+    ----------
+    status : str
+        Which the trace gets at its end.
+    done : Event
+        Set when the thread is at its end. Python takes a thread for ended when waiting for it is interrupted.
+    """
+
+    def __init__(
+        self, queue: MessageQueue, writer: TraceWriter | None, transfers: Transfers, on_end: Callable[[], None]
+    ) -> None:
+        super().__init__(name="trace-writer", daemon=True)
+        self._queue = queue
+        self.writer = writer
+        self._transfers = transfers
+        self._on_end = on_end
+        self.status = "finished"
+        self.done = threading.Event()
+        self._gives_up = False  # whether what waits is no longer written
+        self._spoilt: Counter[str] = Counter()
+        self._unheld: dict[tuple[str, str], dict[str, Any]] = {}  # problems of messages that no trace can hold
+        self._noted = 0.0  # when drops were noted last
+        self._indices: set[tuple[int, int, int]] = set()
+
+    def give_up(self) -> None:
+        """Write no more of what waits."""
+        self._gives_up = True
+
+    def leave_out(self, message: Message, error: MessageError) -> None:
+        """Count a message that no trace can hold, and warn of the first one of its sort; for any thread."""
+        what = message.kind if message.key is None else f"{message.kind} of {message.key!r}"
+        with self._queue.changed:
+            known = self._unheld.get((what, str(error)))
+            if known is not None:
+                known["count"] += 1
+                return
+            problem = {"what": what, "why": str(error), "count": 1, "global_step": message.global_step}
+            self._unheld[what, str(error)] = problem
+        warn_only(f"{what} is not recorded: {error}; the training goes on", stacklevel=3)
+
+    def run(self) -> None:
+        """What the thread does."""
+        queue = self._queue
+        try:
+            while True:
+                while queue.entries and not self._gives_up:
+                    self._write_batch()
+                    if queue.dropped and self.writer is not None:  # as long as it drops, something waits
+                        self._note_drops(self.writer)
+                writer = self.writer
+                if writer is not None:
+                    self._note_drops(writer)
+                    writer.commit_if_due()
+                if not queue.wait_for_more(_patience(writer), in_vain=self._gives_up):
+                    break
+            if writer is not None:
+                self._finish(writer)
+            self._on_end()
+        except Exception as error:
+            if self.writer is not None:
+                self.writer.give_up(error)
+            queue.fail(error)
+        finally:
+            if self.writer is not None:
+                self.writer.last_notes = tuple  # or each would keep the other
+            self.done.set()
+
+    def _write_batch(self) -> None:
+        """Write some of the messages that wait, up to the next note, or the note that is the first of them."""
+        queue, writer = self._queue, self.writer
+        entries = queue.entries
+        batch: list[tuple[Message, Mapping[str, Any] | None]] = []
+        size, data = 0, None
+        while entries and size < _BATCH_BYTES and len(batch) < _BATCH_MESSAGES:
+            message, about, nbytes, version = entries[0]
+            if message is None:
+                if batch:
+                    break
+                entries.popleft()
+                if writer is not None:  # None: a note on a run that had no message
+                    writer.note(about or {})
+                return
+            entries.popleft()
+            if about is not None and writer is not None:
+                self._note_indices(writer, about)
+            size += nbytes
+            if isinstance(version, Copy):
+                message = with_data(message, self._transfers.wait(version))
+                intact = message.data is not None
+            else:
+                data = message.data
+                intact = version == (0 if data is None or data.is_inference() else data._version)
+            if intact:
+                batch.append((message, about))
+            else:  # a receiver after this one wrote into it: better lost than wrong
+                self._spoilt[message.kind] += 1
+        del message, about, version, data
+        if writer is not None:
+            writer.last_notes = self._take_drops
+            # when it fills up, or somebody waits for its end, the page cache is the faster one
+            writer.unhurried = not queue.closing and queue.is_half_empty()
+            self._write_each(writer, batch)
+            queue.due_since = writer.first_step
+        batch.clear()  # the memory is free before somebody is told so
+        queue.count_written(size)
+
+    def _write_each(self, writer: TraceWriter, batch: list[tuple[Message, Mapping[str, Any] | None]]) -> None:
+        """Write messages, and leave out those that no trace can hold."""
+        while batch:
+            before = writer.messages
+            try:
+                writer.write_many(batch)
+            except MessageError as error:
+                written = writer.messages - before
+                self.leave_out(batch[written][0], error)
+                del batch[: written + 1]
+            else:
+                return
+
+    def _finish(self, writer: TraceWriter) -> None:
+        """End the trace, with all that was written to it."""
+        self._note_drops(writer)
+        if self._spoilt:
+            why = f"a receiver changed the data before it was written: {dict(self._spoilt)} messages are not recorded"
+            count = self._spoilt.total()
+            writer.note({"problem": {"what": ", ".join(self._spoilt), "why": why, "count": count}})
+        for problem in self._unheld.values():
+            writer.note({"problem": problem})
+        given_up = "failed: KeyboardInterrupt: what waited to be written was given up"
+        writer.finish(given_up if self._gives_up else self.status)
+
+    def _note_drops(self, writer: TraceWriter) -> None:
+        queue = self._queue
+        if queue.dropped and (queue.closing or time.monotonic() - self._noted >= _DROPS_SECONDS):
+            self._noted = time.monotonic()
+            for note in self._take_drops():
+                writer.note(note)
+
+    def _take_drops(self) -> list[dict[str, Any]]:
+        """What to note of the messages that were dropped since this was asked last."""
+        dropped = self._queue.take_drops()
+        return [{"dropped": dropped}] if dropped else []
+
+    def _note_indices(self, writer: TraceWriter, sampling: Mapping[str, Any]) -> None:
+        """The indices of a fixed random choice stand in the trace, once for all streams that share it."""
+        for what in ("positions", "elements"):
+            chosen = sampling.get(what)
+            if chosen is not None:
+                key = (chosen["of"], chosen["count"], chosen["seed"])
+                if key not in self._indices:
+                    self._indices.add(key)
+                    of, count, seed = key
+                    values = choice(of, count, seed).tolist()
+                    writer.note({"indices": {"of": of, "count": count, "seed": seed, "values": values}})
+
+
+def _patience(writer: TraceWriter | None) -> float:
+    """For how many seconds the thread may wait for more: until the next commit is due."""
+    if writer is None:
+        return _LONGEST
+    return max(min(_LONGEST, writer.commit_seconds, writer.commit_due_in), _SHORTEST)

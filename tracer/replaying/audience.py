@@ -1,0 +1,99 @@
+"""`Audience`: the receivers of a replay, and what they say of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tracer.errors import CaptureError
+from tracer.messaging.bus import Receiver, describe
+from tracer.messaging.subscriber import Scope, Subscriber
+from tracer.trace.reader import StreamInfo, TraceReader
+
+
+class Audience:
+    """The receivers of a replay.
+
+    A receiver need not have the attributes that are asked for here (see `tracer.Receiver`).
+
+    Parameters
+    ----------
+    receivers : sequence of Receiver
+
+    Attributes
+    ----------
+    receivers : tuple of Receiver
+        All of them.
+    active : tuple of Receiver
+        Those that ask for messages, and do not only overhear what others ask for.
+    asking : tuple of Receiver
+        Those whose wishes decide what is read: the active ones, or all if none is active.
+    produced, needed : set of str
+        Kinds of their answers; kinds without which one of them cannot work.
+    may_keep : bool
+        Whether one of them may keep the messages that it hears.
+    """
+
+    def __init__(self, receivers: Sequence[Receiver]) -> None:
+        self.receivers = tuple(receivers)
+        self.active = tuple(one for one in self.receivers if not getattr(one, "passive", False))
+        self.asking = self.active or self.receivers
+        self.produced = {kind for one in self.receivers for kind in _produces(one)}
+        self.needed: set[str] = {kind for one in self.receivers for kind in getattr(one, "needs", ())}
+        self.may_keep = any(getattr(one, "scope", "everything") == "everything" for one in self.receivers)
+
+    def check(self, reader: TraceReader, streams: Iterable[StreamInfo]) -> None:
+        """Refuse a trace that already holds what one of them produces.
+
+        Raises
+        ------
+        CaptureError
+            If it does.
+        """
+        present = {stream.kind for stream in streams}
+        for one in self.receivers:
+            for kind in present.intersection(_produces(one)):
+                raise CaptureError(
+                    f"{describe(one)} produces {kind}, which {reader.path} already holds: read one or the other"
+                )
+
+    def memories(self) -> dict[str, Scope]:
+        """What each remembers across; of those of one name that differ in it, with the kind of their answers."""
+        memory: dict[str, Scope] = {}
+        for one in self.receivers:
+            if isinstance(one, Subscriber) and one.scope != "message" and one.produces:
+                name = describe(one)
+                differs = memory.get(name, one.scope) != one.scope
+                memory[f"{name} ({one.produces[0]})" if differs else name] = one.scope
+        return memory
+
+    def spoiled(self, streams: Sequence[StreamInfo]) -> list[str]:
+        """A sentence for each subscriber that gets parts of tensors in place of the tensors that it is made for."""
+        sentences: list[str] = []
+        for receiver in self.receivers:
+            kept: dict[str, list[str]] = {}
+            for stream in streams:
+                if receiver.wants(stream.kind, stream.module, stream.tag, None):
+                    where = "the network" if stream.module is None else stream.module or "the root"
+                    for how in sorted(set(stream.sampling or ()) & set(getattr(receiver, "spoiled_by", ()))):
+                        reduction = (stream.sampling or {})[how] if how == "reduce" else None
+                        if reduction is None:
+                            kept.setdefault(f"only some elements of {stream.kind}", []).append(where)
+                        elif reduction != describe(receiver):  # the norm of a recorded norm is right
+                            kept.setdefault(f"only the {reduction} of {stream.kind}", []).append(where)
+            sentences += [
+                f"{describe(receiver)} is about whole tensors, but the trace holds {what} "
+                f"({_several(list(dict.fromkeys(modules)))}): the answers are about what it holds"
+                for what, modules in kept.items()
+            ]
+        return sentences
+
+
+def _produces(receiver: Receiver) -> Iterable[str]:
+    produces: Iterable[str] = getattr(receiver, "produces", ())
+    return produces
+
+
+def _several(modules: list[str]) -> str:
+    """A few of the modules by name, and how many there are."""
+    names = ", ".join(modules[:3])
+    return names if len(modules) <= 3 else f"{names} and {len(modules) - 3} more"

@@ -1,0 +1,180 @@
+"""`Plan`: what a replay will read, worked out before it reads."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.errors import CaptureError
+from tracer.messaging.bus import Receiver
+from tracer.messaging.subscriber import Scope, unmet
+from tracer.replaying.audience import Audience
+from tracer.replaying.filters import Filters
+from tracer.replaying.rows import NO_ROWS, by_stream, due
+from tracer.replaying.updates import derivable, due_pairs
+from tracer.stores import Anywhere
+from tracer.trace.reader import Steps, StreamInfo, TraceReader
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a replay would read.
+
+    Attributes
+    ----------
+    trace : str
+    streams : list of StreamInfo
+        The streams that some receiver asks for; as they are in the trace, before steps are chosen.
+    derived : list of StreamInfo
+        Streams that some receiver asks for and the trace lacks, but that follow from what it holds: the update of a
+        weight from its values in two consecutive steps.
+    messages, bytes : int
+        How much of them will be read.
+    skipped : int
+        Messages of the trace that will not be read.
+    missing : list of str
+        A sentence for each receiver that needs what is not there; a replay refuses to start unless this is empty.
+    memory : dict of str to Scope
+        What each receiver remembers across, where it remembers something: with only some of the steps (or modules, for
+        those that remember a step) its values are not those of the whole.
+    partial : list of str
+        A sentence for each receiver that is made for whole tensors where the trace holds some elements of each, or one
+        number (see `tracer.Subscriber.spoiled_by`): its answers are about those.
+    where : ndarray of bool
+        The rows of the journal that will be published.
+    pairs : ndarray of int, shape (n, 2)
+        The rows of the journal from which the derived messages will be made: a weight, and itself a step later.
+    """
+
+    trace: str
+    streams: list[StreamInfo]
+    derived: list[StreamInfo]
+    messages: int
+    bytes: int
+    skipped: int
+    missing: list[str]
+    memory: dict[str, Scope]
+    partial: list[str]
+    where: NDArray[np.bool_]
+    pairs: NDArray[np.int64]
+
+    def describe(self) -> dict[str, Any]:
+        """The plan as JSON."""
+        return {
+            "trace": self.trace,
+            "streams": [_as_json(one) for one in self.streams],
+            "derived": [_as_json(one) for one in self.derived],
+            "messages": self.messages,
+            "bytes": self.bytes,
+            "skipped": self.skipped,
+            "missing": list(self.missing),
+            "memory": dict(self.memory),
+            "partial": list(self.partial),
+        }
+
+
+def plan(
+    trace: Anywhere | TraceReader,
+    *receivers: Receiver,
+    kinds: str | Iterable[str] | None = None,
+    modules: str | Iterable[str] | None = None,
+    steps: Steps | None = None,
+    tags: str | Iterable[str] | None = None,
+    rank: int | None = None,
+) -> Plan:
+    """Work out which streams the receivers need, what that costs to read, and what is missing; reads no data.
+
+    Parameters and errors are those of `replay`, except that what is missing is told, not raised.
+    """
+    with opened(trace, rank) as reader:
+        chosen = rank_of(reader, rank)
+        filters = Filters.of(kinds, modules, steps, tags)
+        return plan_of(reader.of_rank(chosen), Audience(receivers), filters, chosen)
+
+
+def plan_of(
+    reader: TraceReader, audience: Audience, filters: Filters, rank: int, *, since: int = 0, growing: bool = False
+) -> Plan:
+    """The plan of what one rank has.
+
+    Parameters
+    ----------
+    reader : TraceReader
+    audience : Audience
+    filters : Filters
+    rank : int
+    since : int
+        From which row of the journal on; what is before it was published.
+    growing : bool
+        Whether more may come.
+    """
+    streams = [stream for stream in reader.streams if stream.rank == rank]
+    filters.check(reader)
+    audience.check(reader, streams)
+    offered = [stream for stream in streams if filters.let_through(stream)]
+    # a collector that is alone hears what was recorded, not all that could be made of it
+    updates = derivable(reader, streams, audience.active, filters, growing=growing)
+    there = [(one.kind, one.module, one.tag) for one in (*offered, *updates)]
+    missing = unmet(audience.asking, there, f"{reader.path}{' (after the filters)' if filters.narrow else ''}")
+    if missing:
+        missing[-1] += filters.meant_modules(streams)
+    journal = reader.journal
+    where = np.zeros(len(journal), dtype=np.bool_)
+    recent = np.arange(len(journal)) >= since if since else None
+    chosen = reader.select(streams=[one.id for one in offered], steps=filters.steps, where=recent)
+    in_range = by_stream(journal, chosen)
+    wanted: list[StreamInfo] = []
+    for stream in offered:
+        rows = due(stream, in_range.get(stream.id, NO_ROWS), journal, audience.asking)
+        if rows is not None:
+            wanted.append(stream)
+            where[rows] = True
+    derived, pairs = due_pairs(reader, updates, audience.active, filters.steps, recent)
+    read = where.copy()
+    read[pairs] = True
+    return Plan(
+        trace=str(reader.path),
+        streams=wanted,
+        derived=derived,
+        messages=int(where.sum()) + len(pairs),
+        bytes=int(reader.sizes(np.flatnonzero(read)).sum()),
+        skipped=len(journal) - int(where.sum()),
+        missing=missing,
+        memory=audience.memories(),
+        partial=audience.spoiled([*wanted, *derived]),
+        where=where,
+        pairs=pairs,
+    )
+
+
+@contextlib.contextmanager
+def opened(trace: Anywhere | TraceReader, rank: int | None) -> Iterator[TraceReader]:
+    """A reader of the trace, which is closed afterwards if it was opened here."""
+    if isinstance(trace, TraceReader):
+        yield trace
+        return
+    with TraceReader(trace, ranks=None if rank is None else [rank]) as reader:
+        yield reader
+
+
+def rank_of(reader: TraceReader, rank: int | None) -> int:
+    """The rank whose messages are meant."""
+    ranks = reader.ranks
+    if rank is None and len(ranks) > 1:
+        raise CaptureError(
+            f"{reader.path} has the ranks {', '.join(map(str, ranks))}: say which one with rank=, one replay for each"
+        )
+    if rank is not None and rank not in ranks:
+        has = f"it has {', '.join(map(str, ranks))}"
+        raise reader.unreadable.get(rank) or CaptureError(f"{reader.path} has nothing of rank {rank}; {has}")
+    return ranks[0] if rank is None else rank
+
+
+def _as_json(stream: StreamInfo) -> dict[str, Any]:
+    names = ("kind", "module", "tag", "leaf", "dtype", "count", "bytes")
+    return {name: getattr(stream, name) for name in names}

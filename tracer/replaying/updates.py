@@ -1,0 +1,173 @@
+"""Updates that a trace lacks, made of the weights in consecutive steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.format.encodings import ENCODINGS
+from tracer.format.journal import Column
+from tracer.messaging.bus import Receiver
+from tracer.messaging.messages import Message, difference
+from tracer.replaying.filters import Filters
+from tracer.replaying.rows import NO_ROWS, by_stream, due
+from tracer.trace.reader import Steps, StreamInfo, TraceReader
+
+_UPDATES = {"weights": "weight_updates", "biases": "bias_updates"}
+_GRADIENTS = {"weight_updates": "weight_gradients", "bias_updates": "bias_gradients"}
+
+
+def derivable(
+    reader: TraceReader,
+    streams: Sequence[StreamInfo],
+    receivers: Sequence[Receiver],
+    filters: Filters,
+    *,
+    growing: bool,
+) -> list[StreamInfo]:
+    """The updates that receivers ask for and the trace lacks, but that follow from weights in consecutive steps.
+
+    Not from weights that were cast or reduced: a difference of rounded numbers is not the rounded difference.
+
+    Parameters
+    ----------
+    reader : TraceReader
+    streams : sequence of StreamInfo
+        Of the trace.
+    receivers : sequence of Receiver
+    filters : Filters
+    growing : bool
+        Whether weights of more steps may come.
+
+    Returns
+    -------
+    list of StreamInfo
+        Each has the id of the stream of its weights.
+    """
+    present = {stream.kind for stream in streams}
+    bases = [
+        stream
+        for stream in streams
+        if (kind := _UPDATES.get(stream.kind)) is not None
+        and kind not in present
+        and filters.let_through_as(kind, stream)
+        and not {"dtype", "reduce"} & set(stream.sampling or ())
+        and any(one.wants(kind, stream.module, stream.tag, None) for one in receivers)
+    ]
+    rows_of = by_stream(reader.journal, reader.select(streams=[stream.id for stream in bases])) if bases else {}
+    found = []
+    for stream in bases:
+        rows = rows_of.get(stream.id, NO_ROWS)
+        pairs = pairs_of(reader.journal, rows, rows)
+        if len(pairs) or growing:
+            steps = reader.journal[pairs[:, 0], Column.GLOBAL_STEP]
+            found.append(
+                replace(
+                    stream,
+                    kind=_UPDATES[stream.kind],
+                    dtype=_dtype_of_difference(stream.dtype),
+                    count=len(pairs),
+                    bytes=int(reader.sizes(pairs[:, 0]).sum()),
+                    steps=(int(steps[0]), int(steps[-1])) if len(pairs) else None,
+                )
+            )
+    return found
+
+
+def due_pairs(
+    reader: TraceReader,
+    updates: Sequence[StreamInfo],
+    receivers: Sequence[Receiver],
+    steps: Steps | None,
+    recent: NDArray[np.bool_] | None,
+) -> tuple[list[StreamInfo], NDArray[np.int64]]:
+    """Which of the derivable updates receivers want at all, and of which pairs of rows those are made that are due.
+
+    Parameters
+    ----------
+    reader : TraceReader
+    updates : sequence of StreamInfo
+        As `derivable` gives them.
+    receivers : sequence of Receiver
+    steps : Steps, optional
+    recent : ndarray of bool, optional
+        The rows of weights that are still to come.
+    """
+    journal, ids = reader.journal, [one.id for one in updates]
+    everything = by_stream(journal, reader.select(streams=ids))
+    in_range = by_stream(journal, reader.select(streams=ids, steps=steps, where=recent))
+    wanted: list[StreamInfo] = []
+    pairs = [np.zeros((0, 2), np.int64)]
+    for stream in updates:
+        rows = due(stream, in_range.get(stream.id, NO_ROWS), journal, receivers)
+        if rows is not None:
+            wanted.append(stream)
+            pairs.append(pairs_of(journal, rows, everything.get(stream.id, NO_ROWS)))
+    all_pairs = np.concatenate(pairs)
+    return wanted, all_pairs[np.argsort(all_pairs[:, 0])]
+
+
+def _dtype_of_difference(dtype: str | None) -> str:
+    """The dtype of what is derived from weights of a dtype."""
+    import torch
+
+    assert dtype is not None  # weights are never events
+    weight = torch.empty(0, dtype=ENCODINGS[dtype].dtype, device="cpu")
+    return str(difference(weight, weight).dtype).removeprefix("torch.")
+
+
+def pairs_of(journal: NDArray[np.int64], rows: NDArray[np.int64], everything: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of a stream's rows those that have a successor, among all its rows, one step later and of one shape; and that."""
+    if not len(rows):
+        return np.zeros((0, 2), np.int64)
+    follower = everything[np.minimum(np.searchsorted(everything, rows, side="right"), len(everything) - 1)]
+    follows = (journal[follower, Column.GLOBAL_STEP] == journal[rows, Column.GLOBAL_STEP] + 1) & (
+        journal[follower, Column.SHAPE] == journal[rows, Column.SHAPE]
+    )
+    return np.stack([rows[follows], follower[follows]], axis=1)
+
+
+def messages(
+    reader: TraceReader, where: NDArray[np.bool_], pairs: NDArray[np.int64], mapped: bool
+) -> Iterator[Message]:
+    """The planned messages in their recorded order, each derived update where an observed one would stand."""
+    if not len(pairs):
+        yield from reader.messages(where=where, mapped=mapped)
+        return
+    wanted = where.copy()
+    wanted[pairs[:, 0]] = True
+    followers = np.zeros_like(wanted)
+    followers[pairs[:, 1]] = True
+    follower_of = dict(pairs.tolist())
+    # weights are read a step ahead, once: this holds those of one step, until it is their turn
+    ahead = zip(np.flatnonzero(followers).tolist(), reader.messages(where=followers, mapped=mapped), strict=True)
+    others = reader.messages(where=wanted & ~followers, mapped=mapped)
+    met: dict[int, Message] = {}
+
+    def follower(row: int) -> Message:
+        while row not in met:
+            number, later = next(ahead)
+            met[number] = later
+        return met[row]
+
+    held: Message | None = None
+    for row in np.flatnonzero(wanted | followers).tolist():
+        message = follower(row) if followers[row] else next(others)
+        met.pop(row, None)
+        if not wanted[row]:
+            continue
+        if held is not None and not (message.kind == _GRADIENTS[held.kind] and message.key == held.key):
+            yield held
+            held = None
+        if where[row]:
+            yield message
+        if row in follower_of:
+            later = follower(follower_of[row])
+            assert message.data is not None and later.data is not None  # noqa: PT018 - weights are never events
+            update = difference(later.data, message.data)
+            held = replace(message, kind=_UPDATES[message.kind], data=update)
+    if held is not None:
+        yield held
