@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from tracer.messaging.subscriber import Subscriber
     from tracer.replaying.replay import Plan
     from tracer.stores import Location
-    from tracer.trace.reader import StreamInfo, TraceReader
+    from tracer.trace.reader import TraceReader
+    from tracer.trace.streams import StreamInfo
 
 FAILED, WRONG_USAGE, DAMAGED, SOME_FAILED, INTERRUPTED = 1, 2, 3, 4, 130
 VERDICT = "tracer.verdict"
@@ -768,7 +769,7 @@ def record(
         click.echo(f"{DISABLE} is set: the script runs without being recorded", err=True)
         script = program[0] if module is None else module
         click.get_current_context().exit(unwatched(script, arguments, module=module is not None))
-    from tracer.trace.part import this_process
+    from tracer.trace.claiming import this_process
 
     # other ranks of a distributed run may have begun their parts
     there = overwrite or resume or only_dry_run or this_process().size > 1
@@ -878,7 +879,7 @@ def _print_dry_run(told: Mapping[str, Any]) -> None:
 
 def _say_what_was_recorded(path: Location, called: str) -> None:
     from tracer.stores import exists
-    from tracer.trace.part import this_process
+    from tracer.trace.claiming import this_process
 
     if exists(path):
         process = this_process()

@@ -50,7 +50,6 @@ CIRCLES: set[frozenset[str]] = {
             *("tracer.observing.pytorch.loss_functions", "tracer.observing.pytorch.patches"),
         }
     ),
-    frozenset({"tracer.recording.certifying.certify", "tracer.recording.recording"}),
     frozenset({"tracer.stores.hdf5", "tracer.stores.objects"}),
     frozenset({"analyze.tables.layout", "analyze.tables.results"}),
 }
@@ -58,8 +57,6 @@ UPWARDS = {
     ("tracer.observing.pytorch.hooks", "tracer.observing.exporter"),
     ("tracer.observing.pytorch.loss_functions", "tracer.observing.exporter"),
     ("tracer.observing.pytorch.patches", "tracer.observing.exporter"),
-    ("tracer.recording.recording", "tracer.recording.certifying.certify"),
-    ("tracer.recording.launching.launch", "tracer.recording.certifying.certify"),
 }
 
 

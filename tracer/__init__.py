@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     from tracer.messaging.subscription import Subscription, SynchronizedSubscription
     from tracer.observing.capture import Capture
     from tracer.observing.exporter import Exporter
-    from tracer.recording.certifying.certify import Certificate, certify
+    from tracer.recording.certifying.certify import certify
     from tracer.recording.recorder import Recorder
     from tracer.recording.recording import Run, record
     from tracer.replaying.replay import plan, replay
+    from tracer.trace.certificate import Certificate
     from tracer.trace.reader import TraceReader
     from tracer.trace.reader import TraceReader as open  # noqa: A004 - tracer.open(path), as in gzip.open
     from tracer.trace.writer import TraceWriter
@@ -49,7 +50,8 @@ _HOMES = {
     "messaging.actor": ("Actor",),
     "messaging.bus": ("Collect", "MessageBus", "Receiver", "get_default_bus"),
     "observing.capture": ("Capture",),
-    "recording.certifying.certify": ("Certificate", "certify"),
+    "recording.certifying.certify": ("certify",),
+    "trace.certificate": ("Certificate",),
     "errors": (
         "CaptureError",
         "MessageError",

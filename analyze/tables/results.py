@@ -538,7 +538,8 @@ class Results:
         TraceError
             If these are results of several traces: their steps would be mixed up.
         """
-        from tracer.trace.writer import TraceWriter, check_target
+        from tracer.trace.claiming import check_target
+        from tracer.trace.writer import TraceWriter
 
         if len(self.traces) > 1:
             raise TraceError(f"a trace holds the results of one trace, but these are of {len(self.traces)}")

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,13 +30,11 @@ from tracer.recording.budget import Budget, already_spent
 from tracer.recording.family import Member
 from tracer.recording.recorder import COMMIT_SECONDS, QUEUE_BYTES, Recorder, check_options
 from tracer.stores import Anywhere, Location, exists, location
+from tracer.trace.certificate import Certificate
+from tracer.trace.claiming import Process, claim, of_launch, refuse_here, run_id_of, there, this_process
 from tracer.trace.compression import Compression
-from tracer.trace.part import Process, claim, of_launch, run_id_of, there, this_process
 from tracer.trace.reader import TraceReader
-from tracer.trace.writer import TraceWriter, refuse_here
-
-if TYPE_CHECKING:
-    from tracer.recording.certifying.certify import Certificate
+from tracer.trace.writer import TraceWriter
 
 NO_EPOCHS = (
     "no epoch was seen to end, so all steps are of one: run.epoch_finished() ends an epoch; under `trace record` "

@@ -21,7 +21,9 @@ from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message, dif
 from tracer.messaging.subscriber import Scope, Subscriber, unmet
 from tracer.messaging.subscription import passes
 from tracer.stores import Anywhere
-from tracer.trace.reader import Steps, StreamInfo, TraceReader
+from tracer.trace.reader import TraceReader
+from tracer.trace.selection import Steps
+from tracer.trace.streams import StreamInfo
 
 POLL_SECONDS = 0.1
 LONGEST_POLL_SECONDS = 2.0

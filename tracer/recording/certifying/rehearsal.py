@@ -39,12 +39,13 @@ from tracer.observing.optimizers import steps_within
 from tracer.observing.pytorch.patches import Differentiating
 from tracer.recording import termination
 from tracer.recording.budget import ARRAY_BYTES, BASE_BYTES, CHUNK_BYTES, ROW_BYTES, STREAM_BYTES, stored_bytes
-from tracer.recording.certifying.certify import Certificate, Steps, Stopwatch, compare, fingerprint
+from tracer.recording.certifying.certify import Steps, Stopwatch, compare, fingerprint
 from tracer.recording.environment import REHEARSAL
 from tracer.recording.launching import launch
 from tracer.recording.recording import Run
 from tracer.secrets import masked_text
-from tracer.trace.part import VERDICTS, this_process
+from tracer.trace.certificate import VERDICTS, Certificate
+from tracer.trace.claiming import this_process
 from tracer.trace.reader import TraceReader
 
 DRY_RUN_STEPS: Final = 8

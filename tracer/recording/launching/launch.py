@@ -26,7 +26,7 @@ from concurrent.futures import thread as executors
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from types import CodeType, FrameType, ModuleType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
@@ -55,12 +55,9 @@ from tracer.recording.launching.launchers import refuse_other_languages
 from tracer.recording.recorder import COMMIT_SECONDS, QUEUE_BYTES
 from tracer.recording.recording import Options, Resume, Run, concluded, end, start
 from tracer.stores import Anywhere, Location, location, store_module
+from tracer.trace.certificate import Certificate
+from tracer.trace.claiming import check_target, heads, of_launch, refuse_living, this_process
 from tracer.trace.compression import Compression
-from tracer.trace.part import heads, of_launch, refuse_living, this_process
-from tracer.trace.writer import check_target
-
-if TYPE_CHECKING:
-    from tracer.recording.certifying.certify import Certificate
 
 _before: ModuleType | None = None
 """The ``__main__`` that a script has taken the place of: what runs in it goes on afterwards."""
