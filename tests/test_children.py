@@ -21,7 +21,7 @@ from tracer.recording.launching import children
 from tracer.recording.launching.session import Recipe, run_child
 from tracer.recording.options import Options
 from tracer.stores import location
-from tracer.trace.part import Process, claim
+from tracer.trace.claiming import Process, claim
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -24,7 +24,7 @@ import tracer.stores.zarr
 from tests.crash_states import Disk, Stage, State
 from tracer.errors import TraceError
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
-from tracer.trace.part import claim, this_process
+from tracer.trace.claiming import claim, this_process
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter
 

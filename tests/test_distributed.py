@@ -253,7 +253,7 @@ def test_replicated_weights_are_recorded_once(ddp: Path) -> None:
         with TraceReader(path, assemble=False) as reader:
             by = {kind: {one.rank for one in reader.streams if one.kind == kind and one.count} for kind in once}
             each = {one.rank for one in reader.streams if one.kind == "activations" and one.count}
-            assert len({part.header["run_id"] for part in reader._parts}) == 1
+            assert len({part.header["run_id"] for part in reader._parts.shown}) == 1
         assert each == set(ranks)
         assert all(of == (set(ranks) if name == "every" else {ranks[0]}) for of in by.values()), name
         assert tracer.verify(path).complete
@@ -715,8 +715,8 @@ def test_parts_in_the_same_place_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.h5"
     write_parts(path, [([0], [4]), ([4], [4])], [8], steps=1)
     with TraceReader(path) as reader:
-        reader._recorded = reader._recorded.copy()
-        reader._recorded[1] = reader._recorded[0]
+        recorded = reader._merged.recorded
+        recorded[1] = recorded[0]
         with pytest.raises(TraceCorruptError, match="in the same place of a pool"):
             next(iter(reader.messages()))
 

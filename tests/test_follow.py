@@ -418,7 +418,7 @@ def test_a_trace_from_another_machine_lives_while_it_is_touched(
     for file in path.rglob("*"):
         os.utime(file, (long_ago, long_ago))
     now = time.monotonic()
-    monkeypatch.setattr("tracer.trace.writer.time.monotonic", lambda: now + 3600)
+    monkeypatch.setattr("tracer.trace.commits.time.monotonic", lambda: now + 3600)
     writer.commit_if_due()
     assert TraceReader(path).status == "recording"
     monkeypatch.undo()

@@ -27,7 +27,8 @@ from tracer.stores import open_store
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter
 from tracer.upkeep.recover import recover
-from tracer.upkeep.verify import CACHE_BYTES, verify
+from tracer.upkeep.survey_chunks import CACHE_BYTES
+from tracer.upkeep.verify import verify
 
 FORMATS = (".zarr", ".h5")
 every_format = pytest.mark.parametrize("suffix", FORMATS)
@@ -314,7 +315,7 @@ def test_zarr_of_absurd_length(tmp_path: Path, codecs: str, name: str, rows: int
     with bounded():
         if name == "pools/loss/float32":
             with TraceReader(path) as reader, pytest.raises(TracerError):
-                reader._stores[0].read("rank0/pools/loss/float32", 0, rows)
+                reader._parts.stores[0].read("rank0/pools/loss/float32", 0, rows)
         else:
             with pytest.raises((TraceCorruptError, TraceFormatError)):
                 TraceReader(path)
@@ -346,7 +347,7 @@ def test_hdf5_of_absurd_length(tmp_path: Path, name: str) -> None:
     with bounded():
         if name == "pools/loss/float32":
             with TraceReader(path) as reader, pytest.raises(TraceCorruptError, match="larger than the file"):
-                reader._stores[0].read("rank0/pools/loss/float32", 0, 2**40)
+                reader._parts.stores[0].read("rank0/pools/loss/float32", 0, 2**40)
         else:
             with pytest.raises(TraceCorruptError, match="larger than the file"):
                 TraceReader(path)
@@ -384,7 +385,7 @@ def test_hostile_declarations(tmp_path: Path, suffix: str, what: str, monkeypatc
     """Declarations that are too deep, too large or nonsense are damage; a name in them never leads out of the trace."""
     path = tmp_path / f"run{suffix}"
     with TraceWriter(path) as writer:
-        writer._declared += DECLARED[what]
+        writer._commits.lines += DECLARED[what]
         # after the writer's own checks, which would not let it through
         monkeypatch.setattr(writer, "_shapes", {(9, 9): 0})
         monkeypatch.setattr(writer, "_pools", {"x": None})

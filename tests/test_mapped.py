@@ -22,7 +22,7 @@ from tracer.messaging.messages import Message
 from tracer.stores import Place
 from tracer.stores.disk import mapped
 from tracer.stores.disk.mapped import HUGE, WINDOW, MappedFiles
-from tracer.trace.reader import TOGETHER
+from tracer.trace.data import TOGETHER
 
 ELEMENTS = 1 << 18
 STEPS = 12

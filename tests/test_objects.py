@@ -40,8 +40,9 @@ from tracer.memory import PAGE
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.recording.recorder import Recorder
 from tracer.stores import Url, create_store, location, open_store
+from tracer.trace.claiming import check_target
 from tracer.trace.reader import TraceReader
-from tracer.trace.writer import TraceWriter, check_target
+from tracer.trace.writer import TraceWriter
 from tracer.upkeep.verify import verify
 from tracereel.main import main
 
@@ -229,9 +230,9 @@ def test_round_trip(url: str, tmp_path: Path) -> None:
             here.array("weights", "fc.%odd name", steps=(3, 25, 4))[1],
         )
         assert sum(len(batch.rows) for batch in there.arrays("loss")) == 30
-        assert there._stores[0].names() == here._stores[0].names()
-        assert there._stores[0].names("rank0/pools") == here._stores[0].names("rank0/pools")
-        assert abs(there._stores[0].modified - here._stores[0].modified) < 3600
+        assert there._parts.stores[0].names() == here._parts.stores[0].names()
+        assert there._parts.stores[0].names("rank0/pools") == here._parts.stores[0].names("rank0/pools")
+        assert abs(there._parts.stores[0].modified - here._parts.stores[0].modified) < 3600
     report = verify(url)
     assert (report.complete, report.messages, report.damaged) == (True, len(EXPECTED), 0)
 
@@ -895,7 +896,7 @@ def test_compressed(url: str, bucket: Any, tmp_path: Path, compression: str) -> 
             assert message.data is not None
             expected = torch.arange(5000) % 10 if message.kind == "input_labels" else torch.tensor(message.global_step)
             assert (message.data == expected).all()
-        assert sorted(reader._stores[0].names()) == sorted(reader._stores[0].names("rank0/"))
+        assert sorted(reader._parts.stores[0].names()) == sorted(reader._parts.stores[0].names("rank0/"))
     assert verify(url).complete
     copy = download(bucket, url, tmp_path / "copy.zarr")
     assert verify(copy).complete

@@ -25,13 +25,14 @@ from torch import nn
 
 import analyze
 import tracer
+from cli import main
 from tracer import Collect, ModuleMessage, NetworkMessage, TraceReader, TraceWriter
 from tracer.errors import CaptureError, TraceCorruptError, TraceError, TraceExistsError
 from tracer.format.journal import Column
 from tracer.format.names import part_name
 from tracer.stores import create_store, hdf5, open_store, remove_part
-from tracer.trace.part import Part, Process, claim, this_process
-from tracereel.main import main
+from tracer.trace.claiming import Process, claim, this_process
+from tracer.trace.part import Part
 
 FORMATS = (".zarr", ".h5")
 every_format = pytest.mark.parametrize("suffix", FORMATS)
@@ -451,7 +452,7 @@ def test_ranks_record_into_one_trace(tmp_path: Path, suffix: str, monkeypatch: p
         with TraceReader(path) as reader:
             assert (reader.ranks, reader.problems) == ([*range(size)], [])
             assert reader.header["ranks"] == [*range(size)]
-            assert len({part.header["run_id"] for part in reader._parts}) == 1
+            assert len({part.header["run_id"] for part in reader._parts.shown}) == 1
         in_rank(monkeypatch, 1, size, port=29999)
         with pytest.raises(TraceExistsError, match="already exists"):
             tracer.record(path, *adam()).__enter__()
@@ -1055,7 +1056,7 @@ def test_a_trace_is_one_by_whatever_way_it_is_named(tmp_path: Path, suffix: str)
 
 def test_claims_of_what_is_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Something else at the path is an error, also for a rank and for one that resumes."""
-    monkeypatch.setattr("tracer.trace.part.BEGINNING_SECONDS", 0.1)
+    monkeypatch.setattr("tracer.trace.claiming.BEGINNING_SECONDS", 0.1)
     path = tmp_path / "run.zarr"
     path.mkdir()
     (path / "notes.txt").write_text("mine")
@@ -1093,7 +1094,7 @@ def test_a_rank_that_is_done_early_keeps_no_other_from_beginning(
         with tracer.record(path, model, optimizer) as run:
             train(run, model, optimizer, 2)
     assert TraceReader(path).ranks == [0, 1]
-    monkeypatch.setattr("tracer.trace.part.FRESH_SECONDS", -1.0)
+    monkeypatch.setattr("tracer.trace.claiming.FRESH_SECONDS", -1.0)
     in_rank(monkeypatch, 2, size=3)
     with pytest.raises(TraceExistsError):
         tracer.record(path, *adam()).__enter__()

@@ -297,7 +297,8 @@ def test_many_damaged_declarations(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tried: list[int] = []
     search = as_they_were
     monkeypatch.setattr(
-        "tracer.upkeep.verify.as_they_were", lambda text, before: (tried.append(len(text)), search(text, before))[1]
+        "tracer.upkeep.survey_tables.as_they_were",
+        lambda text, before: (tried.append(len(text)), search(text, before))[1],
     )
     loss = recover(path, tmp_path / "saved.zarr")
     assert (loss.saved, loss.notes, loss.lossless) == (60, 30, False)

@@ -33,6 +33,7 @@ from tracer.messaging.messages import KINDS
 from tracer.replaying import updates
 from tracer.stores.hdf5 import Hdf5ReadStore
 from tracer.stores.zarr import ZarrReadStore
+from tracer.trace.data import Data
 from tracereel.main import main
 
 STEPS = 6
@@ -124,7 +125,7 @@ class Reading:
     def __init__(self, reader: TraceReader, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pools: list[str] = []
         self.bytes = 0
-        read = reader._stores[0].read
+        read = reader._parts.stores[0].read
 
         def noting(name: str, start: int, stop: int, out: Any = None, **how: Any) -> Any:
             found = read(name, start, stop, out, **how)
@@ -132,21 +133,21 @@ class Reading:
             self.bytes += found.nbytes
             return found
 
-        monkeypatch.setattr(reader._stores[0], "read", noting, raising=False)
-        at = tracer.trace.reader._read_at
+        monkeypatch.setattr(reader._parts.stores[0], "read", noting, raising=False)
+        at = tracer.trace.data._read_at
 
         def noting_places(place: Any, to: memoryview, *rest: Any) -> bool:
             self.bytes += len(to)
             return at(place, to, *rest)
 
-        monkeypatch.setattr(tracer.trace.reader, "_read_at", noting_places)
-        place = reader._stores[0].place
+        monkeypatch.setattr(tracer.trace.data, "_read_at", noting_places)
+        place = reader._parts.stores[0].place
 
         def noting_names(name: str, row: int) -> Any:
             self.pools.append(name)
             return place(name, row)
 
-        monkeypatch.setattr(reader._stores[0], "place", noting_names, raising=False)
+        monkeypatch.setattr(reader._parts.stores[0], "place", noting_names, raising=False)
 
 
 @pytest.fixture(scope="module", params=["zarr", "h5"])
@@ -229,13 +230,13 @@ def test_ten_subscribers_read_each_message_once(trace: Path, monkeypatch: pytest
     )
     asked = [*map(parse, [*specs.split(), "norm:kind=weight_gradients", "svcca:tag=probe,details=false"])]
     read: list[int] = []
-    plainly = TraceReader._read_groups
+    plainly = Data.read
 
-    def counting(self: TraceReader, selected: Any, *others: Any) -> Any:
+    def counting(self: Data, selected: Any, *others: Any) -> Any:
         read.extend(selected.tolist())
         return plainly(self, selected, *others)
 
-    monkeypatch.setattr(TraceReader, "_read_groups", counting)
+    monkeypatch.setattr(Data, "read", counting)
     planned = tracer.plan(trace, *asked)
     tracer.replay(trace, *asked)
     assert sorted(read) == planned.where.nonzero()[0].tolist()

@@ -14,9 +14,10 @@ import torch
 
 import tracer
 from tracer.errors import TraceError
+from tracer.memory import PAGE
 from tracer.messaging.messages import ModuleMessage
 from tracer.stores import hdf5, open_store, torn
-from tracer.stores.torn import PAGE, checksum, restored
+from tracer.stores.torn import checksum, restored
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter
 

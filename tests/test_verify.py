@@ -19,8 +19,10 @@ from tracer.errors import TraceFormatError, TraceNotFoundError
 from tracer.messaging.messages import ModuleMessage, NetworkMessage
 from tracer.stores.hdf5 import Hdf5ReadStore
 from tracer.trace.writer import TraceWriter
+from tracer.upkeep.findings import CHECKS
 from tracer.upkeep.recover import recover
-from tracer.upkeep.verify import CHECKS, Survey, verify
+from tracer.upkeep.survey_tables import SurveyedTables
+from tracer.upkeep.verify import verify
 
 FORMATS = (".zarr", ".h5")
 every_format = pytest.mark.parametrize("suffix", FORMATS)
@@ -163,13 +165,13 @@ def test_a_run_that_ends_while_it_is_verified(tmp_path: Path, suffix: str, monke
     """What is written between two looks is no damage: a Zarr trace is looked at again, HDF5 shows one moment."""
     path = tmp_path / f"run{suffix}"
     writer = TraceWriter(path)
-    plainly, looks = Survey._declare_all, []
+    plainly, looks = SurveyedTables._read_declarations, []
 
     def write_step(step: int) -> None:
         where = {"global_step": step, "train_step": step, "epoch": 0}
         writer.write(ModuleMessage(kind="weights", module=f"fc{step}", data=weight(step), **where))
 
-    def late(self: Survey) -> None:
+    def late(self: SurveyedTables) -> None:
         looks.append(self)
         if len(looks) == 1:
             write_step(1)
@@ -178,7 +180,7 @@ def test_a_run_that_ends_while_it_is_verified(tmp_path: Path, suffix: str, monke
 
     write_step(0)
     writer.commit()
-    monkeypatch.setattr(Survey, "_declare_all", late)
+    monkeypatch.setattr(SurveyedTables, "_read_declarations", late)
     report = verify(path)
     expected = ([], 2, "finished", 2) if suffix == ".zarr" else ([], 1, "recording", 1)
     assert (report.problems, report.messages, report.status, len(looks)) == expected

@@ -428,11 +428,12 @@ def test_data_is_free_to_use(trace: TraceReader) -> None:
 @pytest.mark.parametrize("slow", [-1, 1e9])
 def test_blocks_do_not_change_what_is_read(trace: TraceReader, slow: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the blocks and gaps, the messages are the same, whether a thread reads ahead or not."""
-    monkeypatch.setattr("tracer.trace.reader.SLOW_SECONDS", slow)
+    monkeypatch.setattr("tracer.trace.blocks.SLOW_SECONDS", slow)
     for block, rows, gap in ((1, 16384, 0), (40000, 7, 0), (40000, 16384, 1 << 30)):
-        monkeypatch.setattr("tracer.trace.reader.BLOCK_BYTES", block)
-        monkeypatch.setattr("tracer.trace.reader.BLOCK_ROWS", rows)
-        monkeypatch.setattr("tracer.trace.reader.GAP_BYTES", gap)
+        monkeypatch.setattr("tracer.trace.blocks.BLOCK_BYTES", block)
+        monkeypatch.setattr("tracer.trace.data.RANGE_BYTES", block)
+        monkeypatch.setattr("tracer.trace.blocks.BLOCK_ROWS", rows)
+        monkeypatch.setattr("tracer.trace.data.GAP_BYTES", gap)
         assert all(map(same, trace.messages(), run()))
         assert len(list(trace.messages(steps=(2, 9, 3)))) == len([m for m in run() if m.global_step in (2, 5, 8)])
 
@@ -651,7 +652,7 @@ def test_large_messages_are_read_where_they_lie(tmp_path: Path, suffix: str, mon
     write(path, [module("weights", f"layer{k % 3}", k, data) for k, data in enumerate(LARGE)])
     asked = []
     with TraceReader(path) as reader:
-        (store,) = reader._stores
+        (store,) = reader._parts.stores
         plainly = store.read
 
         def noting(name: str, start: int, stop: int, out: Any = None, **how: Any) -> Any:
@@ -822,7 +823,8 @@ FILTERED: list[dict[str, Any]] = [{}, {"kinds": "activations"}, {"modules": "sha
 def test_arrays(trace: TraceReader, filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of arrays hold every message with data once, with the numbers of `messages`, in blocks of any size."""
     for size in (1, 30_000, 1 << 30):
-        monkeypatch.setattr("tracer.trace.reader.BLOCK_BYTES", size)
+        monkeypatch.setattr("tracer.trace.blocks.BLOCK_BYTES", size)
+        monkeypatch.setattr("tracer.trace.data.RANGE_BYTES", size)
         selected = trace.select(**filters)
         expected = dict(zip(selected.tolist(), trace.messages(**filters), strict=True))
         found = []
@@ -844,8 +846,9 @@ def test_kept_messages_stay_as_they_were(
 ) -> None:
     """Memory is used again only when nobody has it: what is kept, or kept in part, never changes."""
     # after a few blocks read by a thread, or by none
-    monkeypatch.setattr("tracer.trace.reader.SLOW_SECONDS", slow)
-    monkeypatch.setattr("tracer.trace.reader.BLOCK_BYTES", 1 << 19)
+    monkeypatch.setattr("tracer.trace.blocks.SLOW_SECONDS", slow)
+    monkeypatch.setattr("tracer.trace.blocks.BLOCK_BYTES", 1 << 19)
+    monkeypatch.setattr("tracer.trace.data.RANGE_BYTES", 1 << 19)
     path = tmp_path / f"run{suffix}"
     write(path, [module("weights", "fc", step, torch.full((130, 500), float(step))) for step in range(60)])
     with TraceReader(path) as reader:
@@ -1002,7 +1005,7 @@ def test_copies_of_a_reader_have_files_of_their_own(suffix: str, tmp_path: Path)
                 assert values(stranger) == [100.0, 101.0, 102.0, 103.0]
                 assert values(reader) == [0.0, 1.0, 2.0, 3.0]
         with pytest.raises(TypeError, match=r"be (?:copied or )?pickled"):
-            pickle.dumps(reader._stores)
+            pickle.dumps(reader._parts.stores)
 
 
 @pytest.mark.parametrize("refreshed", [True, False])

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tracer.messaging.messages import Message
-    from tracer.trace.reader import StreamInfo
+    from tracer.trace.streams import StreamInfo
 
 _OF_A_STREAM = (
     *("kind", "module", "tag", "leaf", "calls", "dtype", "shapes", "count", "bytes", "steps", "sampling", "rank"),

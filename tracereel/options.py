@@ -13,7 +13,8 @@ import click
 from tracer.errors import CaptureError, UnknownNameError
 
 if TYPE_CHECKING:
-    from tracer.trace.reader import StreamInfo, TraceReader
+    from tracer.trace.reader import TraceReader
+    from tracer.trace.streams import StreamInfo
 
 Decorator = Callable[[Any], Any]
 StepRange = tuple[int, int | None, int]

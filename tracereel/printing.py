@@ -19,7 +19,8 @@ from tracereel.errors import as_typed
 if TYPE_CHECKING:
     from rich.console import ConsoleRenderable, RichCast
 
-    from tracer.trace.reader import StreamInfo, TraceReader
+    from tracer.trace.reader import TraceReader
+    from tracer.trace.streams import StreamInfo
 
 
 # -- stdout -------------------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ class Place:
 
     def checked(self, title: str, *, only_dry_run: bool) -> tuple[str, Location]:
         """The path as the user calls it and as a location, if a trace can be made there."""
-        from tracer.trace.part import this_process
+        from tracer.trace.claiming import this_process
 
         called = self.out or f"{title}.zarr"
         # other ranks of a distributed run may have begun their parts
@@ -493,7 +493,7 @@ def _when_recorded(stream: Mapping[str, Any]) -> str:
 
 def _say_what_was_recorded(path: Location, called: str) -> None:
     from tracer.stores import exists
-    from tracer.trace.part import this_process
+    from tracer.trace.claiming import this_process
 
     if not exists(path):
         return

@@ -51,7 +51,7 @@ from tracer.errors import CaptureError, TracerError
 from tracer.messaging.messages import Message
 from tracer.stores import Anywhere, Url, location
 from tracer.stores import remove as remove_url
-from tracer.trace.reader import Steps
+from tracer.trace.selection import Steps
 
 MANIFEST: Final = "manifest.json"
 FAILURES: Final = "failures.jsonl"

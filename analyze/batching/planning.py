@@ -30,7 +30,8 @@ from tracer.messaging.subscriber import Scope, Subscriber
 from tracer.replaying.plan import Plan, plan
 from tracer.secrets import masked_text
 from tracer.stores import Anywhere, Url, location
-from tracer.trace.reader import Steps, TraceReader
+from tracer.trace.reader import TraceReader
+from tracer.trace.selection import Steps
 
 SCHEMA: Final = 2
 """Raised whenever the files of parts change, so that parts of another release are not taken for this one's."""

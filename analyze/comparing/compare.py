@@ -15,7 +15,9 @@ from tracer.errors import CaptureError, MessageError
 from tracer.messaging.messages import Message
 from tracer.messaging.subscriber import unmet
 from tracer.stores import Anywhere
-from tracer.trace.reader import Steps, StreamInfo, TraceReader
+from tracer.trace.reader import TraceReader
+from tracer.trace.selection import Steps
+from tracer.trace.streams import StreamInfo
 
 
 def compare(

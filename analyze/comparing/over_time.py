@@ -14,7 +14,9 @@ from analyze.metrics.elementwise.statistics import SEVEN, StatisticsResult, chec
 from tracer.errors import CaptureError
 from tracer.format.journal import Column
 from tracer.stores import Anywhere
-from tracer.trace.reader import Batch, Steps, StreamInfo, TraceReader
+from tracer.trace.reader import TraceReader
+from tracer.trace.selection import Steps
+from tracer.trace.streams import Batch, StreamInfo
 
 
 @dataclass(frozen=True, eq=False)

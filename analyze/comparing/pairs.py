@@ -28,7 +28,8 @@ from analyze.metrics.similarity.svcca import SVCCA
 from analyze.registry import instances
 from tracer.errors import CaptureError, MessageError
 from tracer.stores import Anywhere
-from tracer.trace.reader import Steps, TraceReader
+from tracer.trace.reader import TraceReader
+from tracer.trace.selection import Steps
 
 _BLOCK = 1 << 26
 """Bytes of bases in a block: two blocks and their product are in memory at a time."""

@@ -104,7 +104,8 @@ def write_trace(
     overwrite: bool,
 ) -> None:
     """Write the answers to a trace as a trace: see `analyze.Results.to_trace`."""
-    from tracer.trace.writer import TraceWriter, check_target
+    from tracer.trace.claiming import check_target
+    from tracer.trace.writer import TraceWriter
 
     if len(traces) > 1:
         raise TraceError(f"a trace holds the results of one trace, but these are of {len(traces)}")

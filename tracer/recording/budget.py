@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any, Final, final
 
 import numpy as np
@@ -13,7 +14,7 @@ from tracer.format.journal import COLUMNS, NONE, Column
 from tracer.memory import PAGE
 from tracer.messaging.messages import Message
 from tracer.stores import ALIGNED_BYTES, Location, RowChunks
-from tracer.trace.reader import TraceReader
+from tracer.trace.merging import Parts
 
 ROW_BYTES: Final = 8 * COLUMNS
 """Bytes of a row of the journal."""
@@ -133,17 +134,17 @@ class Budget:
 def already_spent(path: Location, rank: int) -> int:
     """What earlier attempts of a rank took of a budget, all that they wrote included, superseded or not."""
     spent = 0
-    with TraceReader(path) as trace:
-        for part in trace._parts:
+    with closing(Parts.open(path, None, assemble=False)) as parts:
+        for part in parts.shown:
             if part.rank != rank:
                 continue
             journal = part.journal
             with_data = journal[journal[:, Column.POOL] != NONE]
-            sizes = np.array([np.dtype(storage).itemsize for _, storage in part.pools] or [0], np.int64)
-            spent += len(journal) * ROW_BYTES + len(part.streams) * STREAM_BYTES + len(part.pools) * ARRAY_BYTES
+            sizes = np.array([np.dtype(pool.dtype).itemsize for pool in part.tables.pools.values()] or [0], np.int64)
+            spent += len(journal) * ROW_BYTES + len(part.streams) * STREAM_BYTES + len(part.tables.pools) * ARRAY_BYTES
             spent += BASE_BYTES
             pairs = np.stack([with_data[:, Column.SHAPE], sizes[with_data[:, Column.POOL]]])
             kinds, counts = np.unique(pairs, axis=1, return_counts=True)
             for shape, itemsize, count in zip(*kinds.tolist(), counts.tolist(), strict=True):
-                spent += count * stored_bytes(part.shapes[shape], itemsize)
+                spent += count * stored_bytes(part.tables.shapes[shape], itemsize)
     return spent

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from tracer.trace.part import OF_SCRIPT, Process, this_process
+from tracer.trace.claiming import OF_SCRIPT, Process, this_process
 
 
 @dataclass(frozen=True)

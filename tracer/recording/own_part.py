@@ -15,8 +15,8 @@ from tracer.recording.header import header
 from tracer.recording.options import Options
 from tracer.recording.resuming import go_on
 from tracer.stores import Location, exists
-from tracer.trace.part import Process, claim, of_launch, run_id_of, there, this_process
-from tracer.trace.writer import TraceWriter, refuse_here
+from tracer.trace.claiming import Process, claim, of_launch, refuse_here, run_id_of, there, this_process
+from tracer.trace.writer import TraceWriter
 
 
 class OwnPart:

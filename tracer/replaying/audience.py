@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from tracer.errors import CaptureError
 from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.subscriber import Scope, Subscriber
-from tracer.trace.reader import StreamInfo, TraceReader
+from tracer.trace.reader import TraceReader
+from tracer.trace.streams import StreamInfo
 
 
 class Audience:

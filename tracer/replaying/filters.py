@@ -9,7 +9,9 @@ from fnmatch import fnmatchcase
 from tracer.errors import UnknownNameError, did_you_mean
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG, KINDS
 from tracer.messaging.subscription import passes
-from tracer.trace.reader import Steps, StreamInfo, TraceReader
+from tracer.trace.reader import TraceReader
+from tracer.trace.selection import Steps
+from tracer.trace.streams import StreamInfo
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tracer.format.journal import Column
 from tracer.messaging.bus import Receiver
 from tracer.messaging.messages import KINDS
-from tracer.trace.reader import StreamInfo
+from tracer.trace.streams import StreamInfo
 
 
 def _distinct(values: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -14,7 +14,9 @@ from tracer.messaging.bus import Receiver
 from tracer.messaging.messages import Message, difference
 from tracer.replaying.filters import Filters
 from tracer.replaying.rows import NO_ROWS, by_stream, due
-from tracer.trace.reader import Steps, StreamInfo, TraceReader
+from tracer.trace.reader import TraceReader
+from tracer.trace.selection import Steps
+from tracer.trace.streams import StreamInfo
 
 _UPDATES = {"weights": "weight_updates", "biases": "bias_updates"}
 _GRADIENTS = {"weight_updates": "weight_gradients", "bias_updates": "bias_gradients"}

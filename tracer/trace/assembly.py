@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tracer.format.journal import Column
 from tracer.format.placement import Placement, cover
-from tracer.trace.part import Stream
+from tracer.format.tables import Stream
 
 WHOLE = -2
 """The pool of a row that stands for a tensor of several parts: its offset says which of `Assembly.blocks` it belongs

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ import numpy as np
 
 from tracer.errors import CaptureError, TraceError, TraceExistsError, UnknownNameError
 from tracer.format.journal import Column
-from tracer.messaging.subscription import passes
 from tracer.stores import Anywhere, Location, Url, exists, location, remove
+from tracer.trace.claiming import check_target
 from tracer.trace.compression import Compression
-from tracer.trace.reader import Steps, TraceReader
-from tracer.trace.writer import TraceWriter, check_target
+from tracer.trace.reader import TraceReader
+from tracer.trace.selection import Selection, Steps
+from tracer.trace.streams import StreamInfo
+from tracer.trace.writer import TraceWriter
 from tracer.version import __version__
 
 
@@ -97,32 +99,25 @@ def convert(
     [2.0, 3.0]
     """
     src, dst = location(src), location(dst)
-    kinds, modules, tags = _names(kinds), _names(modules), _names(tags)
-    ranks = None if ranks is None else [ranks] if isinstance(ranks, int) else sorted(set(ranks))
     codecs = Compression(compression)
+    selection = Selection.of(kinds, modules, steps, tags, ranks)
+    asked = None if selection.ranks is None else sorted(selection.ranks)
     filters: dict[str, Any] = {
-        "kinds": kinds,
-        "modules": modules,
+        "kinds": selection.kinds,
+        "modules": selection.modules,
         "steps": steps,
-        "tags": tags,
-        "ranks": ranks,
+        "tags": selection.tags,
+        "ranks": asked,
         "chunk_bytes": chunk_bytes,
         "compression": codecs.describe(),
     }
     check_paths(src, dst)
     with TraceReader(src) as reader:
         streams = reader.streams
-        there = [] if ranks is None else np.unique(reader.rank).tolist()
-        absent = [rank for rank in ranks or () if rank not in there]
-        if absent:
-            for rank in absent:
-                if rank in reader.unreadable:
-                    raise reader.unreadable[rank]
-            has = f"those of {', '.join(map(str, there))}" if there else "none at all"
-            raise CaptureError(f"{src} has no messages of rank {', '.join(map(str, absent))}; it has {has}")
-        chosen = _streams(reader, kinds, modules, tags)
+        _check_ranks(reader, asked or ())
+        _check_names(streams, selection)
         codecs.check(stream.kind for stream in streams)
-        rows = reader.select(streams=chosen, steps=steps, ranks=ranks)
+        rows = reader.select(selection.kinds, selection.modules, steps, selection.tags, ranks=selection.ranks)
         info, problems = reader.info, list(reader.problems)
         status, ended = reader.status, info["ended"]
         if status == "recording":
@@ -137,7 +132,7 @@ def convert(
             for done, (stream, message) in enumerate(
                 zip(
                     reader.journal[rows, Column.STREAM].tolist(),
-                    reader.messages(streams=chosen, steps=steps, ranks=ranks),
+                    reader.messages(selection.kinds, selection.modules, steps, selection.tags, ranks=selection.ranks),
                     strict=True,
                 )
             ):
@@ -176,7 +171,7 @@ def _provenance(src: Location, filters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_paths(src: Location, dst: Location) -> None:
-    """Make sure that `dst` can be made and is not a part of `src`; see `tracer.trace.writer.check_target`."""
+    """Make sure that `dst` can be made and is not a part of `src`; see `tracer.trace.claiming.check_target`."""
     if exists(dst):
         raise TraceExistsError(f"{dst} already exists; a copy is only made where nothing is")
     check_target(dst)
@@ -232,23 +227,28 @@ def new_trace(src: Location, dst: Location, header: Mapping[str, Any], **options
             shutil.rmtree(made, ignore_errors=True)
 
 
-def _names(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    if value is None:
-        return None
-    return (value,) if isinstance(value, str) else tuple(value)
+def _check_ranks(reader: TraceReader, ranks: Collection[int]) -> None:
+    """Refuse ranks that the trace has no messages of."""
+    if not ranks:
+        return
+    there = np.unique(reader.rank).tolist()
+    absent = [rank for rank in ranks if rank not in there]
+    for rank in absent:
+        if rank in reader.unreadable:
+            raise reader.unreadable[rank]
+    if absent:
+        has = f"those of {', '.join(map(str, there))}" if there else "none at all"
+        raise CaptureError(f"{reader.path} has no messages of rank {', '.join(map(str, absent))}; it has {has}")
 
 
-def _streams(
-    reader: TraceReader, kinds: tuple[str, ...] | None, modules: tuple[str, ...] | None, tags: tuple[str, ...] | None
-) -> list[int]:
-    """Ids of the streams that pass; what is named and not there is a mistake."""
-    streams = reader.streams
+def _check_names(streams: Iterable[StreamInfo], selection: Selection) -> None:
+    """Refuse names that the trace lacks; a pattern may match nothing."""
+    streams = list(streams)
     for what, names, known in (
-        ("kind", kinds, {stream.kind for stream in streams}),
-        ("tag", tags, {stream.tag for stream in streams}),
-        ("module", modules, {stream.module for stream in streams if stream.module is not None}),
+        ("kind", selection.kinds, {stream.kind for stream in streams}),
+        ("tag", selection.tags, {stream.tag for stream in streams}),
+        ("module", selection.modules, {stream.module for stream in streams if stream.module is not None}),
     ):
         for name in names or ():
             if name not in known and not (what != "kind" and set("!*?[").intersection(name)):
                 raise UnknownNameError.of(f"recorded {what}", name, known)
-    return [stream.id for stream in streams if passes(stream, kinds, modules, tags)]

@@ -15,9 +15,12 @@ from tracer.errors import TraceCorruptError, TraceLostError
 from tracer.format.journal import Column
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.stores import Anywhere, Location, location
-from tracer.trace.part import merged, tags_of, worst
+from tracer.trace.attempts import in_order, tags_of, worst
+from tracer.trace.writer import TraceWriter
 from tracer.upkeep.convert import check_paths, new_trace, single
-from tracer.upkeep.verify import UNKNOWN, Survey, survey
+from tracer.upkeep.findings import Problem
+from tracer.upkeep.survey import UNKNOWN, Survey
+from tracer.upkeep.verify import survey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,62 +142,86 @@ def recover(
             surveys, elsewhere = stack.enter_context(survey(src))
         except TraceCorruptError as error:
             raise TraceLostError(f"nothing could be saved: {error}", _all_lost(src, error)) from error
-        numbers, rows = merged([_Order(one, surveys) for one in surveys])
-        total = len(rows) + sum(one.absent for one in surveys)
         last = max(one.attempt for one in surveys)
         status = worst([one.status for one in surveys if one.attempt == last])
+        order = in_order([_Order(one, surveys) for one in surveys])
         header = next((one.header for one in reversed(surveys) if one.header), None) or {
             name: value for name in ("run_id", "created") if isinstance(value := surveys[0].attributes.get(name), str)
         }
-        saved = [np.zeros(len(one.journal), bool) for one in surveys]
         with new_trace(src, dst, single(header)) as writer:
-            for note in (note for one in surveys for note in one.notes):
+            for note in (note for one in surveys for note in one.read.tables.notes):
                 writer.note(note)
-            for done, (number, row) in enumerate(zip(numbers.tolist(), rows.tolist(), strict=True)):
-                one = surveys[number]
-                message = one.message(row)
-                if message is not None:
-                    writer.write(message, one.streams[int(one.journal[row, Column.STREAM])].sampling)
-                    saved[number][row] = True
-                if progress is not None and done % 100 == 0:
-                    progress(done, len(rows))
-            # chunks and messages that were found damaged only now
-            for one in surveys:
-                one.tell_damage()
-            kept = int(sum(mask.sum() for mask in saved))
-            # what is of another run is not lost
-            whole = all(problem.check == "foreign" for problem in elsewhere)
-            lossless = whole and all(one.told_all for one in surveys) and kept == total
-            nothing = not kept and not lossless
-            found = dict.fromkeys([*elsewhere, *(problem for one in surveys for problem in one.problems)])
-            lost = [rows[numbers == number] for number in range(len(surveys))]
-            lost = [mine[~mask[mine]] for mine, mask in zip(lost, saved, strict=True)]
-            loss = Loss(
-                source=str(src),
-                path=None if nothing else str(dst),
-                status=status,
-                messages=total,
-                saved=kept,
-                lost=total - kept,
-                header=any(one.header for one in surveys),
-                notes=sum(len(one.notes) for one in surveys),
-                streams=[stream for each in zip(surveys, saved, lost, strict=True) for stream in _by_stream(*each)],
-                problems=[str(problem) for problem in found],
-                lossless=lossless,
-            )
-            if nothing:
+            saved = _save(surveys, order, writer, progress)
+            loss = _loss(src, dst, surveys, elsewhere, order, saved, status)
+            if loss.path is None:
                 why = loss.problems[0] if loss.problems else "it is damaged"
                 raise TraceLostError(f"nothing could be saved of {src}: {why}", loss)
-            counts = {"from": str(src), "messages": total, "saved": kept, "lost": loss.lost}
+            counts = {"from": str(src), "messages": loss.messages, "saved": loss.saved, "lost": loss.lost}
             writer.note({"recovered": {**counts, "problems": len(loss.problems)}})
-            ended = surveys[-1].ending.get("ended")
-            ended = ended if isinstance(ended, str) else None
-            final = "interrupted" if status == "recording" else status
-            if not lossless:
+            ended = surveys[-1].read.tables.ending.get("ended")
+            final = "interrupted" if loss.status == "recording" else loss.status
+            if not loss.lossless:
                 # a trace that says that it is finished is complete
-                final = f"failed: recovered with {loss.lost} of {total} messages lost; the status was {final}"
-            writer.finish(final, ended=ended)
+                final = f"failed: recovered with {loss.lost} of {loss.messages} messages lost; the status was {final}"
+            writer.finish(final, ended=ended if isinstance(ended, str) else None)
         return loss
+
+
+def _save(
+    surveys: Sequence[Survey],
+    order: tuple[NDArray[np.int64], NDArray[np.int64]],
+    writer: TraceWriter,
+    progress: Callable[[int, int], None] | None,
+) -> list[NDArray[np.bool_]]:
+    """Write every message that can be had, in this order of surveys and rows; which rows of each survey they are."""
+    saved = [np.zeros(len(one.read.journal), bool) for one in surveys]
+    numbers, rows = order
+    for done, (number, row) in enumerate(zip(numbers.tolist(), rows.tolist(), strict=True)):
+        one = surveys[number]
+        message = one.message(row)
+        if message is not None:
+            writer.write(message, one.streams[int(one.read.journal[row, Column.STREAM])].sampling)
+            saved[number][row] = True
+        if progress is not None and done % 100 == 0:
+            progress(done, len(rows))
+    # chunks and messages that were found damaged only now
+    for one in surveys:
+        one.tell_damage()
+    return saved
+
+
+def _loss(
+    src: Location,
+    dst: Location,
+    surveys: Sequence[Survey],
+    elsewhere: Sequence[Problem],
+    order: tuple[NDArray[np.int64], NDArray[np.int64]],
+    saved: Sequence[NDArray[np.bool_]],
+    status: str,
+) -> Loss:
+    """What was saved and lost."""
+    numbers, rows = order
+    total = len(rows) + sum(one.read.absent for one in surveys)
+    kept = int(sum(mask.sum() for mask in saved))
+    # what is of another run is not lost
+    whole = all(problem.check == "foreign" for problem in elsewhere)
+    lossless = whole and all(one.told_all for one in surveys) and kept == total
+    found = dict.fromkeys([*elsewhere, *(problem for one in surveys for problem in one.problems)])
+    lost = [rows[numbers == number] for number in range(len(surveys))]
+    lost = [mine[~mask[mine]] for mine, mask in zip(lost, saved, strict=True)]
+    return Loss(
+        source=str(src),
+        path=str(dst) if kept or lossless else None,
+        status=status,
+        messages=total,
+        saved=kept,
+        lost=total - kept,
+        header=any(one.header for one in surveys),
+        notes=sum(len(one.read.tables.notes) for one in surveys),
+        streams=[stream for each in zip(surveys, saved, lost, strict=True) for stream in _by_stream(*each)],
+        problems=[str(problem) for problem in found],
+        lossless=lossless,
+    )
 
 
 def _all_lost(src: Location, why: TraceCorruptError) -> Loss:
@@ -215,16 +242,16 @@ def _all_lost(src: Location, why: TraceCorruptError) -> Loss:
 
 
 class _Order:
-    """A survey as `merged` needs it: rows that cannot be read stay where they are, and are of the step before them."""
+    """A survey, as `in_order` needs it: rows that cannot be read stay where they are, in the step before them."""
 
     def __init__(self, survey: Survey, surveys: Sequence[Survey]) -> None:
         self.rank, self.attempt = survey.rank, survey.attempt
-        self.journal = survey.journal.copy()
+        self.journal = survey.read.journal.copy()
         # what a row says of its step is certain also where its stream is not known
-        certain = survey.certain
+        certain = survey.read.certain
         before = np.maximum.accumulate(np.where(certain, np.arange(len(certain)), -1))
-        steps = np.where(before >= 0, survey.journal[before, Column.GLOBAL_STEP], 0)
-        self.journal[~survey.sound] = 0
+        steps = np.where(before >= 0, survey.read.journal[before, Column.GLOBAL_STEP], 0)
+        self.journal[~survey.read.sound] = 0
         self.journal[:, Column.GLOBAL_STEP] = steps
         self.first_step = survey.first_step if survey.header else _first_step(survey, surveys)
         self._streams = survey.streams
@@ -237,20 +264,20 @@ class _Order:
 def _first_step(survey: Survey, surveys: Sequence[Survey]) -> int:
     """Where an attempt began whose header is lost: as other ranks say, or with its first message; else nowhere."""
     told = [one.first_step for one in surveys if one.attempt == survey.attempt and one.header]
-    tags = tags_of(survey.journal[:, Column.STREAM], survey.streams)
-    steps = survey.journal[survey.certain & (tags == DEFAULT_TAG), Column.GLOBAL_STEP]
+    tags = tags_of(survey.read.journal[:, Column.STREAM], survey.streams)
+    steps = survey.read.journal[survey.read.certain & (tags == DEFAULT_TAG), Column.GLOBAL_STEP]
     return min(told, default=int(steps.min(initial=np.iinfo(np.int64).max)))
 
 
 def _by_stream(survey: Survey, saved: NDArray[np.bool_], lost: NDArray[np.int64]) -> list[LostStream]:
     found = []
-    if survey.absent:
-        rank, count = survey.rank, survey.absent
+    if survey.read.absent:
+        rank, count = survey.rank, survey.read.absent
         found.append(LostStream(kind=UNKNOWN, module=None, tag="", leaf="", rank=rank, saved=0, lost=count, steps=None))
     # rows that contradict the declarations are not to be believed in what they say of their stream
-    ids = np.where(survey.sound, survey.journal[:, Column.STREAM], -1)
+    ids = np.where(survey.read.sound, survey.read.journal[:, Column.STREAM], -1)
     for number in np.unique(ids[lost]).tolist():
-        steps = survey.journal[lost[ids[lost] == number], Column.GLOBAL_STEP]
+        steps = survey.read.journal[lost[ids[lost] == number], Column.GLOBAL_STEP]
         stream = survey.streams.get(number)
         found.append(
             LostStream(

@@ -17,7 +17,7 @@ from tracer.recording.certifying.rehearsal import Request, rehearse
 from tracer.recording.certifying.verdict import compare
 from tracer.recording.launching.program import Program
 from tracer.recording.options import Options
-from tracer.trace.part import this_process
+from tracer.trace.claiming import this_process
 
 DRY_RUN_STEPS: Final = 8
 """How many steps a dry run takes."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from tracer.errors import CaptureError
 from tracer.trace.certificate import VERDICTS, Certificate
-from tracer.trace.part import this_process
+from tracer.trace.claiming import this_process
 
 _LONG = timedelta(days=1)
 """How long ranks wait for each other between rehearsals, which take as long as the script's first steps do."""

@@ -31,7 +31,7 @@ from tracer.recording.launching.program import Program
 from tracer.recording.options import Options
 from tracer.secrets import masked_text
 from tracer.trace.certificate import Certificate
-from tracer.trace.part import this_process
+from tracer.trace.claiming import this_process
 
 PATIENCE = 20.0
 """Seconds that a script has for its end after the last step, and a rank for the others' last step."""

@@ -32,7 +32,7 @@ from tracer.recording.launching.models import models_of, names_of
 from tracer.recording.launching.script import captures_of, run, unwatched
 from tracer.recording.launching.session import PROBE
 from tracer.recording.run import Run
-from tracer.trace.part import this_process
+from tracer.trace.claiming import this_process
 from tracer.trace.reader import TraceReader
 
 _SEED = 67280421310721

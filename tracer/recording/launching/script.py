@@ -30,9 +30,8 @@ from tracer.recording.launching.watching import watching
 from tracer.recording.options import Options
 from tracer.recording.run import Run
 from tracer.stores import Anywhere, Location, location, store_module
+from tracer.trace.claiming import check_target, heads, refuse_living, this_process
 from tracer.trace.compression import Compression
-from tracer.trace.part import heads, refuse_living, this_process
-from tracer.trace.writer import check_target
 
 _OUTCOMES = ("network_output", "input_labels", "loss_terms", "loss")
 

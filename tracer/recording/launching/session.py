@@ -28,7 +28,7 @@ from tracer.recording.options import Options
 from tracer.recording.recording import concluded, end, observer, start
 from tracer.recording.run import Run
 from tracer.stores import Location
-from tracer.trace.part import of_launch
+from tracer.trace.claiming import of_launch
 
 PROBE = "probe"
 """The tag of the passes that the option `probe` asks for; metrics of representations listen to it."""

@@ -1,0 +1,216 @@
+"""What declarations say: of the run, and of the streams, shapes and pools that a journal's numbers stand for.
+
+`Tables` is the one parser of declarations. For a reader it refuses every gap; of a damaged trace it collects what is
+there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.errors import TraceError
+from tracer.format.encodings import STORAGE_DTYPES, is_encoded
+from tracer.format.journal import HAS_DATA, NONE, Column, is_shape
+from tracer.format.placement import Placement
+
+_T = TypeVar("_T")
+_COUNTERS = [Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """What a trace declares of a stream.
+
+    Attributes
+    ----------
+    kind : str
+    network : bool
+        Whether its messages are of the network, and not of a module.
+    module : str or None
+        Dotted path; None for the network.
+    tag, leaf : str
+    dtype : str or None
+        The logical dtype; None for events.
+    sampling : dict or None
+        How the data was made from what was observed.
+    rank : int
+    placement : Placement or None
+        Which part of a tensor the data is, as the sampling says.
+    """
+
+    kind: str
+    network: bool
+    module: str | None
+    tag: str
+    leaf: str
+    dtype: str | None
+    sampling: dict[str, Any] | None
+    rank: int
+    placement: Placement | None = None
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any]) -> Stream:
+        """The stream that JSON describes.
+
+        Raises
+        ------
+        KeyError, TypeError, ValueError, AttributeError
+            If something of it is missing, or it contradicts itself.
+        TraceError
+            If the installed torch lacks its dtype.
+        """
+        number, kind, module, tag, leaf = (value[name] for name in ("id", "kind", "module", "tag", "leaf"))
+        dtype, rank, sampling = value["dtype"], value["rank"], value.get("sampling")
+        if dtype is not None and not is_encoded(dtype):
+            raise TraceError(f"stream {number} has the dtype {dtype}, which this torch lacks")
+        if value["network"] is not (module is None) or not kind or (dtype is None and module is not None):
+            raise ValueError(f"stream {number} contradicts itself")
+        if not all(isinstance(name, str) for name in (kind, tag, leaf, module or "")):
+            raise TypeError(f"stream {number} has a name that is no text")
+        if type(rank) is not int or rank < 0:
+            raise ValueError(f"stream {number} has the rank {rank!r}")
+        place = sampling.get("placement") if isinstance(sampling, Mapping) else None
+        placement = None if place is None else Placement.parse(place)
+        return cls(kind, module is None, module, tag, leaf, dtype, sampling, rank, placement)
+
+
+class Pool(NamedTuple):
+    """What a trace declares of a pool: its array, the dtype in which that is stored, and how it is compressed."""
+
+    name: str
+    dtype: str
+    compression: str | None = None
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any]) -> Pool:
+        """The pool that JSON describes; raises as `Stream.parse` does."""
+        name, dtype, compression = value["name"], value["dtype"], value.get("compression")
+        if not isinstance(name, str) or dtype not in STORAGE_DTYPES:
+            raise ValueError(f"pool {value}")
+        return cls(name, dtype, None if compression is None else str(compression))
+
+
+class Tables:
+    """What the declarations of a part of a trace say, entered one by one.
+
+    Parameters
+    ----------
+    gaps : bool
+        Whether numbers may be left out, because declarations are lost. Otherwise those of each table count up from 0.
+
+    Attributes
+    ----------
+    header : dict
+        What was known of the run before it started.
+    notes : list of dict
+    ending : dict
+        What the declaration ``status`` says; empty while there is none.
+    streams, shapes, pools : dict
+        By the numbers that the journal has for them.
+
+    Examples
+    --------
+    >>> tables = Tables()
+    >>> tables.declare("shape", {"id": 0, "shape": [2, 3]})
+    >>> tables.shapes
+    {0: (2, 3)}
+    >>> tables.declare("shape", {"id": 2, "shape": []})
+    Traceback (most recent call last):
+    ...
+    ValueError: shape 2 is declared where 1 should be
+    """
+
+    def __init__(self, *, gaps: bool = False) -> None:
+        self.header: dict[str, Any] = {}
+        self.notes: list[dict[str, Any]] = []
+        self.ending: dict[str, Any] = {}
+        self.streams: dict[int, Stream] = {}
+        self.shapes: dict[int, tuple[int, ...]] = {}
+        self.pools: dict[int, Pool] = {}
+        self._gaps = gaps
+
+    def declare(self, what: str, value: Any) -> None:
+        """Enter a declaration. One that this release does not know is left out: it does not change what it does.
+
+        Raises
+        ------
+        KeyError, TypeError, ValueError, AttributeError
+            If it makes no sense.
+        TraceError
+            If the installed torch lacks the dtype of a stream.
+        """
+        if what == "header":
+            self.header = dict(value)
+        elif what == "note":
+            self.notes.append(dict(value))
+        elif what == "status":
+            self.ending = dict(value)
+        elif what == "stream":
+            self._enter(self.streams, value["id"], Stream.parse(value), what)
+        elif what == "shape":
+            shape = tuple(value["shape"])
+            if not is_shape(shape):
+                raise ValueError(f"shape {shape}")
+            self._enter(self.shapes, value["id"], shape, what)
+        elif what == "pool":
+            self._enter(self.pools, value["id"], Pool.parse(value), what)
+
+    def _enter(self, table: dict[int, _T], number: Any, value: _T, what: str) -> None:
+        if self._gaps:
+            if type(number) is not int or not 0 <= number < 2**63 or number in table:
+                raise ValueError(f"{what} {number!r} is declared twice, or has no number")
+        elif type(number) is not int or number != len(table):
+            raise ValueError(f"{what} {number!r} is declared where {len(table)} should be")
+        table[number] = value
+
+    def beyond(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which rows of a journal refer to streams, shapes or pools after those that were declared without gaps."""
+        tables = (Column.STREAM, self.streams), (Column.POOL, self.pools), (Column.SHAPE, self.shapes)
+        found: NDArray[np.bool_] = np.logical_or.reduce([rows[:, column] >= len(table) for column, table in tables])
+        return found
+
+    def contradictions(self, rows: NDArray[np.int64]) -> Iterator[tuple[str, NDArray[np.bool_]]]:
+        """Which rows of a journal contradict the declarations or themselves, one reason after the other.
+
+        A reason may also be given for a row that an earlier one was given for.
+
+        Yields
+        ------
+        reason : {"stream", "data", "pool", "shape", "count", "event", "offset", "counter"}
+            The stream is not declared; it says otherwise of whether there is data; the pool is not declared; nor is the
+            shape; the shape has another number of elements; there is data of an event; it begins before its pool; a
+            counter is negative.
+        wrong : numpy.ndarray of bool, (rows,)
+        """
+        stream, pool, shape = (rows[:, column] for column in (Column.STREAM, Column.POOL, Column.SHAPE))
+        offset, count, flags = (rows[:, column] for column in (Column.OFFSET, Column.COUNT, Column.FLAGS))
+        carries = (flags & HAS_DATA) != 0
+        at, known = _look_up(self.streams, stream)
+        yield "stream", ~known
+        events = np.array([self.streams[number].dtype is None for number in sorted(self.streams)] or [True])
+        yield "data", events[at] == carries
+        yield "pool", carries & ~_look_up(self.pools, pool)[1]
+        at, known = _look_up(self.shapes, shape)
+        yield "shape", carries & ~known
+        sizes = np.array([math.prod(self.shapes[number]) for number in sorted(self.shapes)] or [0], np.int64)
+        yield "count", carries & (count != sizes[at])
+        yield "event", ~carries & ((pool != NONE) | (shape != NONE) | (count != 0))
+        yield "offset", (offset < 0) | (offset > 2**62)
+        yield "counter", np.asarray((rows[:, _COUNTERS] < 0).any(axis=1))
+
+
+def _look_up(table: Mapping[int, Any], numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Where numbers stand in a table whose entries are sorted by theirs (0 if nowhere), and which of them do."""
+    ids = sorted(table)
+    if not ids or ids[-1] + 1 == len(ids):  # as in every whole trace
+        known = (numbers >= 0) & (numbers < len(ids))
+        return np.where(known, numbers, 0), known
+    entries = np.array(ids, np.int64)
+    at = np.searchsorted(entries, numbers).clip(max=len(ids) - 1)
+    return at, entries[at] == numbers

@@ -1,0 +1,213 @@
+"""How the parts of ranks and attempts belong together: which there should be, and which of their messages count."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.errors import TraceError
+from tracer.format.journal import Column
+from tracer.format.names import part_of
+from tracer.format.tables import Stream
+from tracer.messaging.messages import DEFAULT_TAG
+from tracer.stores import Location
+
+
+def first_step(header: Mapping[str, Any], attempt: int) -> int:
+    """The global step that an attempt began with, as its header says; the first one began with 0."""
+    step = header.get("first_step", 0)
+    return step if type(step) is int and attempt else 0
+
+
+class Numbered(Protocol):
+    """Which part of a trace something is of, and where that began."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def attempt(self) -> int: ...
+    @property
+    def first_step(self) -> int: ...
+
+
+class Begun(Numbered, Protocol):
+    """What is known of the beginning of a part."""
+
+    @property
+    def header(self) -> dict[str, Any]: ...
+
+
+class Named(Begun, Protocol):
+    """The same, with its name."""
+
+    name: str
+
+
+def restarted(parts: Iterable[Begun]) -> dict[int, int]:
+    """Of each rank the last attempt that began with the first step: nothing that an earlier one recorded counts."""
+    found: dict[int, int] = {}
+    for one in parts:
+        if one.header and one.first_step == 0:
+            found[one.rank] = max(one.attempt, found.get(one.rank, 0))
+    return found
+
+
+def foreign_parts(path: Location, parts: Iterable[Named]) -> dict[str, str]:
+    """The parts that are left out, by name, each with a sentence: another run left them beside the first one.
+
+    An attempt goes on with the run of one before it, has its id, and began later. Ranks of the first may have ids of
+    their own, if nothing told them of their launch; then the first one says which of them there are.
+    """
+    known = [one for one in parts if isinstance(one.header.get("run_id"), str)]
+    known.sort(key=lambda one: (one.attempt, one.rank))
+    found: dict[str, str] = {}
+    for one in known:
+        run = one.header["run_id"]
+        before = [other for other in known if other.attempt < one.attempt and other.name not in found]
+        if before:
+            apart = run not in {other.header["run_id"] for other in before}
+            began = seconds(one.header.get("created"))
+            earlier = all(0 < began < seconds(other.header.get("created")) for other in before)
+            foreign = apart and earlier
+        else:
+            expected = expected_ranks(known[0].header)
+            foreign = bool(expected) and one.rank not in expected and run != known[0].header["run_id"]
+        if foreign:
+            found[one.name] = f"{path}: {one.name} is a part of another run, {run}, and is left out"
+    return found
+
+
+def expected_ranks(header: Mapping[str, Any]) -> list[int]:
+    """The ranks that were to be recorded, as a header says; none if it does not say."""
+    ranks = header.get("ranks")
+    if not isinstance(ranks, list) or not all(type(one) is int and one >= 0 for one in ranks):
+        return []
+    return sorted({*ranks})
+
+
+def unreadable_part(path: Location, name: str, error: TraceError) -> TraceError:
+    """Why a part that is there cannot be read, as an error that says whose it is."""
+    where = part_of(name)
+    assert where is not None
+    rank, attempt = where
+    of = f" of attempt {attempt}" if attempt else ""
+    return type(error)(f"{path}: rank {rank}{of} cannot be read: {str(error).removeprefix(f'{path}: ')}")
+
+
+def missing(path: Location, names: Collection[str], headers: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A sentence for what was recorded and is not there: ranks, attempts, and attempts of single ranks.
+
+    `names` are those of all parts that are there, also of those that cannot be read, and `headers` what the others say.
+    """
+    headers = list(headers)
+    expected = {rank for header in headers for rank in expected_ranks(header)}
+    there = {where for name in names if (where := part_of(name)) is not None}
+    ranks, attempts = {rank for rank, _ in there}, {attempt for _, attempt in there}
+    # of a file of one part that was opened by its own name, the others are elsewhere
+    if any(path.stem.endswith(f".{name}") for name in names):
+        return []
+    told = []
+    if expected - ranks:
+        listed = ", ".join(map(str, sorted(expected - ranks)))
+        told.append(f"{path} has nothing of rank {listed}, of the {len(expected)} ranks that were recorded")
+    # each attempt has the number after the last one that is there
+    gone = sorted(set(range(max(attempts, default=0))) - attempts)
+    if gone:
+        told.append(f"{path} has nothing of attempt {', '.join(map(str, gone))}, and goes on with later ones")
+    began = {number: first_step(one, number) for one in headers if type(number := one.get("attempt", 0)) is int}
+    for attempt in sorted(attempts & began.keys()):
+        if any(began[later] <= began[attempt] for later in began if later > attempt):
+            continue  # nothing of it counts
+        of_it = {rank for one in headers if one.get("attempt", 0) == attempt for rank in expected_ranks(one)}
+        gone = sorted(rank for rank in of_it & ranks if (rank, attempt) not in there)
+        if gone:
+            told.append(f"{path} has nothing of rank {', '.join(map(str, gone))} in attempt {attempt}")
+    return told
+
+
+def worst(statuses: Sequence[str]) -> str:
+    """The status of a run whose ranks have these."""
+    for status in ("recording", "interrupted", "unknown"):
+        if status in statuses:
+            return status
+    return next((status for status in statuses if status != "finished"), statuses[0])
+
+
+class Written(Numbered, Protocol):
+    """What the order of messages depends on: of a `Part`, or of one that is surveyed for damage."""
+
+    @property
+    def journal(self) -> NDArray[np.int64]: ...
+    def tags(self) -> NDArray[np.str_]: ...
+
+
+def tags_of(ids: NDArray[np.int64], streams: Mapping[int, Stream]) -> NDArray[np.str_]:
+    """The tags of streams by their ids; that of training where nothing is known of a stream."""
+    numbers, places = np.unique(ids, return_inverse=True)
+    names = [streams[number].tag if number in streams else DEFAULT_TAG for number in numbers.tolist()]
+    return np.array(names, np.str_)[places]
+
+
+def counting(parts: Sequence[Written]) -> list[NDArray[np.bool_]]:
+    """Which rows of each part count: a later attempt takes the place of all steps from its first on.
+
+    It does so once it has a message. Evaluations of the state that it began with, made before that step was trained,
+    still count, unless it made them (those of their tag) again.
+    """
+    firsts = [(one.attempt, one.first_step) for one in parts if len(one.journal)]
+    found = []
+    for part in parts:
+        limit = min((step for attempt, step in firsts if attempt > part.attempt), default=None)
+        steps = part.journal[:, Column.GLOBAL_STEP]
+        counts = np.ones(len(steps), bool) if limit is None else steps < limit
+        if limit is not None and not counts.all():
+            again = [tag for one in parts if one.attempt > part.attempt for tag in _evaluated(one, limit)[1]]
+            rows, tags = _evaluated(part, limit)
+            counts[rows[~np.isin(tags, again)]] = True
+        found.append(counts)
+    return found
+
+
+def _evaluated(part: Written, step: int) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
+    """The rows of evaluations before the training of a step, and their tags."""
+    steps, tags = part.journal[:, Column.GLOBAL_STEP], part.tags()
+    trained = np.flatnonzero((steps >= step) & (tags == DEFAULT_TAG))
+    end = trained[0] if len(trained) else len(steps)
+    rows = np.flatnonzero((steps[:end] == step) & (tags[:end] != DEFAULT_TAG))
+    return rows, tags[rows]
+
+
+def in_order(parts: Sequence[Written], others: Sequence[Written] = ()) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The rows of all parts that count, in one order: their parts, and their rows in the journals of those.
+
+    Parts are ordered by the step, then by the rank; each keeps its own order. Of `others` only is asked what rows of
+    `parts` they take the place of.
+
+    Returns
+    -------
+    part : numpy.ndarray of int64, (messages,)
+    row : numpy.ndarray of int64, (messages,)
+    """
+    numbers, rows, clocks, ranks = ([np.zeros(0, np.int64)] for _ in range(4))
+    for number, (part, counts) in enumerate(zip(parts, counting([*parts, *others]), strict=False)):
+        steps = part.journal[:, Column.GLOBAL_STEP]
+        mine = np.flatnonzero(counts)
+        numbers.append(np.full(len(mine), number))
+        rows.append(mine)
+        # an evaluation may look back at an earlier step, and still comes where it came
+        clocks.append(np.maximum.accumulate(steps[mine]))
+        ranks.append(np.full(len(mine), part.rank))
+    order = np.lexsort((np.concatenate(ranks), np.concatenate(clocks)))
+    return np.concatenate(numbers)[order], np.concatenate(rows)[order]
+
+
+def seconds(created: object) -> float:
+    """A time as a header says it, in seconds since 1970; 0 where that is none."""
+    try:
+        return dt.datetime.fromisoformat(str(created)).timestamp()
+    except (ValueError, OverflowError):
+        return 0.0

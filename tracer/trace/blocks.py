@@ -1,0 +1,269 @@
+"""`Blocks`: messages of a trace, read some megabytes at a time, and ahead where the store is slow."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.format.encodings import ENCODINGS, readable
+from tracer.format.journal import Column
+from tracer.memory import SMALLEST, Memory
+from tracer.messaging.messages import Message, checked
+from tracer.stores.disk.mapped import MappedFiles
+from tracer.trace.data import TOGETHER, Data, Group
+from tracer.trace.streams import Batch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK_BYTES: Final = 8 << 20
+"""Bytes of data that are read at a time."""
+BLOCK_ROWS: Final = 16384
+"""Messages that are read at a time, at most."""
+LARGE_ROWS: Final = 64
+"""Where no more messages than these are in `BLOCK_BYTES`, each is read into memory of its own, which is used again."""
+TOGETHER_BYTES: Final = 4 << 20
+"""Bytes of large messages that are read one right after the other, at most: more would have left the processor's cache
+before they are delivered.
+"""
+AHEAD: Final = 3
+"""Blocks that a thread reads ahead where the store is slow."""
+SLOW_SECONDS: Final = 0.002
+SLOW_BLOCKS: Final = 3
+"""It is slow if so many blocks in a row had to be waited for so long (half as long for one message by itself); one may
+be because others had the processor.
+"""
+_KEPT: Final = 64
+"""A message that is kept keeps at most so many times its size."""
+_FIELDS: Final = [Column.STREAM, Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
+_fields_of = operator.itemgetter(*_FIELDS)
+
+
+@final
+class Blocks:
+    """Reads the messages of some rows of a journal, block by block.
+
+    Parameters
+    ----------
+    data : Data
+    """
+
+    def __init__(self, data: Data) -> None:
+        self._data = data
+
+    def messages(self, selected: NDArray[np.int64], mapped: bool) -> Iterator[Message]:
+        """The messages of rows; `mapped` as in `TraceReader.messages`."""
+        streams, journal = self._data.merged.streams, self._data.merged.journal
+        for rows, groups in self._blocks(selected, mapped):
+            if groups and groups[0].row is not None:
+                groups.reverse()
+                while groups:  # the memory of each can be used again as soon as its message is gone
+                    yield self._single(groups.pop())
+                continue
+            owners, tensors = _in_order(groups, len(rows))
+            groups.clear()  # so that the memory can be used for another block as soon as the messages are gone
+            fields = journal[rows][:, _FIELDS].tolist()
+            for owner, (number, global_step, train_step, epoch, call) in zip(owners, fields, strict=True):
+                stream = streams[number]
+                data = next(tensors[owner])
+                yield checked(
+                    stream.kind,
+                    stream.module,
+                    global_step,
+                    train_step,
+                    epoch,
+                    stream.tag,
+                    call,
+                    stream.leaf,
+                    stream.rank,
+                    data,
+                )
+            tensors.clear()
+
+    def _single(self, group: Group) -> Message:
+        """A message that was read by itself."""
+        assert group.row is not None
+        number, global_step, train_step, epoch, call = _fields_of(group.row)
+        stream = self._data.merged.streams[number]
+        return checked(
+            stream.kind,
+            stream.module,
+            global_step,
+            train_step,
+            epoch,
+            stream.tag,
+            call,
+            stream.leaf,
+            stream.rank,
+            _only_tensor(group),
+        )
+
+    def arrays(self, selected: NDArray[np.int64]) -> Iterator[Batch]:
+        """The data of rows, in batches of one shape."""
+        for rows, groups in self._blocks(selected):
+            for group in groups:
+                yield Batch(rows[group.places], readable(group.data, group.dtype))
+
+    def values(self, selected: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[Any] | None]]:
+        """The data of rows one by one, without torch; None for events."""
+        for rows, groups in self._blocks(selected):
+            data: dict[int, NDArray[Any]] = {}
+            for group in groups:
+                data |= zip(group.places.tolist(), readable(group.data, group.dtype), strict=True)
+            for place, row in enumerate(rows.tolist()):
+                yield row, data.pop(place, None)
+
+    def together(self, selected: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[Any] | list[NDArray[Any]]]:
+        """The rows among these that carry data, and all of it: an array, or a list where shapes or dtypes differ."""
+        merged = self._data.merged
+        shapes = set(merged.journal[selected, Column.SHAPE].tolist())
+        chosen = [
+            merged.streams[number].dtype for number in np.unique(merged.journal[selected, Column.STREAM]).tolist()
+        ]
+        dtypes = {ENCODINGS[dtype].readable if dtype else None for dtype in chosen}
+        if len(shapes) == 1 and len(dtypes) == 1 and None not in dtypes:
+            whole = np.empty((len(selected), *merged.shapes[shapes.pop()]), dtypes.pop())
+            for batch in self.arrays(selected):
+                whole[np.searchsorted(selected, batch.rows)] = batch.data
+            return selected, whole
+        arrays: dict[int, NDArray[Any]] = {}
+        for batch in self.arrays(selected):
+            # copies, because an array that is kept should not keep what was read with it
+            arrays |= zip(batch.rows.tolist(), map(np.array, batch.data), strict=True)
+        carrying = [row for row in selected.tolist() if row in arrays]
+        return np.array(carrying, np.int64), [arrays[row] for row in carrying]
+
+    def _blocks(
+        self, selected: NDArray[np.int64], mapped: bool = False
+    ) -> Iterator[tuple[NDArray[np.int64], list[Group]]]:
+        """Rows of the journal, cut into blocks, with their data; a thread reads ahead where the store is slow.
+
+        The list of groups is emptied when the next block is asked for.
+        """
+        readers = max((store.readers for store in self._data.stores), default=1)
+        # what several threads fetch at once comes into memory of its own
+        memory = Memory() if readers == 1 else None
+        files = MappedFiles() if mapped else None
+        blocks = self._cut(selected, alone=memory is not None)
+        left = iter(blocks)
+        slow = 0
+        # Without a thread as long as the data is there at once: two threads would only get into each other's way, and
+        # one block of memory, used again and again, stays in the processor's cache.
+        for rows, large in left if readers == 1 or len(blocks) == 1 else ():
+            # how long it worked, which takes a system call, is of interest only after a block that took long
+            worked = time.thread_time() if slow else None
+            began = time.perf_counter()
+            groups = self._data.read(rows, memory, large, files)
+            waited = time.perf_counter() - began
+            if worked is not None:
+                waited -= time.thread_time() - worked
+            yield rows, groups
+            groups.clear()  # before the next block is read, so that it can have the memory
+            slow = slow + 1 if waited > SLOW_SECONDS / (2 if len(rows) == 1 else 1) else 0
+            if slow == SLOW_BLOCKS:
+                break
+        yield from self._ahead(left, readers, memory, files)
+
+    def _cut(self, selected: NDArray[np.int64], *, alone: bool) -> list[tuple[NDArray[np.int64], bool]]:
+        """Rows cut into blocks, and whether the messages of each are large, and read `alone` if they may be."""
+        nbytes = self._data.sizes(selected)
+        ends = np.cumsum(nbytes)
+        blocks = []
+        first = 0
+        while first < len(selected):
+            before = int(ends[first - 1]) if first else 0
+            last = int(np.searchsorted(ends, before + BLOCK_BYTES, side="right"))
+            last = min(max(last, first + 1), first + BLOCK_ROWS)
+            step = last - first
+            large = alone and step <= LARGE_ROWS and bool(nbytes[first:last].min() >= SMALLEST)
+            if large:
+                step = max(1, min(TOGETHER, TOGETHER_BYTES // int(nbytes[first:last].max())))
+            blocks += [(selected[begin : min(begin + step, last)], large) for begin in range(first, last, step)]
+            first = last
+        return blocks
+
+    def _ahead(
+        self,
+        blocks: Iterator[tuple[NDArray[np.int64], bool]],
+        readers: int,
+        memory: Memory | None,
+        files: MappedFiles | None,
+    ) -> Iterator[tuple[NDArray[np.int64], list[Group]]]:
+        """Blocks with their data, which threads read while the ones before them are used."""
+        with ThreadPoolExecutor(readers, "trace-reader") as thread:
+            waiting: deque[tuple[NDArray[np.int64], Future[list[Group]]]] = deque()
+            try:
+                for rows, large in blocks:
+                    waiting.append((rows, thread.submit(self._data.read, rows, memory, large, files)))
+                    if len(waiting) > AHEAD:
+                        ready, future = waiting.popleft()
+                        yield ready, future.result()
+                        del future
+                while waiting:
+                    ready, future = waiting.popleft()
+                    yield ready, future.result()
+                    del future
+            finally:
+                for _, future in waiting:
+                    future.cancel()
+
+
+def _in_order(groups: list[Group], count: int) -> tuple[list[int], list[Iterator[Tensor | None]]]:
+    """To which group each message of a block belongs, and the data of each group, in the order of the messages.
+
+    Tensors are made one by one, as the messages are: thousands at once would leave the processor's cache before they
+    are used. The last of the iterators is for messages without data.
+    """
+    owners = np.full(count, len(groups), np.int64)
+    tensors: list[Iterator[Tensor | None]] = []
+    for number, group in enumerate(groups):
+        places = group.places
+        owners[places] = number
+        if (places[1:] < places[:-1]).any():
+            order = np.argsort(places)
+            group = Group(places[order], group.data[order], group.dtype, group.whole_nbytes)
+        tensors.append(_tensors(group))
+    tensors.append(itertools.repeat(None))
+    return owners.tolist(), tensors
+
+
+def _only_tensor(group: Group) -> Tensor:
+    """The only message of a group that was read for it alone."""
+    import torch
+
+    if group.whole_nbytes > _KEPT * group.data.nbytes:
+        return next(_tensors(group))
+    encoding = ENCODINGS[group.dtype]
+    tensor = torch.from_numpy(group.data[0, ...])
+    return tensor if encoding.bits is None else tensor.view(encoding.dtype)
+
+
+def _tensors(group: Group) -> Iterator[Tensor]:
+    """The messages of a group, each in memory of its own or in a part of a block that is not many times its size."""
+    import torch
+
+    data, encoding = group.data, ENCODINGS[group.dtype]
+    if not data.size:
+        for _ in range(len(data)):
+            yield torch.empty(data.shape[1:], dtype=encoding.dtype, device="cpu")
+        return
+    few = group.whole_nbytes * len(data) <= _KEPT * data.nbytes
+    from_numpy = torch.from_numpy
+    for begin in range(0, len(data), _KEPT):
+        # a message that is kept should not keep a block that is many times its size
+        part = data[begin : begin + _KEPT] if few else data[begin : begin + _KEPT].copy()
+        # an index with an ellipsis gives arrays of scalars, too
+        rows = part if part.ndim > 1 else [part[number, ...] for number in range(len(part))]
+        if encoding.bits is None:
+            yield from map(from_numpy, rows)
+        else:
+            for row in rows:
+                yield from_numpy(row).view(encoding.dtype)

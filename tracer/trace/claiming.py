@@ -1,0 +1,393 @@
+"""Which part of a trace a process may write: what is there already, and who is still writing it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import re
+import sys
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceUnreadableError
+from tracer.format.declarations import declarations
+from tracer.format.names import declarations_name, part_of
+from tracer.format.process import process_start
+from tracer.format.version import check_root
+from tracer.stores import (
+    WRITER,
+    Anywhere,
+    Location,
+    ReadStore,
+    Url,
+    blank,
+    check_writable,
+    exists,
+    location,
+    open_parts,
+    refuse_part,
+    remove_part,
+    store_files,
+)
+from tracer.trace.attempts import seconds
+from tracer.trace.part import lines_to_the_break, lives
+
+BEGINNING_SECONDS = 10.0
+"""How long a rank waits for others to begin their parts of a new trace."""
+MADE_SECONDS = 1.0
+"""How long any process waits for another that has made a part, and written nothing of it."""
+FRESH_SECONDS = 600.0
+"""How long after its end the part of one rank counts as of the same launch as that of another."""
+_LOADED = time.time()
+"""When this module was imported: later than the process began, where that cannot be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """The place of a process in a distributed run.
+
+    Attributes
+    ----------
+    rank, size : int
+        0 and 1 where the run is not distributed.
+    launch : str or None
+        What tells this launch from others, as far as its environment says; the same in all its processes.
+    """
+
+    rank: int
+    size: int
+    launch: str | None
+
+    @property
+    def related(self) -> bool:
+        """Whether one recorded script started this process, or is it: no other launch has the same name."""
+        return self.launch is not None and self.launch.startswith(OF_SCRIPT)
+
+
+OF_SCRIPT = "script "
+"""How the `launch` of a recorded script begins, and of the processes that it starts; see `tracer.recording.family`."""
+
+
+_LAUNCH = (
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+)
+
+
+def this_process(environment: Mapping[str, str] = os.environ) -> Process:
+    """The rank of this process: as torch.distributed says if it is in use, else torchrun's variables, else SLURM's.
+
+    Examples
+    --------
+    >>> this_process({"RANK": "1", "WORLD_SIZE": "4"})
+    Process(rank=1, size=4, launch='')
+    >>> this_process({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"})  # not started by srun
+    Process(rank=0, size=1, launch=None)
+    """
+    rank, size = 0, 1
+    distributed = sys.modules.get("torch.distributed")  # which a program that uses it has imported
+    if (
+        distributed is not None
+        and environment is os.environ
+        and distributed.is_available()
+        and distributed.is_initialized()
+    ):
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+    else:
+        for of_rank, of_size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
+            found = environment.get(of_rank, ""), environment.get(of_size, "")
+            if found[0].isdecimal() and found[1].isdecimal() and int(found[0]) < int(found[1]):
+                rank, size = int(found[0]), int(found[1])
+                break
+    if size == 1:
+        return Process(0, 1, None)
+    return Process(rank, size, "/".join(f"{name}={environment[name]}" for name in _LAUNCH if name in environment))
+
+
+def run_id_of(path: Location | str, process: Process) -> str | None:
+    """What the ranks of a launch call a run, if they can know without asking each other; None if they cannot.
+
+    Examples
+    --------
+    >>> one, other = (Process(rank, 2, "TORCHELASTIC_RUN_ID=6f1c2a90-77ab/MASTER_PORT=0") for rank in (0, 1))
+    >>> run_id_of("run.zarr", one) == run_id_of("run.zarr", other) != run_id_of("next.zarr", one)
+    True
+    >>> run_id_of("run.zarr", Process(0, 2, "TORCHELASTIC_RUN_ID=none/MASTER_PORT=29500"))
+    """
+    launch = process.launch or ""
+    # torchrun calls every run "none", unless it is told a name or is --standalone
+    named = re.search(r"TORCHELASTIC_RUN_ID=(?!none(/|$))[^/]|SLURM_JOB_ID=\d", launch)
+    if named is None and not process.related:
+        return None
+    return hashlib.sha256(f"{launch} {path}".encode()).hexdigest()[:12]
+
+
+def claim(
+    path: Location, process: Process, ranks: Sequence[int], *, overwrite: bool = False, resume: bool = False
+) -> tuple[int, str | None]:
+    """Make sure that this process may write its part of the trace at `path`.
+
+    Parameters
+    ----------
+    path : path
+    process : Process
+    ranks : sequence of int
+        The ranks that are recorded.
+    overwrite : bool
+        Whether to remove what this rank recorded before.
+    resume : bool
+        Whether to go on where an earlier attempt ended.
+
+    Returns
+    -------
+    attempt : int
+    run_id : str or None
+        Of the run that goes on, or that other ranks began or are beginning; None if it is new.
+
+    Raises
+    ------
+    TraceExistsError
+        If a trace is there that may not be overwritten, that is still being recorded, or that is of another run.
+    TraceError
+        If what is there is not a trace.
+    """
+    parts = there(path, process)
+    mine = [one for one in parts if one.rank == process.rank]
+    of_this_launch = [one for one in parts if process.launch is not None and one.launch == process.launch]
+    refuse_living(path, [one for one in parts if one in mine or one not in of_this_launch])
+    if resume:
+        # a launch can look like the one before it, which ended before this process began
+        began = _began()
+        former = [one for one in of_this_launch if not one.lives and one.created < began]
+        before = [one.attempt for one in parts if one in mine or one in former or one not in of_this_launch]
+        return 1 + max(before, default=-1), next((one.run_id for one in parts if one.run_id), run_id_of(path, process))
+    if process.related:
+        if any(one in mine for one in of_this_launch):
+            raise TraceExistsError(f"{path} has a rank {process.rank} of this run already, from an earlier process")
+        if of_this_launch:  # the first of them has made room
+            return 0, run_id_of(path, process)
+    if overwrite:
+        refuse_link(path)
+        for one in parts:
+            mine_to_remove = process.rank == min(ranks) and one.rank not in ranks
+            if one.rank == process.rank or process.related or mine_to_remove:
+                remove_part(path, one.name)
+    # a rank may be done before another begins; but a launch can look like one of long ago
+    elif mine or any((one.ended and not one.fresh) or one not in of_this_launch for one in parts):
+        raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
+    return 0, next((one.run_id for one in of_this_launch if one not in mine), run_id_of(path, process))
+
+
+def of_launch(path: Location, process: Process) -> list[Head]:
+    """The parts that are there of the launch that a process is of; none if what is there is no trace."""
+    try:
+        return [one for one in heads(path) if process.launch is not None and one.launch == process.launch]
+    except TraceError:
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What the first and the last line of a part's declarations say of it.
+
+    Attributes
+    ----------
+    name : str
+    rank, attempt : int
+    run_id : str or None
+    here : bool
+        Whether this process wrote it.
+    pid : object
+        Of the process that wrote it.
+    launch : str or None
+        As `Process.launch`.
+    began, ended, lives : bool
+        Whether it has a header; whether it says how the run ended; if not, whether its process still runs.
+    fresh : bool
+        Whether it was written in the last minutes.
+    created : float
+        When it was begun, in seconds since 1970; 0 where it does not say.
+    """
+
+    name: str
+    rank: int
+    attempt: int
+    run_id: str | None
+    here: bool
+    pid: object
+    launch: str | None
+    began: bool
+    ended: bool
+    lives: bool
+    fresh: bool
+    created: float
+
+
+def heads(path: Location) -> list[Head]:
+    """The parts of the trace at `path`, without its messages; none if there is nothing.
+
+    Raises
+    ------
+    TraceError
+        If what is there is not a trace, or not one that can be read.
+    """
+    if blank(path) or (not exists(path) and not any(one != path for one in store_files(path))):
+        return []
+    opened, broken = open_parts(path)
+    try:
+        if broken:
+            raise next(iter(broken.values()))
+        return [_head(name, store) for name, store in opened]
+    finally:
+        for _, store in opened:
+            store.close()
+
+
+def _head(name: str, store: ReadStore) -> Head:
+    """What a part says of itself."""
+    array = declarations_name(name)
+    try:
+        lines = declarations(store.read(array, 0, store.length(array)).tobytes())[0]
+    except TraceUnreadableError:
+        raise
+    except TraceCorruptError as error:
+        # a process that was killed as it began left less than that, and a machine that lost power what it had
+        lines = lines_to_the_break(store, name, 0, 0, error)[0] if store.names(array) else []
+        if store.names(array) and not lines:
+            raise
+    if lines or store.attrs().keys() - {WRITER}:
+        check_root(store.attrs(), functools.partial(store.attrs, name))
+    said = dict(lines)
+    header = said.get("header", {})
+    process, launch, run_id = header.get("process"), header.get("launch"), header.get("run_id")
+    wrote = process if isinstance(process, Mapping) else {}
+    where = part_of(name)
+    assert where is not None
+    ended = "status" in said
+    return Head(
+        name=name,
+        rank=where[0],
+        attempt=where[1],
+        run_id=run_id if isinstance(run_id, str) else None,
+        here=(wrote.get("pid"), wrote.get("hostname")) == (os.getpid(), platform.node()),
+        pid=wrote.get("pid"),
+        launch=launch if isinstance(launch, str) else None,
+        began=bool(header),
+        ended=ended,
+        lives=bool(header) and not ended and lives(process, store),
+        fresh=time.time() - store.modified < FRESH_SECONDS,
+        created=seconds(header.get("created")),
+    )
+
+
+def _began() -> float:
+    """When this process began, in seconds since 1970; as far as that can be told."""
+    start = process_start(os.getpid())
+    if start is None or not start.isdecimal():
+        return _LOADED
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + int(start) / os.sysconf("SC_CLK_TCK")
+
+
+def refuse_link(path: Location) -> None:
+    """Raise `TraceExistsError` if what is to be overwritten is a link: what it leads to may be anybody's."""
+    if not isinstance(path, Url) and os.path.islink(path):
+        raise TraceExistsError(f"{path} is a link to {os.path.realpath(path)}, and is not overwritten; give that path")
+
+
+def refuse_living(path: Location, parts: Sequence[Head]) -> None:
+    """Raise `TraceExistsError` if another process is still recording one of these parts."""
+    for one in parts:
+        if one.lives and not one.here:
+            raise TraceExistsError(f"{path} is being recorded by process {one.pid}, so it is not overwritten")
+
+
+def there(path: Location, process: Process) -> list[Head]:
+    """`heads`; of a trace that others are just beginning, as soon as they have written theirs."""
+    begun = time.monotonic()
+    while True:
+        waited = time.monotonic() - begun
+        waiting = process.size > 1 and waited < BEGINNING_SECONDS
+        try:
+            found = heads(path)
+        except TraceError:
+            if not waiting:
+                raise
+        else:
+            # one that was killed as it began leaves the same, but not just now
+            waiting = waiting or (waited < MADE_SECONDS and any(one.fresh for one in found))
+            if not waiting or all(one.began for one in found):
+                return found
+        time.sleep(0.05)
+
+
+class Writing(Protocol):
+    """A writer of one part of a trace, in this process."""
+
+    path: Location
+    part: str
+
+    @property
+    def writes(self) -> bool:
+        """Whether it may still write."""
+
+
+living: weakref.WeakSet[Writing] = weakref.WeakSet()
+"""The writers of this process."""
+
+
+def refuse_here(path: Location, rank: int | None) -> None:
+    """Raise `TraceExistsError` if this process is recording the trace at `path`, or the part of one rank of it."""
+    for one in living:
+        where = part_of(one.part)
+        same_rank = rank is None or where is None or where[0] == rank
+        if one.writes and same_rank and _absolute(one.path) == _absolute(path):
+            raise TraceExistsError(f"{path} is being recorded by this process, so it is not overwritten")
+
+
+def _absolute(path: Location) -> str:
+    """The one name of what a path leads to, by whatever way."""
+    return str(path) if isinstance(path, Url) else os.path.realpath(path)
+
+
+def check_ours(path: Location) -> list[Head]:
+    """The parts of the trace at `path`, if there is one.
+
+    Raises
+    ------
+    TraceExistsError
+        If something else is there, a link to one, or if another process is recording it.
+    """
+    refuse_link(path)
+    try:
+        found = heads(path)
+    except TraceUnreadableError:
+        raise
+    except TraceError as error:
+        raise TraceExistsError(
+            f"{path} already exists, and is not overwritten because it is not a trace of this format: {error}"
+        ) from error
+    refuse_living(path, found)
+    return found
+
+
+def check_target(path: Anywhere, *, overwrite: bool = False) -> None:
+    """Make sure, without creating anything, that a trace could be written at `path`.
+
+    Raises
+    ------
+    TraceExistsError
+        If something is there and may not be overwritten, or is not a trace.
+    TraceFormatError
+        If the suffix is not one of a store that can be written there.
+    """
+    path = location(path)
+    check_writable(path)
+    refuse_part(path)
+    if not overwrite and any(exists(file) for file in store_files(path)):
+        raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
+    check_ours(path)

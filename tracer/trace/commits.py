@@ -1,0 +1,221 @@
+"""`Commits`: declarations and rows of the journal, which make messages exist; and `Due`: when that is to happen."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import struct
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.format.declarations import declaration, is_note, sealed
+from tracer.format.journal import COLUMNS, Column, row_checksums
+from tracer.format.names import declarations_name, journal_name
+from tracer.format.version import FORMAT, VERSION
+from tracer.stores import WriteStore
+from tracer.trace.header import ending, now, public
+
+FIRST_BYTES: Final = 1 << 20
+"""The first commit comes after so many bytes, so that a disk that is nearly full has a trace of the run's beginning."""
+_ROW: Final = struct.Struct(f"<{COLUMNS}q")
+
+
+@final
+class Commits:
+    """What waits for the next commit of a part: declarations, and rows of the journal.
+
+    Used as a context manager, it remembers an error: nothing is written after it.
+
+    Parameters
+    ----------
+    store : WriteStore
+    part : str
+    capacity : int
+        Rows that can wait.
+
+    Attributes
+    ----------
+    lines : list of bytes
+        The declarations that wait.
+    rows, committed : int
+        Rows of the journal that wait, and that are safe.
+    failed : BaseException or None
+        Why nothing more is written.
+    last_notes : callable
+        Asked for notes that should stand in the trace also where nothing else can be written any more.
+    """
+
+    def __init__(self, store: WriteStore, part: str, capacity: int) -> None:
+        self.store = store
+        self.part = part
+        self.lines: list[bytes] = []
+        self.rows = 0
+        self.committed = 0
+        self.failed: BaseException | None = None
+        self.last_notes: Callable[[], Iterable[Mapping[str, Any]]] = tuple
+        self._declarations = declarations_name(part)
+        self._journal = bytearray(capacity * _ROW.size)
+        # the checksum of the last line
+        self._sealed = 0
+        # whether the declarations are as the last commit left them
+        self._at_rest = False
+
+    def begin(self, header: Mapping[str, Any], chunk_bytes: int) -> None:
+        """Make the tables of a new part, and commit what waits."""
+        store = self.store
+        store.create(self._declarations, dtype="uint8", shape=(), chunk_bytes=chunk_bytes, gapless=True)
+        name = journal_name(self.part)
+        store.create(name, dtype="int64", shape=(COLUMNS,), chunk_bytes=chunk_bytes, gapless=True)
+        known = {"format": FORMAT, "format_version": VERSION}
+        store.set_attrs("", {**known, "run_id": header["run_id"], "created": header["created"]})
+        if not store.seals:
+            # attributes have no checksum there: those of the part tell a damaged root from another version's
+            store.set_attrs(self.part, known)
+        self.publish()
+
+    def declare(self, what: str, value: Any) -> None:
+        """Add a declaration.
+
+        Raises
+        ------
+        TraceError
+            If the value is no JSON.
+        """
+        self.lines.append(declaration(what, value))
+
+    def enter(self, row: tuple[int, ...]) -> None:
+        """Add a row of the journal."""
+        _ROW.pack_into(self._journal, self.rows * _ROW.size, *row)
+        self.rows += 1
+
+    def new_rows(self, count: int) -> NDArray[np.int64]:
+        """Add rows of the journal, which are to be filled at once."""
+        flat = np.frombuffer(self._journal, np.int64, count * COLUMNS, self.rows * _ROW.size)
+        self.rows += count
+        return flat.reshape(count, COLUMNS)
+
+    def publish(self) -> None:
+        """Commit what there is: numbers, then declarations, then the journal, which makes the messages exist."""
+        self.store.commit()
+        self._at_rest = False
+        if self.lines:
+            lines, self._sealed = sealed(self.lines, self._sealed)
+            self.store.append(self._declarations, np.frombuffer(lines, np.uint8))
+            self.store.commit()
+            self.lines.clear()
+        if self.rows:
+            rows = np.frombuffer(self._journal, "<i8", self.rows * COLUMNS).reshape(-1, COLUMNS)
+            rows[:, Column.CHECK] = row_checksums(rows, self.committed)
+            self.store.append(journal_name(self.part), rows)
+            self.store.commit()
+            self.committed += self.rows
+            self.rows = 0
+        self._at_rest = True
+
+    def conclude(self, status: str, ended: str | None) -> None:
+        """Commit how the run ended, alone, and close: a trace that says "finished" is complete."""
+        told = ending(status, ended, self.committed)
+        self.declare("status", told)
+        self.publish()
+        # nothing may follow the status
+        self._at_rest = False
+        if self.store.can_create:
+            self.store.set_attrs(self.part, {"status": told["status"]})
+        self.store.close()
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Write nothing more; what was committed is safe."""
+        if self.failed is not None:
+            return
+        self.failed = error
+        if self._at_rest:
+            # best effort: without it, the trace reads as one that is still being recorded, until this process ends
+            with contextlib.suppress(Exception):
+                self._say_why(error)
+        self.store.abandon()
+
+    def _say_why(self, error: BaseException) -> None:
+        """Write the status of a run that can no longer be recorded; the messages are those of the last commit."""
+        reason = " ".join(str(error).split()) or type(error).__name__
+        told = ending(f"failed: {reason}", now(), self.committed)
+        notes = [line for line in self.lines if is_note(line)]
+        notes += [declaration("note", public(note)) for note in self.last_notes()]
+        lines, _ = sealed([*notes, declaration("status", told)], self._sealed)
+        self.store.last_words(self._declarations, np.frombuffer(lines, np.uint8))
+
+
+@final
+class Due:
+    """When the next commit is due: after so many bytes, rows, seconds or steps, whichever comes first.
+
+    Attributes
+    ----------
+    bytes : int
+        Bytes of data that wait for a commit.
+    steps : (int, int) or None
+        The first and the last step of what waits.
+    most_bytes, most_rows, most_seconds, most_steps : int, int, float, int or None
+    """
+
+    def __init__(self, most_bytes: int, most_rows: int, most_seconds: float, most_steps: int | None) -> None:
+        self.most_bytes = most_bytes
+        self.most_rows = most_rows
+        self.most_seconds = most_seconds
+        self.most_steps = most_steps
+        self.reset()
+
+    def reset(self) -> None:
+        """Note that all was committed just now."""
+        self.bytes = 0
+        self.steps: tuple[int, int] | None = None
+        self.since = time.monotonic()
+
+    @property
+    def passed(self) -> float:
+        """Seconds since the last commit."""
+        return time.monotonic() - self.since
+
+    def left(self, waits: object) -> float:
+        """In how many seconds a commit is due; infinite where nothing `waits`."""
+        return self.since + self.most_seconds - time.monotonic() if waits else math.inf
+
+    def add(self, nbytes: int, first: int, last: int) -> None:
+        """Note messages that wait: the bytes of their data, and the steps of the first and the last."""
+        self.steps = (first if self.steps is None else self.steps[0], last)
+        self.bytes += nbytes
+
+    def is_now(self, commits: Commits) -> bool:
+        """Whether a commit is due."""
+        return (
+            commits.rows >= self.most_rows
+            or self.bytes >= self.most_bytes
+            or (
+                self.most_steps is not None
+                and self.steps is not None
+                and abs(self.steps[1] - self.steps[0]) >= self.most_steps
+            )
+            or self._first_is_due(commits)
+            or self.passed >= self.most_seconds
+        )
+
+    def _first_is_due(self, commits: Commits) -> bool:
+        """Whether nothing is safe yet, though enough is there.
+
+        A store that seals waits for the first step to be over, because most streams are seen in it for the first time.
+        """
+        return (
+            not commits.committed
+            and self.bytes >= FIRST_BYTES
+            and (not commits.store.seals or (self.steps is not None and self.steps[0] != self.steps[1]))
+        )

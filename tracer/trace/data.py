@@ -1,0 +1,416 @@
+"""`Data`: the data of rows of a journal, read from the pools and compared with its checksums."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.errors import TraceCorruptError
+from tracer.format import journal
+from tracer.format.checksum import crc32c
+from tracer.format.encodings import ENCODINGS
+from tracer.format.journal import NONE, Column
+from tracer.memory import SMALLEST, Memory
+from tracer.stores import Location, Place, ReadStore
+from tracer.stores.disk.mapped import MappedFiles
+from tracer.trace.assembly import WHOLE
+from tracer.trace.merging import Merged
+from tracer.trace.streams import stream_name
+
+TOGETHER: Final = 4
+"""Large messages that are read together, at most; see `Data.read`."""
+RANGE_BYTES: Final = 8 << 20
+"""Bytes of a pool that are read at once, at most."""
+GAP_BYTES: Final = 65536
+"""Parts of a pool that are closer than this are read at once, with what lies between: a chunk is read as a whole."""
+_place_of = operator.itemgetter(Column.STREAM, Column.POOL, Column.OFFSET, Column.COUNT, Column.SHAPE, Column.CRC32C)
+_PLACES: Final = np.arange(TOGETHER)[:, None]
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Messages of one dtype and shape that were read together.
+
+    Attributes
+    ----------
+    places : numpy.ndarray of int64, (n,)
+        Of the messages, among the rows that were asked for.
+    data : numpy.ndarray, (n, ...)
+        As it is stored.
+    dtype : str
+        The logical dtype.
+    whole_nbytes : int
+        Bytes of the memory that `data` is a part of.
+    row : list of int or None
+        Of the journal, where one message was read by itself.
+    """
+
+    places: NDArray[np.int64]
+    data: NDArray[Any]
+    dtype: str
+    whole_nbytes: int
+    row: list[int] | None = None
+
+
+class _Range(NamedTuple):
+    """Rows of a pool that are read at once, and the messages in them."""
+
+    store: ReadStore
+    name: str
+    low: int
+    high: int
+    row_size: int
+    nbytes: int
+    places: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+
+@final
+class Data:
+    """Reads the data of rows of a journal.
+
+    Parameters
+    ----------
+    path : path
+        Of the trace, for messages.
+    merged : Merged
+    stores : sequence of ReadStore
+    verify : bool
+        Whether data is compared with the checksums in the journal.
+    """
+
+    def __init__(self, path: Location, merged: Merged, stores: Sequence[ReadStore], verify: bool) -> None:
+        self._path = path
+        self.merged = merged
+        self.stores = stores
+        self._verify = verify
+        streams = merged.streams
+        # by stream: the logical dtype, and the one in which it is stored
+        self._kept_as: list[tuple[str, str, np.dtype[Any]]] = []
+        for stream in streams:
+            storage = ENCODINGS[stream.dtype].storage if stream.dtype else ""
+            self._kept_as.append((stream.dtype or "", storage, np.dtype(storage or "uint8")))
+        self.itemsizes = np.array([dtype.itemsize for _, _, dtype in self._kept_as], np.int64)
+        """Bytes of an element of each stream."""
+        self._storages = np.array([storage for _, storage, _ in self._kept_as])
+        numbers = {name: number for number, name in enumerate(ENCODINGS)}
+        self._dtype_ids = np.array([numbers.get(stream.dtype or "", 0) for stream in streams], np.int64)
+        # of the pools that were read: elements in a row, and rows
+        self._sizes_of: dict[int, tuple[int, int]] = {}
+
+    def sizes(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Bytes of the data of each of some rows of `journal`."""
+        nbytes: NDArray[np.int64] = (
+            self.merged.journal[rows, Column.COUNT] * self.itemsizes[self.merged.journal[rows, Column.STREAM]]
+        )
+        return nbytes
+
+    def begins_chunk(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Of some rows of `journal`, those in whose data a chunk of the store begins: good places to cut a reading.
+
+        Raises
+        ------
+        TraceCorruptError
+            If the arrays that hold the data are not as they were declared.
+        """
+        begins = np.zeros(len(rows), np.bool_)
+        pools = self.merged.journal[rows, Column.POOL]
+        for pool in np.unique(pools[pools >= 0]).tolist():
+            mine = np.flatnonzero(pools == pool)
+            chunk = self._size_of(pool)[0] * self.merged.stores[pool].chunk_rows(self.merged.pools[pool].name)
+            offsets, counts = (
+                self.merged.journal[rows[mine], Column.OFFSET],
+                self.merged.journal[rows[mine], Column.COUNT],
+            )
+            begins[mine] = -offsets % chunk < np.maximum(counts, 1)
+        return begins
+
+    def read(
+        self, selected: NDArray[np.int64], memory: Memory | None, large: bool, files: MappedFiles | None
+    ) -> list[Group]:
+        """The data of rows of the journal, verified, in groups of one pool, dtype and shape.
+
+        Parameters
+        ----------
+        selected : numpy.ndarray of int64
+        memory : Memory, optional
+            Where blocks to read into come from; None: each has memory of its own.
+        large : bool
+            Whether each message, of `TOGETHER` at most, is a group of its own. They are then read one right after the
+            other: what is done between two readings of a megabyte finds nothing of itself in the processor's cache.
+        files : MappedFiles, optional
+            Where large messages may lie instead of in a copy.
+        """
+        rows = self.merged.journal[selected]
+        if memory is not None and (large or len(rows) == 1):
+            alone = rows.tolist()
+            if all(row[Column.POOL] >= 0 for row in alone):
+                return self._read_apart(alone, memory, files)
+        whole = rows[:, Column.POOL] == WHOLE
+        if whole.any():
+            places = np.flatnonzero(~whole)
+            groups = self._read_rows(rows[places], memory)
+            for group in groups:
+                group.places = places[group.places]
+            return [*groups, *(self._put_together(rows[place], place) for place in np.flatnonzero(whole).tolist())]
+        return self._read_rows(rows, memory)
+
+    def _put_together(self, row: NDArray[np.int64], place: int) -> Group:
+        """A tensor of which several ranks recorded parts."""
+        block = self.merged.blocks[int(row[Column.OFFSET])]
+        shape = self.merged.shapes[int(row[Column.SHAPE])]
+        dtype = self.merged.streams[int(row[Column.STREAM])].dtype
+        assert dtype is not None
+        parts = self.merged.recorded[block.rows[int(row[Column.CRC32C])]]
+        ordered = parts[np.lexsort((parts[:, Column.OFFSET], parts[:, Column.POOL]))]
+        ends = ordered[:-1, Column.OFFSET] + ordered[:-1, Column.COUNT]
+        if ((ordered[1:, Column.POOL] == ordered[:-1, Column.POOL]) & (ordered[1:, Column.OFFSET] < ends)).any():
+            raise TraceCorruptError(
+                f"{self._path}: parts of a distributed tensor in global step {int(row[Column.GLOBAL_STEP])} lie in the "
+                "same place of a pool"
+            )
+        found: dict[int, NDArray[Any]] = {}
+        for group in self._read_rows(parts, None):
+            found |= zip(group.places.tolist(), group.data, strict=True)
+        # read before there is memory for all of it: what the parts say of their size may not be true
+        data = np.empty((1, *shape), ENCODINGS[dtype].storage)
+        for number, (offsets, sizes) in enumerate(zip(block.offsets, block.sizes, strict=True)):
+            at = [slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True)]
+            data[0][tuple(at)] = found[number]
+        return Group(np.array([place]), data, dtype, data.nbytes)
+
+    def _read_rows(self, rows: NDArray[np.int64], memory: Memory | None) -> list[Group]:
+        """The data of rows of a journal, none of which stands for a tensor of several parts."""
+        pools = rows[:, Column.POOL]
+        used = [pool for pool in np.unique(pools).tolist() if pool != NONE]
+        for store in self.stores:
+            new = (pool for pool in used if pool not in self._sizes_of and self.merged.stores[pool] is store)
+            store.will_open([self.merged.pools[pool].name for pool in new])
+        ranges = [one for pool in used for one in self._ranges(rows, pool, np.flatnonzero(pools == pool))]
+        for store in self.stores:
+            store.will_read([(one.name, one.low, one.high) for one in ranges if one.store is store])
+        groups: list[Group] = []
+        for one in ranges:
+            groups += self._read_range(rows, one, memory)
+        return groups
+
+    def _ranges(self, rows: NDArray[np.int64], pool: int, places: NDArray[np.int64]) -> Iterator[_Range]:
+        """What is to be read of a pool for the messages at these places."""
+        offsets, counts = rows[places, Column.OFFSET], rows[places, Column.COUNT]
+        if len(places) > 1:
+            order = np.argsort(offsets, kind="stable")
+            places, offsets, counts = places[order], offsets[order], counts[order]
+        ends = offsets + counts
+        row_size = self._check_pool(pool, places, ends, rows)
+        name, dtype, _ = self.merged.pools[pool]
+        store, item = self.merged.stores[pool], np.dtype(dtype).itemsize
+        spans: Iterable[tuple[int, int]] = ((0, 1),)
+        if len(places) > 1:
+            before = np.maximum.accumulate(ends)[:-1]
+            # a chunk that none of them lies in need not be there
+            height = store.chunk_rows(name) * row_size
+            apart = offsets[1:] // height > (before - 1) // height + 1
+            cuts = np.flatnonzero(apart | (offsets[1:] > before + GAP_BYTES // item)) + 1
+            spans = _shorter(itertools.pairwise([0, *cuts.tolist(), len(places)]), offsets, RANGE_BYTES // item)
+        for begin, end in spans:
+            low = int(offsets[begin]) // row_size
+            high = -(-int(ends[begin:end].max()) // row_size)
+            part = slice(begin, end)
+            nbytes = (high - low) * row_size * item
+            starts = offsets[part] - low * row_size
+            yield _Range(store, name, low, high, row_size, nbytes, places[part], starts, counts[part])
+
+    def _read_range(self, rows: NDArray[np.int64], one: _Range, memory: Memory | None) -> list[Group]:
+        """The messages in a part of a pool."""
+        out = None if memory is None else memory.take(one.nbytes)
+        # the messages' own checksums do, where each has one; what is wrong, the store knows
+        own = bool((rows[one.places, Column.CRC32C] != NONE).all())
+        whole = one.store.read(one.name, one.low, one.high, out, verify=not own).reshape(-1)
+        try:
+            return list(self._group(rows, one.places, one.starts, one.counts, whole))
+        except TraceCorruptError:
+            if not own:
+                raise
+        whole = one.store.read(one.name, one.low, one.high, out).reshape(-1)
+        return list(self._group(rows, one.places, one.starts, one.counts, whole))
+
+    def _read_apart(self, rows: list[list[int]], memory: Memory, files: MappedFiles | None) -> list[Group]:
+        """The data of a few messages, each mapped or in memory of its own, with as few steps as possible between two.
+
+        Where all of them lie is found out first. What cannot be read as it lies there, or is not what it should be, is
+        read by `_read_one`, which knows what is wrong.
+        """
+        groups: list[Group | None] = []
+        reads: list[tuple[int, Place | None, NDArray[np.uint8], int]] = []
+        verify, shapes = self._verify, self.merged.shapes
+        for row in rows:
+            number, pool, offset, count, shape, checksum = _place_of(row)
+            dtype, storage, kept_as = self._kept_as[number]
+            name, stored, _ = self.merged.pools[pool]
+            size, length = self._sizes_of.get(pool) or self._size_of(pool)
+            nbytes = count * kept_as.itemsize
+            place = None
+            if count == size and offset % size == 0 and offset < length * size and storage == stored:
+                place = self.merged.stores[pool].place(name, offset // size) if nbytes >= SMALLEST else None
+            if place is None:
+                groups.append(None)
+                continue
+            there = None if files is None else files.take(place, nbytes)
+            if there is not None:
+                target, found = there
+                if checksum == NONE and place.checksummed:
+                    checksum = found
+                reads.append((len(groups), None, target, checksum))
+            else:
+                block = memory.take(nbytes)
+                if block is None:
+                    groups.append(None)
+                    continue
+                target = block[:nbytes]
+                reads.append((len(groups), place, target, checksum))
+            data = target.view(kept_as).reshape(1, *shapes[shape])
+            groups.append(Group(_PLACES[len(groups)], data, dtype, nbytes, row))
+        trailer = bytearray(4)
+        for one, at, to, checksum in reads:
+            if at is None:
+                right = not verify or checksum == NONE or crc32c(to) == checksum
+            else:
+                right = _read_at(at, to.data, trailer, checksum, verify)
+            if not right:
+                groups[one] = None
+        return [group or self._read_one(row, memory, at) for group, row, at in zip(groups, rows, _PLACES, strict=False)]
+
+    def _read_one(self, row: list[int], memory: Memory, at: NDArray[np.int64]) -> Group:
+        """The data of one message, which is the one `at` this place in its block."""
+        number, pool, offset, count, shape, checksum = _place_of(row)
+        dtype, storage, kept_as = self._kept_as[number]
+        name, stored, _ = self.merged.pools[pool]
+        size, length = self._sizes_of.get(pool) or self._size_of(pool)
+        if offset + count > length * size or storage != stored:
+            raise self._misplaced(row)
+        low, high = offset // size, -(-(offset + count) // size)
+        nbytes = (high - low) * size * kept_as.itemsize
+        begin = offset - low * size
+        # a row of its own has the checksum that its chunks make up; of others, its own is compared first
+        own_row = begin == 0 and count == size
+        for verify in (True,) if own_row or checksum == NONE else (False, True):
+            found: list[int] = []
+            out = memory.take(nbytes)
+            whole = self.merged.stores[pool].read(name, low, high, out, checksums=found, verify=verify).reshape(-1)
+            data = whole[begin : begin + count].reshape(1, *self.merged.shapes[shape])
+            if not self._verify or checksum == NONE or (found[0] if own_row and found else crc32c(data)) == checksum:
+                return Group(at, data, dtype, nbytes, row)
+        raise self._damaged(row)
+
+    def _group(
+        self,
+        rows: NDArray[np.int64],
+        places: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        whole: NDArray[Any],
+    ) -> Iterator[Group]:
+        """Group messages that lie in one array, by dtype and shape, and verify their checksums."""
+        if len(places) == 1:
+            first = int(starts[0])
+            yield self._verified(rows, places, whole[first : first + int(counts[0])], whole.nbytes)
+            return
+        # dtype and shape in one number
+        like = self._dtype_ids[rows[places, Column.STREAM]] * len(self.merged.shapes) + rows[places, Column.SHAPE]
+        for what in np.unique(like).tolist():
+            chosen = np.flatnonzero(like == what) if (like != what).any() else slice(None)
+            mine, begins, count = places[chosen], starts[chosen], int(counts[chosen][0])
+            first = int(begins[0])
+            if (begins == first + count * np.arange(len(begins))).all():
+                data = whole[first : first + count * len(begins)].reshape(len(begins), count)
+            elif count <= 16:
+                data = whole[begins[:, None] + np.arange(count)]
+            else:
+                data = np.stack([whole[begin : begin + count] for begin in begins.tolist()])
+            yield self._verified(rows, mine, data, whole.nbytes)
+
+    def _verified(
+        self, rows: NDArray[np.int64], places: NDArray[np.int64], data: NDArray[Any], whole_nbytes: int
+    ) -> Group:
+        """Messages of one dtype and shape, if all of them have the checksum that the journal says."""
+        dtype = self.merged.streams[int(rows[places[0], Column.STREAM])].dtype
+        assert dtype is not None
+        checksums = rows[places, Column.CRC32C]
+        if self._verify and (checksums != NONE).any():
+            found = journal.checksums(np.ascontiguousarray(data).reshape(len(places), -1 if data.size else 0))
+            wrong = (found != checksums) & (checksums != NONE)
+            if wrong.any():
+                raise self._damaged(rows[places[int(wrong.argmax())]].tolist())
+        shape = self.merged.shapes[int(rows[places[0], Column.SHAPE])]
+        return Group(places, data.reshape(len(places), *shape), dtype, whole_nbytes)
+
+    def _check_pool(
+        self, pool: int, places: NDArray[np.int64], ends: NDArray[np.int64], rows: NDArray[np.int64]
+    ) -> int:
+        """Elements in a row of a pool; raises `TraceCorruptError` if some messages lie beyond its end."""
+        size, length = self._size_of(pool)
+        wrong: NDArray[np.bool_] = np.asarray(ends > length * size)
+        wrong |= self._storages[rows[places, Column.STREAM]] != self.merged.pools[pool].dtype
+        if wrong.any():
+            raise self._misplaced(rows[int(places[int(wrong.argmax())])].tolist())
+        return size
+
+    def _size_of(self, pool: int) -> tuple[int, int]:
+        """Elements in a row of a pool, and its rows."""
+        size, length = self._sizes_of.get(pool, (0, 0))
+        if not size:
+            name, dtype, _ = self.merged.pools[pool]
+            store = self.merged.stores[pool]
+            length, size = store.length(name), math.prod(store.row_shape(name))  # the length is looked up anew
+            if store.dtype(name) != dtype or size < 1:
+                raise TraceCorruptError(f"{self._path}: pool {name!r} is not of the dtype {dtype} that was declared")
+            self._sizes_of[pool] = size, length
+        return size, length
+
+    def _name_of(self, row: list[int]) -> str:
+        stream = self.merged.streams[row[Column.STREAM]]
+        return stream_name(stream.kind, stream.module, stream.tag, stream.leaf)
+
+    def _misplaced(self, row: list[int]) -> TraceCorruptError:
+        name = self.merged.pools[row[Column.POOL]].name
+        return TraceCorruptError(
+            f"{self._path}: the data of {self._name_of(row)} in global step {row[Column.GLOBAL_STEP]} "
+            f"is not in pool {name!r} where the journal says"
+        )
+
+    def _damaged(self, row: list[int]) -> TraceCorruptError:
+        return TraceCorruptError(
+            f"{self._path}: the data of {self._name_of(row)} in global step {row[Column.GLOBAL_STEP]}, "
+            f"call {row[Column.CALL]}, fails its checksum"
+        )
+
+
+def _read_at(place: Place, target: memoryview, trailer: bytearray, checksum: int, verify: bool) -> bool:
+    """Fill `target` with what lies at a place; whether it is there, and is what was written."""
+    try:
+        if place.checksummed and checksum == NONE:
+            whole = os.preadv(place.file, (target, trailer), place.offset) == len(target) + 4
+            checksum = int.from_bytes(trailer, "little")
+        else:
+            whole = os.preadv(place.file, (target,), place.offset) == len(target)
+    except (OSError, OverflowError):
+        return False
+    return whole and (not verify or checksum == NONE or crc32c(target) == checksum)
+
+
+def _shorter(ranges: Iterable[tuple[int, int]], offsets: NDArray[np.int64], longest: int) -> Iterator[tuple[int, int]]:
+    """Cut ranges of ascending offsets where they span more than `longest`: gaps that are read add up, too."""
+    for begin, end in ranges:
+        while begin < end:
+            cut = int(np.searchsorted(offsets[begin:end], offsets[begin] + longest, side="right"))
+            yield begin, begin + cut
+            begin += cut

@@ -1,0 +1,315 @@
+"""The parts of a trace as one: one journal, and one table of streams, shapes and pools.
+
+`Parts` opens what ranks and attempts wrote, and tells what of it is missing. `merged` makes one journal of theirs:
+attempts follow each other, and the steps that a later one trained again are those of the later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.errors import CaptureError, TraceError
+from tracer.format.journal import NONE, Column
+from tracer.format.names import part_of
+from tracer.format.tables import Pool, Stream
+from tracer.stores import Location, ReadStore, open_parts, part_in
+from tracer.trace.assembly import Block, assembled
+from tracer.trace.attempts import counting, foreign_parts, in_order, missing, restarted, unreadable_part, worst
+from tracer.trace.certificate import worst_certificate
+from tracer.trace.part import Part, is_empty
+
+_T = TypeVar("_T")
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Parts:
+    """The parts of a trace, as a reader of some ranks sees them.
+
+    Attributes
+    ----------
+    path : path
+    only : set of int or None
+        The ranks that are looked at; None: all.
+    assemble : bool
+        Whether parts of distributed tensors are put together.
+    stores : list of ReadStore
+        Each open store once.
+    shown : list of Part
+        Those whose messages are read, by attempt and rank.
+    lending : list of Part
+        Those of other ranks, whose messages may be of the ranks that are looked at, too.
+    superseding : list of Part
+        Those of which only counts what their attempts take the place of.
+    problems : list of str
+        A sentence for each part that is missing, is of another run, or cannot be read.
+    unreadable : dict of int to TraceError
+        Why not, for each rank that has a part that is there and cannot be read.
+    """
+
+    path: Location
+    only: set[int] | None
+    assemble: bool
+    stores: list[ReadStore] = field(default_factory=list)
+    shown: list[Part] = field(default_factory=list)
+    lending: list[Part] = field(default_factory=list)
+    superseding: list[Part] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    unreadable: dict[int, TraceError] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: Location, only: set[int] | None, assemble: bool) -> Parts:
+        """Open the parts of the trace at a path; raises what `TraceReader` does."""
+        parts = cls(path, only, assemble)
+        opened, broken = open_parts(path)
+        parts.stores = list({id(store): store for _, store in opened}.values())
+        try:
+            parts._read(opened, broken)
+        except BaseException:
+            parts.close()
+            raise
+        return parts
+
+    def close(self) -> None:
+        """Close the files."""
+        for store in self.stores:
+            store.close()
+
+    def _read(self, opened: list[tuple[str, ReadStore]], broken: Mapping[str, TraceError]) -> None:
+        unread: list[tuple[str, ReadStore | None, TraceError]] = [
+            (part_in(file), None, error) for file, error in broken.items()
+        ]
+        found = []
+        for name, store in opened:
+            try:
+                found.append(Part(self.path, name, store))
+            except TraceError as error:
+                unread.append((name, store, error))
+        if len(unread) == 1 and len(opened) + len(broken) == 1:
+            raise unread[0][2]
+        self._tell_apart(found)
+        unread.sort(key=lambda one: _attempt_and_rank(one[0]))
+        unread = [(name, store, unreadable_part(self.path, name, error)) for name, store, error in unread]
+        self.unreadable = {_attempt_and_rank(name)[1]: error for name, _, error in reversed(unread)}
+        if not self.shown:
+            self._refuse_nothing()
+        foreign = foreign_parts(self.path, found)
+        self.problems += foreign.values()
+        again = restarted(part for part in found if part.name not in foreign)
+        # an attempt that was killed as it began, where the next one began with the first step, is as good as none
+        empty = [one.name for one in self.shown if not one.header and _in_vain(one.name, one.store, again)]
+        self.shown = [one for one in self.shown if one.name not in foreign and one.name not in empty]
+        self.lending = [one for one in self.lending if one.name not in foreign]
+        self.superseding = [one for one in self.superseding if one.name not in foreign]
+        self.problems += [part.broken_off for part in self.shown if part.broken_off]
+        self.problems += [
+            str(error) for name, store, error in unread if store is None or not _in_vain(name, store, again)
+        ]
+        if self.only is None:
+            names = [*empty, *(name for name, _, _ in unread), *(part.name for part in self.shown)]
+            self.problems += missing(self.path, names, [part.header for part in self.shown])
+
+    def _tell_apart(self, found: Iterable[Part]) -> None:
+        """Put each part where it belongs for the ranks that are looked at."""
+        for part in sorted(found, key=_by_attempt):
+            if self.only is None or self.only & {part.rank, *(stream.rank for stream in part.streams)}:
+                self.shown.append(part)
+            elif self.assemble:
+                self.lending.append(part)
+            else:
+                self.superseding.append(part)
+
+    def _refuse_nothing(self) -> None:
+        """Raise why there is nothing of the ranks that are looked at."""
+        asked = self.unreadable.keys() if self.only is None else self.unreadable.keys() & self.only
+        if asked:
+            raise self.unreadable[min(asked)]
+        there = {part.rank for part in self.all} | {stream.rank for part in self.all for stream in part.streams}
+        raise CaptureError(
+            f"{self.path} has no messages of rank {listed(self.only or ())}; it has {listed(there) or 'none'}"
+        )
+
+    def of_rank(self, rank: int, assemble: bool) -> Parts:
+        """The same parts as a reader of one rank sees them, with the same open files."""
+        one = Parts(self.path, {rank}, assemble, self.stores, problems=self.problems, unreadable=self.unreadable)
+        one._tell_apart(self.all)
+        return one
+
+    @property
+    def all(self) -> list[Part]:
+        """All of them."""
+        return [*self.shown, *self.lending, *self.superseding]
+
+    @property
+    def extent(self) -> list[tuple[int, ...]]:
+        """How far each part was read: another reader of the same parts may have read on."""
+        return [part.extent for part in (*self.shown, *self.lending)]
+
+    def refresh(self) -> None:
+        """Read what was committed since the last time."""
+        for part in (*self.shown, *self.lending):
+            part.refresh()
+
+    @property
+    def last_attempt(self) -> list[Part]:
+        """The parts of the last attempt."""
+        last = max(part.attempt for part in self.shown)
+        return [part for part in self.shown if part.attempt == last]
+
+    @property
+    def status(self) -> str:
+        """As `TraceReader.status`."""
+        return worst([part.status for part in self.last_attempt])
+
+    @property
+    def notes(self) -> list[dict[str, Any]]:
+        """As `TraceReader.notes`."""
+        return [note for part in self.shown for note in part.tables.notes if not self._overtaken(part, note)]
+
+    def _overtaken(self, part: Part, note: Mapping[str, Any]) -> bool:
+        """Whether a note says how an attempt ended, before a step that a later one recorded."""
+        about = note.get("stopped", note.get("unended"))
+        step = about.get("global_step") if isinstance(about, Mapping) else None
+        later = [one.first_step for one in self.shown if one.attempt > part.attempt and len(one.journal)]
+        return type(step) is int and any(first <= step for first in later)
+
+    @property
+    def attempts(self) -> list[dict[str, Any]]:
+        """As `TraceReader.attempts`."""
+        found: dict[int, dict[str, Any]] = {}
+        for part, counts in zip(self.shown, counting(self.shown), strict=True):
+            told = found.setdefault(
+                part.attempt,
+                {
+                    "attempt": part.attempt,
+                    "first_step": part.first_step,
+                    "created": part.header.get("created"),
+                    "status": part.status,
+                    "ranks": [],
+                    "messages": 0,
+                    "superseded": 0,
+                    "certificate": None,
+                },
+            )
+            told["ranks"].append(part.rank)
+            told["messages"] += len(counts)
+            told["superseded"] += int((~counts).sum())
+            if told["status"] == "finished":
+                told["status"] = part.status
+            told["certificate"] = worst_certificate([told["certificate"], part.header.get("certificate")])
+        return list(found.values())
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Merged:
+    """One journal, and the tables that it refers to.
+
+    Attributes
+    ----------
+    journal : numpy.ndarray of int64, (messages, columns)
+    streams : list of Stream
+    shapes : list of tuple of int
+    pools : list of Pool
+    stores : list of ReadStore
+        Of each pool.
+    recorded : numpy.ndarray of int64, (rows, columns)
+        The journal before distributed tensors were put together; `blocks` refer to it.
+    blocks : list of Block
+        How they are put together.
+    problems : list of str
+        What could not be.
+    """
+
+    journal: NDArray[np.int64]
+    streams: list[Stream]
+    shapes: list[tuple[int, ...]]
+    pools: list[Pool]
+    stores: list[ReadStore]
+    recorded: NDArray[np.int64]
+    blocks: list[Block] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def merged(parts: Parts) -> Merged:
+    """Make one journal, and one table of streams, shapes and pools, of those of the parts."""
+    # those of other ranks only if they can have anything for these
+    lent = any(stream.placement is not None for part in parts.lending for stream in part.streams)
+    read = sorted([*parts.shown, *parts.lending], key=_by_attempt) if lent else parts.shown
+    journal, streams, shapes = _joined(read, [part for part in parts.all if part not in read])
+    pools = [pool for part in read for pool in part.tables.pools.values()]
+    stores = [part.store for part in read for _ in part.tables.pools]
+    if parts.assemble and any(stream.placement is not None for stream in streams):
+        found = assembled(journal, streams, shapes, parts.only)
+        problems = found.problems if parts.status != "recording" else []
+        journal, streams, shapes = found.journal, found.streams, found.shapes
+        return Merged(journal, streams, shapes, pools, stores, found.recorded, found.blocks, problems)
+    recorded = journal
+    if parts.only is not None and not parts.only.issuperset(stream.rank for stream in streams):
+        ranks = np.array([stream.rank for stream in streams], np.int64)
+        journal = journal[np.isin(ranks[journal[:, Column.STREAM]], list(parts.only))]
+    return Merged(journal, streams, shapes, pools, stores, recorded)
+
+
+def _joined(parts: list[Part], others: list[Part]) -> tuple[NDArray[np.int64], list[Stream], list[tuple[int, ...]]]:
+    """The journals of some parts as one, and the tables that it refers to; `others` only take the place of rows."""
+    if len(parts) == 1 and all(part.attempt <= parts[0].attempt for part in others):
+        tables = parts[0].tables
+        return parts[0].journal.view(), list(tables.streams.values()), list(tables.shapes.values())
+    number, row = in_order(parts, others)
+    # what several attempts declare is one stream
+    streams, stream_ids = _united([part.tables.streams.values() for part in parts])
+    shapes, shape_ids = _united([part.tables.shapes.values() for part in parts])
+    pools = [np.arange(len(part.tables.pools)) for part in parts]
+    begins = np.cumsum([0, *(len(one) for one in pools[:-1])])
+    pool_ids = [ids + begin for ids, begin in zip(pools, begins, strict=True)]
+    begins = np.cumsum([0, *(len(part.journal) for part in parts)])
+    journal = np.concatenate([part.journal for part in parts])[begins[number] + row]
+    for column, ids in ((Column.STREAM, stream_ids), (Column.SHAPE, shape_ids), (Column.POOL, pool_ids)):
+        begins = np.cumsum([0, *map(len, ids)])
+        there = journal[:, column] != NONE
+        journal[there, column] = np.concatenate(ids)[(journal[:, column] + begins[number])[there]]
+    return journal, streams, shapes
+
+
+def _united(tables: list[Collection[_T]]) -> tuple[list[_T], list[NDArray[np.int64]]]:
+    """One table of what is in several, and for each of them the numbers that its entries have in it."""
+    numbers: dict[str, int] = {}
+    table: list[_T] = []
+    ids = []
+    for one in tables:
+        mine = np.zeros(len(one), np.int64)
+        for place, entry in enumerate(one):
+            # a sampling is a dictionary, which cannot be a key
+            mine[place] = numbers.setdefault(repr(entry), len(table))
+            if mine[place] == len(table):
+                table.append(entry)
+        ids.append(mine)
+    return table, ids
+
+
+def _attempt_and_rank(name: str) -> tuple[int, int]:
+    """Attempt and rank of a part."""
+    where = part_of(name)
+    assert where is not None
+    return where[1], where[0]
+
+
+def _by_attempt(part: Part) -> tuple[int, int]:
+    return part.attempt, part.rank
+
+
+def _in_vain(name: str, store: ReadStore, again: Mapping[int, int]) -> bool:
+    """Whether nothing is in a part, and nothing that could be would count; `again` is what `restarted` says."""
+    where = part_of(name)
+    return where is not None and where[1] < again.get(where[0], 0) and is_empty(store, name)
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """Ranks in a sentence."""
+    return ", ".join(map(str, sorted(ranks)))

@@ -1,0 +1,195 @@
+"""`Packing`: messages into pools and rows of the journal, small ones of one shape together."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.errors import MessageError, TracerError, summary
+from tracer.format.encodings import encode
+from tracer.format.journal import NONE, Column, checksums
+from tracer.messaging.messages import Message
+from tracer.trace.commits import FIRST_BYTES, Commits, Due
+from tracer.trace.pools import Place, Pools
+
+_PACK_BYTES: Final = 1 << 20
+"""Bytes of one shape that are copied together: they should still be in the processor's cache when they are written."""
+_BATCH_BYTES: Final = 8 << 20
+_BATCH_ROWS: Final = 4096
+"""Bytes and messages that wait to be copied together, at most."""
+_FEW: Final = 24
+"""So few messages are entered into the journal one by one; numpy pays for more."""
+_FIELDS: Final = 7
+"""Numbers that are noted of each message of a batch: its stream, its run and its place in that, and its counters."""
+
+
+@final
+class Packing:
+    """Writes messages in batches.
+
+    Messages of a batch that stand together in a pool are a run. The first run is that of messages without data.
+
+    Parameters
+    ----------
+    commits : Commits
+    pools : Pools
+    due : Due
+    """
+
+    def __init__(self, commits: Commits, pools: Pools, due: Due) -> None:
+        self._commits = commits
+        self._store = commits.store
+        self._pools = pools
+        self._due = due
+        self.bytes = 0
+        """Bytes of data that were written."""
+        # of the runs of a batch: what the journal says of each message, where it begins, and the checksums
+        self._entries = [(NONE, 0, NONE, 0)]
+        self._offsets = [0]
+        self._checksums: list[NDArray[np.int64] | list[int]] = [[NONE]]
+        self._waiting: list[Place] = []
+        # bytes of its data
+        self._nbytes = 0
+
+    def write(self, messages: Iterator[tuple[Message, Mapping[str, Any] | None]]) -> bool:
+        """Write messages until so many wait that they should be committed or copied; whether there may be more.
+
+        After an error, the messages before it are written.
+        """
+        commits, due = self._commits, self._due
+        limit = min(_BATCH_BYTES if commits.committed else FIRST_BYTES, due.most_bytes - due.bytes)
+        most = min(_BATCH_ROWS, due.most_rows - commits.rows)
+        # what is noted of each message, one after the other
+        flat: list[int] = []
+        self._nbytes = 0
+        try:
+            self._take(itertools.islice(messages, most), limit, flat)
+        finally:
+            if commits.failed is None:
+                for place in self._waiting:
+                    if place.tensors:
+                        self._pack(place)
+                self._enter(flat)
+                if flat:
+                    due.add(self._nbytes, flat[3], flat[3 - _FIELDS])
+                self.bytes += self._nbytes
+            self._waiting.clear()
+            del self._entries[1:], self._offsets[1:], self._checksums[1:]
+        return len(flat) == _FIELDS * most or self._nbytes >= limit
+
+    def _take(self, messages: Iterator[tuple[Message, Mapping[str, Any] | None]], limit: int, flat: list[int]) -> None:
+        """Write the data of messages, or let it wait for others of its place; note each in `flat`."""
+        import torch
+
+        streams, waiting = self._pools.streams, self._waiting
+        strided, plain_tensor = torch.strided, torch.Tensor
+        nbytes = number = at = 0
+        for message, sampling in messages:
+            data = message.data
+            try:
+                # the two classes of messages differ in the key alone
+                name = (
+                    message.key, message.kind, message.tag, message.leaf, message.rank,
+                    None if data is None else data.dtype,
+                )  # fmt: skip
+                stream = streams.get(name)
+                if stream is None or (stream.sampling is not sampling and stream.sampling != sampling):
+                    stream = self._pools.stream(name, message, sampling)
+                if data is None:
+                    number = at = 0
+                else:
+                    shape = data.shape
+                    if shape != stream.shape:
+                        self._pools.find_place(stream, message, data, tuple(shape))
+                    place = stream.place
+                    assert place is not None
+                    if stream.packs and type(data) is plain_tensor and data.is_cpu and data.layout is strided:
+                        tensors = place.tensors
+                        if not tensors:
+                            place.number = self._open(place.entry)
+                            waiting.append(place)
+                        number, at = place.number, len(tensors)
+                        tensors.append(data)
+                        if at * place.nbytes >= _PACK_BYTES:
+                            self._pack(place)
+                    else:
+                        number, at = self._write_alone(place, encode(data)), 0
+                    nbytes += place.nbytes
+            except (TracerError, MemoryError):
+                raise
+            except Exception as error:
+                if self._commits.failed is not None:  # it is not this message's fault
+                    raise
+                raise MessageError(f"a trace cannot hold this message: {summary(error)}") from error
+            flat += (
+                stream.id, number, at,
+                message.global_step, message.train_step, message.epoch, message.call,
+            )  # fmt: skip
+            if nbytes >= limit:
+                break
+
+    def _open(self, entry: tuple[int, int, int, int]) -> int:
+        """Begin a run; its number in this batch."""
+        self._entries.append(entry)
+        self._offsets.append(0)
+        self._checksums.append([])
+        return len(self._entries) - 1
+
+    def _write_alone(self, place: Place, data: NDArray[Any]) -> int:
+        """Write a message as a run of its own; the number of that."""
+        number = self._open(place.entry)
+        self._append(place, number, data[None] if place.own else data.reshape(1, -1), 1)
+        return number
+
+    def _pack(self, place: Place) -> None:
+        """Write the messages that wait at a place."""
+        tensors = place.tensors
+        if len(tensors) == 1:
+            rows = encode(tensors[0])[None]
+        else:
+            import torch
+
+            rows = encode(torch.stack(tensors))
+        tensors.clear()
+        self._append(place, place.number, rows, len(rows))
+
+    def _append(self, place: Place, number: int, rows: NDArray[Any], count: int) -> None:
+        """Append a run to its pool."""
+        found: list[int] = []
+        with self._commits:
+            first = self._store.append(place.pool.name, rows if place.own else rows.reshape(-1), found)
+        known = place.own and found
+        self._checksums[number] = found if known else checksums(rows.reshape(count, place.count))
+        self._offsets[number] = first * place.count if place.own else first
+        self._nbytes += place.nbytes * count
+
+    def _enter(self, flat: list[int]) -> None:
+        """Enter messages into the journal, from what was noted of them."""
+        count = len(flat) // _FIELDS
+        if count <= _FEW:
+            for begin in range(0, len(flat), _FIELDS):
+                stream, number, at, *counters = flat[begin : begin + _FIELDS]
+                pool, size, shape, flags = self._entries[number]
+                offset, checksum = self._offsets[number] + at * size, int(self._checksums[number][at])
+                self._commits.enter((stream, pool, offset, size, shape, *counters, flags, checksum, 0))
+            return
+        # array, because numpy converts a list of numbers five times slower
+        noted = np.frombuffer(array("q", flat), np.int64).reshape(count, _FIELDS)
+        numbers, places = noted[:, 1], noted[:, 2]
+        entries = np.array(self._entries, np.int64)[numbers]
+        rows = self._commits.new_rows(count)
+        rows[:, Column.STREAM] = noted[:, 0]
+        rows[:, Column.POOL] = entries[:, 0]
+        rows[:, Column.OFFSET] = np.array(self._offsets, np.int64)[numbers] + places * entries[:, 1]
+        rows[:, Column.COUNT] = entries[:, 1]
+        rows[:, Column.SHAPE] = entries[:, 2]
+        rows[:, Column.GLOBAL_STEP : Column.CALL + 1] = noted[:, 3:]
+        rows[:, Column.FLAGS] = entries[:, 3]
+        found = [np.asarray(one, np.int64) for one in self._checksums]
+        begins = np.cumsum([0, *map(len, found[:-1])])
+        rows[:, Column.CRC32C] = np.concatenate(found)[begins[numbers] + places]

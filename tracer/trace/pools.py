@@ -1,0 +1,211 @@
+"""`Pools`: where the data of each message goes, and what is declared of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, final
+
+from tracer.format.declarations import declaration
+from tracer.format.encodings import STORAGE_DTYPES, Encoding, encoding_of
+from tracer.format.journal import HAS_DATA
+from tracer.format.names import late_pool, own_pool, shared_pool
+from tracer.messaging.messages import Message
+from tracer.trace.commits import Commits
+from tracer.trace.compression import Compression
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PACKED_BYTES: Final = 32768
+"""Messages up to this size are copied together before they are written."""
+_MOST_OWN_AXES: Final = 31
+"""Axes of a message that may have an array of its own: in HDF5 it has 32 at most, one of them that of the messages."""
+# the dtypes of which torch.stack copies the bits
+_STACKED: Final = frozenset(
+    {
+        *("bool", "uint8", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    }
+)
+
+
+@final
+class OpenPool:
+    """An array that messages go to."""
+
+    __slots__ = ("id", "name", "row")
+
+    def __init__(self, number: int, name: str, row: tuple[int, ...]) -> None:
+        self.id = number
+        self.name = name
+        # shape of one row of an own pool, () for a shared one
+        self.row = row
+
+
+@final
+class Place:
+    """Where messages of one shape go, and those of them that wait to be written together."""
+
+    __slots__ = ("count", "entry", "nbytes", "number", "own", "pool", "tensors")
+
+    def __init__(self, pool: OpenPool, shape_id: int, shape: tuple[int, ...], encoding: Encoding) -> None:
+        self.pool = pool
+        self.own = pool.row == shape and bool(shape)
+        self.count = math.prod(shape)
+        self.nbytes = self.count * encoding.dtype.itemsize
+        # pool, count, shape, flags: what the journal says of each
+        self.entry = (pool.id, self.count, shape_id, HAS_DATA)
+        self.number = -1
+        self.tensors: list[Tensor] = []
+
+
+@final
+class OpenStream:
+    """What is known of a stream after its first message."""
+
+    __slots__ = ("encoding", "fresh", "id", "own", "packs", "place", "sampling", "shape", "shared")
+
+    def __init__(self, number: int, encoding: Encoding | None, sampling: Mapping[str, Any] | None) -> None:
+        self.id = number
+        self.encoding = encoding
+        self.sampling = sampling
+        # until its first message decided whether it has a pool of its own
+        self.fresh = True
+        self.own: OpenPool | None = None
+        self.shared: OpenPool | None = None
+        # of the last message: most streams have but one shape
+        self.shape: tuple[int, ...] | None = None
+        self.place: Place | None = None
+        self.packs = False
+
+
+@final
+class Pools:
+    """Decides which array each message goes to, makes the arrays, and declares streams, shapes and pools.
+
+    Parameters
+    ----------
+    commits : Commits
+    compression : Compression
+    chunk_bytes : int
+        Of the pools that streams share.
+    own_bytes : int
+        A stream whose first message has at least so many bytes gets a pool of its own.
+
+    Attributes
+    ----------
+    streams : dict
+        By names and dtype, each with the id that its last message had.
+    """
+
+    def __init__(self, commits: Commits, compression: Compression, chunk_bytes: int, own_bytes: int) -> None:
+        self.streams: dict[tuple[Any, ...], OpenStream] = {}
+        self._commits = commits
+        self._store = commits.store
+        self._part = commits.part
+        self._compression = compression
+        self._chunk_bytes = chunk_bytes
+        self._own_bytes = own_bytes
+        self._variants: dict[tuple[Any, ...], OpenStream] = {}
+        self._shapes: dict[tuple[int, ...], int] = {}
+        self._pools: dict[str, OpenPool] = {}
+        self._places: dict[tuple[int, int, str], Place] = {}
+        self._taken: set[str] = set()
+
+    def stream(self, name: tuple[Any, ...], message: Message, sampling: Mapping[str, Any] | None) -> OpenStream:
+        """The stream of a message with this sampling, which is declared if it is new."""
+        encoding = None if message.data is None else encoding_of(message.data)
+        sampling = None if sampling is None else dict(sampling)
+        # a stream that goes back and forth between two samplings has two ids, not one for each change
+        variant = (name, declaration("sampling", sampling))
+        stream = self._variants.get(variant)
+        if stream is None:
+            stream = self._variants[variant] = OpenStream(len(self._variants), encoding, sampling)
+            self._commits.declare(
+                "stream",
+                {
+                    "id": stream.id,
+                    "kind": message.kind,
+                    "network": message.key is None,
+                    "module": message.key,
+                    "tag": message.tag,
+                    "leaf": message.leaf,
+                    "dtype": None if encoding is None else encoding.name,
+                    "sampling": sampling,
+                    "rank": message.rank,
+                },
+            )
+        self.streams[name] = stream
+        return stream
+
+    def find_place(self, stream: OpenStream, message: Message, data: Tensor, shape: tuple[int, ...]) -> None:
+        """Decide where messages of this shape go, which are not those of the stream's last shape."""
+        encoding = encoding_of(data)
+        few_axes = len(shape) <= _MOST_OWN_AXES
+        if stream.fresh and few_axes and data.nbytes >= self._own_bytes and self._store.can_create:
+            with self._commits:
+                stream.own = self._own_pool(stream, message, shape)
+        stream.fresh = False
+        found = self._shapes.get(shape)
+        shape_id = self._declare_shape(shape) if found is None else found
+        pool = stream.own
+        if pool is None or pool.row != shape:
+            pool = stream.shared
+            if pool is None:
+                with self._commits:
+                    pool = stream.shared = self._shared_pool(stream, message)
+        place = self._places.get((pool.id, shape_id, encoding.name))
+        if place is None:
+            place = self._places[pool.id, shape_id, encoding.name] = Place(pool, shape_id, shape, encoding)
+        stream.shape, stream.place = shape, place
+        stream.packs = place.nbytes <= PACKED_BYTES and few_axes and encoding.name in _STACKED
+
+    def make_late(self) -> None:
+        """Make the pools of streams that come when the store can make no more arrays."""
+        if not self._store.seals:
+            return
+        for storage in STORAGE_DTYPES:
+            codec = self._codec(None, storage)
+            self._declare_pool(late_pool(self._part, storage), storage, (), self._chunk_bytes, codec)
+
+    def _declare_shape(self, shape: tuple[int, ...]) -> int:
+        number = self._shapes[shape] = len(self._shapes)
+        self._commits.declare("shape", {"id": number, "shape": list(shape)})
+        return number
+
+    def _declare_pool(
+        self, name: str, dtype: str, row: tuple[int, ...], chunk_bytes: int, compression: str | None
+    ) -> OpenPool:
+        self._store.create(name, dtype=dtype, shape=row, chunk_bytes=chunk_bytes, compression=compression)
+        pool = self._pools[name] = OpenPool(len(self._pools), name, row)
+        told = {} if compression is None else {"compression": compression}
+        self._commits.declare("pool", {"id": pool.id, "name": name, "dtype": dtype, **told})
+        return pool
+
+    def _codec(self, kind: str | None, dtype: str) -> str | None:
+        return self._compression.of(kind, dtype, plainly=self._store.plainly_compressed)
+
+    def _own_pool(self, stream: OpenStream, message: Message, row: tuple[int, ...]) -> OpenPool:
+        assert stream.encoding is not None
+        name = own_pool(self._part, message.kind, message.key, message.tag, message.leaf)
+        # taken by an earlier id of this stream, or on a file system that ignores case by another stream
+        if name.casefold() in self._taken:
+            name = f"{name}%~{stream.id}"
+        self._taken.add(name.casefold())
+        # one row a chunk: rows are at least as large as the chunks of shared pools should be
+        codec = self._codec(message.kind, stream.encoding.name)
+        return self._declare_pool(name, stream.encoding.storage, row, 1, codec)
+
+    def _shared_pool(self, stream: OpenStream, message: Message) -> OpenPool:
+        assert stream.encoding is not None
+        storage = stream.encoding.storage
+        name = shared_pool(self._part, message.kind, storage)
+        pool = self._pools.get(name)
+        if pool is not None:
+            return pool
+        if self._store.can_create:
+            # the dtypes that share a pool differ in what auto says; the first one decides
+            codec = self._codec(message.kind, stream.encoding.name)
+            return self._declare_pool(name, storage, (), self._chunk_bytes, codec)
+        return self._pools[late_pool(self._part, storage)]

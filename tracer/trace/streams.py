@@ -1,0 +1,162 @@
+"""What a trace says of each of its streams, and the data of many of their messages at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.errors import CaptureError, did_you_mean
+from tracer.format.journal import NONE, Column
+from tracer.format.tables import Stream
+from tracer.messaging.messages import DEFAULT_TAG
+from tracer.stores import Location
+from tracer.trace.merging import Merged
+from tracer.trace.selection import is_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamInfo:
+    """What a trace holds of one stream.
+
+    Attributes
+    ----------
+    id : int
+        Its number in the journal.
+    rank : int
+        Of the process that recorded it.
+    kind : str
+    network : bool
+        Whether its messages are of the network, and not of a module.
+    module : str or None
+        Dotted path; None for the network.
+    tag, leaf : str
+    dtype : str or None
+        The logical dtype, torch's name without ``torch.``; None for events.
+    sampling : dict or None
+        How the data was made from what was observed, as the recorder said.
+    count : int
+        Messages.
+    bytes : int
+        Bytes of their data.
+    calls : int
+        Calls in a step, at most.
+    shapes : list of tuple of int
+        In the order in which the trace first had them.
+    steps : tuple of int or None
+        First and last global step; None without messages.
+    """
+
+    id: int
+    kind: str
+    network: bool
+    module: str | None
+    tag: str
+    leaf: str
+    dtype: str | None
+    sampling: dict[str, Any] | None
+    count: int
+    bytes: int
+    calls: int
+    shapes: list[tuple[int, ...]]
+    steps: tuple[int, int] | None
+    rank: int = 0
+
+    def __str__(self) -> str:
+        return stream_name(self.kind, self.module, self.tag, self.leaf)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The data of some messages of one shape, as `TraceReader.arrays` gives it.
+
+    Attributes
+    ----------
+    rows : numpy.ndarray of int64, (n,)
+        Their rows in the journal (`TraceReader.journal`), which says their stream, step and so on.
+    data : numpy.ndarray (n, ...)
+        Numbers that numpy lacks (bfloat16, 8 bit floats) come as float32, which holds each of them exactly.
+    """
+
+    rows: NDArray[np.int64]
+    data: NDArray[Any]
+
+
+def described(merged: Merged, itemsizes: NDArray[np.int64]) -> list[StreamInfo]:
+    """Every stream of a journal, in the order of their numbers; an element of each has so many bytes."""
+    journal = merged.journal
+    order = np.argsort(journal[:, Column.STREAM], kind="stable")
+    ids = np.arange(len(merged.streams) + 1)
+    bounds = np.searchsorted(journal[order, Column.STREAM], ids).tolist()
+    infos = []
+    for number, stream in enumerate(merged.streams):
+        rows = journal[order[bounds[number] : bounds[number + 1]]]
+        shape_ids, first = np.unique(rows[:, Column.SHAPE], return_index=True)
+        shape_ids = shape_ids[np.argsort(first)]
+        steps = rows[:, Column.GLOBAL_STEP]
+        infos.append(
+            StreamInfo(
+                id=number,
+                kind=stream.kind,
+                network=stream.network,
+                module=stream.module,
+                tag=stream.tag,
+                leaf=stream.leaf,
+                dtype=stream.dtype,
+                sampling=stream.sampling,
+                count=len(rows),
+                bytes=int(rows[:, Column.COUNT].sum() * itemsizes[number]),
+                calls=int(rows[:, Column.CALL].max(initial=-1)) + 1,
+                shapes=[merged.shapes[shape] for shape in shape_ids.tolist() if shape != NONE],
+                steps=(int(steps.min()), int(steps.max())) if len(rows) else None,
+                rank=stream.rank,
+            )
+        )
+    return infos
+
+
+def called(
+    path: Location, streams: Sequence[Stream], kind: str, module: str | None, tag: str, leaf: str, rank: int | None
+) -> list[int]:
+    """The numbers of the streams of these names; of several ranks, or of one of them.
+
+    Raises
+    ------
+    CaptureError
+        If there is none, with the streams that may be meant.
+    """
+    for key in (module,) if module else (None, "") if module is None else ("", None):
+        found = [
+            number
+            for number, one in enumerate(streams)
+            if (one.kind, one.module, one.tag, one.leaf) == (kind, key, tag, leaf)
+            and (rank is None or is_of(one, {rank}))
+        ]
+        if found:
+            return found
+    names = sorted({stream_name(one.kind, one.module, one.tag, one.leaf) for one in streams})
+    shown = ", ".join(names[:20]) + (f", and {len(names) - 20} more" if len(names) > 20 else "")
+    what = stream_name(kind, module, tag, leaf) + ("" if rank is None else f" of rank {rank}")
+    has = f"it has {shown or 'no streams'}{_meant(streams, kind, module, tag, leaf)}"
+    raise CaptureError(f"{path} has no {what}; {has}")
+
+
+def _meant(streams: Iterable[Stream], kind: str, module: str | None, tag: str, leaf: str) -> str:
+    """What may be meant by the first of the names of a stream that is not there, among those that go with it."""
+    known = [(one.kind, one.module or "", one.tag, one.leaf) for one in streams]
+    for place, wanted in enumerate((kind, module or "", tag, leaf)):
+        there = {names[place] for names in known}
+        if wanted not in there:
+            return did_you_mean(wanted, there)
+        known = [names for names in known if names[place] == wanted]
+    return ""
+
+
+def stream_name(kind: str, module: str | None, tag: str, leaf: str) -> str:
+    """A stream in words."""
+    name = kind if module is None else f"{kind} of {module or 'the root module'}"
+    name += f", leaf {leaf}" if leaf else ""
+    return name if tag == DEFAULT_TAG else f"{name}, tag {tag}"

@@ -1,0 +1,230 @@
+"""`Chunks`: the arrays of a trace that may be damaged, read chunk by chunk."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.errors import TraceCorruptError, TraceFormatError, TracerError, TraceUnreadableError
+from tracer.stores import ReadStore
+from tracer.upkeep.findings import Findings
+
+CACHE_BYTES: Final = 64 << 20
+"""Bytes of chunks that are kept, apart from the one in use."""
+
+OK, DAMAGED = 1, 2
+
+
+@final
+@dataclass(slots=True)
+class Array:
+    """An array, and what is known of its chunks.
+
+    Attributes
+    ----------
+    name : str
+    length : int
+        Rows that are there.
+    row : tuple of int
+        Shape of a row.
+    dtype : str
+    height : int
+        Rows of a chunk.
+    size : int
+        Elements of a row.
+    state : numpy.ndarray of uint8, (chunks,)
+        0, `OK` or `DAMAGED`.
+    needed : int
+        Rows up to the last one that a message lies in; of a table, all.
+    why : dict
+        Of each damaged chunk, what is wrong with it.
+    """
+
+    name: str
+    length: int
+    row: tuple[int, ...]
+    dtype: str
+    height: int
+    size: int
+    state: NDArray[np.uint8]
+    needed: int = 0
+    why: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def chunk_elements(self) -> int:
+        """Elements of a chunk."""
+        return self.height * self.size
+
+    def rows_of(self, number: int) -> tuple[int, int]:
+        """The rows of a chunk, start inclusive and stop exclusive."""
+        return number * self.height, min((number + 1) * self.height, self.length)
+
+
+@final
+class Chunks:
+    """Reads arrays of a store chunk by chunk, and remembers which are damaged.
+
+    Parameters
+    ----------
+    store : ReadStore
+    tables : collection of str
+        The arrays of which every row is needed.
+    findings : Findings
+        Takes what is wrong with an array as a whole.
+
+    Attributes
+    ----------
+    arrays : dict
+        By name; None for one that cannot be opened.
+    bytes : int
+        Bytes that were read.
+    """
+
+    def __init__(self, store: ReadStore, tables: Collection[str], findings: Findings) -> None:
+        self.arrays: dict[str, Array | None] = {}
+        self.bytes = 0
+        self.tables = tables
+        self._store = store
+        self._findings = findings
+        self._cache: OrderedDict[tuple[str, int], NDArray[Any]] = OrderedDict()
+        self._cached = 0
+
+    def array(
+        self,
+        name: str,
+        dtype: str,
+        row: tuple[int, ...] | None,
+        elements: int = 0,
+        chunk_bytes: int = 65536,
+        compression: str | None = None,
+    ) -> Array | None:
+        """An array, or None, and a problem, where it cannot be opened.
+
+        Parameters
+        ----------
+        name : str
+        dtype, row, chunk_bytes, compression
+            Where the description of the array is damaged, it is taken for one of this dtype, shape of rows and
+            compression.
+        elements : int
+            Up to the end of the last message in it. An array may say that it has more.
+        """
+        if name in self.arrays:
+            return self.arrays[name]
+        self.arrays[name] = None
+        store = self._store
+        try:
+            length, stored = store.length(name), store.stored_rows(name)
+        except TraceUnreadableError:
+            raise
+        except TracerError as error:
+            self._findings.add("array", self._findings.plain(error), name)
+            assumed = None
+            if isinstance(error, TraceCorruptError | TraceFormatError) and row is not None and 0 not in row:
+                with contextlib.suppress(TraceCorruptError, TraceFormatError):
+                    assumed = store.assume(name, dtype, row, chunk_bytes, compression)
+            if assumed is None:
+                return None
+            length = stored = assumed
+        row, height = store.row_shape(name), store.chunk_rows(name)
+        known = min(length, stored)
+        state, size = np.zeros(-(-known // height), np.uint8), math.prod(row)
+        array = Array(name, known, row, store.dtype(name), height, size, state)
+        needed = array.needed = length if name in self.tables else min(length, -(-elements // max(1, size)))
+        if known < needed:
+            why = f"rows {known} to {needed - 1} of array {name!r} are not there"
+            self._findings.add("chunk", why, name, (known, needed))
+        self.arrays[name] = array
+        return array
+
+    def read(self, array: Array, number: int) -> NDArray[Any] | None:
+        """Rows of an array that lie in the same chunk; None where they cannot be read."""
+        if array.state[number] == DAMAGED:
+            return None
+        key = (array.name, number)
+        found = self._cache.get(key)
+        if found is not None:
+            self._cache.move_to_end(key)
+            return found
+        start, stop = array.rows_of(number)
+        try:
+            try:
+                rows = self._store.read(array.name, start, stop)
+            except TraceCorruptError:
+                # the last chunk of a trace that is being written may just have been written anew
+                length = self._store.length(array.name)
+                # what follows the last message in it, nobody needs, and an array that is closed becomes shorter
+                end = min(array.needed if start < array.needed < stop else stop, max(length, start + 1))
+                rows = self._store.read(array.name, start, end)
+                if end < stop:
+                    rows = np.concatenate([rows, np.zeros((stop - end, *array.row), rows.dtype)])
+        except TraceUnreadableError:
+            raise
+        except TracerError as error:
+            array.state[number] = DAMAGED
+            array.why[number] = self._findings.plain(error)
+            return None
+        if array.state[number] != OK:
+            array.state[number] = OK
+            self.bytes += rows.nbytes
+        self._cache[key] = rows
+        self._cached += rows.nbytes
+        while self._cached > CACHE_BYTES and len(self._cache) > 1:
+            self._cached -= self._cache.popitem(last=False)[1].nbytes
+        return rows
+
+    def should_be_right(self, array: Array, number: int, ended: bool) -> bool:
+        """Whether a chunk that no message lies in can be read, unless it is damaged.
+
+        Chunks of a pool may have been left out. What is behind the last message may be of a commit that was not
+        finished, unless the run has `ended`.
+        """
+        if array.name in self.tables:
+            return True
+        first = number * array.height
+        return (first < array.needed or ended) and self._store.has_chunk(array.name, first)
+
+    def unverified(self, array: Array, number: int) -> NDArray[Any] | None:
+        """Rows of a chunk of a table that fails its checksum; None where they are not there."""
+        return self.as_it_stands(array, *array.rows_of(number))
+
+    def as_it_stands(self, array: Array, start: int, stop: int) -> NDArray[Any] | None:
+        """Rows of an array, whether they are right or not; None where they are not there."""
+        before, self._store.verifies = self._store.verifies, False
+        try:
+            return self._store.read(array.name, start, stop)
+        except TraceUnreadableError:
+            raise
+        except TracerError:
+            return None
+        finally:
+            self._store.verifies = before
+
+    def forget(self, array: Array, number: int) -> None:
+        """No longer keep the rows of a chunk."""
+        rows = self._cache.pop((array.name, number), None)
+        if rows is not None:
+            self._cached -= rows.nbytes
+
+    def elements(self, array: Array, offset: int, count: int) -> NDArray[Any] | None:
+        """So many elements of a pool, in memory that nobody else uses; None where they cannot be read."""
+        if offset + count > array.length * array.size:
+            return None
+        out = np.empty(count, array.dtype)
+        done = 0
+        while done < count:
+            number, begin = divmod(offset + done, array.chunk_elements)
+            chunk = self.read(array, number)
+            if chunk is None:
+                return None
+            piece = chunk.reshape(-1)[begin : begin + count - done]
+            out[done : done + len(piece)] = piece
+            done += len(piece)
+        return out
