@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from tracer.messaging.messages import Message
     from tracer.messaging.subscriber import Subscriber
     from tracer.replaying.replay import Plan
-    from tracer.stores import Location
+    from tracer.stores.locations import Location
     from tracer.trace.reader import StreamInfo, TraceReader
 
 FAILED, WRONG_USAGE, DAMAGED, SOME_FAILED, INTERRUPTED = 1, 2, 3, 4, 130
@@ -252,7 +252,8 @@ def _plain_warnings() -> Iterator[None]:
 
 def _check_new(path: str, suffixes: Sequence[str], overwrite: bool) -> Location:
     """The path of a file to be made, before any work is done for it."""
-    from tracer.stores import Url, check_writable, exists, location, refuse_part
+    from tracer.stores.locations import Url, location
+    from tracer.stores.opening import check_writable, exists, refuse_part
 
     target = location(path)
     if target.suffix not in suffixes:
@@ -278,7 +279,8 @@ def _check_new(path: str, suffixes: Sequence[str], overwrite: bool) -> Location:
 
 def _check_apart(out: str, trace: str) -> None:
     """Refuse to write answers over a trace that is to be read, or a part of it, or into it."""
-    from tracer.stores import Url, store_files
+    from tracer.stores.locations import Url
+    from tracer.stores.opening import store_files
 
     target = os.path.realpath(out)
     for part in store_files(trace):
@@ -877,7 +879,7 @@ def _print_dry_run(told: Mapping[str, Any]) -> None:
 
 
 def _say_what_was_recorded(path: Location, called: str) -> None:
-    from tracer.stores import exists
+    from tracer.stores.opening import exists
     from tracer.trace.part import this_process
 
     if exists(path):

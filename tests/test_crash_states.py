@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import tracer
-import tracer.stores
+import tracer.stores.chunks
 import tracer.stores.hdf5
 import tracer.stores.zarr
 from tests.crash_states import Disk, Stage, State
@@ -162,7 +162,7 @@ def same(one: Message, other: Message) -> bool:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder in memory, if there is one; rows are split as if a chunk had to be small."""
-    monkeypatch.setattr(tracer.stores, "CHUNK_LIMIT", 2048)
+    monkeypatch.setattr(tracer.stores.chunks, "CHUNK_LIMIT", 2048)
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as name:
         yield Path(name)

@@ -40,7 +40,8 @@ from tracer.format.names import part_name
 from tracer.memory import PAGE
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.recording.recorder import Recorder
-from tracer.stores import Url, create_store, location, open_store
+from tracer.stores.locations import Url, location
+from tracer.stores.opening import create_store, exists, open_store
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter, check_target
 from tracer.upkeep.verify import verify
@@ -666,7 +667,7 @@ def test_lists_that_break_off(url: str, line: Line, monkeypatch: pytest.MonkeyPa
         line.tears = 2
         assert use()
     line.tears = 1
-    assert tracer.stores.exists(location(url))
+    assert exists(location(url))
     assert line.tears == 0
     monkeypatch.setenv(objects.RETRY_VARIABLE, "0")
     line.tears = 1

@@ -30,7 +30,8 @@ from tracer import Collect, ModuleMessage, NetworkMessage, TraceReader, TraceWri
 from tracer.errors import CaptureError, TraceCorruptError, TraceError, TraceExistsError
 from tracer.format.journal import Column
 from tracer.format.names import part_name
-from tracer.stores import create_store, hdf5, open_store, remove_part
+from tracer.stores import hdf5
+from tracer.stores.opening import create_store, open_store, remove_part
 from tracer.trace.part import Part, Process, claim, this_process
 
 FORMATS = (".zarr", ".h5")

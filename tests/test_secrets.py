@@ -14,7 +14,7 @@ import cli
 import tracer
 from tracer.errors import TraceError, summary
 from tracer.secrets import masked, masked_command, masked_text
-from tracer.stores import location
+from tracer.stores.locations import location
 from tracer.trace.writer import TraceWriter
 
 S = "hUnter2/x+Y"  # with a slash, as keys of object stores have

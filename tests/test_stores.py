@@ -31,20 +31,12 @@ from tracer.errors import (
     TraceUnreadableError,
 )
 from tracer.memory import PAGE, new_memory
-from tracer.stores import (
-    ALIGNED_BYTES,
-    CHUNKS_AT_ONCE,
-    RowChunks,
-    chunk_shape,
-    create_store,
-    hdf5,
-    open_parts,
-    open_store,
-    store_files,
-)
+from tracer.stores import hdf5
 from tracer.stores import zarr as zarr_store
+from tracer.stores.chunks import ALIGNED_BYTES, CHUNKS_AT_ONCE, RowChunks, chunk_shape
 from tracer.stores.disk import direct
 from tracer.stores.disk.direct import DIRECT, DirectIO
+from tracer.stores.opening import create_store, open_parts, open_store, store_files
 from tracer.stores.zarr import ZarrReadStore, chunks_begin
 
 if sys.platform != "win32":
@@ -868,7 +860,7 @@ def test_a_forked_child_writes_nothing_to_hdf5(tmp_path: Path) -> None:
     code = """
 import os, sys
 import numpy as np
-from tracer.stores import create_store, open_store
+from tracer.stores.opening import create_store, open_store
 store = create_store(sys.argv[1])
 store.create("a", dtype="int64", shape=(), chunk_bytes=64)
 store.append("a", np.arange(100))
@@ -1104,7 +1096,7 @@ def test_past_the_page_cache_many_chunks_at_once(
 ) -> None:
     """Chunks that follow each other are one request to the disk, across shards and at the end of a run, too."""
     monkeypatch.setattr("tracer.stores.zarr.CHUNKS_PER_SHARD", 10)
-    monkeypatch.setattr("tracer.stores.CHUNKS_AT_ONCE", 4)
+    monkeypatch.setattr("tracer.stores.chunks.CHUNKS_AT_ONCE", 4)
     files = noted(monkeypatch)
     nbytes = 33 * (ALIGNED_BYTES + 4096)
     values = new_memory(nbytes + shift)[shift : nbytes + shift].reshape(33, -1)

@@ -15,7 +15,8 @@ import torch
 import tracer
 from tracer.errors import TraceError
 from tracer.messaging.messages import ModuleMessage
-from tracer.stores import hdf5, open_store, torn
+from tracer.stores import hdf5, torn
+from tracer.stores.opening import open_store
 from tracer.stores.torn import PAGE, checksum, restored
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter

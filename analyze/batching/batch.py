@@ -48,8 +48,8 @@ from analyze.batching.traces import find_traces
 from analyze.tables.results import COLUMNS, PathLike, Results, Row, _needs, _new_file
 from tracer.errors import CaptureError, TracerError
 from tracer.messaging.messages import Message
-from tracer.stores import Anywhere, Url, location
-from tracer.stores import remove as remove_url
+from tracer.stores.locations import Anywhere, Url, location
+from tracer.stores.opening import remove as remove_url
 from tracer.trace.reader import Steps
 
 MANIFEST: Final = "manifest.json"

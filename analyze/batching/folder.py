@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, final
 
 from tracer.errors import TraceError, TraceExistsError
 from tracer.format.process import process_start
-from tracer.stores import Anywhere, Url, check_writable, location
+from tracer.stores.locations import Anywhere, Url, location
+from tracer.stores.opening import check_writable
 
 if TYPE_CHECKING:
     from tracer.stores.objects import Objects

@@ -31,7 +31,7 @@ from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.messages import Message
 from tracer.messaging.subscriber import Subscriber
 from tracer.replaying.replay import plan, replay
-from tracer.stores import Url
+from tracer.stores.locations import Url
 from tracer.trace.reader import TraceReader
 
 SALVAGES: Final = 200

@@ -13,7 +13,8 @@ from typing import Final
 
 from tracer.errors import CaptureError, TraceNotFoundError, TracerError, TraceUnreadableError
 from tracer.format.version import FORMAT
-from tracer.stores import SCHEMES, STORES, Anywhere, Url, location, whole_of
+from tracer.stores.locations import SCHEMES, Anywhere, Url, location, whole_of
+from tracer.stores.opening import STORES
 
 GLOB: Final = frozenset("*?[")
 SUFFIXES: Final = tuple(STORES)

@@ -29,7 +29,8 @@ from tracer.recording import environment, termination
 from tracer.recording.budget import Budget, already_spent
 from tracer.recording.family import Member
 from tracer.recording.recorder import COMMIT_SECONDS, QUEUE_BYTES, Recorder, check_options
-from tracer.stores import Anywhere, Location, exists, location
+from tracer.stores.locations import Anywhere, Location, location
+from tracer.stores.opening import exists
 from tracer.trace.compression import Compression
 from tracer.trace.part import Process, claim, of_launch, run_id_of, there, this_process
 from tracer.trace.reader import TraceReader

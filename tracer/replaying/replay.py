@@ -20,7 +20,7 @@ from tracer.messaging.bus import MessageBus, Receiver, describe, in_order, tell_
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG, KINDS, Message, difference
 from tracer.messaging.subscriber import Scope, Subscriber, unmet
 from tracer.messaging.subscription import passes
-from tracer.stores import Anywhere
+from tracer.stores.locations import Anywhere
 from tracer.trace.reader import Steps, StreamInfo, TraceReader
 
 POLL_SECONDS = 0.1

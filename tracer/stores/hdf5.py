@@ -45,25 +45,12 @@ from tracer.errors import (
 )
 from tracer.format.names import PART
 from tracer.memory import PAGE
-from tracer.stores import (
-    ALIGNED_BYTES,
-    UNREADABLE,
-    Place,
-    RowChunks,
-    check_name,
-    contiguous,
-    is_there,
-    key_of,
-    largest_chunk,
-    make_folder,
-    rows_in,
-    sync_file,
-    sync_folder,
-    walk,
-)
+from tracer.stores.chunks import ALIGNED_BYTES, RowChunks, check_name, contiguous, largest_chunk, walk
 from tracer.stores.codecs import CODECS, HDF5_FILTER, OVERHEAD, Codec, codec_of, decode, encode, hdf5_options
 from tracer.stores.disk.direct import DIRECT, PIECE, REFUSALS, DirectIO, is_aligned, write_all
+from tracer.stores.disk.files import UNREADABLE, is_there, key_of, make_folder, sync_file, sync_folder
 from tracer.stores.flipped import HEADER_BYTES, is_header, righted
+from tracer.stores.protocols import Place, rows_in
 from tracer.stores.torn import checksum, header, messages, restored
 
 if TYPE_CHECKING:
@@ -97,7 +84,7 @@ _JSON = "json:"
 
 
 def create(path: Path, *, part: str | None = None, overwrite: bool = False, durable: bool = False) -> Hdf5WriteStore:
-    """Make an HDF5 file at `path`, or beside it; see `tracer.stores.create_store`."""
+    """Make an HDF5 file at `path`, or beside it; see `tracer.stores.opening.create_store`."""
     if part is not None:
         path = _file_of(path, part)
     else:
@@ -163,19 +150,19 @@ def _met(folder: Path, front: str, suffix: str) -> Iterator[str]:
 
 
 def blank(path: Path) -> bool:
-    """Never: a file gets its name when it holds a trace; see `tracer.stores.blank`."""
+    """Never: a file gets its name when it holds a trace; see `tracer.stores.opening.blank`."""
     return False
 
 
 def remove_part(path: Path, part: str) -> None:
-    """Remove the file of a part; see `tracer.stores.remove_part`."""
+    """Remove the file of a part; see `tracer.stores.opening.remove_part`."""
     file = _file_of(path, part)
     with _written(file):
         file.unlink(missing_ok=True)
 
 
 def open(path: Path, *, damaged: bool = False) -> Hdf5ReadStore:
-    """Open the HDF5 file at `path`; see `tracer.stores.open_store`."""
+    """Open the HDF5 file at `path`; see `tracer.stores.opening.open_store`."""
     if not is_there(path):
         raise TraceNotFoundError(f"there is no trace at {path}")
     if not path.is_file():
@@ -407,7 +394,7 @@ def _locked(temporary: Path, path: Path) -> int:
 
 
 class Hdf5WriteStore:
-    """An HDF5 file being written; see `tracer.stores.WriteStore`."""
+    """An HDF5 file being written; see `tracer.stores.protocols.WriteStore`."""
 
     def __init__(self, path: Path, *, overwrite: bool = False, durable: bool = False) -> None:
         self.path = path
@@ -825,7 +812,7 @@ class _Opened:
 
 
 class Hdf5ReadStore:
-    """An HDF5 file being read; see `tracer.stores.ReadStore`."""
+    """An HDF5 file being read; see `tracer.stores.protocols.ReadStore`."""
 
     def __init__(self, path: File, *, damaged: bool = False) -> None:
         self.path = path

@@ -38,8 +38,10 @@ from tracer.errors import (
     TraceUnreachableError,
 )
 from tracer.format.names import PART
-from tracer.stores import WRITER, RowChunks, Url, check_name, rows_ahead, walk
+from tracer.stores.chunks import RowChunks, check_name, rows_ahead, walk
 from tracer.stores.codecs import OVERHEAD, Codec, codec_of, decode, decoded_size, encode
+from tracer.stores.locations import Url
+from tracer.stores.opening import WRITER
 from tracer.stores.zarr import (
     CHUNKS_PER_SHARD,
     CONSOLIDATED,
@@ -102,7 +104,7 @@ REQUEST_SECONDS = 30.0
 
 
 def create(url: Url, *, part: str | None = None, overwrite: bool = False, durable: bool = False) -> ObjectWriteStore:
-    """Make a Zarr group at `url`; see `tracer.stores.create_store`. What a commit acknowledged is always durable."""
+    """Make a Zarr group at `url`; see `tracer.stores.opening.create_store`. What was committed is always durable."""
     check_writable(url)
     objects = Objects(url)
     try:
@@ -126,7 +128,7 @@ def create(url: Url, *, part: str | None = None, overwrite: bool = False, durabl
 
 
 def open(url: Url, *, damaged: bool = False) -> Any:
-    """Open the trace at `url`; see `tracer.stores.open_store`."""
+    """Open the trace at `url`; see `tracer.stores.opening.open_store`."""
     if url.suffix.lower() != ".zarr":
         from tracer.stores import hdf5
 
@@ -188,7 +190,7 @@ def files(url: Url) -> list[Url]:
 
 
 def blank(url: Url) -> bool:
-    """Whether nothing is there but the root, which comes first; see `tracer.stores.blank`."""
+    """Whether nothing is there but the root, which comes first; see `tracer.stores.opening.blank`."""
     if url.suffix.lower() != ".zarr":
         return False
     objects = Objects(url)
@@ -201,7 +203,7 @@ def blank(url: Url) -> bool:
 
 
 def remove_part(url: Url, part: str) -> None:
-    """Remove the group of a part; see `tracer.stores.remove_part`."""
+    """Remove the group of a part; see `tracer.stores.opening.remove_part`."""
     objects = Objects(url)
     try:
         objects.delete(one.name for one in objects.listed(part))
@@ -608,7 +610,7 @@ class _Array:
 
 
 class ObjectWriteStore:
-    """A Zarr group on an object store being written; see `tracer.stores.WriteStore`."""
+    """A Zarr group on an object store being written; see `tracer.stores.protocols.WriteStore`."""
 
     def __init__(self, objects: Objects, part: str | None) -> None:
         self.path = objects.url
@@ -815,7 +817,7 @@ class _Index(NamedTuple):
 
 
 class ObjectReadStore(ZarrReadStore):
-    """A Zarr group on an object store being read; see `tracer.stores.ReadStore`."""
+    """A Zarr group on an object store being read; see `tracer.stores.protocols.ReadStore`."""
 
     def __init__(self, objects: Objects, root: Mapping[str, Any]) -> None:
         # what reads directories only joins and prints their paths, and a URL can be joined and printed
@@ -1148,7 +1150,7 @@ class ObjectReadStore(ZarrReadStore):
 
 
 class _Chunk(NamedTuple):
-    """Where a chunk is in its shard, and what of an array's rows it holds; see `tracer.stores.walk`."""
+    """Where a chunk is in its shard, and what of an array's rows it holds; see `tracer.stores.chunks.walk`."""
 
     offset: int
     nbytes: int

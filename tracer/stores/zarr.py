@@ -41,25 +41,20 @@ from tracer.errors import (
 from tracer.format.checksum import crc32c
 from tracer.format.names import PART
 from tracer.memory import PAGE, new_memory
-from tracer.stores import (
+from tracer.stores.chunks import (
     ALIGNED_BYTES,
-    UNREADABLE,
-    Place,
     RowChunks,
     check_name,
     contiguous,
-    is_there,
-    key_of,
     largest_chunk,
-    make_folder,
     row_checksums,
     rows_ahead,
-    rows_in,
-    sync_folder,
     walk,
 )
 from tracer.stores.codecs import CODECS, OVERHEAD, Codec, codec_of, decode, decoded_size, encode, zarr_codec
 from tracer.stores.disk.direct import DIRECT, PIECE, REFUSALS, DirectIO, is_aligned, write_all
+from tracer.stores.disk.files import UNREADABLE, is_there, key_of, make_folder, sync_folder
+from tracer.stores.protocols import Place, rows_in
 
 CHUNKS_PER_SHARD = 128
 READ_PIECE = 1 << 20
@@ -88,7 +83,7 @@ _SAFE_CODECS = frozenset({"bytes", "crc32c", "gzip", "zstd", "blosc", "sharding_
 
 
 def create(path: Path, *, part: str | None = None, overwrite: bool = False, durable: bool = False) -> ZarrWriteStore:
-    """Make a Zarr group at `path`, or a group in it; see `tracer.stores.create_store`."""
+    """Make a Zarr group at `path`, or a group in it; see `tracer.stores.opening.create_store`."""
     mine = path if part is None else path / part
     if is_there(mine) or mine.is_symlink():
         if not overwrite:
@@ -134,7 +129,7 @@ def blank(path: Path) -> bool:
 
 
 def remove_part(path: Path, part: str) -> None:
-    """Remove the group of a part; see `tracer.stores.remove_part`."""
+    """Remove the group of a part; see `tracer.stores.opening.remove_part`."""
     folder = path / part
     if folder.is_dir() and not folder.is_symlink():
         with _written(path):
@@ -143,7 +138,7 @@ def remove_part(path: Path, part: str) -> None:
 
 
 def open(path: Path, *, damaged: bool = False) -> ZarrReadStore:
-    """Open the Zarr group at `path`; see `tracer.stores.open_store`."""
+    """Open the Zarr group at `path`; see `tracer.stores.opening.open_store`."""
     if not is_there(path):
         raise TraceNotFoundError(f"there is no trace at {path}")
     if not path.is_dir():
@@ -350,7 +345,7 @@ def _array_document(
 
 
 class ZarrWriteStore:
-    """A Zarr group being written; see `tracer.stores.WriteStore`."""
+    """A Zarr group being written; see `tracer.stores.protocols.WriteStore`."""
 
     def __init__(self, path: Path, *, part: str | None = None, durable: bool = False) -> None:
         self.path = path
@@ -1076,7 +1071,7 @@ def _without_padding(chunk: memoryview, trailer: bytearray, nbytes: int) -> bool
 
 
 class ZarrReadStore:
-    """A Zarr group being read; see `tracer.stores.ReadStore`."""
+    """A Zarr group being read; see `tracer.stores.protocols.ReadStore`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -31,8 +31,10 @@ from tracer.format.version import FORMAT
 from tracer.memory import SMALLEST, Memory
 from tracer.messaging.messages import DEFAULT_TAG, Message, checked
 from tracer.messaging.subscription import passes
-from tracer.stores import STORES, Anywhere, Place, ReadStore, location, open_parts, part_in
 from tracer.stores.disk.mapped import MappedFiles
+from tracer.stores.locations import Anywhere, location, part_in
+from tracer.stores.opening import STORES, open_parts
+from tracer.stores.protocols import Place, ReadStore
 from tracer.trace.assembly import WHOLE, Block, assembled
 from tracer.trace.part import (
     Part,

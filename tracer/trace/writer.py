@@ -38,19 +38,9 @@ from tracer.format.process import process_start
 from tracer.format.version import FORMAT, VERSION
 from tracer.messaging.messages import Message
 from tracer.secrets import masked, masked_text
-from tracer.stores import (
-    Anywhere,
-    Location,
-    Url,
-    WriteStore,
-    check_writable,
-    create_store,
-    exists,
-    location,
-    refuse_part,
-    remove_part,
-    store_files,
-)
+from tracer.stores.locations import Anywhere, Location, Url, location
+from tracer.stores.opening import check_writable, create_store, exists, refuse_part, remove_part, store_files
+from tracer.stores.protocols import WriteStore
 from tracer.trace.compression import Compression
 from tracer.trace.part import Head, heads, refuse_link, refuse_living
 

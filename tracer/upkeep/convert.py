@@ -16,7 +16,8 @@ import numpy as np
 from tracer.errors import CaptureError, TraceError, TraceExistsError, UnknownNameError
 from tracer.format.journal import Column
 from tracer.messaging.subscription import passes
-from tracer.stores import Anywhere, Location, Url, exists, location, remove
+from tracer.stores.locations import Anywhere, Location, Url, location
+from tracer.stores.opening import exists, remove
 from tracer.trace.compression import Compression
 from tracer.trace.reader import Steps, TraceReader
 from tracer.trace.writer import TraceWriter, check_target

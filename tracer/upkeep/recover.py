@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tracer.errors import TraceCorruptError, TraceLostError
 from tracer.format.journal import Column
 from tracer.messaging.messages import DEFAULT_TAG
-from tracer.stores import Anywhere, Location, location
+from tracer.stores.locations import Anywhere, Location, location
 from tracer.trace.part import merged, tags_of, worst
 from tracer.upkeep.convert import check_paths, new_trace, single
 from tracer.upkeep.verify import UNKNOWN, Survey, survey

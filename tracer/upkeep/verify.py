@@ -35,7 +35,9 @@ from tracer.format.names import declarations_name, journal_name, part_of
 from tracer.format.placement import Placement
 from tracer.format.version import check_root
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
-from tracer.stores import STORES, Anywhere, Location, ReadStore, location, open_parts, part_in
+from tracer.stores.locations import Anywhere, Location, location, part_in
+from tracer.stores.opening import STORES, open_parts
+from tracer.stores.protocols import ReadStore
 from tracer.trace.part import Stream, first_step, foreign_parts, is_empty, lives, missing, restarted, worst
 from tracer.trace.reader import TraceReader
 

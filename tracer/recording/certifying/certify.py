@@ -28,7 +28,7 @@ from tracer.observing.pytorch.hooks import recomputing
 from tracer.observing.pytorch.wrappers import unwrap
 from tracer.recording import environment
 from tracer.recording.recording import Run, record
-from tracer.stores import location
+from tracer.stores.locations import location
 
 STEPS: Final = 10
 """How many steps are compared unless it is said."""

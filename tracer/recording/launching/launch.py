@@ -54,7 +54,8 @@ from tracer.recording.launching.epochs import Epochs
 from tracer.recording.launching.launchers import refuse_other_languages
 from tracer.recording.recorder import COMMIT_SECONDS, QUEUE_BYTES
 from tracer.recording.recording import Options, Resume, Run, concluded, end, start
-from tracer.stores import Anywhere, Location, location, store_module
+from tracer.stores.locations import Anywhere, Location, location
+from tracer.stores.opening import store_module
 from tracer.trace.compression import Compression
 from tracer.trace.part import heads, of_launch, refuse_living, this_process
 from tracer.trace.writer import check_target

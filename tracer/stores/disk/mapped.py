@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.memory import PAGE
-from tracer.stores import Place
+from tracer.stores.protocols import Place
 
 HUGE: Final = 2 << 20
 """Windows begin at multiples of this, in the file and in memory: the system maps at once what it cached at once only if

@@ -1,0 +1,270 @@
+"""What writers and readers of traces need of a store: named arrays that grow by rows, and JSON attributes.
+
+A store knows no messages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.memory import new_memory
+from tracer.stores.locations import Location
+
+
+class WriteStore(Protocol):
+    """A store being written, by one thread of one process."""
+
+    path: Location
+    checksums_chunks: bool
+    """Whether damaged numbers are noticed by the store itself."""
+    seals: bool
+    """Whether `seal` ends what `can_create` tells."""
+    plainly_compressed: bool
+    """Whether the libraries of the format read compressed arrays as they are, without a plugin."""
+    unhurried: bool
+    """Whether nobody waits for what is written, so that it may take longer if that takes less of the processor; may be
+    set at any time, and need not be heeded."""
+
+    @property
+    def can_create(self) -> bool:
+        """Whether `create` and `set_attrs` still work."""
+
+    def create(
+        self,
+        name: str,
+        *,
+        dtype: str,
+        shape: tuple[int, ...],
+        chunk_bytes: int,
+        compression: str | None = None,
+        gapless: bool = False,
+    ) -> None:
+        """Make an empty array.
+
+        Parameters
+        ----------
+        name : str
+            Path of the array; ``/`` separates groups, which are made as needed.
+        dtype : str
+            Name of a numpy dtype: a bool, integer, float or complex number.
+        shape : tuple of int
+            Shape of one row, each at least 1; ``()`` for a one-dimensional array.
+        chunk_bytes : int
+            Bytes of a chunk, at most; a chunk holds at least one row, or part of one row over `CHUNK_LIMIT`.
+        compression : str, optional
+            Name of a codec of `tracer.stores.codecs.CODECS`; None to store the numbers as they are.
+        gapless : bool
+            Whether the rows of all calls of `append` must follow each other, and be as many as the store says. If not,
+            it may leave out rows at a commit, and say until it is closed that there are more than were appended.
+
+        Raises
+        ------
+        TraceError
+            If the name is taken or cannot be used, or if this store can make no more arrays.
+        UnknownNameError
+            If there is no such codec.
+        """
+
+    def append(self, name: str, rows: NDArray[Any], checksums: list[int] | None = None) -> int:
+        """Append `rows`, an array (n, ...); they are there for readers after the next `commit`.
+
+        Returns the number of the first of them in the array. They follow each other.
+
+        Parameters
+        ----------
+        name : str
+        rows : numpy.ndarray
+        checksums : list, optional
+            Gets the CRC-32C of the bytes of each row, where the store computes it anyway; else it stays empty.
+
+        Raises
+        ------
+        TraceError
+            If they do not fit the array, or cannot be written (disk full).
+        """
+
+    def length(self, name: str) -> int:
+        """Rows of an array, with those not yet committed."""
+
+    def set_attrs(self, name: str, values: Mapping[str, Any]) -> None:
+        """Set attributes (JSON values) of an array or group; ``""`` is the root. They come with the next `commit`."""
+
+    def seal(self) -> None:
+        """Say that no array and no attribute will follow where the store needs to know it; `can_create` tells."""
+
+    def commit(self) -> None:
+        """Publish everything appended and set so far: it is there for readers and survives ``kill -9``.
+
+        There is no order within one commit; what must not be seen before something else goes into a later one.
+        """
+
+    def touch(self) -> None:
+        """Let the store look as if it had just been written: a sign of life for readers on other machines."""
+
+    def close(self) -> None:
+        """Commit and close. Closing again does nothing."""
+
+    def last_words(self, name: str, rows: NDArray[Any]) -> None:
+        """Append rows to one array and commit them, after an error and without what was appended to the others.
+
+        As much of the space as can be had of what was not committed is freed for them. Nothing was appended to this
+        array since the last commit, and nothing follows but `abandon`.
+
+        Raises
+        ------
+        TraceError
+            If that fails too; what was committed is as it was.
+        """
+
+    def abandon(self) -> None:
+        """Close the files and write nothing more; for use after an error. Does nothing on a closed store."""
+
+    def discard(self) -> None:
+        """Abandon the store and remove its files, because it could not be begun and nothing is in it.
+
+        As far as that goes, and without an error: the one that led here is the one to report. In an object store, which
+        is hardly there any more, nothing is removed.
+        """
+
+
+def rows_in(out: NDArray[Any] | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """An array of rows in the memory of `out`, where that is large enough, or in new memory."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if out is None or out.nbytes < nbytes:
+        out = new_memory(nbytes)
+    return out[:nbytes].view(dtype).reshape(shape)
+
+
+class Place(NamedTuple):
+    """Where the bytes of a row lie in a file."""
+
+    file: int
+    """A descriptor, open for reading."""
+    offset: int
+    checksummed: bool
+    """Whether their CRC-32C follows, in four bytes, the lowest first."""
+    owner: object
+    """What closes the file when nobody refers to it any more; or None, where the store does."""
+    key: tuple[int, int]
+    """Of the file: the numbers of its device and its inode."""
+
+
+class ReadStore(Protocol):
+    """A store being read."""
+
+    path: Location
+    checksums_chunks: bool
+    verifies: bool
+    """Whether `read` compares chunks with their checksums; may be set, and need not be heeded."""
+    readers: int
+    """How many threads should read at once."""
+    problems: list[str]
+    """What is wrong with a store that was opened as a damaged one: more may be met when it is read."""
+
+    @property
+    def modified(self) -> float:
+        """When the store was last written, in seconds since 1970."""
+
+    def parts(self) -> list[str]:
+        """Names of the groups that one process each wrote (see `PART`), in any order."""
+
+    def refresh(self) -> None:
+        """Look again at a store that is being written: arrays may be there that were not."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its files."""
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Sorted names of the arrays that begin with `prefix`."""
+
+    def will_open(self, names: Sequence[str]) -> None:
+        """Say of which arrays something will be asked next, as `will_read`."""
+
+    def will_read(self, ranges: Sequence[tuple[str, int, int]]) -> None:
+        """Say what `read` will be asked for next by this thread, name, start and stop.
+
+        A store that is far away fetches it at once.
+        """
+
+    def length(self, name: str) -> int:
+        """Committed rows of an array, looked up anew at each call."""
+
+    def row_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one row of an array."""
+
+    def dtype(self, name: str) -> str:
+        """Name of the numpy dtype of an array."""
+
+    def read(
+        self,
+        name: str,
+        start: int,
+        stop: int,
+        out: NDArray[Any] | None = None,
+        *,
+        checksums: list[int] | None = None,
+        verify: bool = True,
+    ) -> NDArray[Any]:
+        """Rows ``start`` up to, not including, ``stop``, in `out`, or in memory that nobody else uses.
+
+        May be called by several threads.
+
+        Parameters
+        ----------
+        name : str
+        start, stop : int
+        out : numpy.ndarray of uint8, optional
+            Contiguous memory of at least the size of the rows, for arrays whose bytes can be read in place; it may be
+            left unused.
+        checksums : list, optional
+            Gets the CRC-32C of the bytes of each row, where the store computes it anyway; else it stays empty.
+        verify : bool
+            False where the caller compares all that it needs of the rows with checksums of its own, and asks again with
+            true where one differs. Need not be heeded.
+
+        Raises
+        ------
+        TraceCorruptError
+            If there are no such rows, or if they fail their checksum.
+        """
+
+    def place(self, name: str, row: int) -> Place | None:
+        """Where one row lies as it is, in one piece of a file, so that it can be read without asking `read`.
+
+        None where that is not so, is not known, or may not stay so: `read` says what is wrong with a row, if something
+        is, and reads it anew where a writer has moved it.
+
+        Raises
+        ------
+        TraceCorruptError
+            If the array is damaged.
+        """
+
+    def chunk_rows(self, name: str) -> int:
+        """Rows of an array that lie in the same chunks: damage to one of them may reach all of them."""
+
+    def has_chunk(self, name: str, row: int) -> bool:
+        """Whether the chunk of a row is there, right or damaged. Rows that a store left out need not be."""
+
+    def stored_rows(self, name: str) -> int:
+        """A bound on the rows of an array that can be on disk, however many it says it has."""
+
+    def assume(
+        self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int, compression: str | None = None
+    ) -> int | None:
+        """Take an array whose description is damaged for one that `WriteStore.create` made in this way.
+
+        Returns its rows, at most; None where that is not possible. Its chunks still have to pass their checksums.
+        """
+
+    def attrs(self, name: str = "") -> dict[str, Any]:
+        """The attributes of an array or group; ``""`` is the root."""
+
+    def close(self) -> None:
+        """Close the files. Closing again does nothing."""
