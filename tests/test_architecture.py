@@ -51,7 +51,6 @@ CIRCLES: set[frozenset[str]] = {
         }
     ),
     frozenset({"tracer.recording.certifying.certify", "tracer.recording.recording"}),
-    frozenset({"tracer.stores.hdf5", "tracer.stores.objects"}),
     frozenset({"analyze.tables.layout", "analyze.tables.results"}),
 }
 UPWARDS = {

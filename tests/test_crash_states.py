@@ -19,8 +19,8 @@ import torch
 
 import tracer
 import tracer.stores.chunks
-import tracer.stores.hdf5
-import tracer.stores.zarr
+import tracer.stores.hdf5.reading
+import tracer.stores.zarr.reading
 from tests.crash_states import Disk, Stage, State
 from tracer.errors import TraceError
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage

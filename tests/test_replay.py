@@ -31,8 +31,8 @@ from tracer import (
     UnknownNameError,
 )
 from tracer.messaging.messages import KINDS
-from tracer.stores.hdf5 import Hdf5ReadStore
-from tracer.stores.zarr import ZarrReadStore
+from tracer.stores.hdf5.reading import Hdf5ReadStore
+from tracer.stores.zarr.reading import ZarrReadStore
 
 STEPS = 6
 

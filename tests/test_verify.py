@@ -17,7 +17,7 @@ import torch
 
 from tracer.errors import TraceFormatError, TraceNotFoundError
 from tracer.messaging.messages import ModuleMessage, NetworkMessage
-from tracer.stores.hdf5 import Hdf5ReadStore
+from tracer.stores.hdf5.reading import Hdf5ReadStore
 from tracer.trace.writer import TraceWriter
 from tracer.upkeep.recover import recover
 from tracer.upkeep.verify import CHECKS, Survey, verify

@@ -165,7 +165,7 @@ def _below_url(url: Url, *, deep: bool = True) -> Iterator[str]:
     if url.scheme.startswith("http"):
         raise CaptureError(f"{url}: an http server has no list of what is there; name each trace")
     try:
-        from tracer.stores.objects import Objects
+        from tracer.stores.objects.client import Objects
     except ImportError as error:
         raise TracerError(f"{url} needs obstore, which is not installed: pip install 'tracereel[s3]'") from error
     objects = Objects(url)

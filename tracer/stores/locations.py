@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tracer.format.names import PART
 from tracer.secrets import masked_urls
 
 SCHEMES = ("s3", "gs", "az", "http", "https")
-"""How the URLs begin that a trace can be at; see `tracer.stores.objects`."""
+"""How the URLs begin that a trace can be at; see `tracer.stores.objects.reading`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ Anywhere = str | os.PathLike[str] | Url
 """What `location` takes."""
 
 
+FIRST_PART = "rank0"
+"""The part that the file at a trace's path holds, where each part has a file."""
 _OF_A_PART = re.compile(rf"(?P<stem>.+)\.(?!rank0\.[^.]+$){PART.pattern}(?P<suffix>\.(?i:h5|hdf5))", re.DOTALL)
 
 
@@ -128,6 +131,24 @@ def whole_of(name: str) -> str | None:
     return None if found is None else found["stem"] + found["suffix"]
 
 
+def beside(path: Location, names: Iterable[str]) -> list[str]:
+    """Those of some names of files that are of other parts of the trace at `path`, by rank and attempt.
+
+    Examples
+    --------
+    >>> beside(Path("run.h5"), ["run.h5", "run.rank2.h5", "run.rank1.h5", "run.rank0.h5", "other.rank1.h5"])
+    ['run.rank1.h5', 'run.rank2.h5']
+    """
+    front = f"{path.stem}."
+    found = []
+    for name in names:
+        if name.startswith(front) and name.endswith(path.suffix):
+            part = PART.fullmatch(name[len(front) : len(name) - len(path.suffix)])
+            if part is not None and part[0] != FIRST_PART:
+                found.append((int(part["rank"]), int(part["attempt"] or 0), name))
+    return [name for _, _, name in sorted(found)]
+
+
 def part_in(file: str) -> str:
     """The name of the part that a file of a trace has, by its own name, where each part has a file.
 
@@ -137,4 +158,4 @@ def part_in(file: str) -> str:
     ['rank0', 'rank2', 'rank0.attempt1']
     """
     found = re.search(rf"\.({PART.pattern})\.[^.]+$", file)
-    return "rank0" if found is None else found[1]
+    return FIRST_PART if found is None else found[1]

@@ -4,24 +4,41 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import cast
+from typing import Any, Protocol, cast
 
 from tracer.errors import TraceError, TraceExistsError, TraceFormatError
 from tracer.stores.locations import Anywhere, Location, Url, location, part_in, whole_of
 from tracer.stores.protocols import ReadStore, WriteStore
 
-STORES: Mapping[str, str] = {
-    ".zarr": "tracer.stores.zarr",
-    ".h5": "tracer.stores.hdf5",
-    ".hdf5": "tracer.stores.hdf5",
-}
-"""Which module stores traces of which suffix; a module is imported when a store of its suffix is first opened."""
+STORES: Mapping[str, str] = {".zarr": "zarr", ".h5": "hdf5", ".hdf5": "hdf5"}
+"""The formats of traces, by their suffixes."""
+_ON_DISK: Mapping[str, str] = {"zarr": "tracer.stores.zarr.store", "hdf5": "tracer.stores.hdf5.store"}
+"""Which module keeps stores of which format; it is imported when a store of the format is first opened."""
+_ON_OBJECT_STORES: Mapping[str, str] = {"zarr": "tracer.stores.objects.store", "hdf5": "tracer.stores.objects.hdf5"}
 
 
-WRITER = "writer"
-"""The only attribute of a root on an object store that was put so that no other process does, and holds nothing yet."""
+class Backend(Protocol):
+    """What a module has that keeps stores in one format at one kind of place; its functions are documented here.
+
+    Of those that are only read, `create` and `remove_part` are not called.
+    """
+
+    def create(self, path: Any, *, part: str | None, overwrite: bool, durable: bool) -> WriteStore:
+        """As `create_store`."""
+
+    def open(self, path: Any, *, damaged: bool) -> ReadStore:
+        """As `open_store`."""
+
+    def files(self, path: Any) -> Sequence[Location]:
+        """As `store_files`."""
+
+    def blank(self, path: Any) -> bool:
+        """As the function of this name."""
+
+    def remove_part(self, path: Any, part: str) -> None:
+        """As the function of this name."""
 
 
 def exists(path: Location) -> bool:
@@ -37,7 +54,7 @@ def exists(path: Location) -> bool:
 
 def blank(path: Location) -> bool:
     """Whether all that is at `path` is what a process left that was killed before its part of a store was there."""
-    return bool(store_module(path).blank(path))
+    return backend_of(path).blank(path)
 
 
 def remove(url: Url) -> None:
@@ -52,25 +69,32 @@ def remove(url: Url) -> None:
 
 
 def _objects() -> ModuleType:
-    return importlib.import_module("tracer.stores.objects")
+    return importlib.import_module(_ON_OBJECT_STORES["zarr"])
 
 
-def store_module(path: Location) -> ModuleType:
-    """The module that reads and writes stores with the suffix of `path`; `TraceFormatError` if there is none."""
-    name = STORES.get(path.suffix.lower())
-    if name is None:
+def backend_of(path: Location) -> Backend:
+    """What keeps stores at such a place, with the suffix of `path`; `TraceFormatError` if there is none."""
+    format_name = STORES.get(path.suffix.lower())
+    if format_name is None:
         allowed = ", ".join(STORES)
         raise TraceFormatError(
             f"{path}: the suffix says how a trace is stored; it can be {allowed}, and there is {path.suffix or 'none'}"
         )
-    return _objects() if isinstance(path, Url) else importlib.import_module(name)
+    modules = _ON_OBJECT_STORES if isinstance(path, Url) else _ON_DISK
+    return cast(Backend, importlib.import_module(modules[format_name]))
 
 
 def check_writable(path: Location) -> None:
     """Raise `TraceFormatError` where no trace can be written, because of the suffix or the kind of URL."""
-    module = store_module(path)
-    if isinstance(path, Url):
-        module.check_writable(path)
+    backend_of(path)
+    if not isinstance(path, Url):
+        return
+    if STORES[path.suffix.lower()] == "hdf5":
+        raise TraceFormatError(
+            f"{path}: HDF5 on an object store is read-only; record to a URL that ends in .zarr, and use `trace convert`"
+        )
+    if path.scheme.startswith("http"):
+        raise TraceFormatError(f"{path}: a trace can be read from an http server, and not be written there")
 
 
 def create_store(
@@ -101,13 +125,14 @@ def create_store(
         If nothing can be written there.
     """
     path = location(path)
-    return cast(WriteStore, store_module(path).create(path, part=part, overwrite=overwrite, durable=durable))
+    check_writable(path)
+    return backend_of(path).create(path, part=part, overwrite=overwrite, durable=durable)
 
 
 def store_files(path: Anywhere) -> list[Location]:
     """The directory, or the files, that the parts of the store at `path` are in; `path` itself if there are none."""
     path = location(path)
-    return cast("list[Location]", store_module(path).files(path))
+    return list(backend_of(path).files(path))
 
 
 def refuse_part(path: Location) -> None:
@@ -126,7 +151,8 @@ def remove_part(path: Anywhere, part: str) -> None:
         If it cannot be removed.
     """
     path = location(path)
-    store_module(path).remove_part(path, part)
+    check_writable(path)
+    backend_of(path).remove_part(path, part)
 
 
 def open_store(path: Anywhere, *, damaged: bool = False) -> ReadStore:
@@ -148,7 +174,7 @@ def open_store(path: Anywhere, *, damaged: bool = False) -> ReadStore:
         If it is one but damaged.
     """
     path = location(path)
-    return cast(ReadStore, store_module(path).open(path, damaged=damaged))
+    return backend_of(path).open(path, damaged=damaged)
 
 
 def open_parts(path: Anywhere, *, damaged: bool = False) -> tuple[list[tuple[str, ReadStore]], dict[str, TraceError]]:
@@ -173,13 +199,13 @@ def open_parts(path: Anywhere, *, damaged: bool = False) -> tuple[list[tuple[str
         As `open_store`, if no part could be opened.
     """
     path = location(path)
-    module = store_module(path)
+    backend = backend_of(path)
     files = store_files(path)
     parts: list[tuple[str, ReadStore]] = []
     broken: dict[str, TraceError] = {}
     for file in files:
         try:
-            store = cast(ReadStore, module.open(file, damaged=damaged))
+            store = backend.open(file, damaged=damaged)
         except TraceError as error:
             if len(files) == 1:
                 raise

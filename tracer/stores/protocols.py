@@ -6,7 +6,8 @@ A store knows no messages.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,24 +17,26 @@ from tracer.memory import new_memory
 from tracer.stores.locations import Location
 
 
-class WriteStore(Protocol):
+class WriteStore(ABC):
     """A store being written, by one thread of one process."""
 
     path: Location
     checksums_chunks: bool
     """Whether damaged numbers are noticed by the store itself."""
-    seals: bool
+    seals: bool = False
     """Whether `seal` ends what `can_create` tells."""
     plainly_compressed: bool
     """Whether the libraries of the format read compressed arrays as they are, without a plugin."""
-    unhurried: bool
+    unhurried: bool = False
     """Whether nobody waits for what is written, so that it may take longer if that takes less of the processor; may be
     set at any time, and need not be heeded."""
 
     @property
     def can_create(self) -> bool:
-        """Whether `create` and `set_attrs` still work."""
+        """Whether `create` and `set_attrs` still work: at any time, unless a store `seals`."""
+        return True
 
+    @abstractmethod
     def create(
         self,
         name: str,
@@ -70,6 +73,7 @@ class WriteStore(Protocol):
             If there is no such codec.
         """
 
+    @abstractmethod
     def append(self, name: str, rows: NDArray[Any], checksums: list[int] | None = None) -> int:
         """Append `rows`, an array (n, ...); they are there for readers after the next `commit`.
 
@@ -88,27 +92,33 @@ class WriteStore(Protocol):
             If they do not fit the array, or cannot be written (disk full).
         """
 
+    @abstractmethod
     def length(self, name: str) -> int:
         """Rows of an array, with those not yet committed."""
 
+    @abstractmethod
     def set_attrs(self, name: str, values: Mapping[str, Any]) -> None:
         """Set attributes (JSON values) of an array or group; ``""`` is the root. They come with the next `commit`."""
 
     def seal(self) -> None:
-        """Say that no array and no attribute will follow where the store needs to know it; `can_create` tells."""
+        """Say that no array and no attribute will follow, where the store needs to know it (`seals`)."""
 
+    @abstractmethod
     def commit(self) -> None:
         """Publish everything appended and set so far: it is there for readers and survives ``kill -9``.
 
         There is no order within one commit; what must not be seen before something else goes into a later one.
         """
 
+    @abstractmethod
     def touch(self) -> None:
         """Let the store look as if it had just been written: a sign of life for readers on other machines."""
 
+    @abstractmethod
     def close(self) -> None:
         """Commit and close. Closing again does nothing."""
 
+    @abstractmethod
     def last_words(self, name: str, rows: NDArray[Any]) -> None:
         """Append rows to one array and commit them, after an error and without what was appended to the others.
 
@@ -121,6 +131,7 @@ class WriteStore(Protocol):
             If that fails too; what was committed is as it was.
         """
 
+    @abstractmethod
     def abandon(self) -> None:
         """Close the files and write nothing more; for use after an error. Does nothing on a closed store."""
 
@@ -130,6 +141,7 @@ class WriteStore(Protocol):
         As far as that goes, and without an error: the one that led here is the one to report. In an object store, which
         is hardly there any more, nothing is removed.
         """
+        self.abandon()
 
 
 def rows_in(out: NDArray[Any] | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -154,53 +166,97 @@ class Place(NamedTuple):
     """Of the file: the numbers of its device and its inode."""
 
 
-class ReadStore(Protocol):
+class ByteFile(Protocol):
+    """A file that is read at offsets, wherever it lies: on a disk, or as an object on a store."""
+
+    @property
+    def path(self) -> Location:
+        """Where it lies."""
+
+    @property
+    def descriptor(self) -> int | None:
+        """The system's number of the file while it is open; None where it does not lie on a disk."""
+
+    def hold(self) -> None:
+        """Open what is at the path now, if that is not what is open already."""
+
+    def is_current(self) -> bool:
+        """Whether what is open is still what is at the path."""
+
+    def size(self) -> int:
+        """Bytes of the file."""
+
+    def modified(self) -> float:
+        """When the file was last written, in seconds since 1970."""
+
+    def readinto(self, target: memoryview, offset: int) -> int:
+        """Read bytes from an offset on; how many there were."""
+
+    def fetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Say what `readinto` will be asked for next, offsets and sizes: a file that is far away fetches it at once."""
+
+    def close(self) -> None:
+        """Close the file. Closing again does nothing."""
+
+
+class ReadStore(ABC):
     """A store being read."""
 
     path: Location
     checksums_chunks: bool
-    verifies: bool
+    verifies: bool = True
     """Whether `read` compares chunks with their checksums; may be set, and need not be heeded."""
-    readers: int
+    readers: int = 1
     """How many threads should read at once."""
     problems: list[str]
     """What is wrong with a store that was opened as a damaged one: more may be met when it is read."""
 
     @property
+    @abstractmethod
     def modified(self) -> float:
         """When the store was last written, in seconds since 1970."""
 
+    @abstractmethod
     def parts(self) -> list[str]:
         """Names of the groups that one process each wrote (see `PART`), in any order."""
 
     def refresh(self) -> None:
-        """Look again at a store that is being written: arrays may be there that were not."""
+        """Look again at a store that is being written: arrays may be there that were not.
+
+        Does nothing where each question looks anew.
+        """
 
     @property
+    @abstractmethod
     def nbytes(self) -> int:
         """Bytes of its files."""
 
+    @abstractmethod
     def names(self, prefix: str = "") -> list[str]:
         """Sorted names of the arrays that begin with `prefix`."""
 
     def will_open(self, names: Sequence[str]) -> None:
-        """Say of which arrays something will be asked next, as `will_read`."""
+        """Say of which arrays something will be asked next, as `will_read`. Need not be heeded."""
 
     def will_read(self, ranges: Sequence[tuple[str, int, int]]) -> None:
         """Say what `read` will be asked for next by this thread, name, start and stop.
 
-        A store that is far away fetches it at once.
+        A store that is far away fetches it at once; others need not heed it.
         """
 
+    @abstractmethod
     def length(self, name: str) -> int:
         """Committed rows of an array, looked up anew at each call."""
 
+    @abstractmethod
     def row_shape(self, name: str) -> tuple[int, ...]:
         """Shape of one row of an array."""
 
+    @abstractmethod
     def dtype(self, name: str) -> str:
         """Name of the numpy dtype of an array."""
 
+    @abstractmethod
     def read(
         self,
         name: str,
@@ -245,13 +301,17 @@ class ReadStore(Protocol):
         TraceCorruptError
             If the array is damaged.
         """
+        return None
 
+    @abstractmethod
     def chunk_rows(self, name: str) -> int:
         """Rows of an array that lie in the same chunks: damage to one of them may reach all of them."""
 
     def has_chunk(self, name: str, row: int) -> bool:
         """Whether the chunk of a row is there, right or damaged. Rows that a store left out need not be."""
+        return True
 
+    @abstractmethod
     def stored_rows(self, name: str) -> int:
         """A bound on the rows of an array that can be on disk, however many it says it has."""
 
@@ -262,9 +322,12 @@ class ReadStore(Protocol):
 
         Returns its rows, at most; None where that is not possible. Its chunks still have to pass their checksums.
         """
+        return None
 
+    @abstractmethod
     def attrs(self, name: str = "") -> dict[str, Any]:
         """The attributes of an array or group; ``""`` is the root."""
 
+    @abstractmethod
     def close(self) -> None:
         """Close the files. Closing again does nothing."""

@@ -33,8 +33,9 @@ from tracer.format.process import process_lives, process_start
 from tracer.format.version import check_root
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.stores.locations import Location, Url
-from tracer.stores.opening import WRITER, blank, exists, open_parts, remove_part, store_files
+from tracer.stores.opening import blank, exists, open_parts, remove_part, store_files
 from tracer.stores.protocols import ReadStore
+from tracer.stores.zarr.format import WRITER
 
 BEGINNING_SECONDS = 10.0
 """How long a rank waits for others to begin their parts of a new trace."""

@@ -531,7 +531,7 @@ class TraceReader:
             "path": str(self.path),
             "format": FORMAT,
             "version": self._parts[0].attributes["format_version"],
-            "store": STORES[self.path.suffix.lower()].rpartition(".")[2],
+            "store": STORES[self.path.suffix.lower()],
             "run_id": first.header.get("run_id", first.attributes.get("run_id")),
             "created": first.header.get("created", first.attributes.get("created")),
             "status": self.status,

@@ -374,7 +374,7 @@ class Survey:
     @property
     def store_name(self) -> str:
         """The format that it is kept in."""
-        return STORES[self.path.suffix.lower()].rpartition(".")[2]
+        return STORES[self.path.suffix.lower()]
 
     @property
     def arrays(self) -> int:

@@ -55,7 +55,7 @@ from tracer.recording.launching.launchers import refuse_other_languages
 from tracer.recording.recorder import COMMIT_SECONDS, QUEUE_BYTES
 from tracer.recording.recording import Options, Resume, Run, concluded, end, start
 from tracer.stores.locations import Anywhere, Location, location
-from tracer.stores.opening import store_module
+from tracer.stores.opening import backend_of
 from tracer.trace.compression import Compression
 from tracer.trace.part import heads, of_launch, refuse_living, this_process
 from tracer.trace.writer import check_target
@@ -180,7 +180,7 @@ def run(
     code, main = _load_module(script) if module else _load_script(script)
     _not_hidden(code, os.getcwd() if module else os.path.dirname(os.path.abspath(script)))
     # before the script runs, which may have what is imported logged
-    store_module(location(out))
+    backend_of(location(out))
     Compression(options.compression).load(plainly=location(out).suffix.lower() == ".zarr")
     if capture is None or isinstance(capture, Capture):
         capture = lighter_on_evaluation(capture if capture is not None else Capture())
