@@ -27,7 +27,7 @@ import tracer
 from analyze.tables.layout import TextTable
 from cli import EXAMPLES, GROUPS, Size, main
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
-from tracer.stores.zarr.format import CHUNKS_PER_SHARD, chunks_begin
+from tracer.stores.zarr.shards import CHUNKS_PER_SHARD, chunks_begin
 from tracer.trace.writer import TraceWriter
 
 ROOT = Path(__file__).parent.parent

@@ -53,7 +53,7 @@ moto_server = pytest.importorskip("moto.server", reason="moto is the S3 server: 
 from tracer.stores.objects import writing  # noqa: E402 - it cannot be imported without obstore
 from tracer.stores.objects.client import RETRY_VARIABLE, Objects  # noqa: E402
 from tracer.stores.objects.writing import ObjectWriteStore  # noqa: E402
-from tracer.stores.zarr.format import chunks_begin  # noqa: E402
+from tracer.stores.zarr.shards import chunks_begin  # noqa: E402
 
 # each starts with a URL of its own, so nothing of one test is seen by another
 BUCKET = "bucket"

@@ -39,8 +39,8 @@ from tracer.stores.hdf5.writing import Hdf5WriteStore
 from tracer.stores.opening import create_store, open_parts, open_store, store_files
 from tracer.stores.zarr import writing as zarr_writing
 from tracer.stores.zarr.documents import write_document
-from tracer.stores.zarr.format import chunks_begin
 from tracer.stores.zarr.reading import ZarrReadStore
+from tracer.stores.zarr.shards import chunks_begin
 
 if sys.platform != "win32":
     import fcntl
@@ -1075,7 +1075,7 @@ def test_hdf5_that_is_moved_while_it_is_written(tmp_path: Path) -> None:
 @every_format
 def test_past_the_page_cache_rows_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
     """Rows of several chunks, of which the last is padded, in shards of which only so many are open at a time."""
-    monkeypatch.setattr("tracer.stores.zarr.writing.OPEN_FILES", 2)
+    monkeypatch.setattr("tracer.stores.zarr.shard_files.OPEN_FILES", 2)
     files = noted(monkeypatch)
     values = numbers("float32", (3, 5, 333, 401))
     path = tmp_path / f"store{suffix}"
@@ -1100,7 +1100,7 @@ def test_past_the_page_cache_many_chunks_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, shift: int
 ) -> None:
     """Chunks that follow each other are one request to the disk, across shards and at the end of a run, too."""
-    monkeypatch.setattr("tracer.stores.zarr.format.CHUNKS_PER_SHARD", 10)
+    monkeypatch.setattr("tracer.stores.zarr.shards.CHUNKS_PER_SHARD", 10)
     monkeypatch.setattr("tracer.stores.chunks.CHUNKS_AT_ONCE", 4)
     files = noted(monkeypatch)
     nbytes = 33 * (ALIGNED_BYTES + 4096)

@@ -162,7 +162,7 @@ def _at_url(text: str) -> Iterator[str]:
 
 
 def _below_url(url: Url, *, deep: bool = True) -> Iterator[str]:
-    if url.scheme.startswith("http"):
+    if url.is_web:
         raise CaptureError(f"{url}: an http server has no list of what is there; name each trace")
     try:
         from tracer.stores.objects.client import Objects

@@ -21,7 +21,7 @@ ALIGNED_BYTES = 1 << 17
 
 
 CHUNKS_AT_ONCE = 32
-"""Chunks that are given to be written together, at most."""
+"""Most chunks that `RowChunks` gives to be written together."""
 
 
 Piece = tuple[int, int, int]

@@ -14,12 +14,12 @@ from tracer.format.names import PART
 from tracer.secrets import masked_urls
 
 SCHEMES = ("s3", "gs", "az", "http", "https")
-"""How the URLs begin that a trace can be at; see `tracer.stores.objects.reading`."""
+"""How the URLs begin that a trace can be at; see `tracer.stores.objects`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """Where a trace is that is not on a disk: ``scheme://bucket/key``.
+    """Where a trace on an object store or an http server is: ``scheme://bucket/key``.
 
     It is no path, so that nothing takes it for one and makes a folder ``s3:``.
     """
@@ -42,6 +42,11 @@ class Url:
     def stem(self) -> str:
         """As that of a `Path`."""
         return Path(self.name).stem
+
+    @property
+    def is_web(self) -> bool:
+        """Whether it leads to an http server, which gives what it is asked for and has no lists."""
+        return self.scheme.startswith("http")
 
     def __truediv__(self, name: str) -> Url:
         return Url(self.scheme, self.bucket, f"{self.key}/{name}")

@@ -93,7 +93,7 @@ def check_writable(path: Location) -> None:
         raise TraceFormatError(
             f"{path}: HDF5 on an object store is read-only; record to a URL that ends in .zarr, and use `trace convert`"
         )
-    if path.scheme.startswith("http"):
+    if path.is_web:
         raise TraceFormatError(f"{path}: a trace can be read from an http server, and not be written there")
 
 

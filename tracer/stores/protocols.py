@@ -24,12 +24,14 @@ class WriteStore(ABC):
     checksums_chunks: bool
     """Whether damaged numbers are noticed by the store itself."""
     seals: bool = False
-    """Whether `seal` ends what `can_create` tells."""
+    """Whether neither arrays nor attributes can be made after `seal`."""
     plainly_compressed: bool
     """Whether the libraries of the format read compressed arrays as they are, without a plugin."""
     unhurried: bool = False
-    """Whether nobody waits for what is written, so that it may take longer if that takes less of the processor; may be
-    set at any time, and need not be heeded."""
+    """Whether nobody waits for what is written: writing may then take longer if it costs less of the processor.
+
+    May be set at any time; a store need not heed it.
+    """
 
     @property
     def can_create(self) -> bool:
@@ -62,8 +64,9 @@ class WriteStore(ABC):
         compression : str, optional
             Name of a codec of `tracer.stores.codecs.CODECS`; None to store the numbers as they are.
         gapless : bool
-            Whether the rows of all calls of `append` must follow each other, and be as many as the store says. If not,
-            it may leave out rows at a commit, and say until it is closed that there are more than were appended.
+            Whether the rows of each call of `append` must follow those of the call before, and the array's length must
+            be that of all of them. If not, the store may leave out rows at a commit, and until it is closed it may say
+            that there are more rows than were appended.
 
         Raises
         ------
@@ -75,16 +78,16 @@ class WriteStore(ABC):
 
     @abstractmethod
     def append(self, name: str, rows: NDArray[Any], checksums: list[int] | None = None) -> int:
-        """Append `rows`, an array (n, ...); they are there for readers after the next `commit`.
+        """Append `rows`, an array (n, ...). Readers see them after the next `commit`.
 
-        Returns the number of the first of them in the array. They follow each other.
+        Returns the number of the first of them in the array; the others follow it.
 
         Parameters
         ----------
         name : str
         rows : numpy.ndarray
         checksums : list, optional
-            Gets the CRC-32C of the bytes of each row, where the store computes it anyway; else it stays empty.
+            Receives the CRC-32C of the bytes of each row if the store computes it anyway; else it stays empty.
 
         Raises
         ------
@@ -120,10 +123,10 @@ class WriteStore(ABC):
 
     @abstractmethod
     def last_words(self, name: str, rows: NDArray[Any]) -> None:
-        """Append rows to one array and commit them, after an error and without what was appended to the others.
+        """Append rows to one array and commit them after an error; what was appended to other arrays is dropped.
 
-        As much of the space as can be had of what was not committed is freed for them. Nothing was appended to this
-        array since the last commit, and nothing follows but `abandon`.
+        The space of what was not committed is freed for them, as far as possible. Nothing was appended to this array
+        since the last commit, and only `abandon` follows.
 
         Raises
         ------
@@ -136,10 +139,10 @@ class WriteStore(ABC):
         """Close the files and write nothing more; for use after an error. Does nothing on a closed store."""
 
     def discard(self) -> None:
-        """Abandon the store and remove its files, because it could not be begun and nothing is in it.
+        """Abandon a store that could not be begun, and remove its files as far as possible.
 
-        As far as that goes, and without an error: the one that led here is the one to report. In an object store, which
-        is hardly there any more, nothing is removed.
+        It raises nothing: the error that led here is the one to report. On an object store nothing is removed, because
+        it hardly answers any more.
         """
         self.abandon()
 
@@ -161,7 +164,7 @@ class Place(NamedTuple):
     checksummed: bool
     """Whether their CRC-32C follows, in four bytes, the lowest first."""
     owner: object
-    """What closes the file when nobody refers to it any more; or None, where the store does."""
+    """What closes the file when nothing refers to it any more; None where the store closes it."""
     key: tuple[int, int]
     """Of the file: the numbers of its device and its inode."""
 
@@ -176,6 +179,10 @@ class ByteFile(Protocol):
     @property
     def descriptor(self) -> int | None:
         """The system's number of the file while it is open; None where it does not lie on a disk."""
+
+    @property
+    def grows(self) -> bool:
+        """Whether another process may write to it, or put another file in its place."""
 
     def hold(self) -> None:
         """Open what is at the path now, if that is not what is open already."""
@@ -209,7 +216,7 @@ class ReadStore(ABC):
     readers: int = 1
     """How many threads should read at once."""
     problems: list[str]
-    """What is wrong with a store that was opened as a damaged one: more may be met when it is read."""
+    """What is wrong with a store that was opened as a damaged one; reading it may add more."""
 
     @property
     @abstractmethod
@@ -279,10 +286,10 @@ class ReadStore(ABC):
             Contiguous memory of at least the size of the rows, for arrays whose bytes can be read in place; it may be
             left unused.
         checksums : list, optional
-            Gets the CRC-32C of the bytes of each row, where the store computes it anyway; else it stays empty.
+            Receives the CRC-32C of the bytes of each row if the store computes it anyway; else it stays empty.
         verify : bool
-            False where the caller compares all that it needs of the rows with checksums of its own, and asks again with
-            true where one differs. Need not be heeded.
+            Whether chunks are compared with their checksums. A caller that compares the rows with checksums of its own
+            passes false, and reads again with true where one differs. A store need not heed it.
 
         Raises
         ------
@@ -291,10 +298,10 @@ class ReadStore(ABC):
         """
 
     def place(self, name: str, row: int) -> Place | None:
-        """Where one row lies as it is, in one piece of a file, so that it can be read without asking `read`.
+        """Where one row lies as it is, in one piece of a file, so that it can be read without `read`.
 
-        None where that is not so, is not known, or may not stay so: `read` says what is wrong with a row, if something
-        is, and reads it anew where a writer has moved it.
+        None where it lies otherwise, where that is not known, or where a writer may move it. `read` then reads it, and
+        says what is wrong with it.
 
         Raises
         ------
@@ -305,7 +312,7 @@ class ReadStore(ABC):
 
     @abstractmethod
     def chunk_rows(self, name: str) -> int:
-        """Rows of an array that lie in the same chunks: damage to one of them may reach all of them."""
+        """How many rows of an array share their chunks: damage to one may reach all of them."""
 
     def has_chunk(self, name: str, row: int) -> bool:
         """Whether the chunk of a row is there, right or damaged. Rows that a store left out need not be."""
@@ -313,7 +320,7 @@ class ReadStore(ABC):
 
     @abstractmethod
     def stored_rows(self, name: str) -> int:
-        """A bound on the rows of an array that can be on disk, however many it says it has."""
+        """An upper bound of the rows of an array that can be stored, however many it says it has."""
 
     def assume(
         self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int, compression: str | None = None

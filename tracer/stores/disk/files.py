@@ -134,6 +134,8 @@ class LocalFile:
 
     __slots__ = ("_file", "path")
 
+    grows = True
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = -1

@@ -128,8 +128,8 @@ class Hdf5ReadStore(ReadStore):
     def refresh(self) -> None:
         """Look anew at every array, and open the file anew if another one is at the path, as after the first commit."""
         with read_errors(self.path, "the file"):
-            if self._file.descriptor is None:
-                return  # nobody writes a file on an object store
+            if not self._file.grows:
+                return
             # as it was put back, it does not grow
             if self._file.is_current() and self._mended is None:
                 self._looked_up.update(dataset.name for dataset in self._datasets.values())

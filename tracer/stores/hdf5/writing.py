@@ -1,9 +1,9 @@
 """Writing an HDF5 trace.
 
 Chunks go into the file without passing through HDF5's chunk cache; large ones not through HDF5 at all, which only makes
-room for them. From the first commit on the file is in SWMR mode,
-in which it can be read while it is written and after ``kill -9``, and in which no datasets can be made; until then
-it lies beside its final path, so that what is at the path can always be opened.
+room for them. From the first commit on the file is in SWMR mode, in which it can be read while it is written and after
+``kill -9``, and in which no datasets can be made; until then it lies beside its final path, so that what is at the path
+can always be opened.
 
 Compressed chunks go the same way, and are decoded here: HDF5 is told which filter they passed, and never runs one. A
 chunk that a commit published before it was full stays uncompressed, because HDF5 would give it another place each time
@@ -16,7 +16,6 @@ import contextlib
 import fcntl
 import os
 import shutil
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,11 @@ from tracer.errors import TraceError, TraceExistsError, TraceNotFoundError
 from tracer.memory import PAGE
 from tracer.stores.chunks import ALIGNED_BYTES, RowChunks, check_name
 from tracer.stores.codecs import HDF5_FILTER, Codec, codec_of, encode, hdf5_options
-from tracer.stores.disk.direct import DIRECT, PIECE, REFUSALS, DirectIO, is_aligned, write_all
 from tracer.stores.disk.files import is_there, sync_file, sync_folder
 from tracer.stores.hdf5.attributes import set_attribute
 from tracer.stores.hdf5.datasets import NOT_FILTERED
 from tracer.stores.hdf5.errors import ERRORS, cannot_write, write_errors
+from tracer.stores.hdf5.large import WrittenFile
 from tracer.stores.hdf5.superblock import mark_unfinished
 from tracer.stores.protocols import WriteStore
 
@@ -116,9 +115,6 @@ class Hdf5WriteStore(WriteStore):
 
     def __init__(self, path: Path, *, overwrite: bool = False, durable: bool = False) -> None:
         self.path = path
-        self._direct = DirectIO()
-        # the file once more, to be written past the page cache
-        self._direct_file = -1
         self._durable = durable
         self._arrays: dict[str, _Array] = {}
         self._changed: dict[str, None] = {}
@@ -137,8 +133,7 @@ class Hdf5WriteStore(WriteStore):
             self._unsealed.unlink(missing_ok=True)
             os.close(self._lock)
             raise
-        self._descriptor = int(self._file.id.get_vfd_handle())
-        _writing.add(self)
+        self._written = WrittenFile(int(self._file.id.get_vfd_handle()))
 
     @property
     def can_create(self) -> bool:
@@ -244,7 +239,7 @@ class Hdf5WriteStore(WriteStore):
             if self._durable:  # before what leads to it
                 os.fsync(file.id.get_vfd_handle())
             file.flush()
-            if self._sealed and os.fstat(self._descriptor).st_nlink == 0:
+            if self._sealed and os.fstat(self._written.descriptor).st_nlink == 0:
                 raise TraceNotFoundError(f"{self.path} was removed while it was written")
             for name in self._changed:
                 self._arrays[name].committed = self._arrays[name].length
@@ -253,7 +248,7 @@ class Hdf5WriteStore(WriteStore):
                 os.fsync(file.id.get_vfd_handle())
             if not self._sealed:
                 # a file that is not in SWMR mode cannot be opened after a kill, but a copy of a closed one can
-                self._descriptor = -1
+                self._written.descriptor = -1
                 file.close()
                 shutil.copyfile(self._unsealed, self._copy)
                 if self._durable:
@@ -263,7 +258,7 @@ class Hdf5WriteStore(WriteStore):
                     sync_folder(self.path.parent)
                 self._placed = True
                 self._file = h5py.File(self._unsealed, "r+", **_WRITING)
-                self._descriptor = int(self._file.id.get_vfd_handle())
+                self._written.descriptor = int(self._file.id.get_vfd_handle())
                 for name, array in self._arrays.items():
                     array.dataset = self._file[name].id
 
@@ -277,8 +272,7 @@ class Hdf5WriteStore(WriteStore):
             return
         self.seal()
         self.commit()
-        self._close_direct()
-        self._descriptor = -1
+        self._written.close()
         with write_errors(self.path):
             self._file.close()
             if self._durable:
@@ -310,8 +304,7 @@ class Hdf5WriteStore(WriteStore):
         if self._sealed:
             self._shorten()
         file, self._file = self._file, None
-        self._close_direct()
-        self._descriptor = -1
+        self._written.close()
         # the error that led here is the one to report
         with contextlib.suppress(Exception):
             file.close()
@@ -413,66 +406,10 @@ class Hdf5WriteStore(WriteStore):
         array.dataset.write_direct_chunk(start, data, filter_mask)
 
     def _write_large(self, array: _Array, number: int, pieces: Sequence[memoryview]) -> None:
-        """Write chunks to the places that HDF5 has for them: in pieces, and while nobody waits past the page cache."""
+        """Write chunks to the places that HDF5 has for them, without it."""
         self._resize(array, (number + len(pieces) - 1) // array.rows.per_row + 1)
         if array.place < 0 or number < array.first:
             _each(self._write_chunk, array, number, pieces)
             return
         apart = self._apart(array)
-        place = array.place + (number - array.first) * apart
-        past_cache = self.unhurried and self._direct.serves(self._descriptor)
-        # together, where they lie side by side, in whole pages
-        together = past_cache and len(pieces[0]) == apart and all(map(is_aligned, pieces))
-        if together and self._write_past_cache(pieces, place) == len(pieces) * apart:
-            return
-        for data in pieces:
-            done = self._write_past_cache([self._direct.aligned(data)], place) if past_cache else 0
-            while done < len(data):
-                stop = min(len(data), done + PIECE - (place + done) % PIECE)
-                write_all(self._descriptor, [data[done:stop]], stop - done, place + done)
-                done = stop
-            place += apart
-
-    def _write_past_cache(self, aligned: Sequence[memoryview], place: int) -> int:
-        """Write chunks but for the page that they end in, where other things begin; how many bytes that was."""
-        if not self._direct.possible:
-            return 0
-        size = sum(map(len, aligned))
-        whole = size - size % PAGE
-        parts = [*aligned[:-1], aligned[-1][: len(aligned[-1]) - size % PAGE]]
-        try:
-            if self._direct_file < 0:
-                # what is open, and not what is at its path by now
-                path = f"/proc/self/fd/{self._descriptor}"
-                self._direct_file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | DIRECT)
-        except OSError:
-            self._direct.give_up()
-            return 0
-        try:
-            return whole if os.pwritev(self._direct_file, parts, place) == whole else 0
-        except OSError as error:
-            if error.errno not in REFUSALS:
-                raise  # through the page cache, nobody would hear of it any more
-            self._direct.give_up()
-            return 0
-
-    def _close_direct(self) -> None:
-        file, self._direct_file = self._direct_file, -1
-        if file >= 0:
-            os.close(file)
-
-
-_writing: weakref.WeakSet[Hdf5WriteStore] = weakref.WeakSet()
-
-
-def _let_go() -> None:
-    """Let a forked child write nowhere: when it ends, HDF5 writes what was in its memory when it was forked."""
-    for store in _writing:
-        for file in (store._descriptor, store._direct_file):
-            if file >= 0:
-                nowhere = os.open(os.devnull, os.O_RDWR)
-                os.dup2(nowhere, file)
-                os.close(nowhere)
-
-
-os.register_at_fork(after_in_child=_let_go)
+        self._written.write(pieces, array.place + (number - array.first) * apart, apart, unhurried=self.unhurried)

@@ -178,7 +178,7 @@ class Objects:
 
     def any(self) -> bool:
         """Whether there is an object at the URL or below it."""
-        if self.url.scheme.startswith("http"):
+        if self.url.is_web:
             # no lists there
             return self.head("zarr.json") is not None or self.head() is not None
         try:

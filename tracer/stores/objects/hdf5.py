@@ -16,7 +16,7 @@ def open(url: Url, *, damaged: bool = False) -> Hdf5ReadStore:
 
 def files(url: Url) -> list[Url]:
     """The files of a trace: one at `url`, if there is one, and those of other parts beside it."""
-    if url.scheme.startswith("http"):
+    if url.is_web:
         return [url]
     folder, _, _ = url.key.rpartition("/")
     objects = Objects(Url(url.scheme, url.bucket, folder))

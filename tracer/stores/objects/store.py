@@ -44,7 +44,7 @@ def open(url: Url, *, damaged: bool = False) -> ObjectReadStore:
             if not document and not objects.any():
                 raise TraceNotFoundError(f"there is no trace at {url}")
             # an http server has no lists
-            names = [] if url.scheme.startswith("http") else [one.name for one in objects.listed()]
+            names = [] if url.is_web else [one.name for one in objects.listed()]
             if not (damaged and any(name.startswith("rank") for name in names)):
                 if any(PART.fullmatch(name.partition("/")[0]) for name in names):
                     raise TraceCorruptError(

@@ -14,24 +14,16 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import TraceError, TraceExistsError
-from tracer.stores.chunks import RowChunks, check_name, rows_ahead
+from tracer.stores.chunks import RowChunks
 from tracer.stores.codecs import Codec, codec_of, encode
 from tracer.stores.locations import Url
 from tracer.stores.objects.client import IN_FLIGHT_BYTES, Objects
-from tracer.stores.protocols import WriteStore
-from tracer.stores.zarr.format import (
-    CHUNKS_PER_SHARD,
-    MISSING,
-    WRITER,
-    array_document,
-    both_indexes,
-    checksum_bytes,
-    chunks_begin,
-)
+from tracer.stores.zarr.format import WRITER, checksum_bytes, group_document
+from tracer.stores.zarr.shards import GrowingArray, Shard, chunks_begin
+from tracer.stores.zarr.writer import ZarrWriter
 
 SHARD_BYTES = 16 << 20
 """Bytes of the chunks of a shard, at most, save for rows that are larger."""
@@ -43,99 +35,57 @@ PUBLISHED_SHARDS = 16
 """An array with gaps says that it has the rows of so many shards, and then of twice as many each time."""
 
 
-def layout(rows: RowChunks, gapless: bool, codec: Codec | None) -> tuple[int, dict[str, Any]]:
-    """How many chunks a shard has, and the ``zarr.json`` of an array, without what changes."""
-    limit = GAPLESS_SHARD_BYTES if gapless else SHARD_BYTES
-    heights = min(CHUNKS_PER_SHARD // rows.per_row, limit // (rows.per_row * rows.chunk_nbytes))
-    heights = max(1, heights)
-    trailing = [count * size for count, size in zip(rows.grid, rows.chunk[1:], strict=True)]
-    return heights * rows.per_row, array_document(rows.dtype, rows.chunk, (heights * rows.chunk[0], *trailing), codec)
+class _ShardBuffer(Shard):
+    """A shard that is being filled in memory: behind room for its index, chunks as they come."""
 
-
-class _Shard:
-    """A shard that is being filled: behind room for its index, chunks as they come."""
-
-    __slots__ = ("buffer", "changed", "index", "number")
+    __slots__ = ("_buffer",)
 
     def __init__(self, number: int, chunks: int) -> None:
-        self.number = number
-        self.index = np.full((chunks, 2), MISSING, "<u8")
-        self.buffer = bytearray(chunks_begin(chunks))
-        self.changed = False
+        super().__init__(number, chunks)
+        self._buffer = bytearray(chunks_begin(chunks))
 
     def add(self, place: int, data: memoryview | bytes) -> None:
         """Append a chunk, in the place of the last one if that was not full."""
-        if self.index[place, 0] != MISSING:
-            del self.buffer[int(self.index[place, 0]) :]
-        self.index[place] = len(self.buffer), len(data) + 4
-        self.buffer += data
-        self.buffer += checksum_bytes(data)
-        self.changed = True
+        before = self.offset_of(place)
+        if before is not None:
+            del self._buffer[before:]
+        self.enter(place, len(self._buffer), len(data) + 4)
+        self._buffer += data
+        self._buffer += checksum_bytes(data)
 
     def sealed(self) -> bytearray:
         """The object."""
-        data = both_indexes(self.index)
-        self.buffer[: len(data)] = data
+        data = self.indexes()
+        self._buffer[: len(data)] = data
         self.changed = False
-        return self.buffer
+        return self._buffer
 
 
-class _Array:
-    """An array that is being written."""
+class ObjectArray(GrowingArray):
+    """An array that is being written to an object store."""
 
-    __slots__ = (
-        *("attrs", "codec", "end", "gapless", "name", "per_shard", "published", "rows", "shard", "shard_rows"),
-        "template",
-    )
+    __slots__ = ("shard",)
 
-    def __init__(self, name: str, rows: RowChunks, gapless: bool, codec: Codec | None) -> None:
-        self.name = name
-        self.rows = rows
-        self.gapless = gapless
-        self.codec = codec
-        self.per_shard, self.template = layout(rows, gapless, codec)
-        self.shard_rows: int = self.template["chunk_grid"]["configuration"]["chunk_shape"][0]
-        self.shard: _Shard | None = None
-        self.attrs: dict[str, Any] = {}
-        # one behind the last row that there is
-        self.end = 0
-        # rows that its zarr.json says
-        self.published = -1
-
-    def key(self, shard: int) -> str:
-        return "/".join([self.name, "c", str(shard), *["0"] * len(self.rows.shape)])
-
-    def document(self, rows: int) -> dict[str, Any]:
-        self.published = rows
-        return self.template | {"shape": [rows, *self.rows.shape], "attributes": self.attrs}
-
-    def to_publish(self) -> int:
-        """Rows that the zarr.json should say."""
-        if self.gapless:
-            return self.end
-        return rows_ahead(self.end, PUBLISHED_SHARDS * self.shard_rows)
+    def __init__(self, name: str, rows: RowChunks, codec: Codec | None, *, gapless: bool) -> None:
+        limit = GAPLESS_SHARD_BYTES if gapless else SHARD_BYTES
+        super().__init__(name, rows, codec, gapless=gapless, shard_bytes=limit, ahead=PUBLISHED_SHARDS)
+        self.shard: _ShardBuffer | None = None
 
 
-class ObjectWriteStore(WriteStore):
-    """A Zarr group on an object store being written; see `tracer.stores.protocols.WriteStore`."""
+class ObjectWriteStore(ZarrWriter[ObjectArray]):
+    """A Zarr group on an object store being written."""
 
     path: Url
-    checksums_chunks = True
-    plainly_compressed = True
 
     def __init__(self, objects: Objects, part: str | None) -> None:
+        super().__init__()
         self.path = objects.url
         self._objects = objects
-        self._arrays: dict[str, _Array] = {}
-        self._groups: dict[str, dict[str, Any]] = {"": {}}
-        self._changed: dict[str, None] = {"": None}
+        self._changed[""] = None
         self._flying: OrderedDict[Future[Any], int] = OrderedDict()
-        self._closed = False
         self._touched = "" if part is None else part
-        # whether the root has attributes that another process set
-        self._joined = False
         # of two writers one is refused; the number tells whose object it is
-        writer = {"zarr_format": 3, "node_type": "group", "attributes": {WRITER: uuid.uuid4().hex}}
+        writer = json.dumps(group_document({WRITER: uuid.uuid4().hex})).encode()
         if part is not None:
             self._groups[part] = {}
             self._changed[part] = None
@@ -144,43 +94,28 @@ class ObjectWriteStore(WriteStore):
                 self._joined = True
                 del self._changed[""]
                 objects.disperse()
-        if part is not None:
-            objects.put_new(f"{part}/zarr.json", json.dumps(writer).encode())
+            objects.put_new(f"{part}/zarr.json", writer)
         if not self._joined:
             try:
-                objects.put_new("zarr.json", json.dumps(writer).encode())
+                objects.put_new("zarr.json", writer)
             except TraceExistsError:
                 if part is None:
                     raise
                 # another rank made it, which says there what this one will say, too: that one may have been killed
 
-    def create(
-        self,
-        name: str,
-        *,
-        dtype: str,
-        shape: tuple[int, ...],
-        chunk_bytes: int,
-        compression: str | None = None,
-        gapless: bool = False,
-    ) -> None:
-        self._open()
-        check_name(name)
-        if name in self._arrays or name in self._groups:
-            raise TraceError(f"{self.path} already has an array or group {name!r}")
-        parts = name.split("/")
-        parents = ["/".join(parts[:depth]) for depth in range(1, len(parts))]
-        if any(parent in self._arrays for parent in parents):
-            raise TraceError(f"{self.path}: {name!r} lies within an array")
+    def _array_of(
+        self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int, compression: str | None, gapless: bool
+    ) -> ObjectArray:
         if not gapless and not shape:
             chunk_bytes = max(1, chunk_bytes // CHUNK_FRACTION)
-        array = _Array(name, RowChunks(name, dtype, shape, chunk_bytes), gapless, codec_of(compression))
-        for parent in parents:
-            if parent not in self._groups:
-                self._groups[parent] = {}
-                self._changed[parent] = None
-        self._arrays[name] = array
-        self._changed[name] = None
+        return ObjectArray(name, RowChunks(name, dtype, shape, chunk_bytes), codec_of(compression), gapless=gapless)
+
+    def _make(self, array: ObjectArray, groups: list[str]) -> None:
+        for group in groups:
+            self._groups[group] = {}
+            self._changed[group] = None
+        self._arrays[array.name] = array
+        self._changed[array.name] = None
 
     def append(self, name: str, rows: NDArray[Any], checksums: list[int] | None = None) -> int:
         array = self._array(name)
@@ -190,22 +125,8 @@ class ObjectWriteStore(WriteStore):
         self._changed[name] = None
         return first
 
-    def length(self, name: str) -> int:
-        return self._array(name).rows.rows
-
-    def set_attrs(self, name: str, values: Mapping[str, Any]) -> None:
-        if name == "" and self._joined:
-            return
-        if name in self._groups:
-            self._groups[name].update(values)
-        else:
-            array = self._array(name)
-            array.attrs.update(values)
-            array.published = -1
-        self._changed[name] = None
-
     def commit(self) -> None:
-        self._open()
+        self._check_open()
         gapless = []
         for name in self._changed:
             array = self._arrays.get(name)
@@ -218,7 +139,7 @@ class ObjectWriteStore(WriteStore):
             if array.shard is not None and array.shard.changed:
                 # that of an array without gaps goes on to grow
                 data = array.shard.sealed()
-                self._put(array.key(array.shard.number), bytes(data) if array.gapless else data)
+                self._put(array.shard_name(array.shard.number), bytes(data) if array.gapless else data)
             if array.gapless:
                 gapless.append(array)
                 continue
@@ -226,12 +147,12 @@ class ObjectWriteStore(WriteStore):
             array.shard = None
             array.rows.skip(-(-array.rows.rows // array.shard_rows) * array.shard_rows)
             if array.to_publish() > array.published:
-                self._put_document(name, array.document(array.to_publish()))
+                self._put_array(array, array.to_publish())
         self._land()
         # their length says what is there, so it comes after that
         for array in gapless:
             if array.published != array.end:
-                self._put_document(array.name, array.document(array.end))
+                self._put_array(array, array.end)
         self._land()
         self._changed.clear()
 
@@ -242,9 +163,6 @@ class ObjectWriteStore(WriteStore):
     def last_words(self, name: str, rows: NDArray[Any]) -> None:
         """Do nothing: a request that failed was tried for long enough."""
 
-    def _put_group(self, name: str) -> None:
-        self._put_document(name, {"zarr_format": 3, "node_type": "group", "attributes": self._groups[name]})
-
     def close(self) -> None:
         if self._closed:
             return
@@ -252,7 +170,7 @@ class ObjectWriteStore(WriteStore):
         # so that a finished array looks no longer than it is
         for array in self._arrays.values():
             if array.published != array.end:
-                self._put_document(array.name, array.document(array.end))
+                self._put_array(array, array.end)
         self._land()
         self._objects.disperse()
         self.abandon()
@@ -263,29 +181,26 @@ class ObjectWriteStore(WriteStore):
         self._arrays.clear()
         self._objects.close()
 
-    def _open(self) -> None:
-        if self._closed:
-            raise TraceError(f"{self.path} is closed")
-
-    def _array(self, name: str) -> _Array:
-        self._open()
-        if name not in self._arrays:
-            raise TraceError(f"{self.path} has no array {name!r}")
-        return self._arrays[name]
-
-    def _add_all(self, array: _Array, number: int, pieces: Iterable[memoryview]) -> None:
+    def _add_all(self, array: ObjectArray, number: int, pieces: Iterable[memoryview]) -> None:
         for one, data in enumerate(pieces, number):
             self._add(array, one, data)
 
-    def _add(self, array: _Array, number: int, data: memoryview) -> None:
+    def _add(self, array: ObjectArray, number: int, data: memoryview) -> None:
         """Put a chunk into its shard, and the one before it on its way."""
         shard_number, place = divmod(number, array.per_shard)
         shard = array.shard
         if shard is None or shard.number != shard_number:
             if shard is not None and shard.changed:
-                self._put(array.key(shard.number), shard.sealed())
-            shard = array.shard = _Shard(shard_number, array.per_shard)
+                self._put(array.shard_name(shard.number), shard.sealed())
+            shard = array.shard = _ShardBuffer(shard_number, array.per_shard)
         shard.add(place, data if array.codec is None else encode(array.codec, data, array.rows.dtype.itemsize))
+
+    def _put_group(self, name: str) -> None:
+        self._put_document(name, group_document(self._groups[name]))
+
+    def _put_array(self, array: ObjectArray, rows: int) -> None:
+        array.published = rows
+        self._put_document(array.name, array.document(rows))
 
     def _put_document(self, name: str, document: Mapping[str, Any]) -> None:
         try:
