@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 import tracer
 from tracer.messaging.messages import Message, ModuleMessage
-from tracer.stores import RowChunks
+from tracer.stores.chunks import RowChunks
 from tracer.stores.codecs import CODECS, Codec, decode, encode
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter

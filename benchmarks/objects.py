@@ -26,7 +26,9 @@ import torch
 from obstore.store import MemoryStore
 
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
-from tracer.stores import objects
+from tracer.stores.objects import client
+from tracer.stores.objects.client import PARALLEL, RANGE_BYTES
+from tracer.stores.objects.writing import SHARD_BYTES
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter
 
@@ -82,7 +84,7 @@ def timed(function: Callable[[], Any]) -> float:
 
 def bare(store: Any, data: bytes, threads: ThreadPoolExecutor) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Puts and gets of the same bytes."""
-    pieces = [data[begin : begin + objects.SHARD_BYTES] for begin in range(0, len(data), objects.SHARD_BYTES)]
+    pieces = [data[begin : begin + SHARD_BYTES] for begin in range(0, len(data), SHARD_BYTES)]
 
     def put() -> None:
         list(
@@ -93,12 +95,10 @@ def bare(store: Any, data: bytes, threads: ThreadPoolExecutor) -> Iterator[tuple
 
     def get() -> None:
         def part(place: tuple[int, int]) -> int:
-            options: Any = {"range": (place[1], place[1] + objects.RANGE_BYTES)}
+            options: Any = {"range": (place[1], place[1] + RANGE_BYTES)}
             return len(obstore.get(store, f"bare/{place[0]}", options=options).bytes())
 
-        places = [
-            (number, begin) for number, one in enumerate(pieces) for begin in range(0, len(one), objects.RANGE_BYTES)
-        ]
+        places = [(number, begin) for number, one in enumerate(pieces) for begin in range(0, len(one), RANGE_BYTES)]
         assert sum(threads.map(part, places)) == len(data)
 
     yield "put", put
@@ -114,7 +114,7 @@ def measure(name: str, rounds: int, scale: float, threads: ThreadPoolExecutor) -
     commits: list[float] = []
     for _ in range(rounds):
         store = MemoryStore()
-        objects._connect = lambda url, prefix, store=store: store
+        client._connect = lambda url, prefix, store=store: store
 
         def write() -> None:
             with TraceWriter(URL) as writer:
@@ -132,7 +132,7 @@ def measure(name: str, rounds: int, scale: float, threads: ThreadPoolExecutor) -
         for what, seconds in times.items():
             found.setdefault(what, []).append(nbytes / seconds / 1e6)
         store = MemoryStore()
-        objects._connect = lambda url, prefix, store=store: store
+        client._connect = lambda url, prefix, store=store: store
         writer = TraceWriter(URL, commit_seconds=1000.0)
         for _ in range(3):
             writer.write_many((message, None) for message in messages[:160])
@@ -160,7 +160,7 @@ def main() -> None:
     arguments = parser.parse_args()
     slowly(arguments.latency, arguments.bandwidth)
     told = []
-    with ThreadPoolExecutor(objects.PARALLEL) as threads:
+    with ThreadPoolExecutor(PARALLEL) as threads:
         for name in ("1MB", "4KB", "scalars"):
             told.append(measure(name, arguments.rounds, arguments.scale, threads))
             if not arguments.json:

@@ -26,7 +26,7 @@ from typing import Any
 
 import pytest
 
-from tracer.stores import hdf5
+from tracer.stores.hdf5.writing import Hdf5WriteStore
 
 PAGE = 4096
 
@@ -178,7 +178,7 @@ class Disk:
             for name in ("replace", "rename", "link", "unlink", "remove", "mkdir", "rmdir"):
                 noted = {"rename": "replace", "remove": "unlink", "rmdir": "unlink"}.get(name, name)
                 patch.setattr(os, name, self._wrapped(getattr(os, name), getattr(self, f"_{noted}")))
-            store = hdf5.Hdf5WriteStore
+            store = Hdf5WriteStore
             for name in ("_resize", "_write_chunk", "_write_large", "commit", "seal", "close", "create", "set_attrs"):
                 patch.setattr(store, name, self._looking(getattr(store, name)))
             yield

@@ -52,7 +52,6 @@ CIRCLES: set[frozenset[str]] = {
             *("tracer.observing.pytorch.loss_functions", "tracer.observing.pytorch.patches"),
         }
     ),
-    frozenset({"tracer.stores.hdf5", "tracer.stores.objects"}),
 }
 UPWARDS = {
     ("tracer.observing.pytorch.hooks", "tracer.observing.exporter"),

@@ -15,8 +15,8 @@ import google_crc32c
 import numpy as np
 import pytest
 
-from tracer import stores
 from tracer.format import checksum
+from tracer.stores import chunks, opening
 
 awscrt = pytest.importorskip("awscrt.checksums")
 
@@ -133,15 +133,15 @@ def test_checksums_of_rows_follow_from_those_of_their_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
     """Of rows that are a chunk each and of rows that are split, in runs whose last chunk is padded."""
-    monkeypatch.setattr(stores, "CHUNK_LIMIT", 2048)
+    monkeypatch.setattr(chunks, "CHUNK_LIMIT", 2048)
     rows = np.random.default_rng(0).random((4, *shape), np.float32)
-    store = stores.create_store(tmp_path / "store.zarr")
+    store = opening.create_store(tmp_path / "store.zarr")
     store.create("a", dtype="float32", shape=shape, chunk_bytes=1)
     found: list[int] = []
     store.append("a", rows, found)
     store.close()
     assert found == [checksum.crc32c(row.tobytes()) for row in rows]
-    reader = stores.open_store(tmp_path / "store.zarr")
+    reader = opening.open_store(tmp_path / "store.zarr")
     read: list[int] = []
     assert (reader.read("a", 1, 4, checksums=read) == rows[1:]).all()
     assert read == found[1:]

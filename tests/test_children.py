@@ -20,7 +20,7 @@ from tracer.recording.family import Member
 from tracer.recording.launching import children
 from tracer.recording.launching.session import Recipe, run_child
 from tracer.recording.options import Options
-from tracer.stores import location
+from tracer.stores.locations import location
 from tracer.trace.claiming import Process, claim
 
 ROOT = Path(__file__).parent.parent

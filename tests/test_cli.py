@@ -27,7 +27,7 @@ import tracer
 from analyze.tables.layout import TextTable
 from tracer.format.names import part_name
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
-from tracer.stores.zarr import CHUNKS_PER_SHARD, chunks_begin
+from tracer.stores.zarr.shards import CHUNKS_PER_SHARD, chunks_begin
 from tracer.trace.writer import TraceWriter
 from tracereel.command import HEADINGS, Command
 from tracereel.main import main

@@ -26,8 +26,8 @@ from tracer.errors import CaptureError, TraceCorruptError, TraceFormatError, Unk
 from tracer.format.encodings import ENCODINGS
 from tracer.format.names import declarations_name, journal_name
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
-from tracer.stores import create_store, open_store
 from tracer.stores.codecs import CODECS, HDF5_FILTER, OVERHEAD, decode, decoded_size, encode, hdf5_options
+from tracer.stores.opening import create_store, open_store
 from tracer.trace.compression import NAMES, Compression
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import tracer
-import tracer.stores
-import tracer.stores.hdf5
-import tracer.stores.zarr
+import tracer.stores.chunks
+import tracer.stores.hdf5.reading
+import tracer.stores.zarr.reading
 from tests.crash_states import Disk, Stage, State
 from tracer.errors import TraceError
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
@@ -162,7 +162,7 @@ def same(one: Message, other: Message) -> bool:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder in memory, if there is one; rows are split as if a chunk had to be small."""
-    monkeypatch.setattr(tracer.stores, "CHUNK_LIMIT", 2048)
+    monkeypatch.setattr(tracer.stores.chunks, "CHUNK_LIMIT", 2048)
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as name:
         yield Path(name)

@@ -32,7 +32,7 @@ from tracer import Collect, ModuleMessage, TraceReader, TraceWriter
 from tracer.errors import CaptureError, TraceCorruptError, TraceError
 from tracer.format.names import part_name
 from tracer.format.placement import Placement, cover
-from tracer.stores import zarr
+from tracer.stores.zarr.documents import write_document
 from tracer.trace import assembly
 from tracereel.main import main
 
@@ -424,7 +424,7 @@ def test_a_sharded_model_on_one_rank(tmp_path: Path) -> None:
 def test_ranks_that_begin_at_once(tmp_path: Path) -> None:
     """Each writes the attributes of the root; none finds that another has taken its file away."""
     with ThreadPoolExecutor(4) as threads:
-        made = [threads.submit(zarr._replace, tmp_path, {"attributes": {"n": n}}, False) for n in range(400)]
+        made = [threads.submit(write_document, tmp_path, {"attributes": {"n": n}}, False) for n in range(400)]
         for one in made:
             one.result()
     assert [file.name for file in tmp_path.iterdir()] == ["zarr.json"]

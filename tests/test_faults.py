@@ -21,7 +21,7 @@ import tracer.trace.writer
 from tracer import TraceReader, TraceWriter
 from tracer.errors import TraceError, TraceExistsError, TracerError
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
-from tracer.stores import create_store, open_store
+from tracer.stores.opening import create_store, open_store
 from tracer.upkeep.verify import verify
 
 FORMATS = (".zarr", ".h5")

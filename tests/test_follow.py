@@ -30,8 +30,8 @@ from tracer import (
     derived,
 )
 from tracer.errors import CaptureError, TraceCorruptError
-from tracer.stores import hdf5
-from tracer.stores import zarr as zarr_store
+from tracer.stores.hdf5 import opening
+from tracer.stores.zarr.reading import _ReadShard
 
 FORMATS = (".zarr", ".h5")
 every_format = pytest.mark.parametrize("suffix", FORMATS)
@@ -471,11 +471,11 @@ def test_a_file_that_is_replaced_while_it_is_opened(tmp_path: Path, when: str, m
     It opens the file twice, by HDF5 and by the system, and stayed for ever with two different ones.
     """
     path = tmp_path / "run.h5"
-    opened = hdf5._open
+    opened = opening.open_plainly
 
-    def commit_meanwhile(path: Any) -> Any:
-        found = opened(path)
-        monkeypatch.setattr(hdf5, "_open", opened)
+    def commit_meanwhile(file: Any) -> Any:
+        found = opened(file)
+        monkeypatch.setattr(opening, "open_plainly", opened)
         write(5)
         return found
 
@@ -487,15 +487,15 @@ def test_a_file_that_is_replaced_while_it_is_opened(tmp_path: Path, when: str, m
 
     with TraceWriter(path) as writer:
         if when == "opened":
-            monkeypatch.setattr(hdf5, "_open", commit_meanwhile)
+            monkeypatch.setattr(opening, "open_plainly", commit_meanwhile)
             reader = TraceReader(path)
         else:
             reader = TraceReader(path)
             writer.note({"nothing": "is written, and the file is another"})
             writer.commit()
-            monkeypatch.setattr(hdf5, "_open", commit_meanwhile)
+            monkeypatch.setattr(opening, "open_plainly", commit_meanwhile)
             reader.refresh()
-        assert hdf5._open is opened
+        assert opening.open_plainly is opened
         reader.refresh()
         assert [float(one.data) for one in reader.messages("loss")] == [*range(5)]
         write(2)
@@ -585,14 +585,14 @@ def test_a_chunk_that_moves_there_and_back_is_read_as_it_is(
         assert [float(one.data[0]) for one in reader.messages()] == [float(n + 1) for n in range(written)]
         write(1)
         assert reader.refresh()
-        known, moved = written, zarr_store._ReadShard.moved
+        known, moved = written, _ReadShard.moved
 
         def commit_meanwhile(shard: Any, chunk: int) -> bool:
             if written == known:
                 write(1)
             return moved(shard, chunk)
 
-        monkeypatch.setattr(zarr_store._ReadShard, "moved", commit_meanwhile)
+        monkeypatch.setattr(_ReadShard, "moved", commit_meanwhile)
         assert [float(one.data[0]) for one in reader.messages(steps=(known - 1, known))] == [float(known)]
         assert reader.refresh()
         assert len(reader.journal) == written

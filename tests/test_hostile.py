@@ -23,7 +23,7 @@ from tracer.format.declarations import declaration
 from tracer.format.encodings import encode
 from tracer.format.journal import Column
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
-from tracer.stores import open_store
+from tracer.stores.opening import open_store
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter
 from tracer.upkeep.recover import recover

@@ -23,7 +23,7 @@ from tracer.format.journal import COLUMNS, JOURNAL_BLOCK, row_checksums
 from tracer.format.names import RESERVED, own_pool, quote
 from tracer.format.process import process_lives, process_start
 from tracer.format.version import FORMAT, check_version
-from tracer.stores import check_name
+from tracer.stores.chunks import check_name
 
 NAMES = st.text(max_size=260) | st.sampled_from(
     [

@@ -19,9 +19,9 @@ from analyze import Norm
 from tracer import ModuleMessage, TraceCorruptError, TraceReader, TraceWriter
 from tracer.memory import PAGE
 from tracer.messaging.messages import Message
-from tracer.stores import Place
 from tracer.stores.disk import mapped
 from tracer.stores.disk.mapped import HUGE, WINDOW, MappedFiles
+from tracer.stores.protocols import Place
 from tracer.trace.data import TOGETHER
 
 ELEMENTS = 1 << 18

@@ -39,7 +39,8 @@ from tracer.format.names import part_name
 from tracer.memory import PAGE
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.recording.recorder import Recorder
-from tracer.stores import Url, create_store, location, open_store
+from tracer.stores.locations import Url, location
+from tracer.stores.opening import create_store, exists, open_store
 from tracer.trace.claiming import check_target
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter
@@ -50,8 +51,10 @@ obstore = pytest.importorskip("obstore", reason="obstore reads and writes object
 boto3 = pytest.importorskip("boto3", reason="boto3 prepares the buckets, and knows the credentials of ~/.aws")
 moto_server = pytest.importorskip("moto.server", reason="moto is the S3 server: pip install 'moto[server]'")
 
-from tracer.stores import objects  # noqa: E402 - it cannot be imported without obstore
-from tracer.stores.zarr import chunks_begin  # noqa: E402
+from tracer.stores.objects import writing  # noqa: E402 - it cannot be imported without obstore
+from tracer.stores.objects.client import RETRY_VARIABLE, Objects  # noqa: E402
+from tracer.stores.objects.writing import ObjectWriteStore  # noqa: E402
+from tracer.stores.zarr.shards import chunks_begin  # noqa: E402
 
 # each starts with a URL of its own, so nothing of one test is seen by another
 BUCKET = "bucket"
@@ -267,8 +270,8 @@ def test_plain_zarr_reads_it(url: str) -> None:
 def test_objects_are_put_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No shard of a pool is put again; those of the tables are, and what says their length comes after them."""
     puts: list[str] = []
-    put = objects.Objects.put
-    monkeypatch.setattr(objects.Objects, "put", lambda self, name, data: (puts.append(name), put(self, name, data))[1])
+    put = Objects.put
+    monkeypatch.setattr(Objects, "put", lambda self, name, data: (puts.append(name), put(self, name, data))[1])
     write(url)
     shards = [name for name in puts if "/c/" in name]
     tables = ("rank0/journal/", "rank0/declarations/")
@@ -287,19 +290,19 @@ def test_objects_are_put_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_waits_is_bounded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards are put at once, and no more of them than so many bytes."""
-    monkeypatch.setattr(objects, "IN_FLIGHT_BYTES", 300_000)
-    monkeypatch.setattr(objects, "SHARD_BYTES", 100_000)
+    monkeypatch.setattr(writing, "IN_FLIGHT_BYTES", 300_000)
+    monkeypatch.setattr(writing, "SHARD_BYTES", 100_000)
     active: dict[str, int] = {}
     most: list[int] = []
-    put = objects.Objects.put
+    put = Objects.put
 
-    def watched(self: objects.Objects, name: str, data: bytes) -> None:
+    def watched(self: Objects, name: str, data: bytes) -> None:
         active[name] = len(data)
         most.append(sum(active.copy().values()))
         put(self, name, data)
         del active[name]
 
-    monkeypatch.setattr(objects.Objects, "put", watched)
+    monkeypatch.setattr(Objects, "put", watched)
     write(url, commit_seconds=1000.0)
     # the row that is larger goes alone
     assert all(total <= 300_000 or 2_100_000 < total < 2_200_000 for total in most)
@@ -565,7 +568,7 @@ def test_two_writers(url: str) -> None:
     found = location(url)
     assert isinstance(found, Url)
     with pytest.raises(TraceExistsError, match="in the meantime"):
-        objects.ObjectWriteStore(objects.Objects(found), None)
+        ObjectWriteStore(Objects(found), None)
 
 
 # -- a server that is away ---------------------------------------------------------------------------------------
@@ -662,14 +665,14 @@ def test_lists_that_break_off(url: str, line: Line, monkeypatch: pytest.MonkeyPa
     for use in (
         lambda: verify(url).complete,
         lambda: read(url) == EXPECTED,
-        lambda: objects.Objects(location(url)).any(),
+        lambda: Objects(location(url)).any(),
     ):
         line.tears = 2
         assert use()
     line.tears = 1
-    assert tracer.stores.exists(location(url))
+    assert exists(location(url))
     assert line.tears == 0
-    monkeypatch.setenv(objects.RETRY_VARIABLE, "0")
+    monkeypatch.setenv(RETRY_VARIABLE, "0")
     line.tears = 1
     with pytest.raises(TraceUnreachableError, match="cannot be listed"):
         verify(url)
@@ -677,7 +680,7 @@ def test_lists_that_break_off(url: str, line: Line, monkeypatch: pytest.MonkeyPa
 
 def test_gone_for_good(url: str, line: Line, server: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the server stays away the training goes on, and is told so; what was committed is there."""
-    monkeypatch.setenv(objects.RETRY_VARIABLE, "1")
+    monkeypatch.setenv(RETRY_VARIABLE, "1")
     model, loss = torch.nn.Linear(6, 2), torch.nn.MSELoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -708,7 +711,7 @@ def test_gone_for_good(url: str, line: Line, server: int, monkeypatch: pytest.Mo
 def test_unreachable_is_not_damaged(url: str, line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that does not answer is told as that, and not as damage to the trace."""
     write(url)
-    monkeypatch.setenv(objects.RETRY_VARIABLE, "0.5")
+    monkeypatch.setenv(RETRY_VARIABLE, "0.5")
     with TraceReader(url) as reader:
         line.cut()
         with pytest.raises(TraceUnreachableError, match="cannot be read"):
@@ -787,8 +790,8 @@ def test_no_credentials(url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 @pytest.mark.parametrize("value", ["soon", "-1", "nan", "1e9"])
 def test_wrong_retry_time(url: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time for which requests are tried again is a number of seconds."""
-    monkeypatch.setenv(objects.RETRY_VARIABLE, value)
-    with pytest.raises(TraceError, match=objects.RETRY_VARIABLE):
+    monkeypatch.setenv(RETRY_VARIABLE, value)
+    with pytest.raises(TraceError, match=RETRY_VARIABLE):
         TraceReader(url)
 
 
@@ -940,7 +943,7 @@ def test_a_run_that_was_killed_as_it_began_is_resumed(url: str, killed: int) -> 
     found = location(url)
     assert isinstance(found, Url)
     left = {"zarr.json": {"writer": "0" * 32}} | ({"rank0/zarr.json": {}} if killed else {})
-    store = objects.Objects(found)
+    store = Objects(found)
     for name, attributes in left.items():
         store.put_new(name, json.dumps({"zarr_format": 3, "node_type": "group", "attributes": attributes}).encode())
     store.close()
@@ -963,7 +966,7 @@ def test_two_writers_of_one_part(url: str) -> None:
         pass
     first = create_store(url, part="rank0.attempt1")
     with pytest.raises(TraceExistsError):
-        objects.ObjectWriteStore(objects.Objects(location(url)), "rank0.attempt1")  # type: ignore[arg-type] # an Url
+        ObjectWriteStore(Objects(location(url)), "rank0.attempt1")  # type: ignore[arg-type] # an Url
     with pytest.raises(TraceExistsError):
         create_store(url, part="rank0.attempt1")
     first.close()

@@ -30,7 +30,8 @@ from tracer import Collect, ModuleMessage, NetworkMessage, TraceReader, TraceWri
 from tracer.errors import CaptureError, TraceCorruptError, TraceError, TraceExistsError
 from tracer.format.journal import Column
 from tracer.format.names import part_name
-from tracer.stores import create_store, hdf5, open_store, remove_part
+from tracer.stores.hdf5.datasets import Dataset
+from tracer.stores.opening import create_store, open_store, remove_part
 from tracer.trace.claiming import Process, claim, this_process
 from tracer.trace.part import Part
 
@@ -1129,7 +1130,7 @@ class Growing:
 
 def test_hdf5_that_grows_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever array of a file is opened when more is committed, nothing that the journal tells of is missing."""
-    plainly = hdf5._Opened.__init__
+    plainly = Dataset.__init__
     for name in ("rank0/declarations", "rank0/journal", "rank0/late/float32"):
         growing = Growing(tmp_path / f"{name.replace('/', '-')}.h5")
 
@@ -1139,7 +1140,7 @@ def test_hdf5_that_grows_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.
                 growing.grow()
 
         with monkeypatch.context() as patched:
-            patched.setattr(hdf5._Opened, "__init__", opened)
+            patched.setattr(Dataset, "__init__", opened)
             reader = TraceReader(tmp_path / f"{name.replace('/', '-')}.h5")
         assert growing.step == 2
         assert growing.check(reader) in (1, 2)

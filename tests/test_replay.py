@@ -31,8 +31,8 @@ from tracer import (
 )
 from tracer.messaging.messages import KINDS
 from tracer.replaying import updates
-from tracer.stores.hdf5 import Hdf5ReadStore
-from tracer.stores.zarr import ZarrReadStore
+from tracer.stores.hdf5.reading import Hdf5ReadStore
+from tracer.stores.zarr.reading import ZarrReadStore
 from tracer.trace.data import Data
 from tracereel.main import main
 

@@ -13,7 +13,7 @@ import torch
 import tracer
 from tracer.errors import TraceError, summary
 from tracer.secrets import masked, masked_command, masked_text
-from tracer.stores import location
+from tracer.stores.locations import location
 from tracer.trace.writer import TraceWriter
 from tracereel.errors import Failure
 

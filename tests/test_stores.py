@@ -31,21 +31,16 @@ from tracer.errors import (
     TraceUnreadableError,
 )
 from tracer.memory import PAGE, new_memory
-from tracer.stores import (
-    ALIGNED_BYTES,
-    CHUNKS_AT_ONCE,
-    RowChunks,
-    chunk_shape,
-    create_store,
-    hdf5,
-    open_parts,
-    open_store,
-    store_files,
-)
-from tracer.stores import zarr as zarr_store
+from tracer.stores.chunks import ALIGNED_BYTES, CHUNKS_AT_ONCE, RowChunks, chunk_shape
 from tracer.stores.disk import direct
 from tracer.stores.disk.direct import DIRECT, DirectIO
-from tracer.stores.zarr import ZarrReadStore, chunks_begin
+from tracer.stores.hdf5 import reading as hdf5_reading
+from tracer.stores.hdf5.writing import Hdf5WriteStore
+from tracer.stores.opening import create_store, open_parts, open_store, store_files
+from tracer.stores.zarr import writing as zarr_writing
+from tracer.stores.zarr.documents import write_document
+from tracer.stores.zarr.reading import ZarrReadStore
+from tracer.stores.zarr.shards import chunks_begin
 
 if sys.platform != "win32":
     import fcntl
@@ -228,9 +223,11 @@ def test_metadata_of_an_array_with_gaps_are_not_written_at_each_commit(
 ) -> None:
     """Its zarr.json says more rows than there are until it is closed; a reader gets those that are there."""
     written: list[str] = []
-    replace = zarr_store._replace
+    write = write_document
     monkeypatch.setattr(
-        zarr_store, "_replace", lambda folder, *rest: (written.append(Path(folder).name), replace(folder, *rest))[1]
+        zarr_writing,
+        "write_document",
+        lambda folder, *rest: (written.append(Path(folder).name), write(folder, *rest))[1],
     )
     path = tmp_path / "store.zarr"
     store = create_store(path)
@@ -268,7 +265,7 @@ def test_a_trace_is_complete_though_its_arrays_look_longer(tmp_path: Path, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(zarr_store, "_replace", full)
+        patch.setattr(zarr_writing, "write_document", full)
         store.close()
     reader = open_store(path)
     assert reader.length("a") == 1280
@@ -830,7 +827,7 @@ def test_hdf5_opened_while_another_thread_opens_it_again(tmp_path: Path, monkeyp
             raise
 
     monkeypatch.setattr(h5py.h5f, "open", open_file)
-    monkeypatch.setattr(hdf5, "_is_followed", lambda path: False)  # as when the other one opens it only then
+    monkeypatch.setattr(hdf5_reading, "is_followed", lambda file: False)  # as when the other one opens it only then
     two = open_store(path)
     thread.join()
     for reader in (two, *others):
@@ -868,7 +865,7 @@ def test_a_forked_child_writes_nothing_to_hdf5(tmp_path: Path) -> None:
     code = """
 import os, sys
 import numpy as np
-from tracer.stores import create_store, open_store
+from tracer.stores.opening import create_store, open_store
 store = create_store(sys.argv[1])
 store.create("a", dtype="int64", shape=(), chunk_bytes=64)
 store.append("a", np.arange(100))
@@ -1002,7 +999,7 @@ def test_past_the_page_cache(
 def test_hdf5_places_of_large_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sealed_at: int) -> None:
     """Where large chunks are thought to be is where HDF5 says that they are, whatever else the file grows by."""
     known = [0, 0]
-    make_room = hdf5.Hdf5WriteStore._make_room
+    make_room = Hdf5WriteStore._make_room
 
     def compared(store: Any, array: Any, length: int) -> None:
         make_room(store, array, length)
@@ -1012,7 +1009,7 @@ def test_hdf5_places_of_large_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 found = array.dataset.get_chunk_info_by_coord(store._start(array, array.first + number)).byte_offset
                 assert found == array.place + number * store._apart(array)
 
-    monkeypatch.setattr(hdf5.Hdf5WriteStore, "_make_room", compared)
+    monkeypatch.setattr(Hdf5WriteStore, "_make_room", compared)
     path = tmp_path / "store.h5"
     rng = np.random.default_rng(0)
     store = create_store(path)
@@ -1042,7 +1039,7 @@ def test_hdf5_places_of_large_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_hdf5_places_that_are_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where HDF5 puts large chunks elsewhere, it writes them itself."""
-    monkeypatch.setattr(hdf5.Hdf5WriteStore, "_apart", staticmethod(lambda array: array.rows.chunk_nbytes + PAGE))
+    monkeypatch.setattr(Hdf5WriteStore, "_apart", staticmethod(lambda array: array.rows.chunk_nbytes + PAGE))
     values = np.random.default_rng(0).integers(0, 256, (6, 3, 1024, 1024), np.uint8)
     path = tmp_path / "store.h5"
     store = create_store(path)
@@ -1078,7 +1075,7 @@ def test_hdf5_that_is_moved_while_it_is_written(tmp_path: Path) -> None:
 @every_format
 def test_past_the_page_cache_rows_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
     """Rows of several chunks, of which the last is padded, in shards of which only so many are open at a time."""
-    monkeypatch.setattr("tracer.stores.zarr.OPEN_FILES", 2)
+    monkeypatch.setattr("tracer.stores.zarr.shard_files.OPEN_FILES", 2)
     files = noted(monkeypatch)
     values = numbers("float32", (3, 5, 333, 401))
     path = tmp_path / f"store{suffix}"
@@ -1103,8 +1100,8 @@ def test_past_the_page_cache_many_chunks_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, shift: int
 ) -> None:
     """Chunks that follow each other are one request to the disk, across shards and at the end of a run, too."""
-    monkeypatch.setattr("tracer.stores.zarr.CHUNKS_PER_SHARD", 10)
-    monkeypatch.setattr("tracer.stores.CHUNKS_AT_ONCE", 4)
+    monkeypatch.setattr("tracer.stores.zarr.shards.CHUNKS_PER_SHARD", 10)
+    monkeypatch.setattr("tracer.stores.chunks.CHUNKS_AT_ONCE", 4)
     files = noted(monkeypatch)
     nbytes = 33 * (ALIGNED_BYTES + 4096)
     values = new_memory(nbytes + shift)[shift : nbytes + shift].reshape(33, -1)
@@ -1200,7 +1197,7 @@ def test_past_the_page_cache_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("piece", [1000, 65536, 1 << 20])
 def test_zarr_chunks_are_read_in_pieces(tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However a chunk is cut to be read, its bytes are right, and one that is not is found wherever it is."""
-    monkeypatch.setattr("tracer.stores.zarr.READ_PIECE", piece)
+    monkeypatch.setattr("tracer.stores.zarr.reading.READ_PIECE", piece)
     data = np.random.default_rng(0).integers(0, 256, (2, 300_000), np.uint8)
     path = tmp_path / "run.zarr"
     store = create_store(path)

@@ -156,7 +156,7 @@ from tracer.recording.family import Member
 from tracer.integrations.recording import Recording
 from tracer.recording.recording import Options, start
 from tracer.recorders import ForwardOutput
-from tracer.stores import location
+from tracer.stores.locations import location
 
 path, who, how = sys.argv[1:]
 model = torch.nn.Linear(4, 3)

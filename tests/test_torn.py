@@ -16,8 +16,12 @@ import tracer
 from tracer.errors import TraceError
 from tracer.memory import PAGE
 from tracer.messaging.messages import ModuleMessage
-from tracer.stores import hdf5, open_store, torn
-from tracer.stores.torn import checksum, restored
+from tracer.stores.disk.files import LocalFile
+from tracer.stores.hdf5 import torn
+from tracer.stores.hdf5.mended import Mended
+from tracer.stores.hdf5.store import create
+from tracer.stores.hdf5.torn import checksum, restored
+from tracer.stores.opening import open_store
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter
 
@@ -25,11 +29,13 @@ CROSSING = PAGE - 1
 """A place in a file at which every block crosses the border of a page."""
 
 
-class Watched(hdf5._Mended):
+class Watched(Mended):
     """A file that remembers what HDF5 asked of it."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
+        file = LocalFile(path)
+        file.hold()
+        super().__init__(file)
         self.asked: dict[int, int] = {}
 
     def readinto(self, buffer: Any) -> int:
@@ -47,7 +53,7 @@ def metadata(path: Path) -> dict[int, int]:
         for item in found:
             if isinstance(item, h5py.Dataset):
                 item.id.chunk_iter(lambda stored: None)
-    watched.close()
+    watched.file.close()
     return watched.asked
 
 
@@ -76,7 +82,7 @@ def kind_of(block: bytes) -> str:
 def test_a_block_torn_anywhere_is_as_it_was(tmp_path: Path, compression: str | None) -> None:
     """Blocks as HDF5 wrote them at one commit, with the end that they had at the commit before."""
     path, rng = tmp_path / "run.h5", np.random.default_rng(0)
-    store = hdf5.create(path)
+    store = create(path)
     store.create("a", dtype="float32", shape=(16,), chunk_bytes=64, compression=compression)
     store.create("flat", dtype="uint8", shape=(), chunk_bytes=64)
     store.seal()
@@ -103,7 +109,7 @@ def test_a_block_torn_anywhere_is_as_it_was(tmp_path: Path, compression: str | N
 def test_so_are_the_pages_of_an_array_of_very_many_chunks(tmp_path: Path, compression: str | None) -> None:
     """Larger blocks are written page by page, and a block above them says which pages there are."""
     path, rng = tmp_path / "run.h5", np.random.default_rng(0)
-    store = hdf5.create(path)
+    store = create(path)
     store.create("a", dtype="float32", shape=(4,), chunk_bytes=16, compression=compression)
     store.seal()
     old, seen = b"", {"page": 0, "EASB": 0}
@@ -126,7 +132,7 @@ def test_so_are_the_pages_of_an_array_of_very_many_chunks(tmp_path: Path, compre
 def test_nothing_is_made_that_was_never_there(tmp_path: Path) -> None:
     """A flipped bit gives the block as it is or as it was, and bytes of other kinds are left alone."""
     path, rng = tmp_path / "run.h5", np.random.default_rng(0)
-    store = hdf5.create(path)
+    store = create(path)
     store.create("a", dtype="float32", shape=(16,), chunk_bytes=64)
     store.seal()
     store.append("a", np.zeros((300, 16), np.float32))
@@ -211,7 +217,7 @@ def test_a_trace_whose_index_was_torn_has_all_that_was_committed(tmp_path: Path,
 def test_one_that_is_followed_goes_on_when_the_block_is_whole_again(tmp_path: Path) -> None:
     """A reader may see a write that is not complete, on some systems, while its writer lives."""
     path = tmp_path / "run.h5"
-    store = hdf5.create(path)
+    store = create(path)
     store.create("a", dtype="float32", shape=(16,), chunk_bytes=64)
     store.seal()
     before = path.read_bytes()
@@ -255,7 +261,7 @@ def test_a_closed_file_is_not_mended(tmp_path: Path) -> None:
     """Nothing tears it any more, so what is wrong with it is damage."""
     for rows in range(20, 400):
         path = tmp_path / f"{rows}.h5"
-        store = hdf5.create(path)
+        store = create(path)
         store.create("a", dtype="float32", shape=(16,), chunk_bytes=64)
         store.seal()
         store.append("a", np.zeros((rows, 16), np.float32))

@@ -34,7 +34,7 @@ from tracer.observing.pytorch.wrappers import unwrap
 from tracer.recording import termination
 from tracer.recording.recording import end, start
 from tracer.recording.run import Run
-from tracer.stores import Anywhere, location
+from tracer.stores.locations import Anywhere, location
 
 _Types = type[nn.Module] | tuple[type[nn.Module], ...]
 _Reduction = Callable[[Any, Tensor], Any]

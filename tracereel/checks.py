@@ -10,7 +10,7 @@ from tracer.errors import TraceError, TraceExistsError, TracerError
 from tracereel.errors import WRONG_USAGE, Failure
 
 if TYPE_CHECKING:
-    from tracer.stores import Location
+    from tracer.stores.locations import Location
 
 TRACE_SUFFIXES = (".zarr", ".h5", ".hdf5")
 RESULT_SUFFIXES = (".parquet", ".csv", ".jsonl", ".zarr", ".h5")
@@ -18,7 +18,8 @@ RESULT_SUFFIXES = (".parquet", ".csv", ".jsonl", ".zarr", ".h5")
 
 def check_new(path: str, suffixes: Sequence[str], overwrite: bool) -> Location:
     """The place of a file that is to be made, if it can be made there."""
-    from tracer.stores import Url, check_writable, exists, location, refuse_part
+    from tracer.stores.locations import Url, location
+    from tracer.stores.opening import check_writable, exists, refuse_part
 
     target = location(path)
     if target.suffix not in suffixes:
@@ -44,7 +45,8 @@ def check_new(path: str, suffixes: Sequence[str], overwrite: bool) -> Location:
 
 def check_apart(out: str, trace: str) -> None:
     """Refuse to write answers over a trace that is to be read, or a part of it, or into it."""
-    from tracer.stores import Url, store_files
+    from tracer.stores.locations import Url
+    from tracer.stores.opening import store_files
 
     target = os.path.realpath(out)
     for part in store_files(trace):

@@ -25,7 +25,7 @@ from tracereel.printing import few_shapes, path_in_model, print_json, print_tabl
 if TYPE_CHECKING:
     from tracer.recording.launching.program import Program
     from tracer.recording.options import Options
-    from tracer.stores import Location
+    from tracer.stores.locations import Location
     from tracer.trace.certificate import Certificate
 
 
@@ -492,7 +492,7 @@ def _when_recorded(stream: Mapping[str, Any]) -> str:
 
 
 def _say_what_was_recorded(path: Location, called: str) -> None:
-    from tracer.stores import exists
+    from tracer.stores.opening import exists
     from tracer.trace.claiming import this_process
 
     if not exists(path):

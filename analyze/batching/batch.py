@@ -49,8 +49,8 @@ from analyze.tables.results import Results
 from analyze.tables.writing import PathLike, arrow_schema, new_file, not_installed
 from tracer.errors import CaptureError, TracerError
 from tracer.messaging.messages import Message
-from tracer.stores import Anywhere, Url, location
-from tracer.stores import remove as remove_url
+from tracer.stores.locations import Anywhere, Url, location
+from tracer.stores.opening import remove as remove_url
 from tracer.trace.selection import Steps
 
 MANIFEST: Final = "manifest.json"

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, final
 
 from tracer.errors import TraceError, TraceExistsError
 from tracer.format.process import process_start
-from tracer.stores import Anywhere, Url, check_writable, location
+from tracer.stores.locations import Anywhere, Url, location
+from tracer.stores.opening import check_writable
 
 if TYPE_CHECKING:
-    from tracer.stores.objects import Objects
+    from tracer.stores.objects.client import Objects
 
 LARGEST = 1 << 40
 """Bytes of a file on an object store, at most."""
@@ -42,7 +43,7 @@ class Folder:
         self.path: Path | Url
         if isinstance(found, Url):
             check_writable(found / "results.zarr")
-            from tracer.stores.objects import Objects
+            from tracer.stores.objects.client import Objects
 
             self.objects = Objects(found)
             self.path = found

@@ -27,7 +27,7 @@ from analyze.comparing.compare import both_ranks
 from tracer.errors import CaptureError, MessageError, TracerError
 from tracer.format.journal import Column
 from tracer.replaying.plan import plan
-from tracer.stores import Anywhere
+from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 
 Pairs: TypeAlias = Literal["all", "first"]

@@ -29,7 +29,7 @@ from tracer.messaging.messages import Message
 from tracer.messaging.subscriber import Scope, Subscriber
 from tracer.replaying.plan import Plan, plan
 from tracer.secrets import masked_text
-from tracer.stores import Anywhere, Url, location
+from tracer.stores.locations import Anywhere, Url, location
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
 

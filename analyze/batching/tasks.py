@@ -34,7 +34,7 @@ from tracer.messaging.messages import Message
 from tracer.messaging.subscriber import Subscriber
 from tracer.replaying.plan import plan
 from tracer.replaying.replay import replay
-from tracer.stores import Url
+from tracer.stores.locations import Url
 from tracer.trace.reader import TraceReader
 
 SALVAGES: Final = 200

@@ -13,7 +13,8 @@ from typing import Final
 
 from tracer.errors import CaptureError, TraceNotFoundError, TracerError, TraceUnreadableError
 from tracer.format.version import FORMAT
-from tracer.stores import SCHEMES, STORES, Anywhere, Url, location, whole_of
+from tracer.stores.locations import SCHEMES, Anywhere, Url, location, whole_of
+from tracer.stores.opening import STORES
 
 GLOB: Final = frozenset("*?[")
 SUFFIXES: Final = tuple(STORES)
@@ -161,10 +162,10 @@ def _at_url(text: str) -> Iterator[str]:
 
 
 def _below_url(url: Url, *, deep: bool = True) -> Iterator[str]:
-    if url.scheme.startswith("http"):
+    if url.is_web:
         raise CaptureError(f"{url}: an http server has no list of what is there; name each trace")
     try:
-        from tracer.stores.objects import Objects
+        from tracer.stores.objects.client import Objects
     except ImportError as error:
         raise TracerError(f"{url} needs obstore, which is not installed: pip install 'tracereel[s3]'") from error
     objects = Objects(url)

@@ -14,7 +14,7 @@ from analyze.tables.results import Results
 from tracer.errors import CaptureError, MessageError
 from tracer.messaging.messages import Message
 from tracer.messaging.subscriber import unmet
-from tracer.stores import Anywhere
+from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
 from tracer.trace.streams import StreamInfo

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from analyze.metrics.elementwise.statistics import SEVEN, StatisticsResult, check_names, statistics_of_tensors
 from tracer.errors import CaptureError
 from tracer.format.journal import Column
-from tracer.stores import Anywhere
+from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
 from tracer.trace.streams import Batch, StreamInfo

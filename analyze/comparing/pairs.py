@@ -27,7 +27,7 @@ from analyze.metrics.similarity.similarity import Origin, Similarity
 from analyze.metrics.similarity.svcca import SVCCA
 from analyze.registry import instances
 from tracer.errors import CaptureError, MessageError
-from tracer.stores import Anywhere
+from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
 

@@ -7,7 +7,7 @@ from typing import Any
 from tracer.errors import CaptureError, TracerError
 from tracer.integrations.recording import Recording
 from tracer.recording.run import Run
-from tracer.stores import Anywhere
+from tracer.stores.locations import Anywhere
 
 try:
     from lightning.pytorch import Callback

@@ -15,7 +15,7 @@ from tracer.observing.pytorch.loss_functions import LOSS_FUNCTIONS
 from tracer.recording.recording import end, record
 from tracer.recording.run import Run
 from tracer.recording.termination import Ending, last_unhandled, what_ends_the_program
-from tracer.stores import Anywhere, location
+from tracer.stores.locations import Anywhere, location
 
 _FROM_THE_TRAINER = frozenset({"self", "path", "model", "optimizer", "first_step", "first_epoch"})
 """What `tracer.record` is told by a callback, not by its user."""

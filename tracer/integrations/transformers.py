@@ -16,7 +16,7 @@ from tracer.integrations.recording import Recording
 from tracer.observing.pytorch.hanging import Hanging, after_forward
 from tracer.observing.pytorch.loss_functions import ModelLoss
 from tracer.recording.run import Run
-from tracer.stores import Anywhere
+from tracer.stores.locations import Anywhere
 
 try:
     from transformers import TrainerCallback

@@ -13,7 +13,8 @@ import numpy as np
 from tracer.format.journal import COLUMNS, NONE, Column
 from tracer.memory import PAGE
 from tracer.messaging.messages import Message
-from tracer.stores import ALIGNED_BYTES, Location, RowChunks
+from tracer.stores.chunks import ALIGNED_BYTES, RowChunks
+from tracer.stores.locations import Location
 from tracer.trace.merging import Parts
 
 ROW_BYTES: Final = 8 * COLUMNS

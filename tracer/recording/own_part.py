@@ -14,7 +14,8 @@ from tracer.recording.family import Member
 from tracer.recording.header import header
 from tracer.recording.options import Options
 from tracer.recording.resuming import go_on
-from tracer.stores import Location, exists
+from tracer.stores.locations import Location
+from tracer.stores.opening import exists
 from tracer.trace.claiming import Process, claim, of_launch, refuse_here, run_id_of, there, this_process
 from tracer.trace.writer import TraceWriter
 

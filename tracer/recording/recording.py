@@ -22,7 +22,7 @@ from tracer.recording.options import COMMIT_SECONDS, QUEUE_BYTES, Options
 from tracer.recording.own_part import OwnPart
 from tracer.recording.recorder import Recorder
 from tracer.recording.run import Run, answers_of
-from tracer.stores import Anywhere, Location, location
+from tracer.stores.locations import Anywhere, Location, location
 from tracer.trace.certificate import Certificate
 from tracer.trace.compression import Compression
 

@@ -13,7 +13,7 @@ from tracer.format.journal import Column
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.observing.exporter import Exporter
 from tracer.recording.options import Options
-from tracer.stores import Location
+from tracer.stores.locations import Location
 from tracer.trace.reader import TraceReader
 
 _COUNTING = frozenset(

@@ -9,7 +9,7 @@ from typing import Any
 from tracer.messaging.bus import Receiver
 from tracer.observing.exporter import Exporter
 from tracer.recording.recorder import Recorder
-from tracer.stores import Location
+from tracer.stores.locations import Location
 
 
 class Run:

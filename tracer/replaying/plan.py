@@ -17,7 +17,7 @@ from tracer.replaying.audience import Audience
 from tracer.replaying.filters import Filters
 from tracer.replaying.rows import NO_ROWS, by_stream, due
 from tracer.replaying.updates import derivable, due_pairs
-from tracer.stores import Anywhere
+from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
 from tracer.trace.streams import StreamInfo

@@ -13,7 +13,7 @@ from tracer.replaying.filters import Filters
 from tracer.replaying.following import settled, wait
 from tracer.replaying.plan import Plan, opened, plan_of, rank_of
 from tracer.replaying.updates import messages
-from tracer.stores import Anywhere
+from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
 

@@ -14,7 +14,7 @@ from tracer.format.journal import Column
 from tracer.format.names import part_of
 from tracer.format.tables import Stream
 from tracer.messaging.messages import DEFAULT_TAG
-from tracer.stores import Location
+from tracer.stores.locations import Location
 
 
 def first_step(header: Mapping[str, Any], attempt: int) -> int:

@@ -19,21 +19,10 @@ from tracer.format.declarations import declarations
 from tracer.format.names import declarations_name, part_of
 from tracer.format.process import process_start
 from tracer.format.version import check_root
-from tracer.stores import (
-    WRITER,
-    Anywhere,
-    Location,
-    ReadStore,
-    Url,
-    blank,
-    check_writable,
-    exists,
-    location,
-    open_parts,
-    refuse_part,
-    remove_part,
-    store_files,
-)
+from tracer.stores.locations import Anywhere, Location, Url, location
+from tracer.stores.opening import blank, check_writable, exists, open_parts, refuse_part, remove_part, store_files
+from tracer.stores.protocols import ReadStore
+from tracer.stores.zarr.format import WRITER
 from tracer.trace.attempts import seconds
 from tracer.trace.part import lines_to_the_break, lives
 

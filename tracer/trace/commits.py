@@ -16,7 +16,7 @@ from tracer.format.declarations import declaration, is_note, sealed
 from tracer.format.journal import COLUMNS, Column, row_checksums
 from tracer.format.names import declarations_name, journal_name
 from tracer.format.version import FORMAT, VERSION
-from tracer.stores import WriteStore
+from tracer.stores.protocols import WriteStore
 from tracer.trace.header import ending, now, public
 
 FIRST_BYTES: Final = 1 << 20

@@ -19,8 +19,9 @@ from tracer.format.checksum import crc32c
 from tracer.format.encodings import ENCODINGS
 from tracer.format.journal import NONE, Column
 from tracer.memory import SMALLEST, Memory
-from tracer.stores import Location, Place, ReadStore
 from tracer.stores.disk.mapped import MappedFiles
+from tracer.stores.locations import Location
+from tracer.stores.protocols import Place, ReadStore
 from tracer.trace.assembly import WHOLE
 from tracer.trace.merging import Merged
 from tracer.trace.streams import stream_name

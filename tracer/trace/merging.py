@@ -17,7 +17,9 @@ from tracer.errors import CaptureError, TraceError
 from tracer.format.journal import NONE, Column
 from tracer.format.names import part_of
 from tracer.format.tables import Pool, Stream
-from tracer.stores import Location, ReadStore, open_parts, part_in
+from tracer.stores.locations import Location, part_in
+from tracer.stores.opening import open_parts
+from tracer.stores.protocols import ReadStore
 from tracer.trace.assembly import Block, assembled
 from tracer.trace.attempts import counting, foreign_parts, in_order, missing, restarted, unreadable_part, worst
 from tracer.trace.certificate import worst_certificate

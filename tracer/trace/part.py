@@ -20,7 +20,8 @@ from tracer.format.names import declarations_name, journal_name, part_of
 from tracer.format.process import process_lives
 from tracer.format.tables import Stream, Tables
 from tracer.format.version import check_root
-from tracer.stores import Location, ReadStore
+from tracer.stores.locations import Location
+from tracer.stores.protocols import ReadStore
 from tracer.trace.attempts import first_step, tags_of
 
 WRONG: Final[Mapping[str, str]] = {

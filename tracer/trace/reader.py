@@ -16,7 +16,8 @@ from tracer.errors import CaptureError, TraceError
 from tracer.format.journal import NONE, Column
 from tracer.format.version import FORMAT
 from tracer.messaging.messages import DEFAULT_TAG, Message
-from tracer.stores import STORES, Anywhere, location
+from tracer.stores.locations import Anywhere, location
+from tracer.stores.opening import STORES
 from tracer.trace.assembly import WHOLE
 from tracer.trace.blocks import Blocks
 from tracer.trace.data import Data
@@ -220,7 +221,7 @@ class TraceReader:
             "path": str(self.path),
             "format": FORMAT,
             "version": first.attributes["format_version"],
-            "store": STORES[self.path.suffix.lower()].rpartition(".")[2],
+            "store": STORES[self.path.suffix.lower()],
             "run_id": first.header.get("run_id", first.attributes.get("run_id")),
             "created": first.header.get("created", first.attributes.get("created")),
             "status": self.status,

@@ -13,7 +13,7 @@ from tracer.errors import CaptureError, did_you_mean
 from tracer.format.journal import NONE, Column
 from tracer.format.tables import Stream
 from tracer.messaging.messages import DEFAULT_TAG
-from tracer.stores import Location
+from tracer.stores.locations import Location
 from tracer.trace.merging import Merged
 from tracer.trace.selection import is_of
 

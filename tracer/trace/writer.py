@@ -10,7 +10,8 @@ from tracer.errors import TraceError
 from tracer.format.declarations import declaration
 from tracer.format.names import part_name
 from tracer.messaging.messages import Message
-from tracer.stores import Anywhere, Url, create_store, location, refuse_part, remove_part
+from tracer.stores.locations import Anywhere, Url, location
+from tracer.stores.opening import create_store, refuse_part, remove_part
 from tracer.trace.claiming import check_ours, living, refuse_here
 from tracer.trace.commits import Commits, Due
 from tracer.trace.compression import Compression

@@ -15,7 +15,8 @@ import numpy as np
 
 from tracer.errors import CaptureError, TraceError, TraceExistsError, UnknownNameError
 from tracer.format.journal import Column
-from tracer.stores import Anywhere, Location, Url, exists, location, remove
+from tracer.stores.locations import Anywhere, Location, Url, location
+from tracer.stores.opening import exists, remove
 from tracer.trace.claiming import check_target
 from tracer.trace.compression import Compression
 from tracer.trace.reader import TraceReader

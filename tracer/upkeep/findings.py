@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tracer.stores import Location
+from tracer.stores.locations import Location
 
 CHECKS: Final[Mapping[str, str]] = {
     "store": "the file, or the directory and its zarr.json files, can be opened, and each of its indexes is whole",

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tracer.errors import TraceCorruptError, TraceLostError
 from tracer.format.journal import Column
 from tracer.messaging.messages import DEFAULT_TAG
-from tracer.stores import Anywhere, Location, location
+from tracer.stores.locations import Anywhere, Location, location
 from tracer.trace.attempts import in_order, tags_of, worst
 from tracer.trace.writer import TraceWriter
 from tracer.upkeep.convert import check_paths, new_trace, single

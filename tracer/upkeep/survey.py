@@ -18,7 +18,9 @@ from tracer.format.names import declarations_name, journal_name, part_of
 from tracer.format.tables import Stream
 from tracer.format.version import check_root
 from tracer.messaging.messages import DEFAULT_TAG, Message, ModuleMessage, NetworkMessage
-from tracer.stores import STORES, Location, ReadStore
+from tracer.stores.locations import Location
+from tracer.stores.opening import STORES
+from tracer.stores.protocols import ReadStore
 from tracer.trace.attempts import first_step
 from tracer.trace.part import is_empty, lives
 from tracer.trace.streams import stream_name
@@ -136,7 +138,7 @@ class Survey:
     @property
     def store_name(self) -> str:
         """The format that it is kept in."""
-        return STORES[self.path.suffix.lower()].rpartition(".")[2]
+        return STORES[self.path.suffix.lower()]
 
     def _tell_store(self) -> None:
         """Add what is wrong with the store as a whole, as far as that was met by now."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError, TraceFormatError, TracerError, TraceUnreadableError
-from tracer.stores import ReadStore
+from tracer.stores.protocols import ReadStore
 from tracer.upkeep.findings import Findings
 
 CACHE_BYTES: Final = 64 << 20

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tracer.errors import TraceError, TraceUnreadableError
-from tracer.stores import Anywhere, Location, location, open_parts, part_in
+from tracer.stores.locations import Anywhere, Location, location, part_in
+from tracer.stores.opening import open_parts
 from tracer.trace.attempts import foreign_parts, missing, restarted, worst
 from tracer.trace.reader import TraceReader
 from tracer.upkeep.findings import CHECKS, Problem

@@ -24,7 +24,7 @@ from tracer.recording.certifying.stopwatch import Enough, Steps, Stopwatch
 from tracer.recording.certifying.verdict import compare
 from tracer.recording.recording import record
 from tracer.recording.run import Run
-from tracer.stores import location
+from tracer.stores.locations import location
 from tracer.trace.certificate import Certificate
 
 STEPS: Final = 10

@@ -29,7 +29,8 @@ from tracer.recording.launching.session import Recipe, Session
 from tracer.recording.launching.watching import watching
 from tracer.recording.options import Options
 from tracer.recording.run import Run
-from tracer.stores import Anywhere, Location, location, store_module
+from tracer.stores.locations import Anywhere, Location, location
+from tracer.stores.opening import backend_of
 from tracer.trace.claiming import check_target, heads, refuse_living, this_process
 from tracer.trace.compression import Compression
 
@@ -86,7 +87,7 @@ def run(
     code, main = program.load()
     program.check_imports(code)
     # before the script runs, which may have what is imported logged
-    store_module(target)
+    backend_of(target)
     Compression(options.compression).load(plainly=target.suffix.lower() == ".zarr")
     if options.probe is not None and not any(one.kinds is None or {*one.kinds} & {*PROBED} for one in captures):
         raise CaptureError(f"a probe gives {', '.join(PROBED)}, and the capture takes none of them")

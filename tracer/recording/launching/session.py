@@ -27,7 +27,7 @@ from tracer.recording.launching.watching import watching
 from tracer.recording.options import Options
 from tracer.recording.recording import concluded, end, observer, start
 from tracer.recording.run import Run
-from tracer.stores import Location
+from tracer.stores.locations import Location
 from tracer.trace.claiming import of_launch
 
 PROBE = "probe"

@@ -1,1 +1,1 @@
-"""Reading and writing files fast, past the page cache or through mapped memory."""
+"""Files on a disk, and the two ways past copies: writes past the page cache, and reads through mapped memory."""

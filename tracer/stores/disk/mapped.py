@@ -1,7 +1,8 @@
 """Reading without a copy: what the page cache holds is mapped into memory, where it lies there already.
 
-A read copies bytes that are in the page cache, which for a megabyte takes longer than its checksum does. A mapping
-takes none of them, but has two dangers that a read has not. Where a byte cannot be had after all (the disk fails, or
+What it buys: large messages are replayed at 0.9 of the speed at which the system reads their bytes, and at 0.65 of it
+without. A read copies bytes that are in the page cache, which for a megabyte takes longer than its checksum does. A
+mapping copies none, but has two dangers that a read has not. Where a byte cannot be had after all (the disk fails, or
 somebody else has cut the file), the system ends the process, where a read would have failed. And a consumer that
 changes the memory it was given changes what is mapped there. So only bytes are given out that the page cache has just
 been seen to hold, of files whose system can say that it does, which those of networks cannot; all of them once only, of
@@ -29,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.memory import PAGE
-from tracer.stores import Place
+from tracer.stores.protocols import Place
 
 HUGE: Final = 2 << 20
 """Windows begin at multiples of this, in the file and in memory: the system maps at once what it cached at once only if

@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 
 from tracer.memory import PAGE
 
-ADDRESS: Final = 8
-UNDEFINED: Final = 0xFF
+_ADDRESS: Final = 8
+_UNDEFINED: Final = 0xFF
 """Each byte of an address that is not there."""
-PAGE_ENTRIES: Final = 1024
+_PAGE_ENTRIES: Final = 1024
 """Entries of a page, into which larger data blocks are divided."""
 _IN_INDEX: Final = 4
 """Entries in the index block itself."""
@@ -53,7 +53,7 @@ _AT_ONCE: Final = 1 << 18
 _FARTHEST: Final = 1 << 24
 """Rows that one commit may have added to an array whose header was torn; to try them all takes seconds."""
 
-_FILTERED: Final = range(ADDRESS + 1 + 4, ADDRESS + 8 + 4 + 1)
+_FILTERED: Final = range(_ADDRESS + 1 + 4, _ADDRESS + 8 + 4 + 1)
 """Bytes of an entry of a chunk that has a filter: address, bytes, and which filters it did not pass."""
 
 _Blocks = NDArray[np.uint8]
@@ -177,19 +177,14 @@ def _without_newer_pages(body: _Blocks, cuts: Sequence[int]) -> _Blocks | None:
         return body if len(body) <= cuts[-1] else None
     entries = list(_entries_of(body) or ())
     for number, (at, _, bit) in enumerate(entries):
-        address = body[at : at + ADDRESS]
-        inside = next((cut - at for cut in cuts if at < cut < at + ADDRESS), ADDRESS)
-        missing = not body[at] & bit if bit >= 0 else bool((address[:inside] == UNDEFINED).all())
+        address = body[at : at + _ADDRESS]
+        inside = next((cut - at for cut in cuts if at < cut < at + _ADDRESS), _ADDRESS)
+        missing = not body[at] & bit if bit >= 0 else bool((address[:inside] == _UNDEFINED).all())
         if missing:
             # what is behind it came later
             rest = collections.deque(_emptied_one_by_one(body, entries[number:]), 1)
             return None if at >= cuts[-1] else rest.pop() if rest else body
     return None
-
-
-def is_page(nbytes: int) -> bool:
-    """Whether a page of a data block, which has no signature, has so many bytes before its checksum."""
-    return nbytes % PAGE_ENTRIES == 0 and nbytes // PAGE_ENTRIES in (ADDRESS, *_FILTERED)
 
 
 def _versions(body: _Blocks) -> Iterator[_Blocks]:
@@ -213,8 +208,10 @@ def _entries_of(body: _Blocks) -> Iterator[tuple[int, int, int]] | None:
         return _super_entries(body)
     if kind == b"EADB":
         return _data_entries(body)
-    if kind not in (b"OHDR", b"EAHD") and is_page(len(body)):
-        return _entries(0, len(body) // PAGE_ENTRIES, PAGE_ENTRIES)
+    size, rest = divmod(len(body), _PAGE_ENTRIES)
+    # a page of a data block, which has no signature
+    if kind not in (b"OHDR", b"EAHD") and not rest and size in (_ADDRESS, *_FILTERED):
+        return _entries(0, size, _PAGE_ENTRIES)
     return None
 
 
@@ -227,17 +224,17 @@ def _entries(start: int, size: int, count: int) -> Iterator[tuple[int, int, int]
 def _index_entries(body: _Blocks) -> Iterator[tuple[int, int, int]] | None:
     # the last addresses are those of all super blocks that an array may get
     supers = _SUPER_BLOCKS - _DIRECT
-    size, rest = divmod(len(body) - _INDEX_START - ADDRESS * (_DIRECT_BLOCKS + supers), _IN_INDEX)
-    if rest or size not in (ADDRESS, *_FILTERED):
+    size, rest = divmod(len(body) - _INDEX_START - _ADDRESS * (_DIRECT_BLOCKS + supers), _IN_INDEX)
+    if rest or size not in (_ADDRESS, *_FILTERED):
         return None
     first = _INDEX_START + size * _IN_INDEX
-    return itertools.chain(_entries(_INDEX_START, size, _IN_INDEX), _entries(first, ADDRESS, _DIRECT_BLOCKS + supers))
+    return itertools.chain(_entries(_INDEX_START, size, _IN_INDEX), _entries(first, _ADDRESS, _DIRECT_BLOCKS + supers))
 
 
 def _data_entries(body: _Blocks) -> Iterator[tuple[int, int, int]] | None:
-    for size in _FILTERED if body[5] else (ADDRESS,):
+    for size in _FILTERED if body[5] else (_ADDRESS,):
         count, rest = divmod(len(body) - _BLOCK_START, size)
-        if not rest and _SMALLEST <= count <= PAGE_ENTRIES and count.bit_count() == 1:
+        if not rest and _SMALLEST <= count <= _PAGE_ENTRIES and count.bit_count() == 1:
             return _entries(_BLOCK_START, size, count)
     return None
 
@@ -246,9 +243,9 @@ def _super_entries(body: _Blocks) -> Iterator[tuple[int, int, int]] | None:
     start = int.from_bytes(body[_BLOCK_START - 4 : _BLOCK_START].tobytes(), "little")
     for number, blocks, entries, first in _super_blocks():
         if first == start:
-            pages = entries // PAGE_ENTRIES if entries > PAGE_ENTRIES else 0
+            pages = entries // _PAGE_ENTRIES if entries > _PAGE_ENTRIES else 0
             bits = blocks * -(-pages // 8)
-            if number < _DIRECT or len(body) != _BLOCK_START + bits + ADDRESS * blocks:
+            if number < _DIRECT or len(body) != _BLOCK_START + bits + _ADDRESS * blocks:
                 return None
             return _of_super_block(blocks, pages, bits)
         if first > start:
@@ -258,7 +255,7 @@ def _super_entries(body: _Blocks) -> Iterator[tuple[int, int, int]] | None:
 
 def _of_super_block(blocks: int, pages: int, bits: int) -> Iterator[tuple[int, int, int]]:
     for block in range(blocks):
-        yield _BLOCK_START + bits + ADDRESS * block, ADDRESS, -1
+        yield _BLOCK_START + bits + _ADDRESS * block, _ADDRESS, -1
         for page in range(block * pages, (block + 1) * pages):
             yield _BLOCK_START + page // 8, 1, 0x80 >> page % 8
 
@@ -289,7 +286,7 @@ def _emptied_one_by_one(body: _Blocks, entries: list[tuple[int, int, int]]) -> I
     for at, size, bit in reversed(entries):
         if bit < 0:
             blank = np.zeros(size, np.uint8)
-            blank[:ADDRESS] = UNDEFINED
+            blank[:_ADDRESS] = _UNDEFINED
         else:
             blank = current[at : at + 1] & np.uint8(0xFF ^ bit)
         if not np.array_equal(current[at : at + size], blank):
@@ -306,10 +303,10 @@ def _earlier(body: _Blocks) -> Iterator[_Blocks]:
     for number, count, entries, before in _super_blocks():
         if before > torn + _AT_ONCE:
             break
-        pages = entries // PAGE_ENTRIES if entries > PAGE_ENTRIES else 0
+        pages = entries // _PAGE_ENTRIES if entries > _PAGE_ENTRIES else 0
         if number >= _DIRECT:
-            supers.append((before, _FRAME + ADDRESS * count + count * -(-pages // 8)))
-        nbytes = _FRAME + (pages * (PAGE_ENTRIES * size + 4) if pages else entries * size)
+            supers.append((before, _FRAME + _ADDRESS * count + count * -(-pages // 8)))
+        nbytes = _FRAME + (pages * (_PAGE_ENTRIES * size + 4) if pages else entries * size)
         # more of one super block than are of interest are not made
         most = min(count, (torn + _AT_ONCE - before) // entries + 1)
         blocks += [(before + block * entries, nbytes, entries) for block in range(most)]
@@ -328,8 +325,8 @@ def _earlier(body: _Blocks) -> Iterator[_Blocks]:
         )
         yield versions
     empty = body.copy()
-    empty[_STATISTICS_AT:-ADDRESS] = 0
-    empty[-ADDRESS:] = UNDEFINED
+    empty[_STATISTICS_AT:-_ADDRESS] = 0
+    empty[-_ADDRESS:] = _UNDEFINED
     yield empty[None]
 
 
@@ -348,7 +345,7 @@ def _shorter(body: _Blocks) -> Iterator[_Blocks]:
     if index is not None:
         empty = body.copy()
         empty[at : at + 8] = 0
-        empty[index[0] : sum(index)] = UNDEFINED
+        empty[index[0] : sum(index)] = _UNDEFINED
         yield empty[None]
 
 
@@ -361,7 +358,7 @@ def _place_of_rows(body: _Blocks) -> tuple[int, int] | None:
 def _place_of_index(body: _Blocks) -> tuple[int, int] | None:
     """Where in the header of a dataset it says where the index of its chunks is, and in how many bytes."""
     found = _messages_in(body).get(_LAYOUT)
-    return None if found is None else (sum(found) - ADDRESS, ADDRESS)
+    return None if found is None else (sum(found) - _ADDRESS, _ADDRESS)
 
 
 def _messages_in(body: _Blocks) -> dict[int, tuple[int, int]]:

@@ -1,0 +1,179 @@
+"""Files and folders: whether they are there, which they are, and whether the disk has them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tracer.errors import TraceUnreadableError
+
+UNREADABLE = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE})
+"""Errors that say nothing about what is there, only that it cannot be read now, or by this user."""
+NOT_COPIED = "open files cannot be copied or pickled; open the trace once more"
+"""Why what holds open files refuses it."""
+
+
+def key_of(file: int) -> tuple[int, int]:
+    """What no other file has as long as this one is open or mapped."""
+    found = os.fstat(file)
+    return found.st_dev, found.st_ino
+
+
+def is_there(path: Path) -> bool:
+    """Whether something is at a path, or where a link there leads.
+
+    Raises
+    ------
+    TraceUnreadableError
+        If that cannot be told: a folder on the way may not be entered, or the name is too long.
+    """
+    try:
+        path.stat()
+    except ValueError:
+        return False
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return False
+        raise TraceUnreadableError(f"cannot read {path}: {error.strerror or error}") from error
+    return True
+
+
+def make_folder(folder: Path, *, durable: bool) -> None:
+    """Make a folder, and those above it, unless it is there; if `durable`, the disk has their names."""
+    new = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    if durable:
+        # one that is there may have been made just now, by another rank
+        for one in reversed(new or [folder]):
+            sync_folder(one.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names of the files in a folder."""
+    sync_file(folder)
+
+
+def sync_file(path: Path | str) -> None:
+    """Wait until the disk has what is in a file."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def open_file(path: Path) -> int:
+    """Open a file for reading; `OSError` unless it is one, because opening a pipe would wait for its other end."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is not a file")
+    return file
+
+
+class Folder:
+    """The folder of a part, kept open: another one at its path then has another number."""
+
+    __slots__ = ("_file", "_path")
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    @classmethod
+    def of(cls, path: Path) -> Folder | None:
+        """The folder at a path; None if there is none, or on a system that opens no folders."""
+        try:
+            return cls(path)
+        except OSError:
+            return None
+
+    def is_there(self) -> bool:
+        """Whether it is still what is at its path."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._file))
+        except OSError:
+            return False
+
+    def __reduce__(self) -> Any:
+        raise TypeError(NOT_COPIED)
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # which the end of the program takes away
+        if hasattr(self, "_file"):  # else it could not be opened
+            close(self._file)
+
+
+def listed(folder: Path) -> list[str]:
+    """The names in a folder; none where there is no folder."""
+    try:
+        return os.listdir(folder)
+    except OSError as error:
+        if error.errno in UNREADABLE:
+            raise TraceUnreadableError(f"{folder} cannot be listed: {error.strerror}") from error
+        return []
+
+
+def disk_bytes(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    found = 0
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            # a writer may have renamed it in the meantime
+            with suppress(FileNotFoundError):
+                found += os.lstat(os.path.join(parent, name)).st_size
+    return found
+
+
+class LocalFile:
+    """A file on a disk, kept open: it stays the same one when another takes its path. A `ByteFile`."""
+
+    __slots__ = ("_file", "path")
+
+    grows = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = -1
+
+    @property
+    def descriptor(self) -> int | None:
+        """The system's number of the open file."""
+        return None if self._file < 0 else self._file
+
+    def hold(self) -> None:
+        """Open what is at the path, unless it is open already."""
+        if self._file >= 0:
+            if self.is_current():
+                return
+            self.close()
+        self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def is_current(self) -> bool:
+        """Whether the open file is still what is at the path."""
+        return os.path.samestat(os.stat(self.path), os.fstat(self._file))
+
+    def size(self) -> int:
+        """Bytes of what is at the path."""
+        return os.stat(self.path).st_size
+
+    def modified(self) -> float:
+        """When what is at the path was last written."""
+        return os.stat(self.path).st_mtime
+
+    def readinto(self, target: memoryview, offset: int) -> int:
+        """Read bytes from an offset on; how many there were."""
+        return os.preadv(self._file, [target], offset)
+
+    def fetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Do nothing: the operating system reads ahead."""
+
+    def close(self) -> None:
+        """Close the file. Closing again does nothing."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)

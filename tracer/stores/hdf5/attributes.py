@@ -1,0 +1,60 @@
+"""JSON attributes as HDF5 has them: single numbers, bools and texts; all else as the text of its JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+import h5py
+import numpy as np
+
+from tracer.errors import TraceError, TraceFormatError
+from tracer.stores.locations import Location
+
+_JSON: Final = "json:"
+"""Begins an attribute that holds JSON text, because HDF5 has no such value."""
+_TYPES: Final = (h5py.h5t.TypeIntegerID, h5py.h5t.TypeFloatID, h5py.h5t.TypeEnumID, h5py.h5t.TypeStringID)
+
+
+def set_attribute(attrs: Any, key: str, value: Any) -> None:
+    """Set an attribute of an open group or array."""
+    encoded = _encode(value)
+    if isinstance(encoded, bytes):
+        # of fixed length: what is of variable length lies in global heaps, which have no checksums
+        attrs.create(key, encoded, dtype=h5py.string_dtype("utf-8", len(encoded)))
+    else:
+        attrs[key] = encoded
+
+
+def attributes(attrs: Any, path: Location, name: str) -> dict[str, Any]:
+    """The attributes of an open group or array; those of types that a trace never has are refused."""
+    for key in attrs:
+        kind, shape = attrs.get_id(key).get_type(), attrs.get_id(key).shape
+        text = isinstance(kind, h5py.h5t.TypeStringID)
+        if shape != () or not isinstance(kind, _TYPES) or (text and kind.is_variable_str()):
+            raise TraceFormatError(
+                f"{path}: the attribute {key!r} of {name or 'the root'!r} is not one of a trace: "
+                "those are single numbers, bools and texts of a fixed length"
+            )
+    return {key: _decode(value) for key, value in attrs.items()}
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, (bool, float)) or (isinstance(value, int) and -(2**63) <= value < 2**63):
+        return value
+    # HDF5 has no text of length 0, and ends what it pads with zeros at the first of them
+    if isinstance(value, str) and value and not value.startswith(_JSON) and "\0" not in value:
+        return value.encode()
+    try:
+        return (_JSON + json.dumps(value)).encode()
+    except (TypeError, ValueError) as error:
+        raise TraceError(f"an attribute cannot be written as JSON: {error}") from error
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, bytes):
+        text = value.decode()
+        return json.loads(text.removeprefix(_JSON)) if text.startswith(_JSON) else text
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return value.item()
+    raise TraceFormatError(f"an attribute of the type {type(value).__name__} is not one of a trace")

@@ -1,0 +1,89 @@
+"""Large chunks are written to their places in an HDF5 file without HDF5, and past the page cache where nobody waits."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+
+from tracer.memory import PAGE
+from tracer.stores.disk.direct import DIRECT, PIECE, REFUSALS, DirectIO, is_aligned, write_all
+
+
+class WrittenFile:
+    """The file that HDF5 writes, by its descriptor."""
+
+    __slots__ = ("__weakref__", "_direct", "_direct_file", "descriptor")
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        """That of HDF5, which closes it; -1 while it is closed."""
+        self._direct = DirectIO()
+        # the file once more, to be written past the page cache
+        self._direct_file = -1
+        _written.add(self)
+
+    def write(self, pieces: Sequence[memoryview], place: int, apart: int, *, unhurried: bool) -> None:
+        """Write chunks to places that are so many bytes apart; if `unhurried`, past the page cache where it serves."""
+        past_cache = unhurried and self._direct.serves(self.descriptor)
+        # together, where they lie side by side, in whole pages
+        together = past_cache and len(pieces[0]) == apart and all(map(is_aligned, pieces))
+        if together and self._write_past_cache(pieces, place) == len(pieces) * apart:
+            return
+        for data in pieces:
+            done = self._write_past_cache([self._direct.aligned(data)], place) if past_cache else 0
+            while done < len(data):
+                stop = min(len(data), done + PIECE - (place + done) % PIECE)
+                write_all(self.descriptor, [data[done:stop]], stop - done, place + done)
+                done = stop
+            place += apart
+
+    def _write_past_cache(self, aligned: Sequence[memoryview], place: int) -> int:
+        """Write chunks but for the page that they end in, where other things begin; how many bytes that was."""
+        if not self._direct.possible:
+            return 0
+        size = sum(map(len, aligned))
+        whole = size - size % PAGE
+        parts = [*aligned[:-1], aligned[-1][: len(aligned[-1]) - size % PAGE]]
+        try:
+            if self._direct_file < 0:
+                # what is open, and not what is at its path by now
+                path = f"/proc/self/fd/{self.descriptor}"
+                self._direct_file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | DIRECT)
+        except OSError:
+            self._direct.give_up()
+            return 0
+        try:
+            return whole if os.pwritev(self._direct_file, parts, place) == whole else 0
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise  # through the page cache, nobody would hear of it any more
+            self._direct.give_up()
+            return 0
+
+    def close(self) -> None:
+        """Close what was opened here, before HDF5 closes the file."""
+        self.descriptor = -1
+        file, self._direct_file = self._direct_file, -1
+        if file >= 0:
+            os.close(file)
+
+    def lead_nowhere(self) -> None:
+        """Let all that is written go nowhere."""
+        for file in (self.descriptor, self._direct_file):
+            if file >= 0:
+                nowhere = os.open(os.devnull, os.O_RDWR)
+                os.dup2(nowhere, file)
+                os.close(nowhere)
+
+
+_written: weakref.WeakSet[WrittenFile] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """Let a forked child write nowhere: when it ends, HDF5 writes what was in its memory when it was forked."""
+    for file in _written:
+        file.lead_nowhere()
+
+
+os.register_at_fork(after_in_child=_let_go)

@@ -1,0 +1,124 @@
+"""Where in an HDF5 file the chunks of its arrays lie, as HDF5 says once and not at every reading."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from tracer.stores.disk.files import UNREADABLE
+from tracer.stores.hdf5.datasets import Dataset
+from tracer.stores.hdf5.errors import errno_of
+from tracer.stores.protocols import ByteFile
+
+SETTLED_NANOSECONDS: Final = 2_000_000_000
+"""How long ago a file was written whose damage is taken for lasting: a writer may be in the midst of it."""
+
+
+class Stored(NamedTuple):
+    """Where a chunk of an array with a filter lies."""
+
+    offset: int
+    nbytes: int
+    mask: int
+    """Which filters it did not pass."""
+
+
+class ChunkPlaces:
+    """Where the chunks of the arrays of an open file are.
+
+    Parameters
+    ----------
+    file : ByteFile
+    partly : bool
+        Whether the chunks that HDF5 tells of before it fails are taken for those that there are, as in a file that was
+        put right as far as that goes.
+    """
+
+    __slots__ = ("_broken", "_file", "_known", "_partly")
+
+    def __init__(self, file: ByteFile, *, partly: bool) -> None:
+        self._file = file
+        self._partly = partly
+        # of each array, up to which row its chunks were looked up, and what was said of each by its number
+        self._known: dict[str, tuple[int, dict[int, Any]]] = {}
+        # of arrays whose chunks cannot be told: when the file was written last, and why
+        self._broken: dict[str, tuple[int, str]] = {}
+
+    def offsets(self, name: str, dataset: Dataset, stop: int) -> dict[int, int]:
+        """Where each chunk of an array without filters begins, by its number.
+
+        Looked up anew when rows are asked for that were not there before.
+        """
+
+        def offset_of(stored: Any) -> int | None:
+            return stored.byte_offset if stored.filter_mask == 0 else None
+
+        return self._chunks_of(name, dataset, stop, offset_of)
+
+    def stored(self, name: str, dataset: Dataset, stop: int) -> dict[int, Stored]:
+        """Where each chunk of an array with a filter lies; as `offsets`."""
+
+        def place_of(stored: Any) -> Stored:
+            return Stored(stored.byte_offset, stored.size, stored.filter_mask)
+
+        return self._chunks_of(name, dataset, stop, place_of)
+
+    def _chunks_of(self, name: str, dataset: Dataset, stop: int, what: Callable[[Any], Any]) -> dict[int, Any]:
+        known, chunks = self._known.get(name, (0, {}))
+        if stop > known:
+            chunk, shape = dataset.chunks, dataset.shape
+            grid = [-(-size // part) for size, part in zip(shape, chunk, strict=True)]
+            steps = [math.prod(grid[axis + 1 :]) for axis in range(len(grid))]
+            chunks, rows = {}, shape[0]
+
+            def note(stored: Any) -> None:
+                said = what(stored)
+                if said is None:
+                    return
+                number = 0
+                for offset, part, step in zip(stored.chunk_offset, chunk, steps, strict=True):
+                    number += offset // part * step
+                chunks[number] = said
+
+            try:
+                self._look(name, dataset, note)
+            except Exception:
+                rows = self._rows_found(chunks, grid, chunk[0])
+                if rows > known:
+                    self._known[name] = (rows, chunks)
+                if stop > rows:
+                    raise
+            self._known[name] = (rows, chunks)
+        return chunks
+
+    def _look(self, name: str, dataset: Dataset, note: Callable[[Any], None]) -> None:
+        """Have HDF5 tell of each chunk that is stored; where it could not, it is asked again when somebody has written.
+
+        It tries for some 20 ms to read what is damaged, and is asked for each chunk.
+        """
+        file = self._file.descriptor
+        if file is None:  # what a store far away said may be otherwise the next time
+            dataset.id.chunk_iter(note)
+            return
+        # of what is open: another may be at the path by now, or none
+        written = os.fstat(file).st_mtime_ns
+        broken = self._broken.get(name)
+        if broken is not None and broken[0] == written:
+            raise OSError(broken[1])
+        try:
+            dataset.id.chunk_iter(note)
+        except Exception as error:
+            if time.time_ns() - written > SETTLED_NANOSECONDS and errno_of(error) not in UNREADABLE:
+                self._broken[name] = (written, str(error))
+            raise
+
+    def _rows_found(self, found: Mapping[int, Any], grid: Sequence[int], height: int) -> int:
+        """How many rows are in the chunks that HDF5 told of before it failed: what it tells of comes in order."""
+        if not self._partly:
+            return 0
+        chunks = next(number for number in itertools.count() if number not in found)
+        return chunks // math.prod(grid[1:]) * height

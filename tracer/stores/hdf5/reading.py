@@ -1,0 +1,340 @@
+"""Reading an HDF5 trace: HDF5 says where the chunks are, and what is in them is read without it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.errors import TraceCorruptError, TraceError, TraceFormatError
+from tracer.format.names import PART
+from tracer.stores.chunks import walk
+from tracer.stores.codecs import OVERHEAD, decode
+from tracer.stores.disk.files import key_of
+from tracer.stores.hdf5.attributes import attributes
+from tracer.stores.hdf5.datasets import NOT_FILTERED, Dataset, Inspection
+from tracer.stores.hdf5.errors import read_errors, reason
+from tracer.stores.hdf5.mended import Mended, head_of, pread
+from tracer.stores.hdf5.opening import is_followed, open_both
+from tracer.stores.hdf5.places import ChunkPlaces
+from tracer.stores.hdf5.superblock import cut_off, is_unfinished
+from tracer.stores.protocols import ByteFile, Place, ReadStore, rows_in
+
+FETCHED_BYTES: Final = 16 << 20
+"""Bytes of the chunks of a file on an object store that are fetched at once."""
+
+_T = TypeVar("_T")
+
+
+class Hdf5ReadStore(ReadStore):
+    """An HDF5 file being read; see `tracer.stores.protocols.ReadStore`.
+
+    Parameters
+    ----------
+    file : ByteFile
+        Closed with the store.
+    damaged : bool
+        Whether it is opened as far as that is possible.
+    """
+
+    checksums_chunks = False
+
+    def __init__(self, file: ByteFile, *, damaged: bool = False) -> None:
+        self.path = file.path
+        self.problems = []
+        self._file = file
+        self._damaged = damaged
+        self._size = file.size()
+        self._datasets: dict[str, Dataset] = {}
+        # of those, the ones that may have grown since they were opened
+        self._looked_up: set[str] = set()
+        # the file as HDF5 has it open, and what that reads through where the file is damaged
+        self._hdf5: Any = None
+        self._mended: Mended | None = None
+        self._places = ChunkPlaces(file, partly=False)
+        self._key: tuple[int, int] | None = None
+        if damaged:
+            self.problems += cut_off(head_of(file), self._size)
+        try:
+            with read_errors(self.path, "the file"):
+                self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self) -> None:
+        """Open the file and look at all that is in it."""
+        try:
+            self._file.hold()
+            if is_followed(self._file):
+                self._open_mended()
+            else:
+                self._hdf5 = open_both(self._file)
+            self._inspect()
+        except Exception as error:
+            # a wrong byte may make what is there look like what a trace never has
+            if isinstance(error, TraceFormatError) and not self._damaged:
+                raise
+            if self._damaged and self._hdf5 is None:
+                self.problems.append(f"the file cannot be opened as it is: {reason(error)}")
+            try:
+                again = self._put_back()
+            except TraceFormatError:
+                raise
+            except Exception as other:
+                raise error from other
+            if not again:
+                raise
+
+    def _put_back(self) -> bool:
+        """Open the file anew, with what a kill tore put back as it was, if that may help; whether it may."""
+        if self._mended is not None or not (self._damaged or is_unfinished(head_of(self._file))):
+            return False
+        self._forget()
+        self._open_mended()
+        self._inspect()
+        return True
+
+    def _open_mended(self) -> None:
+        self._mended = Mended(self._file, torn=is_unfinished(head_of(self._file)))
+        self._places = ChunkPlaces(self._file, partly=True)
+        self._hdf5 = h5py.File(self._mended, "r")
+
+    def _inspect(self) -> None:
+        def read(nbytes: int, offset: int) -> bytes:
+            return pread(self._file, nbytes, offset) if self._mended is None else self._mended.pread(nbytes, offset)
+
+        tolerant = self._damaged and self._mended is not None
+        self._datasets = Inspection(self.path, read, self.problems if tolerant else None).of(self._hdf5)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return self._file.size()
+
+    @property
+    def modified(self) -> float:
+        """When the file was last written."""
+        return self._file.modified()
+
+    def parts(self) -> list[str]:
+        groups = {name.partition("/")[0] for name in self._datasets}
+        return sorted(name for name in groups if PART.fullmatch(name))
+
+    def refresh(self) -> None:
+        """Look anew at every array, and open the file anew if another one is at the path, as after the first commit."""
+        with read_errors(self.path, "the file"):
+            if not self._file.grows:
+                return
+            # as it was put back, it does not grow
+            if self._file.is_current() and self._mended is None:
+                self._looked_up.update(dataset.name for dataset in self._datasets.values())
+                return
+            self.close()
+            self._looked_up.clear()
+            self._size = self._file.size()
+            self._begin()
+
+    def names(self, prefix: str = "") -> list[str]:
+        return sorted(name for name in self._datasets if name.startswith(prefix))
+
+    def length(self, name: str) -> int:
+        def rows() -> int:
+            dataset = self._dataset(name)
+            self._look_again(dataset)
+            return int(dataset.shape[0])
+
+        return self._asked(f"array {name!r}", rows)
+
+    def row_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._dataset(name).shape[1:])
+
+    def dtype(self, name: str) -> str:
+        return str(self._dataset(name).dtype.name)
+
+    def chunk_rows(self, name: str) -> int:
+        return int(self._dataset(name).chunks[0])
+
+    def stored_rows(self, name: str) -> int:
+        dataset = self._dataset(name)
+        if dataset.codec is not None:
+            length = dataset.shape[0]
+            stored = self._asked(f"array {name!r}", lambda: self._places.stored(name, self._dataset(name), length))
+            grid = math.prod(-(-size // part) for size, part in zip(dataset.shape[1:], dataset.chunks[1:], strict=True))
+            # a chunk's number may say anything; some may be missing
+            chunks = min(max(stored, default=-1) + 1, 1000 * (len(stored) + 1))
+            return int(-(-chunks // grid) * dataset.chunks[0])
+        return int(self._size // max(1, dataset.row_nbytes) + 1)
+
+    def attrs(self, name: str = "") -> dict[str, Any]:
+        with read_errors(self.path, f"the attributes of {name or 'the root'!r}"):
+            return attributes(self._hdf5[name or "/"].attrs, self.path, name)
+
+    def read(
+        self,
+        name: str,
+        start: int,
+        stop: int,
+        out: NDArray[Any] | None = None,
+        *,
+        checksums: list[int] | None = None,
+        verify: bool = True,
+    ) -> NDArray[Any]:
+        return self._asked(f"array {name!r}", lambda: self._rows(name, start, stop, out))
+
+    def place(self, name: str, row: int) -> Place | None:
+        return self._asked(f"array {name!r}", lambda: self._place(name, row))
+
+    def _place(self, name: str, row: int) -> Place | None:
+        dataset, file = self._dataset(name), self._file.descriptor
+        if file is None or not dataset.in_rows or not 0 <= row < dataset.shape[0]:
+            return None
+        offset = self._places.offsets(name, dataset, row + 1).get(row)
+        if offset is None:
+            return None
+        if self._key is None:
+            self._key = key_of(file)
+        return Place(file, offset, False, None, self._key)
+
+    def _asked(self, what: str, question: Callable[[], _T]) -> _T:
+        """What HDF5 says of the file; it is asked again once what is wrong in its metadata is put right."""
+        try:  # without `read_errors`, which takes longer than a small message
+            return question()
+        except TraceError:
+            raise
+        except Exception as error:
+            with read_errors(self.path, what):
+                if not self._put_back():
+                    raise error from None
+                return question()
+
+    def _rows(self, name: str, start: int, stop: int, out: NDArray[Any] | None) -> NDArray[Any]:
+        dataset = self._dataset(name)
+        if not 0 <= start <= stop <= dataset.shape[0]:
+            # another reader of this store may have seen more rows than this handle has
+            self._look_again(dataset)
+        shape = dataset.shape
+        if not 0 <= start <= stop <= shape[0]:
+            raise TraceCorruptError(
+                f"{self.path}: array {name!r} has {shape[0]} rows, and not those from {start} to {stop}"
+            )
+        if dataset.codec is None:
+            self._check_size(name, dataset, stop - start)
+        else:
+            self._check_compressed_size(name, dataset, start, stop)
+        found = rows_in(out, (stop - start, *shape[1:]), dataset.dtype)
+        if found.size:
+            if dataset.codec is not None:
+                self._read_compressed(name, dataset, start, stop, found.reshape(-1).view(np.uint8))
+            elif dataset.contiguous:
+                self._read_chunks(name, dataset, start, stop, found.reshape(-1).view(np.uint8).data)
+            else:
+                dataset.dataset.read_direct(found, np.s_[start:stop])
+        return found
+
+    def _read_chunks(self, name: str, dataset: Dataset, start: int, stop: int, out: memoryview) -> None:
+        """Fill `out` with rows ``start`` to ``stop`` from the file itself: HDF5 is asked only where the chunks are."""
+        places = self._places.offsets(name, dataset, stop)
+        first, end = start * dataset.row_nbytes, stop * dataset.row_nbytes
+        parts = []
+        for number, begin, length in walk(dataset.shape, dataset.chunks, dataset.dtype.itemsize, start, stop):
+            place = places.get(number)
+            if place is None:
+                raise TraceCorruptError(f"{self.path}: array {name!r} lacks its chunk {number}")
+            low, high = max(begin, first), min(begin + length, end)
+            parts.append((number, place + low - begin, out[low - first : high - first]))
+        fetched = len(parts) if self._file.descriptor is not None else 0
+        for position, (number, place, part) in enumerate(parts):
+            if position == fetched:
+                nbytes = 0
+                while fetched < len(parts) and nbytes < FETCHED_BYTES:
+                    nbytes += len(parts[fetched][2])
+                    fetched += 1
+                self._file.fetch([(begin, min(len(to), FETCHED_BYTES)) for _, begin, to in parts[position:fetched]])
+            if self._file.readinto(part, place) != len(part):
+                raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} lies beyond the file's end")
+
+    def _read_compressed(self, name: str, dataset: Dataset, start: int, stop: int, out: NDArray[np.uint8]) -> None:
+        """As `_read_chunks`, for an array with compressed chunks; HDF5 decodes none of them."""
+        assert dataset.codec is not None
+        shape, chunk, item = dataset.shape, dataset.chunks, dataset.dtype.itemsize
+        places = self._places.stored(name, dataset, stop)
+        chunk_nbytes = item * math.prod(chunk)
+        first, end = start * dataset.row_nbytes, stop * dataset.row_nbytes
+        buffer = np.empty(chunk_nbytes + OVERHEAD, np.uint8)
+        for number, begin, length in walk(shape, chunk, item, start, stop):
+            if number not in places:
+                raise TraceCorruptError(f"{self.path}: array {name!r} lacks its chunk {number}")
+            place, nbytes, mask = places[number]
+            low, high = max(begin, first), min(begin + length, end)
+            part = out[low - first : high - first]
+            plain = mask == NOT_FILTERED
+            if plain and nbytes == chunk_nbytes:
+                stored, place = part, place + low - begin
+            elif not plain and nbytes <= len(buffer):
+                stored = buffer[:nbytes]
+            else:
+                raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} is not of the size of one")
+            if self._file.readinto(stored.data, place) != len(stored):
+                raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} lies beyond the file's end")
+            if plain:
+                continue
+            target = part if len(part) == chunk_nbytes else np.empty(chunk_nbytes, np.uint8)
+            if not decode(dataset.codec, stored, target, item):
+                raise TraceCorruptError(f"{self.path}: chunk {number} of array {name!r} cannot be decoded")
+            if target is not part:
+                part[:] = target[low - begin : high - begin]
+
+    def _check_size(self, name: str, dataset: Dataset, rows: int) -> None:
+        # chunks that are not there read as zeros, and would take memory all the same
+        nbytes = rows * dataset.row_nbytes
+        if nbytes > self._size:
+            self._size = self._file.size()
+        if nbytes > self._size:
+            raise TraceCorruptError(f"{self.path}: array {name!r} is larger than the file")
+
+    def _check_compressed_size(self, name: str, dataset: Dataset, start: int, stop: int) -> None:
+        """As `_check_size`: compressed, an array may be larger than the file, but not than its chunks become."""
+        shape, chunk, item = dataset.shape, dataset.chunks, dataset.dtype.itemsize
+        nbytes = (stop - start) * dataset.row_nbytes
+        if nbytes <= self._size:
+            return
+        places = self._places.stored(name, dataset, stop)
+        per_height = math.prod(-(-size // part) for size, part in zip(shape[1:], chunk[1:], strict=True))
+        first, end = start // chunk[0] * per_height, -(-stop // chunk[0]) * per_height
+        sizes = [size for number, (_, size, _) in places.items() if first <= number < end]
+        # chunks that share their bytes are not there so often
+        if sum(sizes) > self._file.size() or nbytes > len(sizes) * item * math.prod(chunk):
+            raise TraceCorruptError(f"{self.path}: array {name!r} is larger than what is there of it in the file")
+
+    def close(self) -> None:
+        self._forget()
+        self._file.close()
+
+    def _forget(self) -> None:
+        """Close what HDF5 has open."""
+        self._datasets.clear()
+        self._places = ChunkPlaces(self._file, partly=False)
+        file, self._hdf5 = self._hdf5, None
+        if file is not None:
+            file.close()
+        self._mended = self._key = None
+
+    def _look_again(self, dataset: Dataset) -> None:
+        # A file that is opened plainly does not grow, and an array that was just opened is as it is. No more often than
+        # it must be, because HDF5 loses its way in arrays that a process opened twice.
+        if self._hdf5.swmr_mode and dataset.name in self._looked_up:
+            dataset.refresh()
+        self._looked_up.add(dataset.name)
+
+    def _dataset(self, name: str) -> Dataset:
+        dataset = self._datasets.get(name)
+        if dataset is None:
+            if not self._hdf5:  # as h5py says of a file that is closed
+                raise TraceError(f"{self.path} was closed, and is not read any more")
+            raise TraceCorruptError(f"{self.path} has no array {name!r}")
+        return dataset

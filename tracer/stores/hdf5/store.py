@@ -1,0 +1,88 @@
+"""HDF5 traces are made, found, opened and removed here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import h5py
+
+from tracer.errors import (
+    TraceCorruptError,
+    TraceError,
+    TraceExistsError,
+    TraceFormatError,
+    TraceNotFoundError,
+    TraceUnreadableError,
+)
+from tracer.stores.disk.files import LocalFile, is_there, make_folder
+from tracer.stores.hdf5.errors import reason, write_errors
+from tracer.stores.hdf5.files import file_of, files
+from tracer.stores.hdf5.mended import head_of
+from tracer.stores.hdf5.reading import Hdf5ReadStore
+from tracer.stores.hdf5.superblock import SIGNATURE, looks_like_ours
+from tracer.stores.hdf5.writing import Hdf5WriteStore
+from tracer.stores.protocols import ByteFile
+
+__all__ = ["blank", "create", "files", "open", "open_file", "remove_part"]
+
+
+def create(path: Path, *, part: str | None = None, overwrite: bool = False, durable: bool = False) -> Hdf5WriteStore:
+    """Make an HDF5 file at `path`, or beside it; see `tracer.stores.opening.create_store`."""
+    if part is not None:
+        path = file_of(path, part)
+    else:
+        beside = [file for file in files(path) if file != path]
+        if beside and not overwrite:
+            raise TraceExistsError(f"{path} has a part beside it already, {beside[0].name}")
+    if is_there(path) or path.is_symlink():
+        if not overwrite:
+            raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
+        if path.is_symlink() or not path.is_file() or not h5py.is_hdf5(path):
+            raise TraceExistsError(f"{path} already exists, and is not an HDF5 file that could be overwritten")
+    with write_errors(path):
+        make_folder(path.parent, durable=durable)
+        return Hdf5WriteStore(path, overwrite=overwrite, durable=durable)
+
+
+def blank(path: Path) -> bool:
+    """Never: a file gets its name when it holds a trace; see `tracer.stores.opening.blank`."""
+    return False
+
+
+def remove_part(path: Path, part: str) -> None:
+    """Remove the file of a part; see `tracer.stores.opening.remove_part`."""
+    file = file_of(path, part)
+    with write_errors(file):
+        file.unlink(missing_ok=True)
+
+
+def open(path: Path, *, damaged: bool = False) -> Hdf5ReadStore:
+    """Open the HDF5 file at `path`; see `tracer.stores.opening.open_store`."""
+    if not is_there(path):
+        raise TraceNotFoundError(f"there is no trace at {path}")
+    if not path.is_file():
+        raise TraceFormatError(f"{path} is not a file; an HDF5 trace is one")
+    return open_file(LocalFile(path), damaged=damaged)
+
+
+def open_file(file: ByteFile, *, damaged: bool = False) -> Hdf5ReadStore:
+    """Open an HDF5 file, wherever it lies; `file` is closed with the store, or if it cannot be opened."""
+    try:
+        try:
+            file.hold()
+            head = head_of(file)
+        except TraceError:
+            raise
+        except OSError as error:
+            raise TraceUnreadableError(f"cannot read {file.path}: {reason(error)}") from error
+        # the library would also look for its signature farther on, behind bytes of others
+        if head[: len(SIGNATURE)] != SIGNATURE:
+            if not looks_like_ours(head):
+                raise TraceFormatError(f"{file.path} is not an HDF5 file")
+            if not damaged:
+                why = "begins as a trace does, but its first bytes are not those of an HDF5 file"
+                raise TraceCorruptError(f"{file.path} {why}")
+        return Hdf5ReadStore(file, damaged=damaged)
+    except BaseException:
+        file.close()
+        raise

@@ -1,0 +1,415 @@
+"""Writing an HDF5 trace.
+
+Chunks go into the file without passing through HDF5's chunk cache; large ones not through HDF5 at all, which only makes
+room for them. From the first commit on the file is in SWMR mode, in which it can be read while it is written and after
+``kill -9``, and in which no datasets can be made; until then it lies beside its final path, so that what is at the path
+can always be opened.
+
+Compressed chunks go the same way, and are decoded here: HDF5 is told which filter they passed, and never runs one. A
+chunk that a commit published before it was full stays uncompressed, because HDF5 would give it another place each time
+that its size changes, and in SWMR mode it never uses the old one again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.errors import TraceError, TraceExistsError, TraceNotFoundError
+from tracer.memory import PAGE
+from tracer.stores.chunks import ALIGNED_BYTES, RowChunks, check_name
+from tracer.stores.codecs import HDF5_FILTER, Codec, codec_of, encode, hdf5_options
+from tracer.stores.disk.files import is_there, sync_file, sync_folder
+from tracer.stores.hdf5.attributes import set_attribute
+from tracer.stores.hdf5.datasets import NOT_FILTERED
+from tracer.stores.hdf5.errors import ERRORS, cannot_write, write_errors
+from tracer.stores.hdf5.large import WrittenFile
+from tracer.stores.hdf5.superblock import mark_unfinished
+from tracer.stores.protocols import WriteStore
+
+_TRIED = 3
+"""How often, of each array, HDF5 is asked where it put large chunks, too."""
+
+
+class _Array:
+    """A dataset that is being written."""
+
+    __slots__ = ("codec", "committed", "dataset", "first", "large", "length", "place", "plain", "rows", "tried")
+
+    def __init__(self, dataset: Any, rows: RowChunks, codec: Codec | None) -> None:
+        self.dataset = dataset
+        self.rows = rows
+        self.codec = codec
+        self.large = _is_large(rows, codec)
+        # the first chunk for which room was made last, and where it begins; -1 where that is not known
+        self.first = 0
+        self.place = -1
+        # how many times what is thought to be its place was compared with what HDF5 says
+        self.tried = 0
+        self.length = 0
+        # the last chunk that was published before it was full
+        self.plain = -1
+        self.committed = 0
+
+
+def _each(
+    write: Callable[[_Array, int, memoryview], None], array: _Array, number: int, pieces: Iterable[memoryview]
+) -> None:
+    """Write chunks that follow each other, one by one."""
+    for one, data in enumerate(pieces, number):
+        write(array, one, data)
+
+
+def _is_large(rows: RowChunks, codec: Codec | None) -> bool:
+    """Whether the chunks of an array get their places when it grows, and are written there without HDF5."""
+    return codec is None and rows.chunk_nbytes >= ALIGNED_BYTES and rows.chunk[0] == 1
+
+
+_WRITING: dict[str, Any] = {
+    "libver": "latest",
+    "locking": False,
+    "alignment_threshold": ALIGNED_BYTES,
+    "alignment_interval": PAGE,
+    # Larger than usual, so that fewer index blocks take the places that chunks are thought to have (`_make_room`), but
+    # no more than a page: what was not written to takes room when a disk is full, and the trace has to say that it is.
+    "meta_block_size": PAGE,
+}
+
+
+def _locked(temporary: Path, path: Path) -> int:
+    """A descriptor of the file that a trace is begun in, which nobody else has locked; else `TraceExistsError`."""
+    while True:
+        file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise TraceExistsError(f"{path} is being recorded by another process") from None
+            except OSError:  # a file system without locks
+                return file
+            # it may have got its name, or been removed, before it was locked
+            if os.path.exists(temporary) and os.path.samestat(os.fstat(file), os.stat(temporary)):
+                return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)
+
+
+class Hdf5WriteStore(WriteStore):
+    """An HDF5 file being written; see `tracer.stores.protocols.WriteStore`."""
+
+    path: Path
+    checksums_chunks = False
+    seals = True
+    plainly_compressed = False
+
+    def __init__(self, path: Path, *, overwrite: bool = False, durable: bool = False) -> None:
+        self.path = path
+        self._durable = durable
+        self._arrays: dict[str, _Array] = {}
+        self._changed: dict[str, None] = {}
+        self._unsealed = path.with_name(f".{path.name}.part")
+        self._copy = path.with_name(f".{path.name}.copy")
+        self._sealed = False
+        # whether what is at the path is of this store, and not yet what it overwrites
+        self._placed = False
+        # held until the file is at its path, where others see that it is being written
+        self._lock = _locked(self._unsealed, path)
+        try:
+            if not overwrite and is_there(path):
+                raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
+            self._file: Any = h5py.File(self._unsealed, "w", **_WRITING)
+        except (OSError, TraceExistsError):
+            self._unsealed.unlink(missing_ok=True)
+            os.close(self._lock)
+            raise
+        self._written = WrittenFile(int(self._file.id.get_vfd_handle()))
+
+    @property
+    def can_create(self) -> bool:
+        """Whether the file is not yet in SWMR mode."""
+        return not self._sealed
+
+    def create(
+        self,
+        name: str,
+        *,
+        dtype: str,
+        shape: tuple[int, ...],
+        chunk_bytes: int,
+        compression: str | None = None,
+        gapless: bool = False,
+    ) -> None:
+        check_name(name)
+        if self._sealed:
+            raise TraceError(f"{self.path} is sealed: {name!r} should have been made before the first commit")
+        rows, codec = RowChunks(name, dtype, shape, chunk_bytes), codec_of(compression)
+        filters: dict[str, Any] = {}
+        if codec is not None:
+            # unknown to HDF5 unless a plugin brings it, which takes no part in writing whole chunks
+            options = hdf5_options(codec, rows.dtype.itemsize, rows.chunk_nbytes)
+            filters = {"compression": HDF5_FILTER, "compression_opts": options, "allow_unknown_filter": True}
+        elif _is_large(rows, codec):
+            properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+            properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+            filters = {"dcpl": properties}
+        self._opened()
+        if name in self._file:
+            raise TraceError(f"{self.path} already has an array or group {name!r}")
+        with write_errors(self.path):
+            dataset = self._file.create_dataset(
+                name, shape=(0, *shape), maxshape=(None, *shape), chunks=rows.chunk, dtype=rows.dtype, **filters
+            )
+        self._arrays[name] = _Array(dataset.id, rows, codec)
+
+    def append(self, name: str, rows: NDArray[Any], checksums: list[int] | None = None) -> int:
+        array = self._array(name)
+        first = array.rows.rows
+        write: Callable[[_Array, int, memoryview], None]
+        write = self._write_chunk if array.codec is None else self._write_compressed
+        self._changed[name] = None
+        try:  # and no `with`: a large message is some ten calls of Python, most of them cold, and this would be five
+            if array.large:
+                array.rows.append(rows, lambda number, pieces: self._write_large(array, number, pieces))
+            else:
+                array.rows.append(rows, lambda number, pieces: _each(write, array, number, pieces))
+        except TraceError:
+            raise
+        except ERRORS as error:
+            raise cannot_write(self.path, error) from error
+        return first
+
+    def length(self, name: str) -> int:
+        return self._array(name).rows.rows
+
+    def set_attrs(self, name: str, values: Mapping[str, Any]) -> None:
+        if self._sealed:
+            raise TraceError(f"{self.path} is sealed: attributes should have been set before the first commit")
+        with write_errors(self.path):
+            attrs = self._opened()[name or "/"].attrs
+            for key, value in values.items():
+                set_attribute(attrs, key, value)
+
+    def seal(self) -> None:
+        """Switch to SWMR mode, and put the file at its path."""
+        if self._sealed:
+            return
+        file = self._opened()
+        with write_errors(self.path):
+            file.swmr_mode = True
+            file.flush()
+            if self._durable:
+                os.fsync(file.id.get_vfd_handle())
+            os.replace(self._unsealed, self.path)
+            self._placed = True
+            if self._durable:
+                sync_folder(self.path.parent)
+        self._sealed = True
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def commit(self) -> None:
+        file = self._opened()
+        with write_errors(self.path):
+            for name in self._changed:
+                array = self._arrays[name]
+                tail = array.rows.take_tail()
+                if tail is not None and array.large:
+                    self._write_large(array, tail[0], [tail[1]])
+                elif tail is not None and array.codec is None:
+                    self._write_chunk(array, *tail)
+                elif tail is not None:
+                    self._write_compressed(array, *tail, last=True)
+                self._resize(array, array.rows.rows)
+            if self._durable:  # before what leads to it
+                os.fsync(file.id.get_vfd_handle())
+            file.flush()
+            if self._sealed and os.fstat(self._written.descriptor).st_nlink == 0:
+                raise TraceNotFoundError(f"{self.path} was removed while it was written")
+            for name in self._changed:
+                self._arrays[name].committed = self._arrays[name].length
+            self._changed.clear()
+            if self._durable:
+                os.fsync(file.id.get_vfd_handle())
+            if not self._sealed:
+                # a file that is not in SWMR mode cannot be opened after a kill, but a copy of a closed one can
+                self._written.descriptor = -1
+                file.close()
+                shutil.copyfile(self._unsealed, self._copy)
+                if self._durable:
+                    sync_file(self._copy)
+                os.replace(self._copy, self.path)
+                if self._durable:
+                    sync_folder(self.path.parent)
+                self._placed = True
+                self._file = h5py.File(self._unsealed, "r+", **_WRITING)
+                self._written.descriptor = int(self._file.id.get_vfd_handle())
+                for name, array in self._arrays.items():
+                    array.dataset = self._file[name].id
+
+    def touch(self) -> None:
+        if self._sealed:
+            with write_errors(self.path):
+                os.utime(self.path)
+
+    def close(self) -> None:
+        if self._file is None:
+            return
+        self.seal()
+        self.commit()
+        self._written.close()
+        with write_errors(self.path):
+            self._file.close()
+            if self._durable:
+                sync_file(self.path)
+        self._file = None
+
+    def last_words(self, name: str, rows: NDArray[Any]) -> None:
+        if self._sealed:
+            self._shorten()
+            self.append(name, rows)
+            self.commit()
+            return
+        # the space of the file that is given up may be all there is
+        self.abandon()
+        with write_errors(self.path):
+            try:
+                shutil.copyfile(self.path, self._copy)
+                with h5py.File(self._copy, "r+", libver="latest", locking=False) as file:
+                    length = len(file[name])
+                    file[name].resize(length + len(rows), axis=0)
+                    file[name][length:] = rows
+                os.replace(self._copy, self.path)
+            finally:
+                self._copy.unlink(missing_ok=True)
+
+    def abandon(self) -> None:
+        if self._file is None:
+            return
+        if self._sealed:
+            self._shorten()
+        file, self._file = self._file, None
+        self._written.close()
+        # the error that led here is the one to report
+        with contextlib.suppress(Exception):
+            file.close()
+        with contextlib.suppress(OSError):
+            if self._sealed:
+                mark_unfinished(self.path)
+            else:
+                # nothing in it was committed that is not in the copy at the path
+                self._unsealed.unlink(missing_ok=True)
+                self._copy.unlink(missing_ok=True)
+        self._unlock()
+
+    def discard(self) -> None:
+        self.abandon()
+        if self._placed:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+
+    def _shorten(self) -> None:
+        """Let arrays be as long as the last commit left them: closing the file writes how long they are."""
+        for name in self._changed:
+            array = self._arrays[name]
+            with contextlib.suppress(Exception):
+                array.dataset.set_extent((array.committed, *array.rows.shape))
+        self._changed.clear()
+
+    def _opened(self) -> Any:
+        if self._file is None:
+            raise TraceError(f"{self.path} is closed")
+        return self._file
+
+    def _array(self, name: str) -> _Array:
+        self._opened()
+        if name not in self._arrays:
+            raise TraceError(f"{self.path} has no array {name!r}")
+        return self._arrays[name]
+
+    def _resize(self, array: _Array, length: int) -> None:
+        if array.length >= length:
+            return
+        if array.large:
+            self._make_room(array, length)
+        else:
+            array.dataset.set_extent((length, *array.rows.shape))
+        array.length = length
+
+    def _make_room(self, array: _Array, length: int) -> None:
+        """Let an array of large chunks grow, which gives each new one its place, and find out where that is.
+
+        HDF5 says where a chunk is by going through all of them. But it puts large ones behind all that there is, at the
+        next page; so where the file grew by just what the new ones take, they are what is there.
+        """
+        rows, file = array.rows, self._file.id
+        before = -(-int(file.get_filesize()) // PAGE) * PAGE
+        array.dataset.set_extent((length, *rows.shape))
+        count = (length - array.length) * rows.per_row
+        end = before + (count - 1) * self._apart(array) + rows.chunk_nbytes
+        array.first = array.length * rows.per_row
+        array.place = before if int(file.get_filesize()) == end else -1
+        if array.place >= 0 and array.tried < _TRIED:
+            array.tried += 1
+            for number in {array.first, array.first + count - 1}:
+                found = array.dataset.get_chunk_info_by_coord(self._start(array, number)).byte_offset
+                if found != array.place + (number - array.first) * self._apart(array):
+                    array.place, array.large = -1, False
+
+    @staticmethod
+    def _apart(array: _Array) -> int:
+        """Bytes from the beginning of a large chunk to that of the next one."""
+        return -(-array.rows.chunk_nbytes // PAGE) * PAGE
+
+    def _write_compressed(self, array: _Array, number: int, data: memoryview, last: bool = False) -> None:
+        """Write a chunk compressed; or as it is, where it is the last one, which is not full yet, or once was."""
+        assert array.codec is not None
+        if last:
+            array.plain = number
+        if array.plain == number:
+            self._write_chunk(array, number, data, NOT_FILTERED)
+        else:
+            encoded = encode(array.codec, data, array.rows.dtype.itemsize)
+            self._write_chunk(array, number, memoryview(encoded))
+
+    @staticmethod
+    def _start(array: _Array, number: int) -> tuple[int, ...]:
+        """Where in an array a chunk begins."""
+        rows = array.rows
+        height, place = divmod(number, rows.per_row)
+        start = [height * rows.chunk[0]]
+        if rows.per_row == 1:
+            start += [0] * len(rows.grid)
+        else:
+            start += [int(i) * size for i, size in zip(np.unravel_index(place, rows.grid), rows.chunk[1:], strict=True)]
+        return tuple(start)
+
+    def _write_chunk(self, array: _Array, number: int, data: memoryview, filter_mask: int = 0) -> None:
+        start = self._start(array, number)
+        # a chunk cannot be written beyond the length; its rows mean nothing before the journal refers to them
+        self._resize(array, start[0] + 1)
+        array.dataset.write_direct_chunk(start, data, filter_mask)
+
+    def _write_large(self, array: _Array, number: int, pieces: Sequence[memoryview]) -> None:
+        """Write chunks to the places that HDF5 has for them, without it."""
+        self._resize(array, (number + len(pieces) - 1) // array.rows.per_row + 1)
+        if array.place < 0 or number < array.first:
+            _each(self._write_chunk, array, number, pieces)
+            return
+        apart = self._apart(array)
+        self._written.write(pieces, array.place + (number - array.first) * apart, apart, unhurried=self.unhurried)

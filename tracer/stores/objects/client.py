@@ -1,0 +1,350 @@
+"""The objects below a URL, by obstore: asked for again where a request fails, and many at once."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar, cast
+
+from tracer.errors import TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError, TraceUnreachableError
+from tracer.stores.locations import Url
+from tracer.stores.zarr.format import CONSOLIDATED, DOCUMENT_LIMIT
+
+try:
+    import obstore
+    from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError
+    from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
+except ImportError as error:
+    raise TraceError(
+        f"a trace at a URL needs the package obstore, which cannot be imported ({error}): pip install 'tracereel[s3]'"
+    ) from error
+
+PARALLEL = 32
+"""Requests at once."""
+IN_FLIGHT_BYTES = 32 << 20
+"""Bytes that are being put or fetched at once, at most, save for one object that is larger."""
+RANGE_BYTES = 4 << 20
+"""Bytes that are fetched by one request, at most, save for a chunk that is larger."""
+MULTIPART_BYTES = 64 << 20
+"""Larger objects are put in parts."""
+PART_BYTES = 16 << 20
+"""Bytes of these parts."""
+RETRY_SECONDS = 60.0
+"""How long a request is tried again, unless the environment says otherwise in `RETRY_VARIABLE`."""
+RETRY_VARIABLE = "TRACE_S3_RETRY_SECONDS"
+REQUEST_SECONDS = 30.0
+"""How long one try may take."""
+
+Result = TypeVar("Result")
+
+
+class Found(NamedTuple):
+    """An object in a list."""
+
+    name: str
+    nbytes: int
+    modified: float
+
+
+class Part(NamedTuple):
+    """A part of an object, and the size of the whole."""
+
+    data: memoryview
+    nbytes: int
+
+
+class Objects:
+    """The objects below a URL, by their names relative to it; ``""`` is the object at the URL itself.
+
+    May be used by several threads.
+    """
+
+    def __init__(self, url: Url) -> None:
+        self.url = url
+        # the parent is what the store is opened at, so that the object at the URL itself can be named, too
+        parent, _, self._base = url.key.rpartition("/")
+        self._store = _connect(url, parent)
+        self._threads: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+
+    def _path(self, name: str) -> str:
+        return f"{self._base}/{name}" if name else self._base
+
+    def get(self, name: str, start: int = 0, nbytes: int = DOCUMENT_LIMIT + 1, version: str = "") -> Part | None:
+        """A part of an object, shorter where the object is; None if there is no such object.
+
+        Parameters
+        ----------
+        version : str
+            Refuse another version of the object than this (`ETag`).
+        """
+        options: Any = {"range": (start, start + nbytes)}
+        if version:
+            options["if_match"] = version
+        try:
+            found = obstore.get(self._store, self._path(name), options=options)
+            return Part(memoryview(found.bytes()).cast("B"), found.meta["size"])
+        except FileNotFoundError as error:
+            self._check_bucket(error)
+            return None
+        except (BaseError, OSError, ValueError) as error:
+            # nothing is there from this offset on
+            if re.search(r"status code: 416|<Code>InvalidRange</Code>", str(error)):
+                return Part(memoryview(b""), 0)
+            raise self._failed("read", error) from error
+
+    def document(self, name: str) -> dict[str, Any]:
+        """The ``zarr.json`` of an array or group; empty where there is none, or where it is no JSON object."""
+        part = self.get(f"{name}/zarr.json" if name else "zarr.json")
+        if part is None or len(part.data) > DOCUMENT_LIMIT:
+            return {}
+        try:
+            document = json.loads(bytes(part.data))
+        except (ValueError, RecursionError):
+            return {}
+        return document if isinstance(document, dict) else {}
+
+    def head(self, name: str = "") -> Mapping[str, Any] | None:
+        """What the store says of an object: ``size``, ``last_modified``, ``e_tag``."""
+        try:
+            return cast("Mapping[str, Any]", obstore.head(self._store, self._path(name)))
+        except FileNotFoundError as error:
+            self._check_bucket(error)
+            return None
+        except (BaseError, OSError, ValueError) as error:
+            raise self._failed("read", error) from error
+
+    def put(self, name: str, data: bytes | bytearray) -> None:
+        """Put an object, over one that is there."""
+        try:
+            obstore.put(
+                self._store,
+                self._path(name),
+                memoryview(data),
+                use_multipart=len(data) > MULTIPART_BYTES,
+                chunk_size=PART_BYTES,
+                max_concurrency=4,
+            )
+        except (BaseError, OSError, ValueError) as error:
+            raise self._failed("written", error) from error
+
+    def put_new(self, name: str, data: bytes) -> None:
+        """Put an object where none is; `TraceExistsError` if there is one."""
+        try:
+            obstore.put(self._store, self._path(name), data, mode="create", use_multipart=False)
+        except AlreadyExistsError as error:
+            # a try whose answer was lost may have put it
+            part = self.get(name)
+            if part is None or bytes(part.data) != data:
+                raise TraceExistsError(f"{self.url} was made by somebody else in the meantime") from error
+        except NotSupportedError:
+            # the store was said to have no conditional requests; whether something is there was looked up before
+            self.put(name, data)
+        except (BaseError, OSError, ValueError) as error:
+            raise self._failed("written", error) from error
+
+    def listed(self, prefix: str = "") -> list[Found]:
+        """All objects below a prefix, which is a whole number of parts."""
+        path = self._path(prefix)
+
+        def found() -> list[Found]:
+            return [
+                Found(one["path"][len(self._base) + 1 :], one["size"], one["last_modified"].timestamp())
+                for page in obstore.list(self._store, path, chunk_size=1000)
+                for one in page
+            ]
+
+        try:
+            return _whole(found)
+        except (BaseError, OSError, ValueError) as error:
+            self._check_bucket(error)
+            raise self._failed("listed", error) from error
+
+    def names(self) -> list[str]:
+        """What is directly below the URL: objects, and what others are below of."""
+        try:
+            found = _whole(lambda: obstore.list_with_delimiter(self._store, self._base or None))
+        except (BaseError, OSError, ValueError) as error:
+            self._check_bucket(error)
+            raise self._failed("listed", error) from error
+        paths = [*found["common_prefixes"], *(one["path"] for one in found["objects"])]
+        return [path.rpartition("/")[2] for path in paths]
+
+    def any(self) -> bool:
+        """Whether there is an object at the URL or below it."""
+        if self.url.is_web:
+            # no lists there
+            return self.head("zarr.json") is not None or self.head() is not None
+        try:
+            if _whole(lambda: any(obstore.list(self._store, self._base, chunk_size=1))):
+                return True
+        except (BaseError, OSError, ValueError) as error:
+            self._check_bucket(error)
+            raise self._failed("listed", error) from error
+        return self.head() is not None
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Remove objects, first the ``zarr.json`` of the root, which makes the others a trace."""
+        paths = [self._path(name) for name in sorted(names, key=lambda name: name != "zarr.json")]
+        try:
+            for some in (paths[:1], *(paths[begin : begin + 1000] for begin in range(1, len(paths), 1000))):
+                obstore.delete(self._store, some)
+        except (BaseError, OSError, ValueError) as error:
+            raise self._failed("removed", error) from error
+
+    def disperse(self) -> None:
+        """Take out of the root what zarr-python consolidated there, because it does not know what was put since."""
+        document = self.document("")
+        if document.pop(CONSOLIDATED, None) is not None:
+            self.put("zarr.json", json.dumps(document).encode())
+
+    def submit(self, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
+        """Call a function in one of the threads; it must not wait for another one.
+
+        It is called at once where there are no threads any more: a program that ends starts none.
+        """
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(PARALLEL, "trace-objects")
+            try:
+                return self._threads.submit(function, *arguments)
+            except RuntimeError:
+                pass
+        done: Future[Result] = Future()
+        try:
+            done.set_result(function(*arguments))
+        except Exception as error:  # noqa: BLE001 - whoever asks for the result gets it
+            done.set_exception(error)
+        return done
+
+    def at_once(self, function: Callable[..., Result], arguments: Iterable[tuple[Any, ...]]) -> list[Result]:
+        """The results of a function for each of several arguments, called at once; not from one of the threads."""
+        several = list(arguments)
+        if len(several) < 2:
+            return [function(*one) for one in several]
+        return [future.result() for future in [self.submit(function, *one) for one in several]]
+
+    def close(self) -> None:
+        """End the threads; requests that are being made are not waited for."""
+        with self._lock:
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def array_with_other_codecs(self, name: str) -> Any:
+        """zarr-python's array."""
+        import zarr
+        from zarr.storage import ObjectStore
+
+        try:
+            store: Any = ObjectStore(_connect(self.url, f"{self.url.key}/{name}"), read_only=True)
+            return zarr.open_array(store, mode="r", zarr_format=3)
+        except Exception as error:
+            raise TraceFormatError(f"{self.url}: array {name!r} cannot be opened: {_reason(error)}") from error
+
+    def _failed(self, what: str, error: Exception) -> TraceUnreachableError:
+        return TraceUnreachableError(f"{self.url} cannot be {what}: {_reason(error)}")
+
+    def _check_bucket(self, error: Exception) -> None:
+        if re.search(r"NoSuchBucket|ContainerNotFound|bucket does not exist", str(error)):
+            raise TraceNotFoundError(f"{self.url}: there is no bucket {self.url.bucket!r}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Why a request failed, on one line, and without the request.
+
+    Examples
+    --------
+    >>> _reason(ValueError("403: <Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"))
+    'Access Denied (AccessDenied)'
+    """
+    text = str(error)
+    said = re.search(r"<Code>(.*?)</Code>(?:\s*<Message>(.*?)</Message>)?", text, re.DOTALL)
+    if said is not None:
+        return f"{said[2]} ({said[1]})" if said[2] else said[1]
+    text = re.split(r"\n\s*\n?Debug source", text)[0]
+    return " ".join(re.sub(r", max_retries: \d+, retry_timeout: \S+", "", text).split())
+
+
+def _retry_seconds() -> float:
+    """How long a request is tried again."""
+    said = os.environ.get(RETRY_VARIABLE, str(RETRY_SECONDS))
+    try:
+        seconds = float(said)
+        if not 0 <= seconds <= 86400:
+            raise ValueError
+    except ValueError:
+        raise TraceError(f"{RETRY_VARIABLE} is a number of seconds, at most a day, and not {said!r}") from None
+    return seconds
+
+
+def _whole(ask: Callable[[], Result]) -> Result:
+    """What a store answers; asked again where an answer breaks off, which obstore does not do for lists."""
+    until = time.monotonic() + _retry_seconds()
+    pause = 0.1
+    while True:
+        try:
+            return ask()
+        except BaseError as error:
+            if "response body" not in str(error) or time.monotonic() + pause > until:
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, 2.0)
+
+
+def _connect(url: Url, prefix: str) -> Any:
+    """Obstore's store of a folder."""
+    seconds = _retry_seconds()
+    second = dt.timedelta(seconds=1)
+    retry: Any = {
+        "max_retries": 100_000,
+        "retry_timeout": seconds * second,
+        "backoff": {"init_backoff": second / 10, "max_backoff": 2 * second, "base": 2},
+    }
+    client: Any = {"timeout": min(REQUEST_SECONDS, max(seconds, 1.0)) * second, "connect_timeout": 5 * second}
+    common: Any = {"prefix": prefix or None, "client_options": client, "retry_config": retry}
+    try:
+        if url.scheme == "s3":
+            endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+            if endpoint.startswith("http://"):
+                client["allow_http"] = True
+            return S3Store(url.bucket, credential_provider=_aws_credentials(url), **common)
+        if url.scheme == "gs":
+            return GCSStore(url.bucket, **common)
+        if url.scheme == "az":
+            return AzureStore(url.bucket, **common)
+        client["allow_http"] = url.scheme == "http"
+        root = f"{url.scheme}://{url.bucket}/{prefix}".rstrip("/")
+        return HTTPStore.from_url(root, client_options=client, retry_config=retry)
+    except (BaseError, ValueError) as error:
+        raise TraceUnreachableError(f"{url} cannot be reached: {_reason(error)}") from error
+
+
+def _aws_credentials(url: Url) -> Any:
+    """What gives credentials of the files in ``~/.aws`` and of whatever else boto3 knows; None where obstore does."""
+    known = (
+        *("ACCESS_KEY_ID", "WEB_IDENTITY_TOKEN_FILE", "SKIP_SIGNATURE"),
+        *("CONTAINER_CREDENTIALS_RELATIVE_URI", "CONTAINER_CREDENTIALS_FULL_URI"),
+    )
+    if any(os.environ.get(f"AWS_{name}") for name in known):
+        return None
+    try:
+        from botocore.exceptions import BotoCoreError
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        # of an instance, obstore gets them itself
+        return None
+    try:
+        return Boto3CredentialProvider()
+    except (ValueError, BotoCoreError) as error:
+        why = "" if isinstance(error, ValueError) else f" ({error})"
+        raise TraceUnreachableError(
+            f"there are no credentials for {url}{why}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, "
+            "or AWS_SKIP_SIGNATURE=true for a bucket that is public"
+        ) from error

@@ -1,0 +1,362 @@
+"""Reading a Zarr trace from an object store: a request takes so long that many are made at once."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.errors import TraceCorruptError
+from tracer.format.names import PART
+from tracer.stores.chunks import RowChunks, check_name, walk
+from tracer.stores.codecs import OVERHEAD, Codec, decode, decoded_size
+from tracer.stores.locations import Url
+from tracer.stores.objects.client import IN_FLIGHT_BYTES, PARALLEL, Objects
+from tracer.stores.objects.ranges import Chunk, Range, ranges
+from tracer.stores.objects.writing import ObjectArray
+from tracer.stores.zarr.description import ArrayDescription
+from tracer.stores.zarr.format import DOCUMENT_LIMIT, checksum_bytes
+from tracer.stores.zarr.reader import EXPANSION, ZarrReader, numbers_in
+from tracer.stores.zarr.shards import MISSING, chunks_begin
+
+AHEAD_BYTES = 4 << 20
+"""Bytes that are fetched ahead where an array is read chunk by chunk."""
+AHEAD_ARRAYS = 4
+READERS = 4
+"""Blocks of messages that are read at once."""
+INDEX_BYTES = 64 << 20
+"""Bytes of indexes of shards that are kept."""
+HEAD_BYTES = 16384
+"""Bytes that are fetched with an index: a small shard is there with one request."""
+
+
+class _Index(NamedTuple):
+    """The index of a shard, how large the object is, and what it begins with."""
+
+    entries: NDArray[np.uint64]
+    nbytes: int
+    head: memoryview
+
+
+class _Coming(threading.local):
+    """What was fetched for a thread before it asks for it: of others it could be too old."""
+
+    def __init__(self) -> None:
+        self.documents: dict[str, Mapping[str, Any]] = {}
+        self.rows: dict[tuple[str, int, int], Future[NDArray[Any]]] = {}
+        self.hinted = False
+        """Whether other arrays are read in between."""
+
+
+class ObjectReadStore(ZarrReader):
+    """A Zarr group on an object store being read.
+
+    Parameters
+    ----------
+    objects : Objects
+        Closed with the store.
+    root : mapping
+        The ``zarr.json`` of the root.
+    """
+
+    path: Url
+    readers = READERS
+
+    def __init__(self, objects: Objects, root: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.path = objects.url
+        self._objects = objects
+        # used once, because the attributes may change
+        self._root: Mapping[str, Any] | None = root
+        self._indexes: dict[str, dict[int, _Index]] = {}
+        self._kept = 0
+        self._ahead: OrderedDict[str, tuple[int, int, memoryview]] = OrderedDict()
+        self._ends: dict[str, tuple[int, int]] = {}
+        self._coming = _Coming()
+        # other threads than those of the requests, which they wait for
+        self._waiting = ThreadPoolExecutor(PARALLEL, "trace-objects-ahead")
+
+    @property
+    def modified(self) -> float:
+        """When an object was last put."""
+        if not self.path.is_web:
+            return max((one.modified for one in self._objects.listed()), default=0.0)
+        heads = [self._objects.head(f"{name}/zarr.json") for name in self._arrays]
+        return max((one["last_modified"].timestamp() for one in heads if one is not None), default=0.0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all objects."""
+        return 0 if self.path.is_web else sum(one.nbytes for one in self._objects.listed())
+
+    def parts(self) -> list[str]:
+        # an http server has no lists; its traces are those of one process
+        names = ["rank0"] if self.path.is_web else self._objects.names()
+        return [name for name in names if PART.fullmatch(name)]
+
+    def names(self, prefix: str = "") -> list[str]:
+        return sorted(name for name in self._tree()[0] if name.startswith(prefix))
+
+    def _tree(self) -> tuple[set[str], set[str]]:
+        """The arrays and the groups, by where there are objects; a folder with shards is an array."""
+        documents, arrays = set(), set()
+        for one in self._objects.listed():
+            folder, _, last = one.name.rpartition("/")
+            if last == "zarr.json":
+                documents.add(folder)
+            else:
+                arrays.add(re.split(r"(?:^|/)c/[0-9/]+$", one.name)[0])
+        groups = {
+            "/".join(name.split("/")[:depth]) for name in documents | arrays for depth in range(name.count("/") + 1)
+        }
+        groups.discard("")
+        rest = sorted(documents - arrays - groups - {""})
+        told = self._objects.at_once(self._objects.document, ((name,) for name in rest))
+        arrays = (arrays & documents) - groups
+        arrays |= {name for name, one in zip(rest, told, strict=True) if one.get("node_type") == "array"}
+        return arrays, groups | {""}
+
+    def damaged_groups(self) -> list[str]:
+        """What is wrong with the ``zarr.json`` of groups."""
+        groups = sorted(self._tree()[1])
+        documents = self._objects.at_once(self._objects.document, ((name,) for name in groups))
+        return [
+            f"the zarr.json of {repr(name) if name else 'the root'} is not there or not that of a group"
+            for name, document in zip(groups, documents, strict=True)
+            if document.get("node_type") != "group" or document.get("zarr_format") != 3
+        ]
+
+    def has_chunk(self, name: str, row: int) -> bool:
+        array = self._open(name)
+        if array.foreign is not None:
+            return True
+        shard = row // array.shard_rows
+        try:
+            index = self._index(array, shard)
+        except TraceCorruptError:
+            return self._objects.head(array.shard_name(shard)) is not None
+        return bool(index.entries[array.entry_of(row), 0] != MISSING)
+
+    def will_open(self, names: Sequence[str]) -> None:
+        for name in names:
+            check_name(name)
+        documents = self._objects.at_once(self._objects.document, ((name,) for name in names))
+        self._coming.documents = dict(zip(names, documents, strict=True))
+
+    def will_read(self, ranges: Sequence[tuple[str, int, int]]) -> None:
+        # one range is as well read when it is asked for
+        several = ranges if len(ranges) > 1 else ()
+        read = super().read
+
+        def hinted(name: str, start: int, stop: int) -> NDArray[Any]:
+            self._coming.hinted = True
+            return read(name, start, stop)
+
+        self._coming.rows = {one: self._waiting.submit(hinted, *one) for one in several}
+
+    def read(
+        self,
+        name: str,
+        start: int,
+        stop: int,
+        out: NDArray[Any] | None = None,
+        *,
+        checksums: list[int] | None = None,
+        verify: bool = True,
+    ) -> NDArray[Any]:
+        coming = self._coming.rows.pop((name, start, stop), None)
+        return super().read(name, start, stop, out) if coming is None else coming.result()
+
+    def close(self) -> None:
+        self._arrays.clear()
+        self._ahead.clear()
+        self._indexes.clear()
+        self._waiting.shutdown(wait=False, cancel_futures=True)
+        self._objects.close()
+
+    def _document(self, name: str) -> Mapping[str, Any]:
+        root = None if name else self._root
+        if root is None:
+            return self._objects.document(name)
+        self._root = None
+        return root
+
+    def _foreign(self, array: ArrayDescription) -> Any:
+        return self._objects.array_with_other_codecs(array.name)
+
+    def _bytes_of(self, name: str) -> int:
+        return sum(one.nbytes for one in self._objects.listed(name))
+
+    def _shard_numbers(self, name: str) -> list[int]:
+        listed = self._objects.listed(f"{name}/c")
+        return numbers_in(one.name[len(name) + 3 :].partition("/")[0] for one in listed)
+
+    def _open(self, name: str, anew: bool = False) -> ArrayDescription:
+        array = self._arrays.get(name)
+        if array is None or (anew and name not in self._assumed):
+            check_name(name)
+            # the last shard may have been put again
+            self._indexes.pop(name, None)
+            self._ahead.pop(name, None)
+            document = self._coming.documents.pop(name, None)
+            array = self._described(name, self._objects.document(name) if document is None else document)
+            self._arrays[name] = array
+        return array
+
+    def _made_as(self, name: str, rows: RowChunks, codec: Codec | None) -> ArrayDescription:
+        last = max(self._shard_numbers(name), default=-1)
+        for gapless in (False, True):
+            array = self._described(name, ObjectArray(name, rows, codec, gapless=gapless).document(0))
+            self._indexes.pop(name, None)
+            # only with the right number of chunks does the index pass its checksum
+            if len(self._index_of(array, last)):
+                break
+        return array
+
+    def _decoded_size(self, array: ArrayDescription, shard: int, offset: int) -> int:
+        with contextlib.suppress(TraceCorruptError):
+            part = self._objects.get(array.shard_name(shard), offset, OVERHEAD)
+            if part is not None:
+                return decoded_size(bytes(part.data))
+        return 0
+
+    def _index_of(self, array: ArrayDescription, shard: int) -> NDArray[np.uint64]:
+        with contextlib.suppress(TraceCorruptError):
+            if shard >= 0:
+                return self._index(array, shard).entries
+        return np.empty((0, 2), "<u8")
+
+    def _index(self, array: ArrayDescription, shard: int) -> _Index:
+        known = self._indexes.setdefault(array.name, {})
+        index = known.get(shard)
+        if index is None:
+            nbytes = max(chunks_begin(array.per_shard), HEAD_BYTES)
+            part = self._objects.get(array.shard_name(shard), 0, nbytes)
+            if part is None:
+                raise TraceCorruptError(f"{self.path}: shard {shard} of array {array.name!r} is not there")
+            head = part.data
+            entries, _ = self._index_in(array, shard, lambda begin, size: bytes(head[begin : begin + size]))
+            index = _Index(entries, part.nbytes, head)
+            self._kept += index.entries.nbytes + len(index.head)
+            if self._kept > INDEX_BYTES:
+                self._indexes.clear()
+                self._kept = 0
+            known[shard] = index
+        return index
+
+    def _check_size(self, array: ArrayDescription, start: int, stop: int) -> None:
+        nbytes = (stop - start) * array.row_nbytes
+        if nbytes <= DOCUMENT_LIMIT:
+            return
+        if array.foreign is not None:
+            missing = nbytes > EXPANSION * self._bytes_of(array.name)
+        else:
+            there = array.chunk_nbytes
+            first, last = start // array.shard_rows, (stop - 1) // array.shard_rows
+            # ends at the first shard that is not there
+            for begin in range(first, last + 1, PARALLEL):
+                some = range(begin, min(begin + PARALLEL, last + 1))
+                indexes = self._objects.at_once(self._index, ((array, one) for one in some))
+                if array.codec is None:
+                    there += sum(index.nbytes for index in indexes)
+                else:
+                    # chunks that share their bytes are not there so often
+                    places = (np.unique(index.entries[:, 0]) for index in indexes)
+                    there += array.chunk_nbytes * sum(int((one != MISSING).sum()) for one in places)
+            missing = nbytes > there
+        if missing:
+            raise TraceCorruptError(f"{self.path}: array {array.name!r} is larger than what is there of it")
+
+    def _fill(self, array: ArrayDescription, start: int, stop: int, out: NDArray[np.uint8], verify: bool) -> list[int]:
+        """Fill `out` with rows ``start`` to ``stop``: chunks that are close to each other with one request."""
+        first, end = start * array.row_nbytes, stop * array.row_nbytes
+        waiting: list[Range] = []
+        for shard, chunks in self._chunks(array, start, stop):
+            for one in ranges(shard, chunks):
+                waiting.append(one)
+                if sum(each.nbytes for each in waiting) >= IN_FLIGHT_BYTES:
+                    self._fill_from(array, waiting, first, end, out)
+                    waiting.clear()
+        self._fill_from(array, waiting, first, end, out)
+        return []
+
+    def _chunks(self, array: ArrayDescription, start: int, stop: int) -> Iterator[tuple[int, list[Chunk]]]:
+        """The chunks of some rows by shard, where they are; their indexes are fetched many at once."""
+        most = array.chunk_nbytes + 4 + (0 if array.codec is None else OVERHEAD)
+        shards: dict[int, list[tuple[int, int, int]]] = {}
+        for one in walk(array.shape, array.chunk, array.dtype.itemsize, start, stop):
+            shards.setdefault(one[0] // array.per_shard, []).append(one)
+        numbers = list(shards)
+        for begin in range(0, len(numbers), PARALLEL):
+            some = numbers[begin : begin + PARALLEL]
+            indexes = self._objects.at_once(self._index, ((array, shard) for shard in some))
+            for shard, index in zip(some, indexes, strict=True):
+                chunks = []
+                for number, place, length in shards.pop(shard):
+                    offset, nbytes = index.entries[number % array.per_shard].tolist()
+                    if nbytes != most and (array.codec is None or not 4 < nbytes < most):
+                        raise TraceCorruptError(f"{self.path}: array {array.name!r} lacks its chunk {number}")
+                    chunks.append(Chunk(offset, nbytes, number, place, length))
+                yield shard, chunks
+
+    def _fill_from(
+        self, array: ArrayDescription, wanted: list[Range], first: int, end: int, out: NDArray[np.uint8]
+    ) -> None:
+        if not wanted:
+            return
+        found = self._objects.at_once(self._fetch, ((array, one, len(wanted) == 1) for one in wanted))
+        for one, data in zip(wanted, found, strict=True):
+            for chunk in one.chunks:
+                at = chunk.offset - one.start
+                numbers = self._numbers_of(array, chunk, data[at : at + chunk.nbytes])
+                low, high = max(chunk.begin, first), min(chunk.begin + chunk.length, end)
+                out[low - first : high - first] = numbers[low - chunk.begin : high - chunk.begin]
+
+    def _numbers_of(self, array: ArrayDescription, chunk: Chunk, stored: memoryview) -> NDArray[np.uint8]:
+        """What is in a chunk, which is compared with its checksum."""
+        if len(stored) != chunk.nbytes or checksum_bytes(stored[:-4]) != stored[-4:]:
+            raise TraceCorruptError(f"{self.path}: chunk {chunk.number} of array {array.name!r} fails its checksum")
+        numbers = np.frombuffer(stored[:-4], np.uint8)
+        if array.codec is None:
+            return numbers
+        decoded = np.empty(array.chunk_nbytes, np.uint8)
+        if not decode(array.codec, numbers, decoded, array.dtype.itemsize):
+            raise TraceCorruptError(f"{self.path}: chunk {chunk.number} of array {array.name!r} cannot be decoded")
+        return decoded
+
+    def _fetch(self, array: ArrayDescription, wanted: Range, alone: bool) -> memoryview:
+        """The bytes of a range of a shard, and for the next time those behind it if the one before was just read."""
+        name, (shard, start, nbytes, _) = array.name, wanted
+        head = self._index(array, shard).head
+        if start + nbytes <= len(head):
+            self._ends[name] = (shard, start + nbytes)
+            return head[start : start + nbytes]
+        # threads that read the same array at the same time only make each other fetch again
+        ahead = self._ahead.get(name)
+        if ahead is not None and ahead[0] == shard and ahead[1] <= start:
+            data = ahead[2][start - ahead[1] :][:nbytes]
+            if len(data) == nbytes:
+                self._ends[name] = (shard, start + nbytes)
+                return data
+        last_shard, last = self._ends.get(name, (-1, -1))
+        begins = start == chunks_begin(array.per_shard) and shard == last_shard + 1
+        # not where other arrays are read in between
+        alone = alone and not self._coming.hinted
+        follows = alone and ((shard, start) == (last_shard, last) or (begins and last >= 0))
+        self._ends[name] = (shard, start + nbytes)
+        part = self._objects.get(array.shard_name(shard), start, max(nbytes, AHEAD_BYTES) if follows else nbytes)
+        if part is None:
+            raise TraceCorruptError(f"{self.path}: shard {shard} of array {name!r} is not there")
+        if follows:
+            self._ahead[name] = (shard, start, part.data)
+            while len(self._ahead) > AHEAD_ARRAYS:
+                with contextlib.suppress(KeyError):
+                    self._ahead.popitem(last=False)
+        return part.data[:nbytes]

@@ -1,0 +1,105 @@
+"""Traces on object stores are made, found, opened and removed here."""
+
+from __future__ import annotations
+
+from tracer.errors import TraceCorruptError, TraceExistsError, TraceFormatError, TraceNotFoundError
+from tracer.format.names import PART
+from tracer.stores.locations import Url
+from tracer.stores.objects.client import Objects
+from tracer.stores.objects.reading import ObjectReadStore
+from tracer.stores.objects.writing import ObjectWriteStore
+from tracer.stores.zarr.format import WRITER
+
+
+def create(url: Url, *, part: str | None = None, overwrite: bool = False, durable: bool = False) -> ObjectWriteStore:
+    """Make a Zarr group at `url`; see `tracer.stores.opening.create_store`. What was committed is always durable."""
+    objects = Objects(url)
+    try:
+        if part is not None:
+            if not overwrite and objects.listed(part):
+                raise TraceExistsError(
+                    f"{url / part} already exists; give another path, or say that it may be overwritten"
+                )
+            objects.delete(one.name for one in objects.listed(part))
+        elif objects.any():
+            if not overwrite:
+                raise TraceExistsError(f"{url} already exists; give another path, or say that it may be overwritten")
+            document = objects.document("")
+            if document.get("node_type") != "group":
+                raise TraceExistsError(f"{url} already exists, and is not a Zarr group that could be overwritten")
+            objects.delete(one.name for one in objects.listed())
+        return ObjectWriteStore(objects, part)
+    except BaseException:
+        objects.close()
+        raise
+
+
+def open(url: Url, *, damaged: bool = False) -> ObjectReadStore:
+    """Open the Zarr group at `url`; see `tracer.stores.opening.open_store`."""
+    objects = Objects(url)
+    try:
+        document = objects.document("")
+        is_group = document.get("zarr_format") == 3 and document.get("node_type") == "group"
+        if not is_group:
+            if not document and not objects.any():
+                raise TraceNotFoundError(f"there is no trace at {url}")
+            # an http server has no lists
+            names = [] if url.is_web else [one.name for one in objects.listed()]
+            if not (damaged and any(name.startswith("rank") for name in names)):
+                if any(PART.fullmatch(name.partition("/")[0]) for name in names):
+                    raise TraceCorruptError(
+                        f"{url}: the zarr.json of the root is not that of a group, but there are parts of a trace"
+                    )
+                raise TraceFormatError(f"{url} is not a Zarr group of format 3: it has no zarr.json that says so")
+        store = ObjectReadStore(objects, document)
+        if damaged:
+            store.thorough = True
+            store.problems += store.damaged_groups()
+        return store
+    except BaseException:
+        objects.close()
+        raise
+
+
+def files(url: Url) -> list[Url]:
+    """Where the parts of a trace are: below one URL."""
+    return [url]
+
+
+def blank(url: Url) -> bool:
+    """Whether nothing is there but the root, which comes first; see `tracer.stores.opening.blank`."""
+    objects = Objects(url)
+    try:
+        document = objects.document("")
+        unmarked = document.get("node_type") == "group" and document.get("attributes", {}).keys() == {WRITER}
+        return unmarked and all(one.name == "zarr.json" for one in objects.listed())
+    finally:
+        objects.close()
+
+
+def remove_part(url: Url, part: str) -> None:
+    """Remove the group of a part; see `tracer.stores.opening.remove_part`."""
+    objects = Objects(url)
+    try:
+        objects.delete(one.name for one in objects.listed(part))
+        objects.disperse()
+    finally:
+        objects.close()
+
+
+def exists(url: Url) -> bool:
+    """Whether there is an object at `url` or below it."""
+    objects = Objects(url)
+    try:
+        return objects.any()
+    finally:
+        objects.close()
+
+
+def remove(url: Url) -> None:
+    """Remove all objects below `url`."""
+    objects = Objects(url)
+    try:
+        objects.delete(one.name for one in objects.listed())
+    finally:
+        objects.close()

@@ -1,0 +1,219 @@
+"""Writing a Zarr trace to an object store.
+
+An object is put as a whole, and never in part. So a Zarr trace has the same arrays as on a disk, and other rules for
+when their shards are written: the shards of an array that may have gaps are put once, full or at a commit, and the rows
+after a commit begin in the next shard; the last shard of one that must not have gaps is put again at each commit.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from numpy.typing import NDArray
+
+from tracer.errors import TraceError, TraceExistsError
+from tracer.stores.chunks import RowChunks
+from tracer.stores.codecs import Codec, codec_of, encode
+from tracer.stores.locations import Url
+from tracer.stores.objects.client import IN_FLIGHT_BYTES, Objects
+from tracer.stores.zarr.format import WRITER, checksum_bytes, group_document
+from tracer.stores.zarr.shards import GrowingArray, Shard, chunks_begin
+from tracer.stores.zarr.writer import ZarrWriter
+
+SHARD_BYTES = 16 << 20
+"""Bytes of the chunks of a shard, at most, save for rows that are larger."""
+GAPLESS_SHARD_BYTES = 1 << 20
+"""The same for arrays without gaps, whose last shard is put again and again."""
+CHUNK_FRACTION = 8
+"""The chunks of one-dimensional arrays with gaps are by so much smaller, because one is padded at each commit."""
+PUBLISHED_SHARDS = 16
+"""An array with gaps says that it has the rows of so many shards, and then of twice as many each time."""
+
+
+class _ShardBuffer(Shard):
+    """A shard that is being filled in memory: behind room for its index, chunks as they come."""
+
+    __slots__ = ("_buffer",)
+
+    def __init__(self, number: int, chunks: int) -> None:
+        super().__init__(number, chunks)
+        self._buffer = bytearray(chunks_begin(chunks))
+
+    def add(self, place: int, data: memoryview | bytes) -> None:
+        """Append a chunk, in the place of the last one if that was not full."""
+        before = self.offset_of(place)
+        if before is not None:
+            del self._buffer[before:]
+        self.enter(place, len(self._buffer), len(data) + 4)
+        self._buffer += data
+        self._buffer += checksum_bytes(data)
+
+    def sealed(self) -> bytearray:
+        """The object."""
+        data = self.indexes()
+        self._buffer[: len(data)] = data
+        self.changed = False
+        return self._buffer
+
+
+class ObjectArray(GrowingArray):
+    """An array that is being written to an object store."""
+
+    __slots__ = ("shard",)
+
+    def __init__(self, name: str, rows: RowChunks, codec: Codec | None, *, gapless: bool) -> None:
+        limit = GAPLESS_SHARD_BYTES if gapless else SHARD_BYTES
+        super().__init__(name, rows, codec, gapless=gapless, shard_bytes=limit, ahead=PUBLISHED_SHARDS)
+        self.shard: _ShardBuffer | None = None
+
+
+class ObjectWriteStore(ZarrWriter[ObjectArray]):
+    """A Zarr group on an object store being written."""
+
+    path: Url
+
+    def __init__(self, objects: Objects, part: str | None) -> None:
+        super().__init__()
+        self.path = objects.url
+        self._objects = objects
+        self._changed[""] = None
+        self._flying: OrderedDict[Future[Any], int] = OrderedDict()
+        self._touched = "" if part is None else part
+        # of two writers one is refused; the number tells whose object it is
+        writer = json.dumps(group_document({WRITER: uuid.uuid4().hex})).encode()
+        if part is not None:
+            self._groups[part] = {}
+            self._changed[part] = None
+            attributes = objects.document("").get("attributes")
+            if isinstance(attributes, dict) and "format" in attributes:
+                self._joined = True
+                del self._changed[""]
+                objects.disperse()
+            objects.put_new(f"{part}/zarr.json", writer)
+        if not self._joined:
+            try:
+                objects.put_new("zarr.json", writer)
+            except TraceExistsError:
+                if part is None:
+                    raise
+                # another rank made it, which says there what this one will say, too: that one may have been killed
+
+    def _array_of(
+        self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int, compression: str | None, gapless: bool
+    ) -> ObjectArray:
+        if not gapless and not shape:
+            chunk_bytes = max(1, chunk_bytes // CHUNK_FRACTION)
+        return ObjectArray(name, RowChunks(name, dtype, shape, chunk_bytes), codec_of(compression), gapless=gapless)
+
+    def _make(self, array: ObjectArray, groups: list[str]) -> None:
+        for group in groups:
+            self._groups[group] = {}
+            self._changed[group] = None
+        self._arrays[array.name] = array
+        self._changed[array.name] = None
+
+    def append(self, name: str, rows: NDArray[Any], checksums: list[int] | None = None) -> int:
+        array = self._array(name)
+        first = array.rows.rows
+        array.rows.append(rows, lambda number, pieces: self._add_all(array, number, pieces))
+        array.end = array.rows.rows
+        self._changed[name] = None
+        return first
+
+    def commit(self) -> None:
+        self._check_open()
+        gapless = []
+        for name in self._changed:
+            array = self._arrays.get(name)
+            if array is None:
+                self._put_group(name)
+                continue
+            tail = array.rows.take_tail()
+            if tail is not None:
+                self._add(array, *tail)
+            if array.shard is not None and array.shard.changed:
+                # that of an array without gaps goes on to grow
+                data = array.shard.sealed()
+                self._put(array.shard_name(array.shard.number), bytes(data) if array.gapless else data)
+            if array.gapless:
+                gapless.append(array)
+                continue
+            # the next rows go into another shard, because this one is there and objects do not change
+            array.shard = None
+            array.rows.skip(-(-array.rows.rows // array.shard_rows) * array.shard_rows)
+            if array.to_publish() > array.published:
+                self._put_array(array, array.to_publish())
+        self._land()
+        # their length says what is there, so it comes after that
+        for array in gapless:
+            if array.published != array.end:
+                self._put_array(array, array.end)
+        self._land()
+        self._changed.clear()
+
+    def touch(self) -> None:
+        self._put_group(self._touched)
+        self._land()
+
+    def last_words(self, name: str, rows: NDArray[Any]) -> None:
+        """Do nothing: a request that failed was tried for long enough."""
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self.commit()
+        # so that a finished array looks no longer than it is
+        for array in self._arrays.values():
+            if array.published != array.end:
+                self._put_array(array, array.end)
+        self._land()
+        self._objects.disperse()
+        self.abandon()
+
+    def abandon(self) -> None:
+        self._closed = True
+        self._flying.clear()
+        self._arrays.clear()
+        self._objects.close()
+
+    def _add_all(self, array: ObjectArray, number: int, pieces: Iterable[memoryview]) -> None:
+        for one, data in enumerate(pieces, number):
+            self._add(array, one, data)
+
+    def _add(self, array: ObjectArray, number: int, data: memoryview) -> None:
+        """Put a chunk into its shard, and the one before it on its way."""
+        shard_number, place = divmod(number, array.per_shard)
+        shard = array.shard
+        if shard is None or shard.number != shard_number:
+            if shard is not None and shard.changed:
+                self._put(array.shard_name(shard.number), shard.sealed())
+            shard = array.shard = _ShardBuffer(shard_number, array.per_shard)
+        shard.add(place, data if array.codec is None else encode(array.codec, data, array.rows.dtype.itemsize))
+
+    def _put_group(self, name: str) -> None:
+        self._put_document(name, group_document(self._groups[name]))
+
+    def _put_array(self, array: ObjectArray, rows: int) -> None:
+        array.published = rows
+        self._put_document(array.name, array.document(rows))
+
+    def _put_document(self, name: str, document: Mapping[str, Any]) -> None:
+        try:
+            text = json.dumps(document)
+        except (TypeError, ValueError) as error:
+            raise TraceError(f"the attributes of {self.path / name} cannot be written as JSON: {error}") from error
+        self._put(f"{name}/zarr.json" if name else "zarr.json", text.encode())
+
+    def _put(self, name: str, data: bytes | bytearray) -> None:
+        while self._flying and sum(self._flying.values()) + len(data) > IN_FLIGHT_BYTES:
+            self._flying.popitem(last=False)[0].result()
+        self._flying[self._objects.submit(self._objects.put, name, data)] = len(data)
+
+    def _land(self) -> None:
+        while self._flying:
+            self._flying.popitem(last=False)[0].result()

@@ -1,0 +1,225 @@
+"""Stores are made, found, opened and removed here, in the format that the suffix of their path names."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any, Protocol, cast
+
+from tracer.errors import TraceError, TraceExistsError, TraceFormatError
+from tracer.stores.locations import Anywhere, Location, Url, location, part_in, whole_of
+from tracer.stores.protocols import ReadStore, WriteStore
+
+STORES: Mapping[str, str] = {".zarr": "zarr", ".h5": "hdf5", ".hdf5": "hdf5"}
+"""The formats of traces, by their suffixes."""
+_ON_DISK: Mapping[str, str] = {"zarr": "tracer.stores.zarr.store", "hdf5": "tracer.stores.hdf5.store"}
+"""Which module keeps stores of which format; it is imported when a store of the format is first opened."""
+_ON_OBJECT_STORES: Mapping[str, str] = {"zarr": "tracer.stores.objects.store", "hdf5": "tracer.stores.objects.hdf5"}
+
+
+class Backend(Protocol):
+    """What a module has that keeps stores in one format at one kind of place; its functions are documented here.
+
+    Of those that are only read, `create` and `remove_part` are not called.
+    """
+
+    def create(self, path: Any, *, part: str | None, overwrite: bool, durable: bool) -> WriteStore:
+        """As `create_store`."""
+
+    def open(self, path: Any, *, damaged: bool) -> ReadStore:
+        """As `open_store`."""
+
+    def files(self, path: Any) -> Sequence[Location]:
+        """As `store_files`."""
+
+    def blank(self, path: Any) -> bool:
+        """As the function of this name."""
+
+    def remove_part(self, path: Any, part: str) -> None:
+        """As the function of this name."""
+
+
+def exists(path: Location) -> bool:
+    """Whether anything is at a path, be it a broken link, or at or below a URL.
+
+    Raises
+    ------
+    TraceError
+        If an object store does not answer.
+    """
+    return bool(_objects().exists(path)) if isinstance(path, Url) else os.path.lexists(path)
+
+
+def blank(path: Location) -> bool:
+    """Whether all that is at `path` is what a process left that was killed before its part of a store was there."""
+    return backend_of(path).blank(path)
+
+
+def remove(url: Url) -> None:
+    """Remove all objects of a trace that was just written there.
+
+    Raises
+    ------
+    TraceError
+        If they cannot be removed.
+    """
+    _objects().remove(url)
+
+
+def _objects() -> ModuleType:
+    return importlib.import_module(_ON_OBJECT_STORES["zarr"])
+
+
+def backend_of(path: Location) -> Backend:
+    """What keeps stores at such a place, with the suffix of `path`; `TraceFormatError` if there is none."""
+    format_name = STORES.get(path.suffix.lower())
+    if format_name is None:
+        allowed = ", ".join(STORES)
+        raise TraceFormatError(
+            f"{path}: the suffix says how a trace is stored; it can be {allowed}, and there is {path.suffix or 'none'}"
+        )
+    modules = _ON_OBJECT_STORES if isinstance(path, Url) else _ON_DISK
+    return cast(Backend, importlib.import_module(modules[format_name]))
+
+
+def check_writable(path: Location) -> None:
+    """Raise `TraceFormatError` where no trace can be written, because of the suffix or the kind of URL."""
+    backend_of(path)
+    if not isinstance(path, Url):
+        return
+    if STORES[path.suffix.lower()] == "hdf5":
+        raise TraceFormatError(
+            f"{path}: HDF5 on an object store is read-only; record to a URL that ends in .zarr, and use `trace convert`"
+        )
+    if path.is_web:
+        raise TraceFormatError(f"{path}: a trace can be read from an http server, and not be written there")
+
+
+def create_store(
+    path: Anywhere, *, part: str | None = None, overwrite: bool = False, durable: bool = False
+) -> WriteStore:
+    """Make a store at `path`, in the format that its suffix names. Parent directories are made.
+
+    Parameters
+    ----------
+    path : path or URL
+    part : str, optional
+        Make only this part of a store that other processes write other parts of (see `PART`). A directory may be there
+        then, without this part; a file format keeps it in a file of its own beside `path`. The attributes of the root
+        are those that were set first.
+    overwrite : bool
+        Whether a store of this format that is already there is removed first.
+    durable : bool
+        Whether `WriteStore.commit` waits until the disk has what it publishes, which is then there after a power
+        failure too.
+
+    Raises
+    ------
+    TraceFormatError
+        If the suffix is not one of `STORES`.
+    TraceExistsError
+        If something is at `path` and `overwrite` is false, or if it is not a store of this format.
+    TraceError
+        If nothing can be written there.
+    """
+    path = location(path)
+    check_writable(path)
+    return backend_of(path).create(path, part=part, overwrite=overwrite, durable=durable)
+
+
+def store_files(path: Anywhere) -> list[Location]:
+    """The directory, or the files, that the parts of the store at `path` are in; `path` itself if there are none."""
+    path = location(path)
+    return list(backend_of(path).files(path))
+
+
+def refuse_part(path: Location) -> None:
+    """Raise `TraceExistsError` if, by its name, what is to be written at `path` would be a part of a trace there."""
+    whole = whole_of(path.name)
+    if whole is not None and not isinstance(path, Url) and exists(path.with_name(whole)):
+        raise TraceExistsError(f"{path} would be a part of {path.with_name(whole)}, by its name; give another one")
+
+
+def remove_part(path: Anywhere, part: str) -> None:
+    """Remove one part of the store at `path`, if it is there.
+
+    Raises
+    ------
+    TraceError
+        If it cannot be removed.
+    """
+    path = location(path)
+    check_writable(path)
+    backend_of(path).remove_part(path, part)
+
+
+def open_store(path: Anywhere, *, damaged: bool = False) -> ReadStore:
+    """Open the store at `path` for reading, in the format that its suffix names.
+
+    Parameters
+    ----------
+    path : path or URL
+    damaged : bool
+        Whether a damaged store is opened too, as far as that is possible. What is unsafe is refused all the same.
+
+    Raises
+    ------
+    TraceNotFoundError
+        If nothing is at `path`.
+    TraceFormatError
+        If it is not a store of this format, or has parts that a trace never has and that are not safe to read.
+    TraceCorruptError
+        If it is one but damaged.
+    """
+    path = location(path)
+    return backend_of(path).open(path, damaged=damaged)
+
+
+def open_parts(path: Anywhere, *, damaged: bool = False) -> tuple[list[tuple[str, ReadStore]], dict[str, TraceError]]:
+    """Open all parts of the store at `path`, which may be one directory, or a file and others beside it.
+
+    Parameters
+    ----------
+    path : path or URL
+    damaged : bool
+        As in `open_store`.
+
+    Returns
+    -------
+    parts : list of (str, ReadStore)
+        Name of each part, and the store that it is in; several may be in one.
+    broken : dict of str to TraceError
+        Why the others could not be opened.
+
+    Raises
+    ------
+    TraceError
+        As `open_store`, if no part could be opened.
+    """
+    path = location(path)
+    backend = backend_of(path)
+    files = store_files(path)
+    parts: list[tuple[str, ReadStore]] = []
+    broken: dict[str, TraceError] = {}
+    for file in files:
+        try:
+            store = backend.open(file, damaged=damaged)
+        except TraceError as error:
+            if len(files) == 1:
+                raise
+            broken[file.name] = error
+            continue
+        # of a damaged store the names of groups may be lost, too
+        found = store.parts() or ([part_in(file.name)] if damaged else [])
+        twice = {name for name, _ in parts}.intersection(found)
+        if not found or twice:
+            store.close()
+            why = f"{', '.join(twice)} is in another file, too" if twice else "it has no group rank0"
+            broken[file.name] = TraceFormatError(f"{file} is not a trace: {why}")
+            continue
+        parts += [(name, store) for name in found]
+    if not parts:
+        raise next(iter(broken.values()))
+    return parts, broken

@@ -1,0 +1,140 @@
+"""What the ``zarr.json`` of an array says, checked before anything is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from tracer.errors import TraceCorruptError, TraceFormatError
+from tracer.stores.chunks import contiguous, largest_chunk
+from tracer.stores.codecs import CODECS, Codec
+from tracer.stores.locations import Location
+from tracer.stores.zarr.format import array_document
+from tracer.stores.zarr.shards import shard_name
+
+CHUNK_LIMIT: Final = 1 << 30
+"""Bytes of the largest chunk that is read, and of the index of a shard."""
+_SAFE_CODECS: Final = frozenset({"bytes", "crc32c", "gzip", "zstd", "blosc", "sharding_indexed", "transpose"})
+
+
+class ArrayDescription:
+    """An array that is being read.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        The first is the number of its rows.
+    dtype : numpy.dtype
+    codec : Codec or None
+    chunk : tuple of int
+        Shape of a chunk.
+    row_nbytes, chunk_nbytes : int
+    shard_rows : int
+        Rows of a shard.
+    per_shard : int
+        Chunks of a shard.
+    in_rows : bool
+        Whether each chunk is one row as it is.
+    foreign : object
+        zarr-python's array, which reads what is not laid out as traces are written here; None for all others.
+    """
+
+    __slots__ = (
+        *(
+            "chunk",
+            "chunk_nbytes",
+            "codec",
+            "dtype",
+            "foreign",
+            "in_rows",
+            "is_ours",
+            "name",
+            "per_shard",
+            "row_nbytes",
+        ),
+        *("shape", "shard_rows"),
+    )
+
+    def __init__(self, path: Location, name: str, document: Mapping[str, Any]) -> None:
+        if document.get("zarr_format") != 3 or document.get("node_type") != "array":
+            raise TraceCorruptError(f"{path} has no array {name!r}: it has no zarr.json that says so")
+        self.name = name
+        try:
+            self.shape = tuple(int(size) for size in document["shape"])
+            self.dtype = np.dtype(document["data_type"]).newbyteorder("<")
+            grid, codecs = document["chunk_grid"], document["codecs"]
+            shard = tuple(grid["configuration"]["chunk_shape"])
+            integers = all(isinstance(size, int) for size in (*document["shape"], *shard))
+            if not integers or len(shard) != len(self.shape) or not shard or min(self.shape) < 0 or min(shard) < 1:
+                raise ValueError(f"shape {self.shape} and chunks of {shard}")
+            if document.get("storage_transformers"):
+                raise ValueError("storage transformers")
+            _check_codecs(codecs)
+            if self.dtype.kind not in "biufc":
+                raise ValueError(f"dtype {self.dtype}")
+            self.shard_rows = int(shard[0])
+            self.chunk: tuple[Any, ...] = tuple(_innermost(codecs, shard))
+            if len(self.chunk) != len(shard) or not all(isinstance(size, int) and size > 0 for size in self.chunk):
+                raise ValueError(f"chunks of {self.chunk}")
+            self.row_nbytes = int(self.dtype.itemsize * math.prod(self.shape[1:]))
+            self.chunk_nbytes = int(self.dtype.itemsize * math.prod(self.chunk))
+            if max(self.chunk_nbytes, 16 * math.prod(shard) // math.prod(self.chunk)) > CHUNK_LIMIT:
+                raise ValueError(f"chunks of {self.chunk} in shards of {shard}, which are too large")
+            if len(shard) > 64:
+                raise ValueError(f"{len(shard)} axes")
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise TraceFormatError(f"{path}: the zarr.json of array {name!r} is not one of a trace: {error}") from error
+        self.foreign: Any = None
+        self.codec: Codec | None = None
+        self.is_ours = self._is_ours(document, shard)
+        self.per_shard = math.prod(shard) // math.prod(self.chunk) if self.is_ours else 0
+        self.in_rows = self.is_ours and self.codec is None and self.chunk == (1, *self.shape[1:])
+
+    def shard_name(self, number: int) -> str:
+        """What a shard is called, below the store."""
+        return f"{self.name}/{shard_name(number, len(self.shape))}"
+
+    def entry_of(self, row: int) -> int:
+        """Which chunk of its shard a row begins in."""
+        height = int(self.chunk[0])
+        return row % self.shard_rows // height * (self.per_shard * height // self.shard_rows)
+
+    def _is_ours(self, document: Mapping[str, Any], shard: tuple[int, ...]) -> bool:
+        """Whether the array is laid out as traces are written here; sets the codec."""
+        return (
+            self._is_described(document, shard)
+            and all(outer % inner == 0 for outer, inner in zip(shard, self.chunk, strict=True))
+            # a row lies in one shard, and its parts are contiguous
+            and all(outer >= size for outer, size in zip(shard[1:], self.shape[1:], strict=True))
+            and contiguous(self.chunk, self.shape)
+        )
+
+    def _is_described(self, document: Mapping[str, Any], shard: tuple[int, ...]) -> bool:
+        for codec in (None, *CODECS.values()):
+            template = array_document(self.dtype, self.chunk, shard, codec)
+            if all(document.get(key) == value for key, value in template.items()):
+                self.codec = codec
+                # a larger one would take memory for what may be a few bytes
+                return codec is None or self.chunk_nbytes <= largest_chunk(self.row_nbytes)
+        return False
+
+
+def _check_codecs(codecs: Any) -> None:
+    """Raise `ValueError` unless an array can be read with these codecs without running code of others."""
+    for codec in codecs:
+        if codec["name"] not in _SAFE_CODECS:
+            raise ValueError(f"codec {codec['name']!r}")
+        configuration = codec.get("configuration", {})
+        for nested in ("codecs", "index_codecs"):
+            _check_codecs(configuration.get(nested, ()))
+
+
+def _innermost(codecs: Any, shard: tuple[int, ...]) -> Any:
+    """The shape of the chunks that are encoded one by one."""
+    for codec in codecs:
+        if codec["name"] == "sharding_indexed":
+            return codec["configuration"]["chunk_shape"]
+    return shard

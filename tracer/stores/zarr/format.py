@@ -1,0 +1,58 @@
+"""What the ``zarr.json`` of arrays and groups says, and the checksum behind each chunk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from tracer.format.checksum import crc32c
+from tracer.stores.codecs import Codec, zarr_codec
+
+DOCUMENT_LIMIT: Final = 16 << 20
+"""Bytes of the largest zarr.json that is read; parsed, it takes many times as much."""
+WRITER: Final = "writer"
+"""The only attribute of a root on an object store that was put so that no other process does, and holds nothing yet."""
+CONSOLIDATED: Final = "consolidated_metadata"
+"""Member of the ``zarr.json`` of a group in which zarr-python keeps those of all that is in it, and believes them."""
+_BYTES: Final = {"name": "bytes", "configuration": {"endian": "little"}}
+_CRC32C: Final = {"name": "crc32c"}
+
+
+def checksum_bytes(data: bytes | memoryview) -> bytes:
+    """The CRC-32C of some bytes, as it stands in a file."""
+    return int(crc32c(data)).to_bytes(4, "little")
+
+
+def array_document(
+    dtype: np.dtype[Any], chunk: tuple[int, ...], shard: tuple[int, ...], codec: Codec | None
+) -> dict[str, Any]:
+    """The ``zarr.json`` of an array, without what changes: its shape and its attributes."""
+    inner = [] if codec is None else [zarr_codec(codec, dtype.itemsize, dtype.itemsize * math.prod(chunk))]
+    fill: Any = {"b": False, "i": 0, "u": 0, "f": 0.0, "c": [0.0, 0.0]}[dtype.kind]
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "data_type": dtype.name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(shard)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": fill,
+        "codecs": [
+            {
+                "name": "sharding_indexed",
+                "configuration": {
+                    "chunk_shape": list(chunk),
+                    "codecs": [_BYTES, *inner, _CRC32C],
+                    "index_codecs": [_BYTES, _CRC32C],
+                    "index_location": "start",
+                },
+            }
+        ],
+    }
+
+
+def group_document(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``zarr.json`` of a group."""
+    return {"zarr_format": 3, "node_type": "group", "attributes": attributes}

@@ -1,0 +1,455 @@
+"""Reading a Zarr trace from a directory, with ``pread``: a library call for each chunk costs more than the chunk."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.errors import TraceCorruptError, TraceError, TraceFormatError, TraceUnreadableError
+from tracer.format.checksum import crc32c
+from tracer.format.names import PART
+from tracer.memory import new_memory
+from tracer.stores.chunks import RowChunks, check_name, walk
+from tracer.stores.codecs import OVERHEAD, Codec, decode, decoded_size
+from tracer.stores.disk.files import NOT_COPIED, UNREADABLE, Folder, disk_bytes, key_of, listed, open_file
+from tracer.stores.protocols import Place
+from tracer.stores.zarr.description import ArrayDescription
+from tracer.stores.zarr.documents import read_document
+from tracer.stores.zarr.format import DOCUMENT_LIMIT, checksum_bytes
+from tracer.stores.zarr.reader import EXPANSION, MovedError, ZarrReader, numbers_in
+from tracer.stores.zarr.shards import MISSING, GrowingArray
+
+READ_PIECE = 1 << 20
+"""Bytes of one read: they should be in the processor's cache when their checksum is computed."""
+READS = 3
+"""How often chunks are read before they count as damaged: a writer may have moved one after the index was read."""
+OPEN_FILES = 64
+"""Shards and folders kept open; models have thousands of streams, and processes may open about a thousand files."""
+
+
+class _ReadShard:
+    """A shard that is open for reading, and its index; closed when the last who uses it lets go of it."""
+
+    __slots__ = ("file", "index", "index_at", "key", "last", "settled")
+
+    def __init__(self, file: int) -> None:
+        self.file = file
+        self.key = key_of(file)
+        self.index: NDArray[np.uint64] = np.empty((0, 2), "<u8")
+        """Offset and bytes of each chunk."""
+        self.index_at = 0
+        """Where in the file the index begins."""
+        self.last = -1
+        """The last chunk that is there."""
+        self.settled: list[int] = []
+        """Where each chunk lies, for arrays with a row in each; -1 unless it is whole and stays there."""
+
+    def moved(self, chunk: int) -> bool:
+        """Whether a writer has moved a chunk since the index was read, so that another may be where it was.
+
+        To be asked after the chunk was read. Only the last chunk moves, when it grows, and its old place is written to
+        again only after the index that refers to the new one.
+        """
+        if chunk != self.last:
+            return False
+        return bool(os.pread(self.file, 16, self.index_at + 16 * chunk) != self.index[chunk].tobytes())
+
+    def __reduce__(self) -> Any:
+        raise TypeError(NOT_COPIED)
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self.file)
+
+
+class ZarrReadStore(ZarrReader):
+    """A Zarr group in a directory being read."""
+
+    path: Path
+    reads = READS
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self._root = os.path.realpath(str(path))
+        # folders and shards that are known to lie within the trace
+        self._within = {os.path.dirname(str(path / "zarr.json"))}
+        self._paths: dict[str, dict[int, Path]] = {}
+        # the shards that were read last, the latest at the end
+        self._shards: dict[tuple[str, int], _ReadShard] = {}
+        self._folders: dict[str, Folder] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files of the directory."""
+        return disk_bytes(self.path)
+
+    @property
+    def modified(self) -> float:
+        """When a ``zarr.json`` was last replaced; every commit replaces some."""
+        newest = 0.0
+        for folder, folders, files in os.walk(self.path):
+            if "zarr.json" in files:
+                newest = max(newest, os.stat(os.path.join(folder, "zarr.json")).st_mtime)
+            folders[:] = [name for name in folders if name != "c"]
+        return newest
+
+    def parts(self) -> list[str]:
+        return [name for name in listed(self.path) if PART.fullmatch(name) and (self.path / name).is_dir()]
+
+    def names(self, prefix: str = "") -> list[str]:
+        found = []
+        for folder, folders, files in os.walk(self.path):
+            if "zarr.json" in files and read_document(Path(folder)).get("node_type") == "array":
+                folders.clear()
+                found.append(os.path.relpath(folder, self.path).replace(os.sep, "/"))
+        return sorted(name for name in found if name.startswith(prefix))
+
+    def has_chunk(self, name: str, row: int) -> bool:
+        array = self._open(name)
+        if array.foreign is not None:
+            # zarr-python reads what is missing as zeros
+            return True
+        shard = row // array.shard_rows
+        index = self._index_of(array, shard) if (self.path / array.shard_name(shard)).is_file() else None
+        # the index itself may be damaged
+        return index is not None and (not len(index) or bool(index[array.entry_of(row), 0] != MISSING))
+
+    def assume(
+        self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int, compression: str | None = None
+    ) -> int | None:
+        check_name(name)
+        self._check_inside(self.path / name / "c")
+        return super().assume(name, dtype, shape, chunk_bytes, compression)
+
+    def place(self, name: str, row: int) -> Place | None:
+        array = self._open(name)
+        if not array.in_rows or not 0 <= row < array.shape[0]:
+            return None
+        number, chunk = divmod(row, array.per_shard)
+        try:
+            shard = self._shard(array, number)
+        except TraceError:
+            return None
+        offset = shard.settled[chunk]
+        return None if offset < 0 else Place(shard.file, offset, True, shard, shard.key)
+
+    def close(self) -> None:
+        self._arrays.clear()
+        self._paths.clear()
+        self._shards.clear()
+        self._folders.clear()
+
+    def _document(self, name: str) -> dict[str, Any]:
+        return read_document(self.path / name)
+
+    def _foreign(self, array: ArrayDescription) -> Any:
+        _check_links(self.path, array.name, len(array.shape))
+        # only here, because importing zarr-python takes half a second that most traces do not need
+        import zarr
+
+        try:
+            return zarr.open_array(str(self.path / array.name), mode="r", zarr_format=3)
+        except Exception as error:
+            raise TraceFormatError(f"{self.path}: array {array.name!r} cannot be opened: {error}") from error
+
+    def _bytes_of(self, name: str) -> int:
+        return disk_bytes(self.path / name)
+
+    def _shard_numbers(self, name: str) -> list[int]:
+        return numbers_in(listed(self.path / name / "c"))
+
+    def _made_as(self, name: str, rows: RowChunks, codec: Codec | None) -> ArrayDescription:
+        return self._described(name, GrowingArray(name, rows, codec, gapless=False).document(0))
+
+    def _decoded_size(self, array: ArrayDescription, shard: int, offset: int) -> int:
+        with suppress(TraceCorruptError, OSError, OverflowError):
+            file = self._open_shard(array, shard)
+            try:
+                return decoded_size(os.pread(file, OVERHEAD, offset))
+            finally:
+                os.close(file)
+        return 0
+
+    def _index_of(self, array: ArrayDescription, shard: int) -> NDArray[np.uint64]:
+        if shard >= 0:
+            with suppress(TraceCorruptError):
+                file = self._open_shard(array, shard)
+                try:
+                    return self._read_index(array, shard, file)[0]
+                finally:
+                    os.close(file)
+        return np.empty((0, 2), "<u8")
+
+    def _open(self, name: str, anew: bool = False) -> ArrayDescription:
+        array = self._arrays.get(name)
+        if array is None or (anew and name not in self._assumed):
+            check_name(name)
+            self._check_inside(self.path / name / "zarr.json")
+            before = array
+            with self._of_one_run(name):
+                array = self._described(name, self._document(name))
+            self._arrays[name] = array
+            self._paths.pop(name, None)
+            if before is not None:
+                self._forget(name)
+        return array
+
+    @contextmanager
+    def _of_one_run(self, name: str) -> Iterator[None]:
+        """Open something of an array, of the part that was there before, and not of one that was put in its place.
+
+        Raises
+        ------
+        TraceUnreadableError
+            If the part is another one by now, or gone.
+        """
+        part = name.partition("/")[0]
+        folder = self._folders.get(part)
+        if folder is None and len(self._folders) < OPEN_FILES:
+            folder = Folder.of(self.path / part)  # if it is missing, that is told below
+            if folder is not None:
+                self._folders[part] = folder
+        try:
+            yield
+        finally:
+            if folder is not None and not folder.is_there():
+                raise TraceUnreadableError(f"{self.path} was removed, moved or overwritten while it was read")
+
+    def _forget(self, name: str) -> None:
+        """Read the indexes of an array's shards anew: they know its rows as far as there were when they were read."""
+        for key in list(self._shards):
+            if key[0] == name:
+                self._shards.pop(key, None)
+
+    def _look_again(self) -> None:
+        self._shards.clear()
+
+    def _check_size(self, array: ArrayDescription, start: int, stop: int) -> None:
+        nbytes = (stop - start) * array.row_nbytes
+        if nbytes <= DOCUMENT_LIMIT:
+            return
+        if array.foreign is not None:
+            missing = nbytes > EXPANSION * self._bytes_of(array.name)
+        else:
+            first, last = start // array.shard_rows, (stop - 1) // array.shard_rows
+            missing = last - first >= len(listed(self.path / array.name / "c"))
+            if not missing and array.codec is not None:
+                missing = nbytes > self._stored_bytes(array, start, stop)
+            elif not missing:
+                shards = [self.path / array.shard_name(number) for number in range(first, last + 1)]
+                # one chunk may be there in part only, and stick out of the shape
+                missing = nbytes > sum(path.stat().st_size for path in shards if path.is_file()) + array.chunk_nbytes
+        if missing:
+            raise TraceCorruptError(f"{self.path}: array {array.name!r} is larger than what is there of it on disk")
+
+    def _stored_bytes(self, array: ArrayDescription, start: int, stop: int) -> int:
+        """How many bytes the compressed chunks of these rows can become."""
+        height = int(array.chunk[0])
+        per_height = array.per_shard * height // array.shard_rows
+        first, end = start // height * per_height, -(-stop // height) * per_height
+        found = 0
+        for shard in range(first // array.per_shard, -(-end // array.per_shard)):
+            file = self._open_shard(array, shard)
+            try:
+                index, _ = self._read_index(array, shard, file)
+                size = os.fstat(file).st_size
+            finally:
+                os.close(file)
+            begin = shard * array.per_shard
+            sizes = index[max(first - begin, 0) : end - begin, 1]
+            sizes = sizes[(sizes > 4) & (sizes <= array.chunk_nbytes + OVERHEAD + 4)]
+            # chunks that share their bytes are not there so often
+            if int(sizes.sum()) <= size:
+                found += len(sizes) * array.chunk_nbytes
+        return found
+
+    def _check_inside(self, path: Path) -> None:
+        # a link out of the directory would make a trace show what lies elsewhere
+        if not self._is_inside(str(path)):
+            raise TraceFormatError(f"{self.path}: {path} leads out of the trace")
+
+    def _is_inside(self, path: str) -> bool:
+        if os.path.islink(path):
+            return os.path.realpath(path).startswith(self._root + os.sep)
+        folder = os.path.dirname(path)
+        if folder not in self._within:
+            if folder == path or not self._is_inside(folder):
+                return False
+            self._within.add(folder)
+        return True
+
+    def _fill(self, array: ArrayDescription, start: int, stop: int, out: NDArray[np.uint8], verify: bool) -> list[int]:
+        try:
+            if array.codec is None:
+                return self._fill_plain(array, start, stop, out, verify)
+            self._fill_compressed(array, array.codec, start, stop, out)
+        except (OSError, OverflowError) as error:
+            if isinstance(error, TraceError):
+                raise
+            raise TraceCorruptError(f"{self.path}: array {array.name!r} cannot be read: {error}") from error
+        return []
+
+    def _fill_plain(
+        self, array: ArrayDescription, start: int, stop: int, out: NDArray[np.uint8], verify: bool
+    ) -> list[int]:
+        """As `_fill`, for chunks as they are."""
+        checksums: list[int] = []
+        to = out.data  # of which parts are made in half the time
+        item, chunk_nbytes = array.dtype.itemsize, array.chunk_nbytes
+        first, end = start * array.row_nbytes, stop * array.row_nbytes
+        per_shard = array.per_shard
+        shard: _ReadShard | None = None
+        shard_number = -1
+        trailer = bytearray(4)
+        for number, begin, length in walk(array.shape, array.chunk, item, start, stop):
+            if shard is None or number // per_shard != shard_number:
+                shard_number = number // per_shard
+                shard = self._shard(array, shard_number)
+            file = shard.file
+            offset, nbytes = shard.index[number % per_shard].tolist()
+            if nbytes != chunk_nbytes + 4:
+                raise TraceCorruptError(f"{self.path}: array {array.name!r} lacks its chunk {number}")
+            if not verify:
+                low, high = max(begin, first), min(begin + length, end)
+                right = os.preadv(file, [to[low - first : high - first]], offset + low - begin) == high - low
+            elif length == chunk_nbytes and begin >= first and begin + length <= end:
+                target = to[begin - first : begin - first + length]
+                right = _read_chunk(file, target, trailer, offset)
+            else:
+                target = new_memory(chunk_nbytes).data
+                right = _read_chunk(file, target, trailer, offset)
+                # what nobody asks for may be what nobody wrote: then it is zeros
+                if not right and self.thorough and _without_padding(target, trailer, end - begin):
+                    right = True
+                    self._tell(f"what follows the last row in chunk {number} of array {array.name!r} is not as it was")
+                low, high = max(begin, first), min(begin + length, end)
+                to[low - first : high - first] = target[low - begin : high - begin]
+            if shard.moved(number % per_shard):
+                raise MovedError(f"{self.path}: chunk {number} of array {array.name!r} moves faster than it is read")
+            if not right:
+                why = "fails its checksum" if verify else "lies beyond the end of its file"
+                raise TraceCorruptError(f"{self.path}: chunk {number} of array {array.name!r} {why}")
+            if verify:
+                checksums.append(int.from_bytes(trailer, "little"))
+        return checksums
+
+    def _fill_compressed(
+        self, array: ArrayDescription, codec: Codec, start: int, stop: int, out: NDArray[np.uint8]
+    ) -> None:
+        """As `_fill`, for compressed chunks."""
+        item, chunk_nbytes = array.dtype.itemsize, array.chunk_nbytes
+        first, end = start * array.row_nbytes, stop * array.row_nbytes
+        per_shard = array.per_shard
+        shard: _ReadShard | None = None
+        shard_number = -1
+        most = chunk_nbytes + OVERHEAD + 4
+        buffer = new_memory(most)
+        for number, begin, length in walk(array.shape, array.chunk, item, start, stop):
+            if shard is None or number // per_shard != shard_number:
+                shard_number = number // per_shard
+                shard = self._shard(array, shard_number)
+            offset, nbytes = shard.index[number % per_shard].tolist()
+            if not 4 < nbytes <= most:
+                raise TraceCorruptError(f"{self.path}: array {array.name!r} lacks its chunk {number}")
+            stored = buffer[: nbytes - 4]
+            read = os.preadv(shard.file, [buffer[:nbytes].data], offset)
+            if shard.moved(number % per_shard):
+                raise MovedError(f"{self.path}: chunk {number} of array {array.name!r} moves faster than it is read")
+            if read != nbytes or checksum_bytes(stored.data) != buffer[nbytes - 4 : nbytes].tobytes():
+                raise TraceCorruptError(f"{self.path}: chunk {number} of array {array.name!r} fails its checksum")
+            whole = length == chunk_nbytes and begin >= first and begin + length <= end
+            target = out[begin - first : begin - first + length] if whole else np.empty(chunk_nbytes, np.uint8)
+            if not decode(codec, stored, target, item):
+                raise TraceCorruptError(f"{self.path}: chunk {number} of array {array.name!r} cannot be decoded")
+            if not whole:
+                low, high = max(begin, first), min(begin + length, end)
+                out[low - first : high - first] = target[low - begin : high - begin]
+
+    def _shard(self, array: ArrayDescription, number: int) -> _ReadShard:
+        """A shard for reading: opened and its index read once, while it is among those that were used last."""
+        name = array.name
+        shard = self._shards.pop((name, number), None)
+        if shard is None:
+            shard = _ReadShard(self._open_shard(array, number))
+            shard.index, shard.index_at = self._read_index(array, number, shard.file)
+            shard.last = int(np.flatnonzero(shard.index[:, 0] != MISSING).max(initial=-1))
+            if array.in_rows:
+                settled = shard.index[:, 1] == array.chunk_nbytes + 4
+                settled[shard.last] = False  # the last may move
+                shard.settled = np.where(settled, shard.index[:, 0].astype(np.int64), -1).tolist()
+            while len(self._shards) >= OPEN_FILES:
+                # another thread may do the same at the same time
+                self._shards.pop(next(iter(self._shards), ("", 0)), None)
+        self._shards[name, number] = shard
+        return shard
+
+    def _open_shard(self, array: ArrayDescription, number: int) -> int:
+        known = self._paths.setdefault(array.name, {})
+        path = known.get(number)
+        if path is None:
+            path = self.path / array.shard_name(number)
+            self._check_inside(path)
+            known[number] = path
+        file = -1
+        try:
+            with self._of_one_run(array.name):
+                file = open_file(path)
+        except TraceError:
+            if file >= 0:
+                os.close(file)
+            raise
+        except OSError as error:
+            why = f"{self.path}: shard {number} of array {array.name!r} cannot be opened: {error.strerror}"
+            raise (TraceUnreadableError if error.errno in UNREADABLE else TraceCorruptError)(why) from error
+        return file
+
+    def _read_index(self, array: ArrayDescription, shard: int, file: int) -> tuple[NDArray[np.uint64], int]:
+        """The index of a shard, and where it begins."""
+        # the size comes from a file that may be damaged, and would be allocated
+        size = os.fstat(file).st_size
+        return self._index_in(
+            array, shard, lambda begin, nbytes: os.pread(file, nbytes, begin) if begin + nbytes < size else b""
+        )
+
+
+def _check_links(path: Path, name: str, axes: int) -> None:
+    """Refuse what is no file where zarr-python opens the shards: it follows links, and reads folders as zeros."""
+    for parent, folders, files in os.walk(path / name):
+        # "c", and a folder for each axis but the last
+        deepest = len(Path(parent).relative_to(path / name).parts) == axes
+        for entry in (*folders, *files):
+            mode = os.lstat(os.path.join(parent, entry)).st_mode
+            if not stat.S_ISREG(mode) and not (stat.S_ISDIR(mode) and not deepest):
+                raise TraceFormatError(f"{path}: {entry!r} in array {name!r} is a link, a pipe or a folder, not a file")
+
+
+def _read_chunk(file: int, target: memoryview, trailer: bytearray, offset: int) -> bool:
+    """Read a chunk and the checksum that follows it; whether they agree."""
+    nbytes = len(target)
+    start = checksum = 0
+    # in pieces that are still in the processor's cache when they are checksummed
+    while nbytes - start > READ_PIECE:
+        piece = target[start : start + READ_PIECE]
+        if os.preadv(file, [piece], offset + start) != READ_PIECE:
+            return False
+        checksum = crc32c(piece, checksum)
+        start += READ_PIECE
+    piece = target[start:]
+    if os.preadv(file, [piece, trailer], offset + start) != nbytes - start + 4:
+        return False
+    return bool(crc32c(piece, checksum) == int.from_bytes(trailer, "little"))
+
+
+def _without_padding(chunk: memoryview, trailer: bytearray, nbytes: int) -> bool:
+    """Whether a chunk is right but for what follows its first bytes, which zeros take the place of."""
+    if not 0 < nbytes < len(chunk):
+        return False
+    chunk[nbytes:] = bytes(len(chunk) - nbytes)
+    return bool(crc32c(chunk) == int.from_bytes(trailer, "little"))

@@ -1,0 +1,98 @@
+"""Zarr traces in directories are made, found, opened and removed here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from tracer.errors import TraceCorruptError, TraceExistsError, TraceFormatError, TraceNotFoundError
+from tracer.format.names import PART
+from tracer.stores.disk.files import is_there, make_folder, sync_folder
+from tracer.stores.zarr.documents import (
+    TEMPORARY,
+    damaged_groups,
+    disperse,
+    read_document,
+    write_document,
+    write_errors,
+)
+from tracer.stores.zarr.format import group_document
+from tracer.stores.zarr.reading import ZarrReadStore
+from tracer.stores.zarr.writing import ZarrWriteStore
+
+
+def create(path: Path, *, part: str | None = None, overwrite: bool = False, durable: bool = False) -> ZarrWriteStore:
+    """Make a Zarr group at `path`, or a group in it; see `tracer.stores.opening.create_store`."""
+    mine = path if part is None else path / part
+    if is_there(mine) or mine.is_symlink():
+        if not overwrite:
+            raise TraceExistsError(f"{mine} already exists; give another path, or say that it may be overwritten")
+        ours = (
+            mine.is_dir() and not mine.is_symlink() and (blank(mine) or read_document(mine).get("node_type") == "group")
+        )
+        if not ours:
+            raise TraceExistsError(f"{mine} already exists, and is not a Zarr group that could be overwritten")
+    with write_errors(path):
+        if mine.exists():
+            shutil.rmtree(mine)
+        if part is not None:
+            # another process may make the directory and its root at the same time, but nobody else this part
+            make_folder(path, durable=durable)
+            write_document(path, group_document({}), durable, anew=False)
+        else:
+            make_folder(path.parent, durable=durable)
+        try:
+            mine.mkdir()
+            if durable:
+                sync_folder(mine.parent)
+        except FileExistsError:
+            raise TraceExistsError(
+                f"{mine} already exists; give another path, or say that it may be overwritten"
+            ) from None
+    try:
+        return ZarrWriteStore(path, part=part, durable=durable)
+    except BaseException:
+        shutil.rmtree(mine, ignore_errors=True)
+        raise
+
+
+def files(path: Path) -> list[Path]:
+    """Where the parts of a trace are: in one directory."""
+    return [path]
+
+
+def blank(path: Path) -> bool:
+    """Whether nothing is in a directory but what a process left that was killed as it began."""
+    if not path.is_dir() or path.is_symlink():
+        return False
+    names = {name for name in os.listdir(path) if not TEMPORARY.fullmatch(name)}
+    return not names or (names == {"zarr.json"} and read_document(path) == group_document({}))
+
+
+def remove_part(path: Path, part: str) -> None:
+    """Remove the group of a part; see `tracer.stores.opening.remove_part`."""
+    folder = path / part
+    if folder.is_dir() and not folder.is_symlink():
+        with write_errors(path):
+            shutil.rmtree(folder)
+            disperse(path, durable=False)
+
+
+def open(path: Path, *, damaged: bool = False) -> ZarrReadStore:
+    """Open the Zarr group at `path`; see `tracer.stores.opening.open_store`."""
+    if not is_there(path):
+        raise TraceNotFoundError(f"there is no trace at {path}")
+    if not path.is_dir():
+        raise TraceFormatError(f"{path} is a file; a Zarr trace is a directory")
+    document = read_document(path)
+    is_group = document.get("zarr_format") == 3 and document.get("node_type") == "group"
+    if not is_group and not (damaged and any(path.glob("rank*"))):
+        if any(PART.fullmatch(name.partition("/")[0]) for name in ZarrReadStore(path).names("rank")):
+            raise TraceCorruptError(f"{path}: the zarr.json of the root is not that of a group, but there are arrays")
+        raise TraceFormatError(f"{path} is not a Zarr group of format 3: it has no zarr.json that says so")
+    store = ZarrReadStore(path)
+    if damaged:
+        store.thorough = True
+        store.problems += damaged_groups(path)
+    return store
