@@ -42,7 +42,6 @@ FLOORS: list[set[str]] = [
 ]
 # Circles that the next steps of the rebuilding take apart, and imports upwards for types.
 CIRCLES: set[frozenset[str]] = {
-    frozenset({"tracer.observing.parameters", "tracer.observing.publisher"}),
     frozenset(
         {
             *("tracer.observing.exporter", "tracer.observing.objectives", "tracer.observing.pytorch.compiled"),

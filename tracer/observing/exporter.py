@@ -15,7 +15,7 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,17 +31,20 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
 from tracer import walking
-from tracer.errors import CaptureError, MessageError, raised_by_signal
+from tracer.errors import CaptureError, MessageError
 from tracer.format.placement import is_distributed
 from tracer.messaging.bus import MessageBus, Receiver, tell_of_model
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG, KINDS, NetworkMessage
 from tracer.messaging.subscriber import unmet
 from tracer.observing.capture import Capture
-from tracer.observing.clock import Clock
+from tracer.observing.clock import At, Clock
+from tracer.observing.demand import Demand
 from tracer.observing.objectives import Objectives, Terms
 from tracer.observing.optimizers import Optimizers, skipped_inside, steps_within
-from tracer.observing.parameters import Parameter
+from tracer.observing.parameter_table import Parameter, ParameterTable
+from tracer.observing.parameters import Parameters
 from tracer.observing.probes import NO_PROBES, FirstInputs, Probe, joinable, undisturbed
+from tracer.observing.problems import Problems
 from tracer.observing.publisher import Publisher
 from tracer.observing.pytorch.compiled import (
     TOO_LATE,
@@ -105,6 +108,8 @@ from tracer.observing.pytorch.patches import (
 from tracer.observing.pytorch.structure import structure_of, summary_of
 from tracer.observing.pytorch.tensors import arguments_of, copied, leaves, opaque
 from tracer.observing.pytorch.wrappers import compiled_parts, named_parts, paths_of, unwrap, wrapped_by
+from tracer.observing.ranks import Ranks
+from tracer.observing.streams import StreamKey
 
 
 class Exporter:
@@ -164,16 +169,18 @@ class Exporter:
         "_parameters",
         "_passes_before",
         "_probes",
-        "_quiet_until",
+        "_problems",
         "_recomputed",
         "_root",
         "_scales",
+        "_table",
         "_tag_with_gradients",
         "_terms",
         "_training_passes",
         "_ungraded",
         "_user_tag",
         "clock",
+        "demand",
         "forwards_seen",
         "losses_seen",
         "optimizer_calls",
@@ -200,11 +207,15 @@ class Exporter:
         self.captures: tuple[Capture, ...] = (capture,) if isinstance(capture, Capture) else tuple(capture)
         self.strict = strict
         self.clock = Clock()
-        self.publisher = Publisher(self.message_bus, self.captures, self.clock, strict=strict)
-        self._parameters = self.publisher.parameters
+        self._problems = Problems(self.clock, strict=strict)
+        self._table = ParameterTable()
+        self.demand = Demand(self.message_bus, self.captures, self.clock, self._table, self._problems)
+        self.publisher = Publisher(self.message_bus, self.demand, self.clock, self._problems)
+        self.ranks = Ranks(self._table, self.demand, self.publisher)
+        self._parameters = Parameters(self._table, self.demand, self.publisher, self.clock, self.ranks.replicas)
         self.losses_seen = 0
-        self._terms = Terms(self.publisher)
-        self._objectives = Objectives(self.publisher, self._terms)
+        self._terms = Terms(self.publisher, self.demand, self.clock, self._problems)
+        self._objectives = Objectives(self.publisher, self.demand, self.clock, self._problems, self._terms)
         self._hears_backward = False  # although no loss was named
         self._told_by_hand: weakref.ref[Tensor] | None = None  # with `backward_called`, and `backward` has not come yet
         self._own: frozenset[int] = frozenset()  # ids of the parameters of what is observed
@@ -243,22 +254,15 @@ class Exporter:
         self._watched: dict[str, tuple[weakref.ref[Tensor], Hanging]] = {}
         self._probes: list[Probe] = []
         self._offered: FirstInputs | None = None  # the probe that takes what the model is given
-        self._surveyed = False  # whether it is known which parameters other ranks hold, too
-        self._around: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # DistributedDataParallel around the model
-        self.recorded: Collection[int] | None = None
         self.looked_at: Callable[[], Mapping[str, nn.Module]] = dict
         """Gives the models that the program has besides those that are observed, by name, for a launcher."""
-        self.elsewhere: set[tuple[str, str | None]] = set()
-        """Kinds and modules that another rank records, because it has the same."""
-        self._logged: dict[tuple[str, str], tuple[tuple[int, int, int], int]] = {}
+        self._logged: dict[tuple[str, str], tuple[At, int]] = {}
 
         self._attached = True
         self._silent: list[str] = []
         self._epoch_open = False
         self._epoch_over = False  # but the next one has not begun
         self._idle = False  # whether a step is open of which nobody wants anything
-        self._quiet_until = 0  # the step before which nobody wants anything of the training passes
-        self._asked_at = -1  # the last step for which that was found out
         self._over = False  # whether the open step ends as soon as the running backward is over
         self.passes = _Passes()
         self._training_passes = 0  # training forwards of the root
@@ -339,7 +343,7 @@ class Exporter:
         root = unwrap(model)
         outer: nn.Module | None = model
         while outer is not None and outer is not root:
-            self._stands_around(outer)
+            self.ranks.note(outer)
             outer = wrapped_by(outer)
         if self._root is not None and self._root is not root:
             raise CaptureError("this exporter already has a model; use another exporter for another model")
@@ -380,10 +384,10 @@ class Exporter:
         added = [(name, weakref.ref(one), recursive) for name, one, recursive in self._added]
         take_optimizers_back = self.optimizers.let_go()
         hung = {key: (weakref.ref(on), hook, handle) for key, (on, hook, handle) in self._hung.items()}
-        self._root, self._added, self.publisher.modules, self._hung = None, [], {}, {}
+        self._root, self._added, self.demand.modules, self._hung = None, [], {}, {}
         self._check = self._check_steps = Checklist()
-        self._parameters.find(())
-        self._parameters.note((), False)
+        self._table.find(())
+        self._table.note((), False)
         if collect:
             gc.collect()
         self._root = None if root is None else root()
@@ -453,12 +457,12 @@ class Exporter:
     @property
     def modules(self) -> list[nn.Module]:
         """The observed modules."""
-        return list(self.publisher.modules.values())
+        return list(self.demand.modules.values())
 
     @property
     def named_modules(self) -> list[tuple[str, nn.Module]]:
         """The observed modules with their dotted paths."""
-        return list(self.publisher.modules.items())
+        return list(self.demand.modules.items())
 
     @property
     def tops(self) -> list[tuple[str, nn.Module]]:
@@ -484,7 +488,7 @@ class Exporter:
             If there is no such module.
         """
         if isinstance(module, str):
-            everything = dict(named_parts(self._root)) if self._root is not None else dict(self.publisher.modules)
+            everything = dict(named_parts(self._root)) if self._root is not None else dict(self.demand.modules)
             if module not in everything:
                 raise CaptureError(f"there is no module {module!r}; there are {', '.join(everything)}")
             module = everything[module]
@@ -498,7 +502,7 @@ class Exporter:
 
     def train(self, train: bool = True) -> None:
         """Publish again, after `test`; ``train(False)`` is ``test()``."""
-        self.publisher.enabled = train
+        self._problems.enabled = train
 
     def test(self, test: bool = True) -> None:
         """Publish nothing and count nothing until `train` is called."""
@@ -514,7 +518,7 @@ class Exporter:
 
     def step(self) -> None:
         """End the step: for loops without an optimizer that this exporter knows."""
-        if self.publisher.enabled and self._attached:
+        if self._problems.enabled and self._attached:
             with self._lock:
                 if self._over:
                     self._settle()
@@ -524,7 +528,7 @@ class Exporter:
     def start_at(self, global_step: int, train_step: int, epoch: int) -> None:
         """Count from here: the training goes on after a restart. In the middle of an epoch, that is not begun again."""
         self.clock.start_at(global_step, train_step, epoch)
-        self._ask_anew()
+        self.demand.look_ahead_anew()
         self._epoch_open = train_step > 0
 
     @property
@@ -540,7 +544,11 @@ class Exporter:
     @property
     def problems(self) -> list[dict[str, Any]]:
         """What is not observed, and why."""
-        return self.publisher.problems
+        return self._problems.all
+
+    def note_problem(self, what: str, why: str, *, warn: bool = True) -> None:
+        """Note what is not observed, and why; with a warning, if something is missing."""
+        self._problems.note(what, why, warn=warn)
 
     @property
     def steps_seen(self) -> int:
@@ -549,7 +557,7 @@ class Exporter:
 
     def epoch_finished(self) -> None:
         """End the epoch: publish ``epoch_finished``; the next step is the first of the next epoch."""
-        if not (self.publisher.enabled and self._attached):
+        if not (self._problems.enabled and self._attached):
             return
         self.epochs_seen = True
         with self._lock:
@@ -584,14 +592,14 @@ class Exporter:
                 "step() of the optimizer that was given was never called, so everything is of one step; give the "
                 "optimizer whose step() is called, or optimizer=() and call step() of the run"
             )
-            self.publisher.problem("the end of a step", why)
+            self._problems.note("the end of a step", why)
         late = self._training_passes - self._passes_before
         if self.optimizers and self.steps_seen and late * self.steps_seen > _LATE * self._passes_before:
             why = (
                 f"{late} forwards came since the optimizer that was given stepped last, and are all of one step; if "
                 "another took its place, give it to set_optimizer of the exporter"
             )
-            self.publisher.problem("the end of the last step", why)
+            self._problems.note("the end of the last step", why)
         self._tell_of_passes()
         self._tell_own_calls()
         self._end_asides()
@@ -602,18 +610,18 @@ class Exporter:
                 self._guard(f"probe {probe.name}", functools.partial(self._run_probe, probe))
             if isinstance(probe, FirstInputs) and not probe.settled:
                 why = probe.refusal if self._root is not None else "there is not one model, but none or several"
-                self.publisher.problem(f"probe {probe.name!r}", why)
+                self._problems.note(f"probe {probe.name!r}", why)
 
     def _tell_own_calls(self) -> None:
         """Say of which modules no forward was seen because their classes have a ``__call__`` that calls no hooks."""
-        unseen = [(path, self.publisher.modules[path]) for path in self.silent]
+        unseen = [(path, self.demand.modules[path]) for path in self.silent]
         if self._root is not None and self.steps_seen and not self.forwards_seen:
             unseen = [("", self._root), *((path, one) for path, one in unseen if one is not self._root)]
         for path, one in unseen:
             if type(one).__call__ is not nn.Module.__call__:
                 name = type(one).__name__
                 why = f"{name} has a __call__ of its own that does not make that of torch.nn.Module, which calls hooks"
-                self.publisher.problem(f"the forward of {path!r}" if path else "the forward of the model", why)
+                self._problems.note(f"the forward of {path!r}" if path else "the forward of the model", why)
 
     def _tell_of_passes(self) -> None:
         """Note which passes in training mode were none of a training, as far as that is known at the end."""
@@ -628,11 +636,11 @@ class Exporter:
                 "samples that are drawn, or of a look at the model; they are calls of training steps all the same; "
                 "torch.no_grad(), model.eval() or run.tag('acting') around them tells them apart"
             )
-            self.publisher.problem("what forwards are for", why, warn=False)
+            self._problems.note("what forwards are for", why, warn=False)
 
     def detach(self) -> None:
         """Remove every hook; the model is as it was."""
-        if self._attached and self.publisher.enabled:  # what an exception has left behind
+        if self._attached and self._problems.enabled:  # what an exception has left behind
             self._guard("loss", functools.partial(self._terms.settle, everywhere=True))
             self._guard("loss", functools.partial(self._objectives.release, self._name_of_what_it_trains))
         self._end_asides()
@@ -649,7 +657,7 @@ class Exporter:
         self._forget_leaves()
         unpatch(self._patched)
         self._parameters.forget()
-        self._parameters.note((), False)
+        self._table.note((), False)
         self._backwards, self._ungraded, self._recomputed, self._scales = {}, {}, {}, {}
         self.publisher.forget_places()
         self.passes.now.inputs = []
@@ -672,7 +680,7 @@ class Exporter:
         fired = {hook.name for _, hook, _ in self._hung.values() if hook.fired}
         names = {hook.name for _, hook, _ in self._hung.values() if hook.method == "_after_forward"}
         # a mere list of parameters has no forward
-        calls = (name for name, one in self.publisher.modules.items() if _has_forward(one))
+        calls = (name for name, one in self.demand.modules.items() if _has_forward(one))
         return [name for name in calls if name in names and name not in fired]
 
     @property
@@ -697,7 +705,7 @@ class Exporter:
         MessageError
             If the value cannot be made a tensor, or `kind` is a kind of modules.
         """
-        if not (self.publisher.enabled and self._attached):
+        if not (self._problems.enabled and self._attached):
             return
         if not isinstance(kind, str) or not kind:
             raise MessageError(f"log takes a kind, which is a non-empty string, not {kind!r}")
@@ -708,10 +716,8 @@ class Exporter:
                 return
             try:
                 data = value.detach().clone()
-            except Exception as error:  # there is no memory for it
-                if self.strict or raised_by_signal(error):
-                    raise
-                self.publisher.give_up(kind, None, error)
+            except Exception as error:  # noqa: BLE001 - there is no memory for it
+                self.demand.give_up(kind, None, error)
                 return
         else:
             try:
@@ -728,7 +734,7 @@ class Exporter:
                     return
             # counted apart from what is observed: this may come before a step, in it and after it
             last, count = self._logged.get((kind, tag), (at, 0))
-            call = max(count if last == at else 0, self.publisher.counts.get((kind, None, tag, ""), 0))
+            call = max(count if last == at else 0, self.publisher.counts.get(StreamKey(kind, None, tag, ""), 0))
             self._logged[kind, tag] = (at, call + 1)
             self.publisher.publish(kind, None, data, tag, call=call, at=at)
 
@@ -877,17 +883,17 @@ class Exporter:
         offered: list[tuple[str, str | None, str | None]] = [
             (kind, None, None)
             for kind, entry in KINDS.items()
-            if entry.network and self.publisher.capture_of(kind, None, None)
+            if entry.network and self.demand.capture_of(kind, None, None)
         ]
         for kind, entry in KINDS.items():
             if not entry.network:
-                offered += [(kind, path, None) for path in self.publisher.paths_of(kind)]
+                offered += [(kind, path, None) for path in self.demand.paths_of(kind)]
         offered += [(kind, None, None) for kind in logged]
         candidates = self._candidates()
         for capture in self.captures:
             if any(not KINDS[kind].network for kind in capture.kinds or ()) and not (
                 any(capture.takes_module(path, one) for path, one in candidates)
-                or any(capture.takes_parameter(parameter.path) for parameter in self._parameters.all)
+                or any(capture.takes_parameter(parameter.path) for parameter in self._table.all)
             ):
                 asked = {
                     key: value for key, value in capture.describe().items() if key in ("modules", "types", "depth")
@@ -957,18 +963,18 @@ class Exporter:
             self._known[name, method] = hook.fired, hook.off
         self._former.update(self._hung)  # to those that this did not come to, when it was interrupted
         self._hung = {}
-        self._ask_anew()
+        self.demand.look_ahead_anew()
         self._several, self._top_of = len(self.tops) > 1, {}
         self.optimizers.forget_what_they_train()
-        self.publisher.ask_anew()
-        self.publisher.modules = {
+        self.demand.modules = {
             path: one for path, one in self._candidates() if any(c.takes_module(path, one) for c in self.captures)
         }
-        self._parameters.find(self.tops)
+        self._table.find(self.tops)
+        self.demand.ask_anew()
         self._own, self._trained_names = frozenset(), {}
         self._leave_untouched()
         tell_of_model(self.message_bus.receivers, self.structure)
-        self._surveyed = False
+        self.ranks.surveyed = False
         # these stay while others come and go: torch forbids changing an optimizer's hooks while they run
         if self._root is not None and "root" not in self._lasting and self._takes_hooks("", self._root):
             self._compiled_before = compiled_anything()
@@ -979,14 +985,14 @@ class Exporter:
                     before_step(optimizer, Hook(self, "_before_optimizer", "")),
                     after_step(optimizer, Hook(self, "_after_optimizer", "")),
                 ]
-        for path, one in self.publisher.modules.items():
+        for path, one in self.demand.modules.items():
             if not self._takes_hooks(path, one):
                 continue
-            inputs = any(self.publisher.asked(kind, path) for kind in ("layer_inputs", "input_gradients"))
+            inputs = any(self.demand.asked(kind, path) for kind in ("layer_inputs", "input_gradients"))
             if inputs:
-                self._hang(one, "_before_forward", path, before_forward, self.publisher.asked("input_gradients", path))
-            if inputs or any(self.publisher.asked(kind, path) for kind in ("activations", "layer_gradients")):
-                gradients = self.publisher.asked("layer_gradients", path)
+                self._hang(one, "_before_forward", path, before_forward, self.demand.asked("input_gradients", path))
+            if inputs or any(self.demand.asked(kind, path) for kind in ("activations", "layer_gradients")):
+                gradients = self.demand.asked("layer_gradients", path)
                 new = self._hang(one, "_after_forward", path, after_forward, gradients)
                 if new and one is self._root and (last := self._former.pop((id(one), "_after_root", ""), None)):
                     last[2].remove()  # and hung on again below
@@ -995,13 +1001,13 @@ class Exporter:
             self._hang(self._root, "_after_root", "", functools.partial(after_forward, always=True))
         hooked = not self.optimizers and not self._steps_itself  # each parameter that is trained
         if hooked:
-            for path, tensor in self._parameters.trained(self.publisher):
+            for path, tensor in self._table.trained(self.demand.asked):
                 self._hang(tensor, "_after_accumulation", path, after_accumulation)
-        for path, computing in self._parameters.parametrizations(self.publisher):
+        for path, computing in self._table.parametrizations(self.demand.asked):
             if not self._takes_hooks(path, computing):
                 continue
             self._hang(computing, "_after_parametrization", path, after_forward)
-        for path, one in self._parameters.replaced(self.publisher):
+        for path, one in self._table.replaced(self.demand.asked):
             if not self._takes_hooks(path, one):
                 continue
             # before hooks of the program's that take away what others of its hooks have put there
@@ -1011,7 +1017,7 @@ class Exporter:
         for _, _, handle in self._former.values():
             handle.remove()
         self._former = {}
-        self._parameters.note(self.tops, hooked)
+        self._table.note(self.tops, hooked)
         for (_, method, name), (_, hook, _) in self._hung.items():
             if (name, method) in self._known:
                 hook.fired, hook.off = self._known[name, method]
@@ -1039,15 +1045,13 @@ class Exporter:
         names = list(dict.fromkeys(repr(name) if name else "the model" for name in called))
         if names:
             told = ", ".join(names[:_FEW_NAMES]) + (" and others" if len(names) > _FEW_NAMES else "")
-            self.publisher.problem(f"what passed through {told} meanwhile", why)
+            self._problems.note(f"what passed through {told} meanwhile", why)
         for name in dict.fromkeys(stepped):
-            self.publisher.problem(f"what {name} did meanwhile", f"{why}, and steps that it took are counted as one")
+            self._problems.note(f"what {name} did meanwhile", f"{why}, and steps that it took are counted as one")
 
     def _takes_hooks(self, path: str, module: nn.Module) -> bool:
         if isinstance(module, torch.jit.ScriptModule):
-            self.publisher.problem(
-                f"module {path!r}", "a ScriptModule takes no hooks; its activations are not observed"
-            )
+            self._problems.note(f"module {path!r}", "a ScriptModule takes no hooks; its activations are not observed")
             return False
         return id(module) not in self._untouched
 
@@ -1060,7 +1064,7 @@ class Exporter:
             names = {id(one): path for path, one in named_parts(top, prefix)} if found else {}
             told = [repr(names[id(one)]) if names.get(id(one)) else type(one).__name__ for one in found]
             if told:
-                self.publisher.problem(f"the forward of {', '.join(told)}", UNCOMPILED)
+                self._problems.note(f"the forward of {', '.join(told)}", UNCOMPILED)
         if self._root is not None and id(self._root) in self._untouched:
             for handle in self._lasting.pop("root", ()):
                 handle.remove()
@@ -1071,7 +1075,7 @@ class Exporter:
 
     def _look(self) -> None:
         """Put the hooks on again if modules or parameters have come, gone or been replaced."""
-        if self._parameters.changed(not self.optimizers and not self._steps_itself):
+        if self._table.changed(not self.optimizers and not self._steps_itself):
             self._rewire()
 
     def _wire_layers(self) -> None:
@@ -1087,11 +1091,9 @@ class Exporter:
                 self._layers[id(one)] = [(on, hanging) for on, _, hanging in self._on_modules() if id(on) in inside]
 
     def _wire_losses(self) -> None:
-        if (self._losses or self._hears_backward) and self.publisher.asked("loss", None):
+        if (self._losses or self._hears_backward) and self.demand.asked("loss", None):
             watch_backward(self)
-        wanted = any(
-            self.publisher.asked(kind, None) for kind in ("loss", "loss_terms", "input_labels", "network_output")
-        )
+        wanted = any(self.demand.asked(kind, None) for kind in ("loss", "loss_terms", "input_labels", "network_output"))
         paths = {id(one): path for path, one in self._candidates()} if wanted and self._losses else {}
         for loss in self._losses if wanted else ():
             if isinstance(loss, nn.Module):
@@ -1118,30 +1120,13 @@ class Exporter:
 
     # -- ranks ----------------------------------------------------------------------------------------------
 
-    def _stands_around(self, wrapper: nn.Module) -> None:
-        """Note a DistributedDataParallel around the model: other ranks then hold the same."""
-        if isinstance(wrapper, DistributedDataParallel) and wrapper not in self._around:
-            self._around.add(wrapper)
-            self._surveyed = False
-
     def _survey(self) -> None:
-        """Find out which parameters other ranks hold as this one does, and which of them others record.
-
-        When the first step ends, because a model may be wrapped or sharded after this exporter got it.
-        """
-        self._surveyed = True
+        """Find out what other ranks hold, and how the model began."""
         listens = any(method in ("_before_forward", "_after_forward") for _, method, _ in self._hung)
         self._began_in_eval_mode = (
             listens and self._root is not None and not self._root.training and not self._training_passes
         )
-        inside = (one for _, top in self.tops for one in walking.modules(top))
-        elsewhere = self._parameters.survey(
-            (*self._around, *inside), self.publisher.rank, self.recorded, self.publisher
-        )
-        if elsewhere != self.elsewhere:
-            self.elsewhere.clear()
-            self.elsewhere |= elsewhere
-            self.publisher.ask_anew()
+        self.ranks.survey(one for _, top in self.tops for one in walking.modules(top))
 
     # -- steps ----------------------------------------------------------------------------------------------
 
@@ -1167,7 +1152,7 @@ class Exporter:
         self.clock.begin()
         if not self._check.is_complete() and all(one.over for one in self._asides.values()):
             self._hang_again()
-        self._idle = self._nothing_due()
+        self._idle = self.demand.nothing_due()
         if self._calls or self.publisher.counts:
             self._calls = {key: count for key, count in self._calls.items() if key[1] != DEFAULT_TAG}
             self.publisher.count_anew(DEFAULT_TAG)
@@ -1178,23 +1163,7 @@ class Exporter:
             self._look()
             self.publisher.event("batch_started", self.clock.now())
             if not self.optimizers:
-                self._snapshot(self._parameters.all)
-
-    def _ask_anew(self) -> None:
-        """Find out once more when somebody wants something."""
-        self._quiet_until, self._asked_at = 0, -1
-
-    def _nothing_due(self) -> bool:
-        """Whether nobody wants anything of the training passes of this global step."""
-        step = self.clock.step
-        if self._quiet_until <= step != self._asked_at:  # asked several times in each step
-            due = [one.next_step(step) for one in self.captures]
-            first = min((one for one in due if one is not None), default=sys.maxsize)
-            self._quiet_until = (
-                first if first > step or any(awake(one, step) for one in self.publisher.asking) else step + 1
-            )
-            self._asked_at = step
-        return step < self._quiet_until
+                self._snapshot(self._table.all)
 
     def _end_step(self) -> None:
         """Publish what is known now that the weights have moved, and move the clock."""
@@ -1203,13 +1172,13 @@ class Exporter:
             if not self._idle:
                 self._objectives.end_step(self._name_of_what_it_trains)
                 if not self.optimizers:
-                    self._parameters.compare(self._parameters.all, self._steps_itself, self.publisher)
-                self._parameters.publish(self.clock.began, self.publisher)
+                    self._parameters.compare(self._table.all, self._steps_itself)
+                self._parameters.publish(self.clock.began)
                 self.publisher.event("batch_finished", self.clock.began)
         except BaseException as error:
             if not isinstance(error, Exception):
                 why = f"it was interrupted ({type(error).__name__})"
-                self.publisher.problem(f"the end of step {self.clock.step}", why)
+                self._problems.note(f"the end of step {self.clock.step}", why)
             raise
         finally:  # whatever failed, the optimizer has stepped
             self._advance()
@@ -1259,20 +1228,18 @@ class Exporter:
         """After the first step: hooks that came after the compilation of what they hang on are never called."""
         self._compiled_before = False
         # the last layer of an attention is never called: its weight is handed to a function
-        never = {
-            name for name, one in self.publisher.modules.items() if isinstance(one, NonDynamicallyQuantizableLinear)
-        }
+        never = {name for name, one in self.demand.modules.items() if isinstance(one, NonDynamicallyQuantizableLinear)}
         names = {hook.name for _, hook, _ in self._hung.values() if hook.method == "_after_forward"}
-        hooked = [name for name in self.publisher.modules if name in names - never]
+        hooked = [name for name in self.demand.modules if name in names - never]
         compiled = [] if self._root is None else compiled_parts(self._root)
         for region in unseen_regions(compiled, hooked, self.silent) if self._root is not None else ():
-            self.publisher.problem(f"the inside of {region!r}" if region else "the inside of the model", TOO_LATE)
+            self._problems.note(f"the inside of {region!r}" if region else "the inside of the model", TOO_LATE)
 
     def _snapshot(self, parameters: Iterable[Parameter]) -> None:
         """Copy what is wanted of the weights before they move."""
-        if not self._surveyed:
+        if not self.ranks.surveyed:
             self._survey()
-        self._parameters.snapshot(parameters, self.publisher, settle=bool(self.optimizers))
+        self._parameters.snapshot(parameters, settle=bool(self.optimizers))
 
     # -- passes ---------------------------------------------------------------------------------------------
 
@@ -1296,7 +1263,7 @@ class Exporter:
             if self.optimizers.of_unknown_order:
                 self._called.add(id(module))
         else:
-            running.listening = self.publisher.hears(running.tag)
+            running.listening = self.demand.hears(running.tag)
             if running.listening and running.depth:
                 self._look()
 
@@ -1318,7 +1285,7 @@ class Exporter:
         network's numbers have taken the place of everything else in the processor's cache.
         """
         running, clock = self.passes.now, self.clock
-        if clock.step >= self._quiet_until or clock.open or running.depth:
+        if clock.step >= self.demand.quiet_until or clock.open or running.depth:
             return False
         if self._epoch_over or not self._epoch_open or self._user_tag is not None or clock.starting is not None:
             return False
@@ -1343,7 +1310,7 @@ class Exporter:
         running.depth += 1
         if running.depth == 1 and any(isinstance(one, FakeTensor) for one in (*args, *kwargs.values())):
             running.listening = False
-            self.publisher.problem("a forward of fake tensors", "a fake tensor has no values, so it counts as no pass")
+            self._problems.note("a forward of fake tensors", "a fake tensor has no values, so it counts as no pass")
             return
         if running.depth > 1:
             running.depth = max(1, calls_running(module))  # one that was interrupted did not tell its end
@@ -1353,8 +1320,8 @@ class Exporter:
         if running.inputs:
             running.inputs = []
         outer = DistributedDataParallel._active_ddp_module
-        if outer is not None and outer not in self._around and unwrap(outer) is module:
-            self._stands_around(outer)
+        if outer is not None and outer not in self.ranks.around and unwrap(outer) is module:
+            self.ranks.note(outer)
         if self._over:
             self._settle()
         if self.clock.open and not self.optimizers and not self._steps_itself and self._is_training_pass(module):
@@ -1416,16 +1383,16 @@ class Exporter:
         inside = {hanging.hook.name for on, hanging in hung if on is not module and isinstance(hanging.hook, Hook)}
         tag = running.tag
         streams = [(kind, one) for kind in _INNER for one in inside] if running.listening else []
-        if any(self.publisher.named(kind, one, tag) for kind, one in streams):
+        if any(self.demand.named(kind, one, tag) for kind, one in streams):
             why = (
                 f"passes tagged {tag!r} do not take it, because a capture that names their tag takes what is inside; "
                 "their results may differ in rounding from unwatched ones"
             )
-            self.publisher.problem(f"torch's fast path in {path!r}", why)
+            self._problems.note(f"torch's fast path in {path!r}", why)
             return
-        if any(self.publisher.stream(kind, one, tag).asked for kind, one in streams):
+        if any(self.demand.stream(kind, one, tag).asked for kind, one in streams):
             why = f"torch's fast path calls nothing inside; a capture whose tags name {tag!r} switches it off"
-            self.publisher.problem(f"the inside of {path!r} in passes tagged {tag!r}", why, warn=False)
+            self._problems.note(f"the inside of {path!r} in passes tagged {tag!r}", why, warn=False)
         self._asides[threading.get_ident()] = Aside(module, hung)
 
     def _end_asides(self) -> None:
@@ -1446,7 +1413,7 @@ class Exporter:
         tag = self.passes.now.tag
         copies: list[tuple[str, Tensor]] = []
         inputs = leaves(arguments_of(args, kwargs))
-        if self.publisher.wanted("layer_inputs", path, tag) is not None:
+        if self.demand.wanted("layer_inputs", path, tag) is not None:
             for leaf, tensor in inputs:  # copied now, because the module may overwrite its input in place
                 if self.publisher.can_record("layer_inputs", path, tensor):
                     copies.append((leaf, copied(tensor.detach(), self.publisher.memory)))
@@ -1495,34 +1462,29 @@ class Exporter:
         if running.inputs:
             self._inputs_seen(path, module, tag, call, now)
         observed = leaves(output)
-        capture = self.publisher.wanted("activations", path, tag, now)
+        capture = self.demand.wanted("activations", path, tag, now)
         if capture is not None:
             try:
                 for leaf, tensor in observed:
-                    self.publisher.deliver(
-                        capture, "activations", path, tensor, tag, leaf, call, now, module, owned=False
-                    )
+                    stream = StreamKey("activations", path, tag, leaf)
+                    self.publisher.deliver(capture, stream, tensor, call, now, module, owned=False)
                 if not observed and opaque(output):
                     why = f"the output is a {type(output).__name__}, which is not looked into"
-                    self.publisher.problem(f"activations of {path!r}", why)
-            except Exception as error:  # the output's gradients are another stream
-                if self.strict or raised_by_signal(error):
-                    raise
-                self.publisher.give_up("activations", path, error)
+                    self._problems.note(f"activations of {path!r}", why)
+            except Exception as error:  # noqa: BLE001 - the output's gradients are another stream
+                self.demand.give_up("activations", path, error)
         if is_grad_enabled():
             self._watch_leaves("layer_gradients", path, observed, call, tag)
         elif tag == DEFAULT_TAG:  # a training pass, so this may be the first forward of a reentrant checkpoint
             self._ungraded.setdefault(path, []).append((next_node(), call))
 
-    def _inputs_seen(self, path: str, module: nn.Module, tag: str, call: int, now: tuple[int, int, int]) -> None:
+    def _inputs_seen(self, path: str, module: nn.Module, tag: str, call: int, now: At) -> None:
         """Publish the copies of a call's inputs, now that the call has its number."""
         try:
             for leaf, tensor in self._leave_call(path, call):
                 self.publisher.publish("layer_inputs", path, tensor, tag, leaf, call, now, module)
-        except Exception as error:
-            if self.strict or raised_by_signal(error):
-                raise
-            self.publisher.give_up("layer_inputs", path, error)
+        except Exception as error:  # noqa: BLE001 - under strict it is raised again
+            self.demand.give_up("layer_inputs", path, error)
 
     def _first_call(self, path: str) -> int | None:
         """In the second forward of a reentrant checkpoint: which call of this step is computed again.
@@ -1546,7 +1508,7 @@ class Exporter:
         """Hang hooks on the tensors in an output or input whose gradients are wanted."""
         hooks: list[GradientHook] = []
         now = self.clock.now()
-        if self.publisher.wanted(kind, path, tag, now) is not None:
+        if self.demand.wanted(kind, path, tag, now) is not None:
             scale = self._scales.get(_current_graph_task_id()) if self._scales else None
             for leaf, tensor in found:
                 if tensor.requires_grad:
@@ -1584,12 +1546,12 @@ class Exporter:
         self._leaf_hooks = {}
 
     def _gradient(self, hook: GradientHook, gradient: Tensor) -> None:
-        capture = self.publisher.wanted(hook.kind, hook.path, hook.tag, hook.at)
+        capture = self.demand.wanted(hook.kind, hook.path, hook.tag, hook.at)
         if capture is None:
             return
         if hook.at[0] != self.clock.now()[0]:
             why = "a backward went through the forward of an earlier step, whose messages are complete"
-            self.publisher.problem(f"{hook.kind} of {hook.path!r}", why)
+            self._problems.note(f"{hook.kind} of {hook.path!r}", why)
             return
         if hook.scale is not None:
             self._scales.setdefault(_current_graph_task_id(), hook.scale)
@@ -1598,20 +1560,9 @@ class Exporter:
         key = hook.kind, hook.path, hook.tag, hook.leaf, hook.call
         before = self._backwards[key] = self._backwards.get(key, -1) + 1
         leaf = f"{hook.leaf}.backward.{before}".lstrip(".") if before else hook.leaf
-        module = self.publisher.modules.get(hook.path)
-        self.publisher.deliver(
-            capture,
-            hook.kind,
-            hook.path,
-            gradient,
-            hook.tag,
-            leaf,
-            hook.call,
-            hook.at,
-            module,
-            owned=False,
-            scale=scale,
-        )
+        module = self.demand.modules.get(hook.path)
+        stream = StreamKey(hook.kind, hook.path, hook.tag, leaf)
+        self.publisher.deliver(capture, stream, gradient, hook.call, hook.at, module, owned=False, scale=scale)
 
     def _loss_scaled(self, scaled: Tensor, loss: Tensor, scale: Tensor) -> None:
         """A GradScaler has multiplied a loss: see to it that the gradients of its backward are told without that."""
@@ -1676,7 +1627,7 @@ class Exporter:
                 self._terms.whole(output, tag)
             else:
                 self._terms.wait(name, output, tag, passes_are_seen=self.forwards_seen > 0)
-                self._ask_anew()  # so that the next pass settles it, even if nobody records that
+                self.demand.look_ahead_anew()  # so that the next pass settles it, even if nobody records that
 
     def _is_second_look(self, output: Tensor) -> bool:
         """Whether a loss is of what the network gave in the step that has ended, such as a metric."""
@@ -1720,7 +1671,7 @@ class Exporter:
             self._differentiated(*tensors)
 
     def _differentiated(self, *tensors: Tensor) -> None:
-        if recomputing() or not (self.publisher.enabled and self._attached):
+        if recomputing() or not (self._problems.enabled and self._attached):
             return
         if self._user_tag is None and self._idle and self.clock.open:
             return
@@ -1728,7 +1679,7 @@ class Exporter:
             return
         if any(one.numel() != 1 for one in tensors):
             why = "backward was called on a tensor of several elements; run.log('loss', value) says what the loss is"
-            self.publisher.problem("the loss", why, warn=False)
+            self._problems.note("the loss", why, warn=False)
             return
         for one in tensors:
             self._terms.differentiated(one)
@@ -1757,7 +1708,7 @@ class Exporter:
         """
         if recomputing() or self._idle or not self.clock.open or tensor.numel() != 1:
             return
-        if self.publisher.enabled and self._attached and self._user_tag is None:
+        if self._problems.enabled and self._attached and self._user_tag is None:
             own = self._ids_of_parameters()
             if any(id(one) in own for one in inputs):
                 self._objectives.by_hand(tensor, derivable=derivable)
@@ -1796,7 +1747,7 @@ class Exporter:
 
     def _idle_before_optimizer(self, args: tuple[Any, ...]) -> bool:
         """Whether it is known that nobody wants anything of this step's training passes."""
-        return self.clock.step < self._quiet_until
+        return self.clock.step < self.demand.quiet_until
 
     def _before_optimizer(self, _: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.optimizers.outdated:
@@ -1809,15 +1760,15 @@ class Exporter:
         if self._comes_after_last(optimizer):
             return  # its weights are those of the step that has ended
         # the forward may come later, in a closure: whether anything is wanted is a question of the clock alone
-        if not self._nothing_due():
+        if not self.demand.nothing_due():
             if not self._check_steps.is_complete():
                 self._hang_again()
             if not recomputing():
                 self._look()
-            parameters = self._parameters.of(optimizer, self.optimizers.in_order)
+            parameters = self._table.of(optimizer, self.optimizers.in_order)
             self._snapshot(parameters)
             if self._may_overwrite_gradients(optimizer, args, kwargs):
-                self._parameters.keep_gradients(parameters, self.publisher)
+                self._parameters.keep_gradients(parameters)
 
     def _may_overwrite_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
         """Whether the gradients, which are final before a step, may be others after it.
@@ -1869,8 +1820,8 @@ class Exporter:
         last = self.optimizers.ends_step(optimizer, self)
         in_backward = recomputing()
         try:
-            if not self._nothing_due():
-                self._parameters.compare(self._parameters.of(optimizer, self.optimizers.in_order), True, self.publisher)
+            if not self.demand.nothing_due():
+                self._parameters.compare(self._table.of(optimizer, self.optimizers.in_order), True)
         finally:  # under strict an exception goes through, but the optimizer has stepped
             if in_backward and (last or self.optimizers.one_each):
                 self._begin_step()
@@ -1896,17 +1847,17 @@ class Exporter:
             f"{type(ended).__name__} that was taken for it; what it trains has no weights, gradients and updates of "
             f"step {step}, and forwards since then are of the step after it"
         )
-        self.publisher.problem(f"the end of step {step}", why)
+        self._problems.note(f"the end of step {step}", why)
 
     def _skipped_step(self, optimizer: Optimizer) -> None:
         """A GradScaler skipped the optimizer's step: the clock stands still, and what follows is of the same step."""
         self._skipped += 1
         self._objectives.stepped(optimizer)
         self.message_bus.register_topic("skipped_step", "network")
-        if not self._nothing_due():
+        if not self.demand.nothing_due():
             # another optimizer may end this step all the same
-            self._snapshot(self._parameters.of(optimizer, self.optimizers.in_order))
-        if any(one.wants("skipped_step", None, DEFAULT_TAG, self.clock.step) for one in self.publisher.asking):
+            self._snapshot(self._table.of(optimizer, self.optimizers.in_order))
+        if any(one.wants("skipped_step", None, DEFAULT_TAG, self.clock.step) for one in self.demand.asking):
             step, train_step, epoch = self.clock.now()
             self.message_bus.publish(
                 NetworkMessage(
@@ -1918,7 +1869,7 @@ class Exporter:
         """Without an optimizer, nothing says when a gradient is final: keep the last running sum."""
         if self.clock.open and not self._idle and tensor.grad is not None:
             scale = self._scales.get(_current_graph_task_id()) if self._scales else None
-            self._parameters.accumulated(path, tensor.grad, scale, self.publisher)
+            self._parameters.accumulated(path, tensor.grad, scale)
 
     def _after_parametrization(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Keep the weight that a parametrization computes, as the forward uses it: to ask for it might change it."""
@@ -1927,7 +1878,7 @@ class Exporter:
 
     def _after_replaced(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Keep what a hook of the program's has put in the place of a weight, as the forward has used it."""
-        there = self._parameters.in_place(path)
+        there = self._table.in_place(path)
         if there is not None:
             if self.passes.now.depth == 0 and not recomputing():
                 self._enter_pass(self._top(path.rpartition(".")[0], module))
@@ -1941,17 +1892,17 @@ class Exporter:
             running = self.passes.now
             if not (running.listening and running.tag == DEFAULT_TAG):
                 return
-            self._parameters.computed(path, value, self.publisher)
+            self._parameters.computed(path, value)
         if is_grad_enabled() and value.requires_grad and not value.is_leaf:
             last = self._watched.get(path)
-            if (last is None or last[0]() is not value) and self._parameters.wants_gradient(path, self.publisher):
+            if (last is None or last[0]() is not value) and self._parameters.wants_gradient(path):
                 self._watched[path] = weakref.ref(value), on_gradient(value, ComputedHook(self, path))
 
     def _gradient_of_computed(self, path: str, gradient: Tensor) -> None:
         if self.clock.open and not self._idle:
             task = _current_graph_task_id()
             scale = self._scales.get(task) if self._scales else None
-            self._parameters.add_gradient(path, gradient, scale, task, self.publisher)
+            self._parameters.add_gradient(path, gradient, scale, task)
 
     # -- probes ---------------------------------------------------------------------------------------------
 
@@ -1960,12 +1911,12 @@ class Exporter:
         probe.last = self.clock.step
         if root is None or not probe.ready(root):  # that was checked of others than the first inputs
             return
-        if not (self.publisher.enabled and self._attached):
+        if not (self._problems.enabled and self._attached):
             return
-        if not self.publisher.hears(probe.name):
+        if not self.demand.hears(probe.name):
             return
         if self._sharded():
-            self.publisher.problem(f"probe {probe.name!r}", NO_PROBES)
+            self._problems.note(f"probe {probe.name!r}", NO_PROBES)
             return
         running = self.passes.now
         collected: dict[tuple[str, str | None, int, str], list[Tensor]] = {}
@@ -1985,12 +1936,12 @@ class Exporter:
         for (kind, path, call, leaf), parts in collected.items():
             if not joinable(parts, sizes):
                 what = f"{kind} of {path!r} in probe {probe.name!r}"
-                self.publisher.problem(
+                self._problems.note(
                     what, "its first axis is not the datapoints, so batches cannot be put together again"
                 )
                 continue
             whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-            module = self.publisher.modules.get(path) if path is not None else None
+            module = self.demand.modules.get(path) if path is not None else None
             self.publisher.publish(kind, path, whole, probe.name, leaf, call, module=module)
         if probe.labels is not None:
             outputs = {leaf for kind, _, _, leaf in collected if kind == "network_output"}
@@ -2014,13 +1965,11 @@ class Exporter:
         try:
             with self._lock, without_modes():
                 work()
-        except Exception as error:
-            if self.strict or raised_by_signal(error):
-                raise
-            self.publisher.problem(what, f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - under strict it is raised again
+            self._problems.failed(what, error)
 
     def _path_of(self, module: nn.Module) -> str:
-        for path, one in [*self.publisher.modules.items(), *self._candidates()]:
+        for path, one in [*self.demand.modules.items(), *self._candidates()]:
             if one is module:
                 return path
         raise CaptureError(f"this {type(module).__name__} was not added to the exporter; call add_modules first")
@@ -2089,9 +2038,3 @@ def _is_heard_last(optimizer: Optimizer) -> bool:
     """Whether the last of the hooks before its step is an exporter's."""
     last = next(reversed(optimizer._optimizer_step_pre_hooks.values()), None)
     return isinstance(last, Hook) and last.method == "_before_optimizer"
-
-
-def awake(receiver: Receiver, step: int) -> bool:
-    """Whether a receiver may want something of the training passes of this step."""
-    ask = getattr(receiver, "awake", None)
-    return True if ask is None else bool(ask(step))

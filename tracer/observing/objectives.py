@@ -12,25 +12,24 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.observing.callers import differentiated_name
+from tracer.observing.clock import At, Clock
+from tracer.observing.demand import Demand
+from tracer.observing.problems import Problems
+from tracer.observing.publisher import Publisher
 from tracer.observing.pytorch.loss_functions import Node, is_made_of, multiple_of, node_of
 from tracer.observing.pytorch.tensors import unobservable
-
-if TYPE_CHECKING:
-    from tracer.observing.publisher import Publisher
+from tracer.observing.streams import StreamKey
 
 _TERMS = 256
 """How many of the latest results of loss functions are known by their place in the graph."""
 _LOOKS = 8
 """In how many steps with several losses, all of one name, names are looked for."""
-
-At = tuple[int, int, int]
 
 
 @dataclass(slots=True)
@@ -51,7 +50,9 @@ class Terms:
     Parameters
     ----------
     publisher : Publisher
-        The exporter's, which knows who wants what.
+    demand : Demand
+    clock : Clock
+    problems : Problems
 
     Attributes
     ----------
@@ -59,9 +60,12 @@ class Terms:
         Whether the last loss of the training was a multiple of one term, and of nothing else; None if there was none.
     """
 
-    def __init__(self, publisher: Publisher) -> None:
+    def __init__(self, publisher: Publisher, demand: Demand, clock: Clock, problems: Problems) -> None:
         self.single: bool | None = None
         self._publisher = publisher
+        self._demand = demand
+        self._clock = clock
+        self._problems = problems
         self._names: OrderedDict[Node, str] = OrderedDict()  # a dict is slow to give its oldest
         self._asides: dict[int, _Aside] = {}  # by thread
         self._numbers: dict[tuple[str, int], int] = {}  # by tag and step, how many losses of passes aside there are
@@ -81,10 +85,10 @@ class Terms:
     def publish(self, name: str, value: Tensor, tag: str) -> None:
         """Publish what a loss function or module of this name gave, and remember it."""
         self.note(name, value)
-        capture = self._publisher.wanted("loss_terms", None, tag)
+        capture = self._demand.wanted("loss_terms", None, tag)
         if capture is not None:
-            at = self._publisher.now()
-            self._publisher.deliver(capture, "loss_terms", None, value, tag, name, None, at, None, owned=False)
+            stream = StreamKey("loss_terms", None, tag, name)
+            self._publisher.deliver(capture, stream, value, None, self._clock.now(), None, owned=False)
 
     def note(self, name: str, value: Tensor) -> None:
         """Remember where in the graph something of this name was given, without keeping it."""
@@ -107,7 +111,7 @@ class Terms:
                 "it was recorded before the first loss of the training, which is made of more than what a loss "
                 "function gives; it is one of its terms"
             )
-            self._publisher.problem(f"the loss of evaluations since step {self._guessed}", why, warn=False)
+            self._problems.note(f"the loss of evaluations since step {self._guessed}", why, warn=False)
         self._guessed = None
 
     # -- passes aside ---------------------------------------------------------------------------------------
@@ -125,14 +129,14 @@ class Terms:
         passes_are_seen : bool
             Whether `settle` is called when the next pass begins. Else each call of a function is of another pass.
         """
-        if tag in self._logged or unobservable(value) is not None or self._publisher.wanted("loss", None, tag) is None:
+        if tag in self._logged or unobservable(value) is not None or self._demand.wanted("loss", None, tag) is None:
             return
         there = self._asides.get(threading.get_ident())
         if there is not None and there.tag == tag and (passes_are_seen or there.name != name):
             there.several = True
             return
         self.settle()
-        at = self._publisher.now()
+        at = self._clock.now()
         self._asides[threading.get_ident()] = _Aside(value.detach().clone(), at, tag, name, node_of(value))
 
     def whole(self, value: Tensor, tag: str) -> None:
@@ -141,8 +145,8 @@ class Terms:
         A model calls it so, or ``backward`` is called on it in a pass that the user gave the tag.
         """
         self._asides.pop(threading.get_ident(), None)
-        if tag not in self._logged and self._publisher.wanted("loss", None, tag) is not None:
-            call = self._number(tag, self._publisher.now()[0])
+        if tag not in self._logged and self._demand.wanted("loss", None, tag) is not None:
+            call = self._number(tag, self._clock.now()[0])
             self._publisher.publish_leaves("loss", None, value, tag, call)
 
     def settle(self, *, everywhere: bool = False) -> None:
@@ -163,7 +167,7 @@ class Terms:
                 else "the loss of the training is made of more than what a loss function gives"
             )
             what = f"the loss of passes tagged {aside.tag!r}"
-            self._publisher.problem(what, f"{why}; what each gives is recorded as loss_terms", warn=False)
+            self._problems.note(what, f"{why}; what each gives is recorded as loss_terms", warn=False)
 
     def _number(self, tag: str, step: int) -> int:
         """The number of a loss among those of its tag and step.
@@ -212,13 +216,18 @@ class Objectives:
     Parameters
     ----------
     publisher : Publisher
-        The exporter's.
+    demand : Demand
+    clock : Clock
+    problems : Problems
     terms : Terms
         What loss functions gave.
     """
 
-    def __init__(self, publisher: Publisher, terms: Terms) -> None:
+    def __init__(self, publisher: Publisher, demand: Demand, clock: Clock, problems: Problems, terms: Terms) -> None:
         self._publisher = publisher
+        self._demand = demand
+        self._clock = clock
+        self._problems = problems
         self._terms = terms
         self._logged = False  # whether the user says himself what the loss is
         self._latest: tuple[At | None, list[Tensor]] = None, []  # the losses of the step that had some last
@@ -245,8 +254,8 @@ class Objectives:
         term = self._terms.only_term_of(tensors[0]) if len(tensors) == 1 else None
         self._terms.is_single(term is not None)
         self._by_hand = []
-        at = self._publisher.now()
-        if self._logged or self._publisher.wanted("loss", None, DEFAULT_TAG, at) is None:
+        at = self._clock.now()
+        if self._logged or self._demand.wanted("loss", None, DEFAULT_TAG, at) is None:
             return
         asked = self._apart == "variable" or (self._looks > 0 and (self._naming or bool(self._seen)))
         variable = differentiated_name() if asked else ""
@@ -262,10 +271,10 @@ class Objectives:
 
         `derivable`: whether it keeps a graph of the derivatives. What is differentiated next is made of these then.
         """
-        at = self._publisher.now()
+        at = self._clock.now()
         if self._seen or self._logged or (self._by_hand and self._derivable):
             return
-        if self._publisher.wanted("loss", None, DEFAULT_TAG, at) is not None:
+        if self._demand.wanted("loss", None, DEFAULT_TAG, at) is not None:
             term = self._terms.only_term_of(loss)
             self._by_hand.append(_Objective(loss.detach().clone(), at, "", term or ""))
             self._derivable = derivable
@@ -334,7 +343,7 @@ class Objectives:
             return True
         if told:
             why = "what backward was called on had been recorded before another value was logged; both are there"
-            self._publisher.problem(f"the loss of step {at[0]}", why, warn=False)
+            self._problems.note(f"the loss of step {at[0]}", why, warn=False)
         return False
 
 

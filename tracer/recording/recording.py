@@ -451,7 +451,7 @@ def start(
         nonlocal process, recorded
         process, recorded = _place(member, options)
         exporter.publisher.rank = process.rank
-        exporter.recorded = recorded if options.replicated == "once" else None
+        exporter.ranks.recorded = recorded if options.replicated == "once" else None
         if budget is not None and max_bytes is not None:
             if recorded != [0] and len(recorded) == 1 and process.related:
                 raise CaptureError(
@@ -551,7 +551,7 @@ def start(
         derived=derived,
         budget=budget,
         stopped=stopped,
-        elsewhere=exporter.elsewhere,
+        elsewhere=exporter.ranks.elsewhere,
     )
     try:
         for one in (recorder, *ordered):

@@ -375,7 +375,7 @@ def _observe(tensors: list[Tensor], site: str, names: str, grad: bool, without: 
     numbers = _NOBODY
     if hook is not None and exporter is not None:
         found = Named(zip(names.split("\n"), tensors, strict=True)) if tensors else Named()
-        module = exporter._root if hook.method in _OF_ROOT else exporter.publisher.modules.get(hook.name)
+        module = exporter._root if hook.method in _OF_ROOT else exporter.demand.modules.get(hook.name)
         inputs = hook.method in _INPUTS
         with torch.set_grad_enabled(grad):  # what tells a training pass; a compiled graph runs without
             hook(module, (), found, *(() if inputs else (found,)))
@@ -383,7 +383,7 @@ def _observe(tensors: list[Tensor], site: str, names: str, grad: bool, without: 
             numbers = exporter._ticket(hook.name)
         if without and exporter.passes.now.listening:
             kind = "input_gradients" if inputs else "layer_gradients"
-            exporter._guard(kind, lambda: exporter.publisher.problem(f"{kind} of {hook.name!r}", without))
+            exporter._guard(kind, lambda: exporter._problems.note(f"{kind} of {hook.name!r}", without))
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 

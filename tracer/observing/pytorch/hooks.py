@@ -104,7 +104,7 @@ class Hook:
             running = exporter.passes.now
             if running.depth and not running.listening:  # a step that nobody records: no more than this
                 return None
-        if self.off or not (exporter._attached and exporter.publisher.enabled):
+        if self.off or not (exporter._attached and exporter._problems.enabled):
             return None
         try:
             if self.fired and self._idle is not None and self._idle(exporter, args):
@@ -119,10 +119,10 @@ class Hook:
                 raise
             self.off = not (self._of_optimizer or self.method in ("_before_root", "_after_root"))
             what = f"module {self.name!r}" if self.name else self.method.strip("_").replace("_", " ")
-            exporter.publisher.problem(what, f"{type(error).__name__}: {error}")
+            exporter._problems.note(what, f"{type(error).__name__}: {error}")
         return None
 
-    def gradient_of(self, kind: str, leaf: str, call: int, tag: str, at: tuple[int, int, int]) -> GradientHook | None:
+    def gradient_of(self, kind: str, leaf: str, call: int, tag: str, at: Any) -> GradientHook | None:
         """The hook for the gradient of what this hook saw."""
         exporter = self._exporter()
         return None if exporter is None else GradientHook(exporter, kind, self.name, leaf, call, tag, at)
@@ -151,7 +151,7 @@ class GradientHook:
         leaf: str,
         call: int,
         tag: str,
-        at: tuple[int, int, int],
+        at: Any,
         scale: Tensor | None = None,
     ) -> None:
         self._exporter = weakref.ref(exporter)
@@ -167,7 +167,7 @@ class GradientHook:
         exporter = self._exporter()
         if gradient is None:  # the node has several outputs, and no gradient came back to this one
             return
-        if exporter is None or not (exporter._attached and exporter.publisher.enabled):
+        if exporter is None or not (exporter._attached and exporter._problems.enabled):
             return
         try:
             with exporter._lock, without_modes():
@@ -175,14 +175,14 @@ class GradientHook:
         except Exception as error:
             if exporter.strict or raised_by_signal(error):
                 raise
-            exporter.publisher.give_up(self.kind, self.path, error)
+            exporter.demand.give_up(self.kind, self.path, error)
 
     def tell_shared(self) -> None:
         """Say that this gradient may be another forward's."""
         exporter = self._exporter()
         if exporter is not None:
             why = "it is of a tensor that several forwards used before a backward, and is recorded for each of them"
-            exporter.publisher.problem(f"which forward {self.kind} of {self.path!r} belongs to", why)
+            exporter._problems.note(f"which forward {self.kind} of {self.path!r} belongs to", why)
 
 
 class ComputedHook:
@@ -198,7 +198,7 @@ class ComputedHook:
 
     def __call__(self, gradient: Tensor | None) -> None:
         exporter = self._exporter()
-        if gradient is None or exporter is None or not (exporter._attached and exporter.publisher.enabled):
+        if gradient is None or exporter is None or not (exporter._attached and exporter._problems.enabled):
             return
         try:
             with exporter._lock, without_modes():
@@ -206,7 +206,7 @@ class ComputedHook:
         except Exception as error:
             if exporter.strict or raised_by_signal(error):
                 raise
-            exporter.publisher.problem(f"the gradient of {self.path!r}", f"{type(error).__name__}: {error}")
+            exporter._problems.note(f"the gradient of {self.path!r}", f"{type(error).__name__}: {error}")
 
 
 class Undifferentiated:

@@ -67,7 +67,7 @@ class LossFunction:
             output = self.__wrapped__(*args, **kwargs)
         finally:
             exporter.passes.now.in_loss = False
-        if exporter._attached and exporter.publisher.enabled:
+        if exporter._attached and exporter._problems.enabled:
             exporter._guard("loss", lambda: exporter._loss_seen(self.__name__, self.__wrapped__, args, kwargs, output))
         return output
 

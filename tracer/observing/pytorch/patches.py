@@ -184,7 +184,7 @@ def _observed_scale(original: Callable[..., Any]) -> Callable[..., Any]:
             result = original(scaler, outputs)
         finally:
             _in_scaler.discard(key)
-        watching = [one for one in _scaled if one._attached and one.publisher.enabled] if scaler.is_enabled() else []
+        watching = [one for one in _scaled if one._attached and one._problems.enabled] if scaler.is_enabled() else []
         factor = scaler._scale if watching else None  # a scaler that is not enabled has none
         if factor is not None:
             factor = factor.detach().clone()  # which the scaler changes in place
@@ -211,7 +211,7 @@ def _observed_step(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _in_scaler.discard(key)
         for one, calls in zip(watching, before, strict=True):
-            if one.optimizer_calls == calls and one._attached and one.publisher.enabled:
+            if one.optimizer_calls == calls and one._attached and one._problems.enabled:
                 one._guard("skipped_step", functools.partial(one._skipped_step, optimizer))
         return result
 

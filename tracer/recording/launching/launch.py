@@ -544,7 +544,7 @@ class _Session:
         self.optimizer_made(optimizer)
         if self.exporter.optimizers:
             why = "its optimizer was loaded or copied whole, and is known since its first step"
-            self.exporter.publisher.problem("what came before this step", why, warn=False)
+            self.exporter.note_problem("what came before this step", why, warn=False)
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Find the model, or the models, now that there is one more optimizer, or that one trains more."""
@@ -634,11 +634,11 @@ class _Session:
         for one in alive:
             weakref.finalize(one, self._tensors.pop, key, None).atexit = False
         why = "no module holds what its optimizers train; it is recorded as parameters.0, parameters.1 and so on"
-        self.exporter.publisher.problem("the model", why, warn=False)
+        self.exporter.note_problem("the model", why, warn=False)
         return [holder]
 
     def _note_by_hand(self, why: str) -> None:
-        self.exporter.publisher.problem("steps", why, warn=False)
+        self.exporter.note_problem("steps", why, warn=False)
 
     def _looked_at(self) -> Mapping[str, nn.Module]:
         """The models in the script's variables that no optimizer trains: target networks, teachers, averages."""
@@ -658,14 +658,14 @@ class _Session:
         if not closed and self._by_hand and not self._made_any:
             self._note_by_hand("the script updates by hand, without an optimizer: each backward is taken for a step")
         elif not closed and clean and self.recorded and not self.exporter.steps_seen:
-            self.exporter.publisher.problem("the training", f"no step was seen: {self.why_not()}", warn=False)
+            self.exporter.note_problem("the training", f"no step was seen: {self.why_not()}", warn=False)
         if clean and not closed and self.exporter.train_step > 0:
             self.exporter.finish_step()
             self.guarded("the end of the last epoch", self.exporter.epoch_finished)
             self.exporter.epochs_seen = self.epochs.ended  # else this is only the end of the script
             if self.exporter.learns_in_eval_mode:
                 why = "the model is in eval mode, so its passes count as evaluations; model.train() ends that mode"
-                self.exporter.publisher.problem("the training's forward pass", why)
+                self.exporter.note_problem("the training's forward pass", why)
         if os.getpid() == self.pid:
             end(self.run, None if clean else error)
             if not self._recipe.member.number:
