@@ -42,21 +42,11 @@ FLOORS: list[set[str]] = [
 ]
 # Circles that the next steps of the rebuilding take apart, and imports upwards for types.
 CIRCLES: set[frozenset[str]] = {
-    frozenset(
-        {
-            *("tracer.observing.exporter", "tracer.observing.objectives", "tracer.observing.pytorch.compiled"),
-            *("tracer.observing.pytorch.fast_path", "tracer.observing.pytorch.hooks"),
-            *("tracer.observing.pytorch.loss_functions", "tracer.observing.pytorch.patches"),
-        }
-    ),
     frozenset({"tracer.recording.certifying.certify", "tracer.recording.recording"}),
     frozenset({"tracer.stores.hdf5", "tracer.stores.objects"}),
     frozenset({"analyze.tables.layout", "analyze.tables.results"}),
 }
 UPWARDS = {
-    ("tracer.observing.pytorch.hooks", "tracer.observing.exporter"),
-    ("tracer.observing.pytorch.loss_functions", "tracer.observing.exporter"),
-    ("tracer.observing.pytorch.patches", "tracer.observing.exporter"),
     ("tracer.recording.recording", "tracer.recording.certifying.certify"),
     ("tracer.recording.launching.launch", "tracer.recording.certifying.certify"),
 }

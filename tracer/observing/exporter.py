@@ -39,6 +39,7 @@ from tracer.messaging.subscriber import unmet
 from tracer.observing.capture import Capture
 from tracer.observing.clock import At, Clock
 from tracer.observing.demand import Demand
+from tracer.observing.gradients import Gradients
 from tracer.observing.objectives import Objectives, Terms
 from tracer.observing.optimizers import Optimizers, skipped_inside, steps_within
 from tracer.observing.parameter_table import Parameter, ParameterTable
@@ -46,12 +47,25 @@ from tracer.observing.parameters import Parameters
 from tracer.observing.probes import NO_PROBES, FirstInputs, Probe, joinable, undisturbed
 from tracer.observing.problems import Problems
 from tracer.observing.publisher import Publisher
+from tracer.observing.pytorch.autograd import (
+    backward_node,
+    calls_running,
+    checkpointed_inputs,
+    checkpointing,
+    next_node,
+    recomputing,
+    recomputing_reentrant,
+    traced,
+    with_subclasses,
+)
 from tracer.observing.pytorch.compiled import (
     TOO_LATE,
     UNCOMPILED,
+    Ticket,
     compiled_anything,
     left_uncompiled,
     tag_number,
+    tag_of,
     unseen_regions,
 )
 from tracer.observing.pytorch.fast_path import Aside, may_take_it
@@ -64,37 +78,10 @@ from tracer.observing.pytorch.hanging import (
     before_forward,
     before_step,
     on_gradient,
-    on_gradient_once,
 )
-from tracer.observing.pytorch.hooks import (
-    ComputedHook,
-    GradientHook,
-    Hook,
-    LeafHook,
-    ScaleHook,
-    Undifferentiated,
-    backward_node,
-    calls_running,
-    checkpointed_inputs,
-    checkpointing,
-    next_node,
-    recomputing,
-    recomputing_reentrant,
-    traced,
-    with_subclasses,
-    without_modes,
-)
-from tracer.observing.pytorch.loss_functions import (
-    LOSS_FUNCTIONS,
-    LossFunction,
-    ModelLoss,
-    Node,
-    belongs_to_others,
-    looks_back,
-    next_of_thread,
-    output_and_labels,
-    unpatch,
-)
+from tracer.observing.pytorch.hooks import Gate, Hook, OpenCall, Role, Site
+from tracer.observing.pytorch.loss_functions import LOSS_FUNCTIONS, LossFunction, ModelLoss, output_and_labels, unpatch
+from tracer.observing.pytorch.loss_graph import Node, belongs_to_others, looks_back, next_of_thread
 from tracer.observing.pytorch.patches import (
     unwatch_backward,
     unwatch_compiling,
@@ -110,6 +97,7 @@ from tracer.observing.pytorch.tensors import arguments_of, copied, leaves, opaqu
 from tracer.observing.pytorch.wrappers import compiled_parts, named_parts, paths_of, unwrap, wrapped_by
 from tracer.observing.ranks import Ranks
 from tracer.observing.streams import StreamKey
+from tracer.observing.undifferentiated import Undifferentiated
 
 
 class Exporter:
@@ -151,8 +139,6 @@ class Exporter:
     __slots__ = (
         "__dict__",
         "__weakref__",
-        "_attached",
-        "_backwards",
         "_calls",
         "_check",
         "_check_steps",
@@ -160,9 +146,8 @@ class Exporter:
         "_ended_at",
         "_epoch_open",
         "_epoch_over",
+        "_gradients",
         "_idle",
-        "_leaf_hooks",
-        "_lock",
         "_objectives",
         "_offered",
         "_over",
@@ -172,7 +157,6 @@ class Exporter:
         "_problems",
         "_recomputed",
         "_root",
-        "_scales",
         "_table",
         "_tag_with_gradients",
         "_terms",
@@ -182,10 +166,10 @@ class Exporter:
         "clock",
         "demand",
         "forwards_seen",
+        "gate",
         "losses_seen",
         "optimizer_calls",
         "optimizers",
-        "passes",
         "publisher",
     )
 
@@ -202,17 +186,18 @@ class Exporter:
             capture = Capture(kinds=KINDS, depth=depth, types=tuple(module_filter) if module_filter else None)
         elif depth is not None or module_filter is not None:
             raise CaptureError("give an exporter a capture, or depth and module_filter, not both")
-        self.number = next(_NUMBERS)  # in the names by which compiled graphs call this exporter's hooks
         self.message_bus = message_bus if message_bus is not None else MessageBus("exporter")
         self.captures: tuple[Capture, ...] = (capture,) if isinstance(capture, Capture) else tuple(capture)
         self.strict = strict
         self.clock = Clock()
         self._problems = Problems(self.clock, strict=strict)
+        self.gate = Gate(self._problems, next(_NUMBERS))
         self._table = ParameterTable()
         self.demand = Demand(self.message_bus, self.captures, self.clock, self._table, self._problems)
         self.publisher = Publisher(self.message_bus, self.demand, self.clock, self._problems)
         self.ranks = Ranks(self._table, self.demand, self.publisher)
         self._parameters = Parameters(self._table, self.demand, self.publisher, self.clock, self.ranks.replicas)
+        self._gradients = Gradients(self.gate, self.clock, self.demand, self.publisher)
         self.losses_seen = 0
         self._terms = Terms(self.publisher, self.demand, self.clock, self._problems)
         self._objectives = Objectives(self.publisher, self.demand, self.clock, self._problems, self._terms)
@@ -243,13 +228,11 @@ class Exporter:
         weakref.finalize(self, unpatch, self._patched).atexit = False  # one that is dropped leaves no stand-ins
         self._lasting: dict[Any, list[Hanging]] = {}
         # by what they hang on, method and name: that, the hook, and where it hangs
-        self._hung: dict[tuple[int, str, str], tuple[Any, Hook, Hanging]] = {}
-        self._former: dict[tuple[int, str, str], tuple[Any, Hook, Hanging]] = {}
+        self._hung: dict[tuple[int, Role, str], tuple[Any, Hook, Hanging]] = {}
+        self._former: dict[tuple[int, Role, str], tuple[Any, Hook, Hanging]] = {}
         self._check = Checklist()  # of all these
         self._check_steps = Checklist()  # of those on optimizers
-        self._known: dict[tuple[str, str], tuple[bool, bool]] = {}  # which hooks were called, and which are off
-        # by tensor, kind, module and place in its output or input
-        self._leaf_hooks: dict[tuple[int, str, str, str], LeafHook] = {}
+        self._known: dict[tuple[str, Role], tuple[bool, bool]] = {}  # which hooks were called, and which are off
         # by path, what was computed last for a forward, and the hook on it
         self._watched: dict[str, tuple[weakref.ref[Tensor], Hanging]] = {}
         self._probes: list[Probe] = []
@@ -258,13 +241,11 @@ class Exporter:
         """Gives the models that the program has besides those that are observed, by name, for a launcher."""
         self._logged: dict[tuple[str, str], tuple[At, int]] = {}
 
-        self._attached = True
         self._silent: list[str] = []
         self._epoch_open = False
         self._epoch_over = False  # but the next one has not begun
         self._idle = False  # whether a step is open of which nobody wants anything
         self._over = False  # whether the open step ends as soon as the running backward is over
-        self.passes = _Passes()
         self._training_passes = 0  # training forwards of the root
         self._passes_before = 0  # those of the steps that have ended
         self._undifferentiated = Undifferentiated()  # those of the open step, as far as they are recorded
@@ -276,13 +257,11 @@ class Exporter:
         self._skipped = 0
         self._user_tag: str | None = None
         self._calls: dict[tuple[str, str], int] = {}
-        self._backwards: dict[tuple[Any, ...], int] = {}  # how often there was a gradient of a call
         # calls of this step without gradients, by place: the first forwards of reentrant checkpoints, with torch's
         # number of their place in the order of autograd; and which of them were computed again in a backward
         self._ungraded: dict[str, list[tuple[int, int]]] = {}
         self._recomputed: dict[tuple[int, int, str], int] = {}
         self._recalled: dict[str, int] = {}  # the call that a module computed again, the last time
-        self._scales: dict[int, Tensor] = {}  # by backward: what a GradScaler has multiplied its loss with
         self._untouched: set[int] = set()  # by id, modules that a hook would have compiled
         # ids of the tops that had a training forward in the open step, and in the one before, where the order of the
         # optimizers is not known
@@ -291,7 +270,6 @@ class Exporter:
         # by id, the layers that have a fast path: what of ours hangs on them and inside
         self._layers: dict[int, list[tuple[Any, Hanging]]] = {}
         self._asides: dict[int, Aside] = {}  # by thread, the last layer for which hooks stepped aside
-        self._lock = threading.RLock()  # hooks may fire in several threads
         self.message_bus.watch(self._rewire)
 
     # -- what to listen to ----------------------------------------------------------------------------------
@@ -378,7 +356,7 @@ class Exporter:
         collect : bool
             Whether Python's garbage is collected for that: models whose parts refer to each other are there until then.
         """
-        if self.passes.now.depth:
+        if self.gate.passes.now.depth:
             return
         root = None if self._root is None else weakref.ref(self._root)
         added = [(name, weakref.ref(one), recursive) for name, one, recursive in self._added]
@@ -421,7 +399,7 @@ class Exporter:
             for handle in self._lasting.pop(key):
                 handle.remove()
         self.optimizers.take(given)
-        if self._attached:
+        if self.gate.attached:
             watch_scalers(self)
         self._rewire()
 
@@ -503,6 +481,7 @@ class Exporter:
     def train(self, train: bool = True) -> None:
         """Publish again, after `test`; ``train(False)`` is ``test()``."""
         self._problems.enabled = train
+        self.gate.open = train and self.gate.attached
 
     def test(self, test: bool = True) -> None:
         """Publish nothing and count nothing until `train` is called."""
@@ -518,12 +497,12 @@ class Exporter:
 
     def step(self) -> None:
         """End the step: for loops without an optimizer that this exporter knows."""
-        if self._problems.enabled and self._attached:
-            with self._lock:
+        if self.gate.open:
+            with self.gate.lock:
                 if self._over:
                     self._settle()
                 else:
-                    self._guard("step", self._end_step)
+                    self.gate.guard("step", self._end_step)
 
     def start_at(self, global_step: int, train_step: int, epoch: int) -> None:
         """Count from here: the training goes on after a restart. In the middle of an epoch, that is not begun again."""
@@ -557,14 +536,14 @@ class Exporter:
 
     def epoch_finished(self) -> None:
         """End the epoch: publish ``epoch_finished``; the next step is the first of the next epoch."""
-        if not (self._problems.enabled and self._attached):
+        if not (self.gate.open):
             return
         self.epochs_seen = True
-        with self._lock:
+        with self.gate.lock:
             self._settle()
-            self._guard("loss", self._terms.settle)
+            self.gate.guard("loss", self._terms.settle)
             if self.clock.open and not self.optimizers and not self._steps_itself:
-                self._guard("step", self._end_step)
+                self.gate.guard("step", self._end_step)
             if not self._epoch_open:
                 self._announce_epoch()
             self.publisher.event("epoch_finished", self.clock.last_of_epoch())
@@ -580,13 +559,13 @@ class Exporter:
         """End a step that is open: of a loop without an optimizer, or one in which some optimizer has stepped."""
         self._settle()
         if self.optimizers.moved or (self.clock.open and not self.optimizers and not self._steps_itself):
-            self._guard("step", self._end_step)
+            self.gate.guard("step", self._end_step)
 
     def finish(self) -> None:
         """End the run: the last step of a loop without an optimizer, and the last pass of each probe."""
-        self._guard("loss", functools.partial(self._terms.settle, everywhere=True))
+        self.gate.guard("loss", functools.partial(self._terms.settle, everywhere=True))
         self.finish_step()
-        self._guard("loss", functools.partial(self._objectives.release, self._name_of_what_it_trains))
+        self.gate.guard("loss", functools.partial(self._objectives.release, self._name_of_what_it_trains))
         if self.optimizers and self._training_passes > 1 and not self.optimizer_calls and not self._skipped:
             why = (
                 "step() of the optimizer that was given was never called, so everything is of one step; give the "
@@ -603,11 +582,11 @@ class Exporter:
         self._tell_of_passes()
         self._tell_own_calls()
         self._end_asides()
-        if self._attached and not self._check.is_complete():
+        if self.gate.attached and not self._check.is_complete():
             self._hang_again()
         for probe in self._probes:
             if probe.last != self.clock.step:
-                self._guard(f"probe {probe.name}", functools.partial(self._run_probe, probe))
+                self.gate.guard(f"probe {probe.name}", functools.partial(self._run_probe, probe))
             if isinstance(probe, FirstInputs) and not probe.settled:
                 why = probe.refusal if self._root is not None else "there is not one model, but none or several"
                 self._problems.note(f"probe {probe.name!r}", why)
@@ -640,12 +619,12 @@ class Exporter:
 
     def detach(self) -> None:
         """Remove every hook; the model is as it was."""
-        if self._attached and self._problems.enabled:  # what an exception has left behind
-            self._guard("loss", functools.partial(self._terms.settle, everywhere=True))
-            self._guard("loss", functools.partial(self._objectives.release, self._name_of_what_it_trains))
+        if self.gate.open:  # what an exception has left behind
+            self.gate.guard("loss", functools.partial(self._terms.settle, everywhere=True))
+            self.gate.guard("loss", functools.partial(self._objectives.release, self._name_of_what_it_trains))
         self._end_asides()
         self._silent = self.silent
-        self._attached = False
+        self.gate.attached = self.gate.open = False
         hung = [handle for _, _, handle in (*self._former.values(), *self._hung.values())]
         for handle in [*hung, *(one for handles in self._lasting.values() for one in handles)]:
             handle.remove()
@@ -654,13 +633,13 @@ class Exporter:
             handle.remove()
         self._watched = {}
         self._check = self._check_steps = Checklist()
-        self._forget_leaves()
+        self._gradients.forget()
         unpatch(self._patched)
         self._parameters.forget()
         self._table.note((), False)
-        self._backwards, self._ungraded, self._recomputed, self._scales = {}, {}, {}, {}
+        self._ungraded, self._recomputed = {}, {}
         self.publisher.forget_places()
-        self.passes.now.inputs = []
+        self.gate.passes.now.inputs = []
         self.message_bus.unwatch(self._rewire)
         unwatch_scalers(self)
         unwatch_scripting(self)
@@ -670,15 +649,15 @@ class Exporter:
     @property
     def attached(self) -> bool:
         """Whether it has not been detached."""
-        return self._attached
+        return self.gate.attached
 
     @property
     def silent(self) -> list[str]:
         """Hooked modules whose forward was never seen: bypassed, compiled away, or not part of the forward."""
-        if not self._attached:
+        if not self.gate.attached:
             return self._silent
         fired = {hook.name for _, hook, _ in self._hung.values() if hook.fired}
-        names = {hook.name for _, hook, _ in self._hung.values() if hook.method == "_after_forward"}
+        names = {hook.name for _, hook, _ in self._hung.values() if hook.role is Role.AFTER_FORWARD}
         # a mere list of parameters has no forward
         calls = (name for name, one in self.demand.modules.items() if _has_forward(one))
         return [name for name in calls if name in names and name not in fired]
@@ -705,7 +684,7 @@ class Exporter:
         MessageError
             If the value cannot be made a tensor, or `kind` is a kind of modules.
         """
-        if not (self._problems.enabled and self._attached):
+        if not (self.gate.open):
             return
         if not isinstance(kind, str) or not kind:
             raise MessageError(f"log takes a kind, which is a non-empty string, not {kind!r}")
@@ -724,7 +703,7 @@ class Exporter:
                 data = torch.as_tensor(np.array(value), device="cpu")
             except (TypeError, ValueError, RuntimeError) as error:
                 raise MessageError(f"log({kind!r}) takes a number or an array, not {type(value).__name__}") from error
-        with self._lock:
+        with self.gate.lock:
             aside = self._user_tag is not None
             at = self.clock.now() if aside or self.clock.open or self.clock.last is None else self.clock.last
             tag = self._user_tag or DEFAULT_TAG
@@ -753,7 +732,7 @@ class Exporter:
         try:
             yield
         finally:
-            self._guard("loss", self._terms.settle)
+            self.gate.guard("loss", self._terms.settle)
             self._user_tag = before
 
     def probe(
@@ -836,14 +815,14 @@ class Exporter:
 
     def new_output_and_labels(self, network_output: Tensor, labels: Tensor) -> None:
         """Publish the network's output and the labels."""
-        self.publisher.publish_leaves("network_output", None, network_output, self.passes.now.tag)
-        self.publisher.publish_leaves("input_labels", None, labels, self.passes.now.tag)
+        self.publisher.publish_leaves("network_output", None, network_output, self.gate.passes.now.tag)
+        self.publisher.publish_leaves("input_labels", None, labels, self.gate.passes.now.tag)
 
     def new_loss(self, loss: Tensor) -> None:
         """Publish the loss; from then on, what ``backward`` is called on is none."""
         self.loss_is_logged()
-        self._terms.logged(self.passes.now.tag)
-        self.publisher.publish_leaves("loss", None, loss, self.passes.now.tag)
+        self._terms.logged(self.gate.passes.now.tag)
+        self.publisher.publish_leaves("loss", None, loss, self.gate.passes.now.tag)
 
     def loss_is_logged(self) -> None:
         """Leave it to the user to say what the loss of the training is, as ``log("loss", value)`` does."""
@@ -854,21 +833,21 @@ class Exporter:
         """Publish a module's inputs and output."""
         path = self._path_of(module)
         inputs = arguments_of(in_, {}) if isinstance(in_, tuple) else in_
-        self.publisher.publish_leaves("layer_inputs", path, inputs, self.passes.now.tag)
-        self.publisher.publish_leaves("activations", path, out_, self.passes.now.tag)
+        self.publisher.publish_leaves("layer_inputs", path, inputs, self.gate.passes.now.tag)
+        self.publisher.publish_leaves("activations", path, out_, self.gate.passes.now.tag)
 
     def new_layer_gradients(self, module: nn.Module, gradients: Any) -> None:
         """Publish the gradients of the loss with respect to a module's output."""
         if isinstance(gradients, tuple):  # as a backward hook of torch's gets them, also of one output
             gradients = arguments_of(gradients, {})
-        self.publisher.publish_leaves("layer_gradients", self._path_of(module), gradients, self.passes.now.tag)
+        self.publisher.publish_leaves("layer_gradients", self._path_of(module), gradients, self.gate.passes.now.tag)
 
     def new_parameter_gradients(self, module: nn.Module, gradients: Sequence[Tensor | None]) -> None:
         """Publish the gradients of the loss with respect to a module's weight and bias, in this order."""
         path = self._path_of(module)
         for kind, gradient in zip(("weight_gradients", "bias_gradients"), gradients, strict=False):
             if gradient is not None:
-                self.publisher.publish_leaves(kind, path, gradient, self.passes.now.tag)
+                self.publisher.publish_leaves(kind, path, gradient, self.gate.passes.now.tag)
 
     # -- assembly -------------------------------------------------------------------------------------------
 
@@ -953,14 +932,14 @@ class Exporter:
 
     def _rewire(self) -> None:
         """Put hooks where a receiver wants something, and nowhere else; called when receivers or modules change."""
-        if not self._attached:
+        if not self.gate.attached:
             return
         self._end_asides()
         watch_scripting(self)
         watch_compiling(self)
         # of all that were ever there: one that nobody needed for a while has still been called before
-        for (_, method, name), (_, hook, _) in self._hung.items():
-            self._known[name, method] = hook.fired, hook.off
+        for (_, role, name), (_, hook, _) in self._hung.items():
+            self._known[name, role] = hook.fired, hook.off
         self._former.update(self._hung)  # to those that this did not come to, when it was interrupted
         self._hung = {}
         self.demand.look_ahead_anew()
@@ -978,49 +957,49 @@ class Exporter:
         # these stay while others come and go: torch forbids changing an optimizer's hooks while they run
         if self._root is not None and "root" not in self._lasting and self._takes_hooks("", self._root):
             self._compiled_before = compiled_anything()
-            self._lasting["root"] = [before_forward(self._root, Hook(self, "_before_root", ""), first=True)]
+            self._lasting["root"] = [before_forward(self._root, self._hook(self._root, Role.BEFORE_ROOT), first=True)]
         for optimizer in self.optimizers.all:
             if id(optimizer) not in self._lasting:
                 self._lasting[id(optimizer)] = [
-                    before_step(optimizer, Hook(self, "_before_optimizer", "")),
-                    after_step(optimizer, Hook(self, "_after_optimizer", "")),
+                    before_step(optimizer, self._hook(optimizer, Role.BEFORE_OPTIMIZER)),
+                    after_step(optimizer, self._hook(optimizer, Role.AFTER_OPTIMIZER)),
                 ]
         for path, one in self.demand.modules.items():
             if not self._takes_hooks(path, one):
                 continue
             inputs = any(self.demand.asked(kind, path) for kind in ("layer_inputs", "input_gradients"))
             if inputs:
-                self._hang(one, "_before_forward", path, before_forward, self.demand.asked("input_gradients", path))
+                self._hang(one, Role.BEFORE_FORWARD, path, before_forward, self.demand.asked("input_gradients", path))
             if inputs or any(self.demand.asked(kind, path) for kind in ("activations", "layer_gradients")):
                 gradients = self.demand.asked("layer_gradients", path)
-                new = self._hang(one, "_after_forward", path, after_forward, gradients)
-                if new and one is self._root and (last := self._former.pop((id(one), "_after_root", ""), None)):
+                new = self._hang(one, Role.AFTER_FORWARD, path, after_forward, gradients)
+                if new and one is self._root and (last := self._former.pop((id(one), Role.AFTER_ROOT, ""), None)):
                     last[2].remove()  # and hung on again below
         # after the root's own activations, which belong before the network's output
         if self._root is not None and self._takes_hooks("", self._root):
-            self._hang(self._root, "_after_root", "", functools.partial(after_forward, always=True))
+            self._hang(self._root, Role.AFTER_ROOT, "", functools.partial(after_forward, always=True))
         hooked = not self.optimizers and not self._steps_itself  # each parameter that is trained
         if hooked:
             for path, tensor in self._table.trained(self.demand.asked):
-                self._hang(tensor, "_after_accumulation", path, after_accumulation)
+                self._hang(tensor, Role.AFTER_ACCUMULATION, path, after_accumulation)
         for path, computing in self._table.parametrizations(self.demand.asked):
             if not self._takes_hooks(path, computing):
                 continue
-            self._hang(computing, "_after_parametrization", path, after_forward)
+            self._hang(computing, Role.AFTER_PARAMETRIZATION, path, after_forward)
         for path, one in self._table.replaced(self.demand.asked):
             if not self._takes_hooks(path, one):
                 continue
             # before hooks of the program's that take away what others of its hooks have put there
-            self._hang(one, "_after_replaced", path, functools.partial(after_forward, first=True))
+            self._hang(one, Role.AFTER_REPLACED, path, functools.partial(after_forward, first=True))
         self._wire_losses()
         self._wire_layers()
         for _, _, handle in self._former.values():
             handle.remove()
         self._former = {}
         self._table.note(self.tops, hooked)
-        for (_, method, name), (_, hook, _) in self._hung.items():
-            if (name, method) in self._known:
-                hook.fired, hook.off = self._known[name, method]
+        for (_, role, name), (_, hook, _) in self._hung.items():
+            if (name, role) in self._known:
+                hook.fired, hook.off = self._known[name, role]
         self._list_hooks()
 
     def _on_optimizers(self) -> list[tuple[Optimizer, Hanging]]:
@@ -1071,7 +1050,7 @@ class Exporter:
 
     def compile_called(self) -> None:
         """Look again, because `torch.nn.Module.compile` was called on some module."""
-        self._guard("compile", self._rewire)
+        self.gate.guard("compile", self._rewire)
 
     def _look(self) -> None:
         """Put the hooks on again if modules or parameters have come, gone or been replaced."""
@@ -1087,7 +1066,7 @@ class Exporter:
                 continue
             inside = {id(part) for part in walking.modules(one)}
             if not inside.isdisjoint(hung) and self._takes_hooks(path, one):
-                self._hang(one, "_before_layer", path, before_forward)
+                self._hang(one, Role.BEFORE_LAYER, path, before_forward)
                 self._layers[id(one)] = [(on, hanging) for on, _, hanging in self._on_modules() if id(on) in inside]
 
     def _wire_losses(self) -> None:
@@ -1099,30 +1078,47 @@ class Exporter:
             if isinstance(loss, nn.Module):
                 if not self._takes_hooks("", loss):
                     continue
-                self._hang(loss, "_after_loss", paths.get(id(loss)) or type(loss).__name__, after_forward)
+                self._hang(loss, Role.AFTER_LOSS, paths.get(id(loss)) or type(loss).__name__, after_forward)
             elif loss not in self._patched:
-                self._patched[loss] = LossFunction(self, getattr(torch.nn.functional, loss))
+                self._patched[loss] = LossFunction(self.gate, self._loss_seen, getattr(torch.nn.functional, loss))
                 setattr(torch.nn.functional, loss, self._patched[loss])
 
     def _hang(
-        self, on: Any, method: str, name: str, put: Callable[[Any, Hook], Hanging], gradients: bool = False
+        self, on: Any, role: Role, name: str, put: Callable[[Any, Hook], Hanging], gradients: bool = False
     ) -> bool:
         """Put a hook on something, if it is not there: one taken off in the middle of a call gets other arguments."""
-        key = id(on), method, name
+        key = id(on), role, name
         there = self._former.pop(key, None)
         if there is None:
-            hook = Hook(self, method, name, gradients)
+            hook = self._hook(on, role, name, gradients)
             self._hung[key] = on, hook, put(on, hook)
         else:
             there[1].gradients = gradients
             self._hung[key] = there
         return there is None
 
+    def _hook(self, on: Any, role: Role, name: str = "", gradients: bool = False) -> Hook:
+        calls: dict[Role, tuple[Callable[..., None], Callable[[tuple[Any, ...]], bool] | None]] = {
+            Role.BEFORE_ROOT: (self._before_root, self._idle_before_root),
+            Role.AFTER_ROOT: (self._after_root, self._idle_after_root),
+            Role.BEFORE_FORWARD: (self._before_forward, None),
+            Role.AFTER_FORWARD: (self._after_forward, None),
+            Role.BEFORE_LAYER: (self._before_layer, self._idle_before_layer),
+            Role.AFTER_PARAMETRIZATION: (self._after_parametrization, None),
+            Role.AFTER_REPLACED: (self._after_replaced, None),
+            Role.AFTER_ACCUMULATION: (self._after_accumulation, None),
+            Role.AFTER_LOSS: (self._after_loss, self._idle_after_loss),
+            Role.BEFORE_OPTIMIZER: (self._before_optimizer, self._idle_before_optimizer),
+            Role.AFTER_OPTIMIZER: (self._after_optimizer, self._idle_after_optimizer),
+        }
+        call, quiet = calls[role]
+        return Hook(self.gate, Site(on, role, name, after_forward, call, quiet, gradients))
+
     # -- ranks ----------------------------------------------------------------------------------------------
 
     def _survey(self) -> None:
         """Find out what other ranks hold, and how the model began."""
-        listens = any(method in ("_before_forward", "_after_forward") for _, method, _ in self._hung)
+        listens = any(role in (Role.BEFORE_FORWARD, Role.AFTER_FORWARD) for _, role, _ in self._hung)
         self._began_in_eval_mode = (
             listens and self._root is not None and not self._root.training and not self._training_passes
         )
@@ -1138,7 +1134,7 @@ class Exporter:
         """End a step whose optimizers stepped in a backward that is over by now."""
         if self._over and not recomputing():
             self._over = False
-            self._guard("step", self._end_step)
+            self.gate.guard("step", self._end_step)
 
     def _begin_step(self) -> None:
         if self._over:
@@ -1196,10 +1192,9 @@ class Exporter:
             self._ended_at = next_of_thread()
         self._over = self._idle = False
         self.optimizers.step_ended()
-        if self._leaf_hooks:
-            self._forget_leaves()
-        if self._backwards or self._ungraded or self._recomputed or self._scales:
-            self._backwards, self._ungraded, self._recomputed, self._scales = {}, {}, {}, {}
+        self._gradients.forget()
+        if self._ungraded or self._recomputed:
+            self._ungraded, self._recomputed = {}, {}
         if self._parameters.holding:
             self._parameters.forget()
         if self._calls:
@@ -1209,7 +1204,7 @@ class Exporter:
             self.publisher.count_only(DEFAULT_TAG)
         self.clock.end()
         self._passes_before = self._training_passes
-        running = self.passes.now
+        running = self.gate.passes.now
         running.listening = False
         if running.inputs and not running.depth:  # of calls that failed, or were interrupted
             running.inputs = []
@@ -1219,17 +1214,17 @@ class Exporter:
     def _look_back(self) -> None:
         """Do what comes between two steps: probes, and after the first step a look at what was never called."""
         if self._compiled_before:
-            self._guard("compiled", self._tell_unseen_regions)
+            self.gate.guard("compiled", self._tell_unseen_regions)
         for probe in self._probes:
             if self.clock.step % probe.every == 0:
-                self._guard(f"probe {probe.name}", functools.partial(self._run_probe, probe))
+                self.gate.guard(f"probe {probe.name}", functools.partial(self._run_probe, probe))
 
     def _tell_unseen_regions(self) -> None:
         """After the first step: hooks that came after the compilation of what they hang on are never called."""
         self._compiled_before = False
         # the last layer of an attention is never called: its weight is handed to a function
         never = {name for name, one in self.demand.modules.items() if isinstance(one, NonDynamicallyQuantizableLinear)}
-        names = {hook.name for _, hook, _ in self._hung.values() if hook.method == "_after_forward"}
+        names = {hook.name for _, hook, _ in self._hung.values() if hook.role is Role.AFTER_FORWARD}
         hooked = [name for name in self.demand.modules if name in names - never]
         compiled = [] if self._root is None else compiled_parts(self._root)
         for region in unseen_regions(compiled, hooked, self.silent) if self._root is not None else ():
@@ -1249,11 +1244,11 @@ class Exporter:
             self._settle()
         if self._terms.undecided:
             self._terms.settle()
-        running = self.passes.now
+        running = self.gate.passes.now
         if self._user_tag is not None:
             running.tag = self._user_tag
         else:
-            running.tag = DEFAULT_TAG if self._is_training_pass(module) else EVAL_TAG
+            running.tag = DEFAULT_TAG if self.is_training_pass(module) else EVAL_TAG
         if is_grad_enabled() or checkpointing():
             self._tag_with_gradients = running.tag
         if running.tag == DEFAULT_TAG:
@@ -1284,7 +1279,7 @@ class Exporter:
         This and the others called ``_idle_…`` spare the training what the full way costs, most of all where the
         network's numbers have taken the place of everything else in the processor's cache.
         """
-        running, clock = self.passes.now, self.clock
+        running, clock = self.gate.passes.now, self.clock
         if clock.step >= self.demand.quiet_until or clock.open or running.depth:
             return False
         if self._epoch_over or not self._epoch_open or self._user_tag is not None or clock.starting is not None:
@@ -1306,7 +1301,7 @@ class Exporter:
     def _before_root(self, _: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if recomputing():
             return
-        running = self.passes.now
+        running = self.gate.passes.now
         running.depth += 1
         if running.depth == 1 and any(isinstance(one, FakeTensor) for one in (*args, *kwargs.values())):
             running.listening = False
@@ -1324,11 +1319,11 @@ class Exporter:
             self.ranks.note(outer)
         if self._over:
             self._settle()
-        if self.clock.open and not self.optimizers and not self._steps_itself and self._is_training_pass(module):
+        if self.clock.open and not self.optimizers and not self._steps_itself and self.is_training_pass(module):
             self._end_step()  # without an optimizer, a step lasts until the next one begins
         self._enter_pass(module)
         if self._offered is not None and self._user_tag is None and not traced():
-            self._guard("the inputs of a probe", functools.partial(self._offer, module, args, kwargs))
+            self.gate.guard("the inputs of a probe", functools.partial(self._offer, module, args, kwargs))
         if running.listening:
             self.publisher.publish_leaves("input_data", None, arguments_of(args, kwargs), running.tag)
 
@@ -1336,14 +1331,14 @@ class Exporter:
         if self._offered is not None and self._offered.settled:
             self._offered = None
         elif self._offered is not None:
-            self._offered.offer(module, self.passes.now.tag == EVAL_TAG, args, kwargs)
+            self._offered.offer(module, self.gate.passes.now.tag == EVAL_TAG, args, kwargs)
 
-    def _is_training_pass(self, module: nn.Module) -> bool:
+    def is_training_pass(self, module: nn.Module) -> bool:
         return module.training and self._user_tag is None and (is_grad_enabled() or checkpointing())
 
     def _idle_after_root(self, args: tuple[Any, ...]) -> bool:
         """Whether nobody records this pass; then its end is noted here, and `_after_root` has nothing to add."""
-        running = self.passes.now
+        running = self.gate.passes.now
         if running.depth != 1 or running.listening or recomputing():
             return False
         running.depth = 0
@@ -1353,7 +1348,7 @@ class Exporter:
         # without an output: this hook was taken off by the one before it, which found that nobody listens any more
         if recomputing():
             return
-        running = self.passes.now
+        running = self.gate.passes.now
         running.depth = max(0, running.depth - 1)
         if running.depth or output is None or not running.listening:
             return
@@ -1376,13 +1371,13 @@ class Exporter:
             last.end()
         if self.publisher.collecting is not None or not may_take_it(module, args, kwargs):
             return  # a probe's pass is not one of the training's
-        running = self.passes.now
+        running = self.gate.passes.now
         if running.depth == 0:
             self._enter_pass(self._top(path, module))
         hung = self._layers.get(id(module), [])
         inside = {hanging.hook.name for on, hanging in hung if on is not module and isinstance(hanging.hook, Hook)}
         tag = running.tag
-        streams = [(kind, one) for kind in _INNER for one in inside] if running.listening else []
+        streams = [(kind, one) for kind in _INNER_KINDS for one in inside] if running.listening else []
         if any(self.demand.named(kind, one, tag) for kind, one in streams):
             why = (
                 f"passes tagged {tag!r} do not take it, because a capture that names their tag takes what is inside; "
@@ -1406,11 +1401,11 @@ class Exporter:
             if first is not None:
                 self._enter_call(path, [], leaves(arguments_of(args, kwargs)), first, DEFAULT_TAG)
             return
-        if self.passes.now.depth == 0:
+        if self.gate.passes.now.depth == 0:
             self._enter_pass(self._top(path, module))
-        if not self.passes.now.listening:
+        if not self.gate.passes.now.listening:
             return
-        tag = self.passes.now.tag
+        tag = self.gate.passes.now.tag
         copies: list[tuple[str, Tensor]] = []
         inputs = leaves(arguments_of(args, kwargs))
         if self.demand.wanted("layer_inputs", path, tag) is not None:
@@ -1423,13 +1418,17 @@ class Exporter:
         self, path: str, copies: list[tuple[str, Tensor]], inputs: list[tuple[str, Tensor]], call: int, tag: str
     ) -> None:
         """Keep what is known of a call until its forward is over, and only then counted: others may end before it."""
-        hooks = self._watch_leaves("input_gradients", path, inputs, call, tag) if is_grad_enabled() else []
-        self.passes.now.inputs.append((path, copies, hooks))
+        hooks = (
+            self._gradients.watch("input_gradients", path, inputs, call, tag, self.forwards_seen)
+            if is_grad_enabled()
+            else []
+        )
+        self.gate.passes.now.inputs.append(OpenCall(path, copies, hooks))
 
     def _leave_call(self, path: str, call: int) -> list[tuple[str, Tensor]]:
         """Number the call that is over; the inputs that were copied. What a failed forward left behind is dropped."""
-        while self.passes.now.inputs:
-            owner, copies, hooks = self.passes.now.inputs.pop()
+        while self.gate.passes.now.inputs:
+            owner, copies, hooks = self.gate.passes.now.inputs.pop()
             if owner == path:
                 for hook in hooks:
                     hook.call = call
@@ -1445,13 +1444,15 @@ class Exporter:
                 self._recomputed[key] = self._recomputed.get(key, 0) + 1
                 self._recalled[path] = first
                 if is_grad_enabled():
-                    self._watch_leaves("layer_gradients", path, leaves(output), first, DEFAULT_TAG)
+                    self._gradients.watch(
+                        "layer_gradients", path, leaves(output), first, DEFAULT_TAG, self.forwards_seen
+                    )
                 else:  # of a checkpoint inside the checkpoint this is another first forward
                     self._ungraded[path].append((next_node(), first))
             else:
                 self._recalled.pop(path, None)
             return
-        running = self.passes.now
+        running = self.gate.passes.now
         if running.depth == 0:
             self._enter_pass(self._top(path, module))
         if not running.listening:
@@ -1474,7 +1475,7 @@ class Exporter:
             except Exception as error:  # noqa: BLE001 - the output's gradients are another stream
                 self.demand.give_up("activations", path, error)
         if is_grad_enabled():
-            self._watch_leaves("layer_gradients", path, observed, call, tag)
+            self._gradients.watch("layer_gradients", path, observed, call, tag, self.forwards_seen)
         elif tag == DEFAULT_TAG:  # a training pass, so this may be the first forward of a reentrant checkpoint
             self._ungraded.setdefault(path, []).append((next_node(), call))
 
@@ -1502,74 +1503,30 @@ class Exporter:
         calls = [call for number, call in first if number > node]
         return calls[seen] if seen < len(calls) else None
 
-    def _watch_leaves(
-        self, kind: str, path: str, found: list[tuple[str, Tensor]], call: int, tag: str
-    ) -> list[GradientHook]:
-        """Hang hooks on the tensors in an output or input whose gradients are wanted."""
-        hooks: list[GradientHook] = []
-        now = self.clock.now()
-        if self.demand.wanted(kind, path, tag, now) is not None:
-            scale = self._scales.get(_current_graph_task_id()) if self._scales else None
-            for leaf, tensor in found:
-                if tensor.requires_grad:
-                    hooks.append(GradientHook(self, kind, path, leaf, call, tag, now, scale))
-                    self._watch(tensor, hooks[-1])
-        return hooks
-
-    def _watch(self, tensor: Tensor, hook: GradientHook) -> None:
-        """Hang a hook on a tensor of this pass, and see to it that it does not outlive the step."""
-        if not tensor.is_leaf:
-            on_gradient_once(tensor, hook)
-            return
-        # a parameter that a module returns, an input of the user's: both outlive this step
-        key = id(tensor), hook.kind, hook.path, hook.leaf
-        there = self._leaf_hooks.get(key)
-        if there is None or not there.of(tensor):
-            there = self._leaf_hooks[key] = LeafHook(tensor)
-        there.wait(self.forwards_seen, hook)
-
-    def _ticket(self, path: str) -> tuple[int, int, int, int, int]:
+    def ticket(self, path: str) -> Ticket:
         """What a compiled graph keeps of the call of a module that was just seen, for its gradient: call, step, tag."""
-        tag = self.passes.now.tag
+        tag = self.gate.passes.now.tag
         if recomputing():
             first = self._recalled.get(path)
             if first is None:  # the graph's own checkpoint, which computes the calls again in their order
                 first = self._calls.get((path, "recomputed"), 0)
                 self._calls[path, "recomputed"] = first + 1
             return (first, *self.clock.now(), tag_number(DEFAULT_TAG))
-        call = self._calls.get((path, tag), 0) if self.passes.now.listening else 0
+        call = self._calls.get((path, tag), 0) if self.gate.passes.now.listening else 0
         return (call - 1, *self.clock.now(), tag_number(tag))
 
-    def _forget_leaves(self) -> None:
-        for hook in self._leaf_hooks.values():
-            hook.handle.remove()
-        self._leaf_hooks = {}
+    def gradient_seen(self, path: str, leaf: str, gradient: Tensor, ticket: Ticket) -> None:
+        """Publish the gradient of what a compiled module gave."""
+        call, step, train_step, epoch, tag = ticket
+        stream = StreamKey("layer_gradients", path, tag_of(tag), leaf)
+        self._gradients.seen(stream, call, At(step, train_step, epoch), gradient)
 
-    def _gradient(self, hook: GradientHook, gradient: Tensor) -> None:
-        capture = self.demand.wanted(hook.kind, hook.path, hook.tag, hook.at)
-        if capture is None:
-            return
-        if hook.at[0] != self.clock.now()[0]:
-            why = "a backward went through the forward of an earlier step, whose messages are complete"
-            self._problems.note(f"{hook.kind} of {hook.path!r}", why)
-            return
-        if hook.scale is not None:
-            self._scales.setdefault(_current_graph_task_id(), hook.scale)
-        scale = self._scales.get(_current_graph_task_id()) if self._scales else None
-        # a second backward through the same forward is told apart, so that the first's keep their calls
-        key = hook.kind, hook.path, hook.tag, hook.leaf, hook.call
-        before = self._backwards[key] = self._backwards.get(key, -1) + 1
-        leaf = f"{hook.leaf}.backward.{before}".lstrip(".") if before else hook.leaf
-        module = self.demand.modules.get(hook.path)
-        stream = StreamKey(hook.kind, hook.path, hook.tag, leaf)
-        self.publisher.deliver(capture, stream, gradient, hook.call, hook.at, module, owned=False, scale=scale)
-
-    def _loss_scaled(self, scaled: Tensor, loss: Tensor, scale: Tensor) -> None:
+    def loss_scaled(self, scaled: Tensor, loss: Tensor, scale: Tensor) -> None:
         """A GradScaler has multiplied a loss: see to it that the gradients of its backward are told without that."""
         self._last_scaled = weakref.ref(scaled), loss.detach()
-        listens = any(method in ("_after_forward", "_after_accumulation") for _, method, _ in self._hung)
+        listens = any(role in (Role.AFTER_FORWARD, Role.AFTER_ACCUMULATION) for _, role, _ in self._hung)
         if self.clock.open and not self._idle and listens:
-            on_gradient_once(scaled, ScaleHook(self, scale))
+            self._gradients.watch_scale(scaled, scale)
 
     # -- loss -----------------------------------------------------------------------------------------------
 
@@ -1642,7 +1599,7 @@ class Exporter:
         inputs = checkpointed_inputs()
         if inputs is None:
             return False
-        running = self.passes.now
+        running = self.gate.passes.now
         return running.tag == DEFAULT_TAG if running.depth else any(one.requires_grad for _, one in leaves(inputs))
 
     def watch_backward(self) -> None:
@@ -1655,10 +1612,14 @@ class Exporter:
         self._told_by_hand = weakref.ref(tensor)
         self._differentiated(tensor)
 
+    def has_optimizer(self, optimizer: object) -> bool:
+        """Whether an optimizer is one of those that were given."""
+        return any(known is optimizer for known in self.optimizers.all)
+
     @property
     def is_at_work(self) -> bool:
         """Whether this thread runs code of the exporter, or code that the exporter calls, such as a receiver's."""
-        return bool(self._lock._is_owned())  # type: ignore[attr-defined]  # which threading itself uses
+        return self.gate.held
 
     def differentiates(self, *tensors: Tensor) -> None:
         """Publish the scalar of which a ``backward`` begins as the loss, without what a GradScaler multiplied it with.
@@ -1671,7 +1632,7 @@ class Exporter:
             self._differentiated(*tensors)
 
     def _differentiated(self, *tensors: Tensor) -> None:
-        if recomputing() or not (self._problems.enabled and self._attached):
+        if recomputing() or not (self.gate.open):
             return
         if self._user_tag is None and self._idle and self.clock.open:
             return
@@ -1708,7 +1669,7 @@ class Exporter:
         """
         if recomputing() or self._idle or not self.clock.open or tensor.numel() != 1:
             return
-        if self._problems.enabled and self._attached and self._user_tag is None:
+        if self.gate.open and self._user_tag is None:
             own = self._ids_of_parameters()
             if any(id(one) in own for one in inputs):
                 self._objectives.by_hand(tensor, derivable=derivable)
@@ -1786,7 +1747,7 @@ class Exporter:
             if not _leaves_gradients(optimizer) and not _is_heard_last(optimizer):
                 hooks = self._lasting[id(optimizer)]
                 hooks[0].remove()
-                hooks[0] = before_step(optimizer, Hook(self, "_before_optimizer", ""))
+                hooks[0] = before_step(optimizer, self._hook(optimizer, Role.BEFORE_OPTIMIZER))
                 self._list_hooks()
 
     def _idle_after_optimizer(self, args: tuple[Any, ...]) -> bool:
@@ -1800,7 +1761,7 @@ class Exporter:
         if getattr(optimizer, "found_inf", None) is not None or recomputing():
             return False
         self.optimizer_calls += 1
-        with self._lock:
+        with self.gate.lock:
             self._advance()
             if self._compiled_before or self._probes:
                 self._look_back()
@@ -1812,7 +1773,7 @@ class Exporter:
         self.optimizer_calls += 1
         self._objectives.stepped(optimizer)  # also what its closure differentiated
         if skipped_inside(optimizer):
-            self._skipped_step(optimizer)
+            self.step_skipped(optimizer)
             return
         if self._comes_after_last(optimizer):
             self._learn_order(optimizer)
@@ -1849,7 +1810,7 @@ class Exporter:
         )
         self._problems.note(f"the end of step {step}", why)
 
-    def _skipped_step(self, optimizer: Optimizer) -> None:
+    def step_skipped(self, optimizer: Optimizer) -> None:
         """A GradScaler skipped the optimizer's step: the clock stands still, and what follows is of the same step."""
         self._skipped += 1
         self._objectives.stepped(optimizer)
@@ -1868,7 +1829,7 @@ class Exporter:
     def _after_accumulation(self, path: str, tensor: Tensor) -> None:
         """Without an optimizer, nothing says when a gradient is final: keep the last running sum."""
         if self.clock.open and not self._idle and tensor.grad is not None:
-            scale = self._scales.get(_current_graph_task_id()) if self._scales else None
+            scale = self._gradients.scale
             self._parameters.accumulated(path, tensor.grad, scale)
 
     def _after_parametrization(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -1880,7 +1841,7 @@ class Exporter:
         """Keep what a hook of the program's has put in the place of a weight, as the forward has used it."""
         there = self._table.in_place(path)
         if there is not None:
-            if self.passes.now.depth == 0 and not recomputing():
+            if self.gate.passes.now.depth == 0 and not recomputing():
                 self._enter_pass(self._top(path.rpartition(".")[0], module))
             self._computed(path, there)
 
@@ -1889,19 +1850,19 @@ class Exporter:
         if self._idle or not self.clock.open:
             return
         if not recomputing():
-            running = self.passes.now
+            running = self.gate.passes.now
             if not (running.listening and running.tag == DEFAULT_TAG):
                 return
             self._parameters.computed(path, value)
         if is_grad_enabled() and value.requires_grad and not value.is_leaf:
             last = self._watched.get(path)
             if (last is None or last[0]() is not value) and self._parameters.wants_gradient(path):
-                self._watched[path] = weakref.ref(value), on_gradient(value, ComputedHook(self, path))
+                self._watched[path] = weakref.ref(value), on_gradient(value, _ComputedHook(self, path))
 
-    def _gradient_of_computed(self, path: str, gradient: Tensor) -> None:
+    def gradient_of_computed(self, path: str, gradient: Tensor) -> None:
         if self.clock.open and not self._idle:
             task = _current_graph_task_id()
-            scale = self._scales.get(task) if self._scales else None
+            scale = self._gradients.scale
             self._parameters.add_gradient(path, gradient, scale, task)
 
     # -- probes ---------------------------------------------------------------------------------------------
@@ -1911,14 +1872,14 @@ class Exporter:
         probe.last = self.clock.step
         if root is None or not probe.ready(root):  # that was checked of others than the first inputs
             return
-        if not (self._problems.enabled and self._attached):
+        if not (self.gate.open):
             return
         if not self.demand.hears(probe.name):
             return
         if self._sharded():
             self._problems.note(f"probe {probe.name!r}", NO_PROBES)
             return
-        running = self.passes.now
+        running = self.gate.passes.now
         collected: dict[tuple[str, str | None, int, str], list[Tensor]] = {}
         sizes: list[int] = []
         before = (running.tag, self._user_tag, running.listening, running.depth, running.inputs)
@@ -1960,14 +1921,6 @@ class Exporter:
 
     # -- trouble --------------------------------------------------------------------------------------------
 
-    def _guard(self, what: str, work: Callable[[], None]) -> None:
-        """Do work that must not end the training."""
-        try:
-            with self._lock, without_modes():
-                work()
-        except Exception as error:  # noqa: BLE001 - under strict it is raised again
-            self._problems.failed(what, error)
-
     def _path_of(self, module: nn.Module) -> str:
         for path, one in [*self.demand.modules.items(), *self._candidates()]:
             if one is module:
@@ -1975,28 +1928,27 @@ class Exporter:
         raise CaptureError(f"this {type(module).__name__} was not added to the exporter; call add_modules first")
 
 
-class _Pass:
-    """The forward that runs in a thread, or else the last one there."""
+class _ComputedHook:
+    """Sees the gradient of a weight that was computed for a forward."""
 
-    __slots__ = ("depth", "in_loss", "inputs", "listening", "tag")
+    __slots__ = ("__weakref__", "_exporter", "path")
 
-    def __init__(self) -> None:
-        self.depth = 0  # how many forwards of the root are running
-        self.in_loss = False
-        self.tag = DEFAULT_TAG
-        self.listening = False  # whether hooks have anything to do in it
-        self.inputs: list[tuple[str, list[tuple[str, Tensor]], list[GradientHook]]] = []  # of the calls that run
+    __torch_unserializable__ = True
 
+    def __init__(self, exporter: Exporter, path: str) -> None:
+        self._exporter = weakref.ref(exporter)
+        self.path = path
 
-class _Passes(threading.local):
-    """For each thread, the pass that is now."""
-
-    def __init__(self) -> None:
-        self.now = _Pass()  # one object, because each look at an attribute of this one takes longer
+    def __call__(self, gradient: Tensor | None) -> None:
+        exporter = self._exporter()
+        if gradient is None or exporter is None or not exporter.gate.open:
+            return
+        work = functools.partial(exporter.gradient_of_computed, self.path, gradient)
+        exporter.gate.guard(f"the gradient of {self.path!r}", work)
 
 
 _NUMBERS = itertools.count()
-_INNER = ("activations", "layer_inputs", "layer_gradients", "input_gradients")
+_INNER_KINDS = ("activations", "layer_inputs", "layer_gradients", "input_gradients")
 _FEW_NAMES = 8
 """How many modules a problem names."""
 _LATE = 10
@@ -2037,4 +1989,4 @@ def _leaves_gradients(optimizer: Optimizer) -> bool:
 def _is_heard_last(optimizer: Optimizer) -> bool:
     """Whether the last of the hooks before its step is an exporter's."""
     last = next(reversed(optimizer._optimizer_step_pre_hooks.values()), None)
-    return isinstance(last, Hook) and last.method == "_before_optimizer"
+    return isinstance(last, Hook) and last.role is Role.BEFORE_OPTIMIZER

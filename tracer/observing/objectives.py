@@ -22,7 +22,7 @@ from tracer.observing.clock import At, Clock
 from tracer.observing.demand import Demand
 from tracer.observing.problems import Problems
 from tracer.observing.publisher import Publisher
-from tracer.observing.pytorch.loss_functions import Node, is_made_of, multiple_of, node_of
+from tracer.observing.pytorch.loss_graph import Node, is_made_of, multiple_of, node_of
 from tracer.observing.pytorch.tensors import unobservable
 from tracer.observing.streams import StreamKey
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tracer import walking
 from tracer.observing.pytorch.hanging import Hanging
-from tracer.observing.pytorch.hooks import Hook
+from tracer.observing.pytorch.hooks import Hook, Role
 
 Layer = nn.TransformerEncoderLayer
 Hung = tuple[Any, Hanging]
@@ -79,7 +79,7 @@ class Aside:
         if self.over or threading.get_ident() != self._thread:
             return
         self.end()  # something inside is called, so torch does not take the fast path
-        self._call(module, "_before_forward", args, {})
+        self._call(module, Role.BEFORE_FORWARD, args, {})
 
     def _after_any(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.over or module is not self._layer or threading.get_ident() != self._thread:
@@ -88,13 +88,13 @@ class Aside:
             self._put_back()
             return
         self.end()
-        for method in ("_after_forward", "_after_root"):
-            self._call(module, method, args, {}, output)
+        for role in (Role.AFTER_FORWARD, Role.AFTER_ROOT):
+            self._call(module, role, args, {}, output)
 
-    def _call(self, module: nn.Module, method: str, *arguments: Any) -> None:
+    def _call(self, module: nn.Module, role: Role, *arguments: Any) -> None:
         """Call our hooks on a module, which torch does not find any more in this call."""
         for on, hanging in self._hung:
-            if on is module and isinstance(hanging.hook, Hook) and hanging.hook.method == method:
+            if on is module and isinstance(hanging.hook, Hook) and hanging.hook.role is role:
                 hanging.hook(module, *arguments)
 
     def _put_back(self) -> None:

@@ -525,7 +525,7 @@ class _Session:
                 raise
 
         if os.getpid() == self.pid:
-            self.exporter._guard(what, noting)
+            self.exporter.gate.guard(what, noting)
 
     def stepped_by_hand(self) -> None:
         """End a step where no optimizer can: after its backward."""
