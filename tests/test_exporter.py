@@ -663,7 +663,7 @@ def test_a_step_ends_while_no_other_thread_changes_what_it_lets_go_of(monkeypatc
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     exporter, _ = watch(model, optimizer, every=3)
     alone: list[bool] = []
-    advance = exporter._advance
+    advance = exporter._parts.steps._advance
 
     def look() -> None:
         free = exporter.gate.lock.acquire(blocking=False)
@@ -677,7 +677,7 @@ def test_a_step_ends_while_no_other_thread_changes_what_it_lets_go_of(monkeypatc
         other.join()
         advance()
 
-    monkeypatch.setattr(exporter, "_advance", looked_at)
+    monkeypatch.setattr(exporter._parts.steps, "_advance", looked_at)
     for _ in range(7):
         model(torch.ones(5, 3)).sum().backward()
         optimizer.step()

@@ -29,6 +29,8 @@ class Clock:
         Whether a step has begun and not ended.
     began : At
         The counters of the open step.
+    idle : bool
+        Whether the open step is one of which nobody wants anything.
     last : At or None
         Those of the step that ended last.
     starting : callable or None
@@ -43,11 +45,11 @@ class Clock:
     (At(global_step=1, train_step=1, epoch=0), At(global_step=0, train_step=0, epoch=0))
     """
 
-    __slots__ = ("began", "epoch", "first_step", "last", "open", "starting", "step", "train_step")
+    __slots__ = ("began", "epoch", "first_step", "idle", "last", "open", "starting", "step", "train_step")
 
     def __init__(self) -> None:
         self.first_step = self.step = self.train_step = self.epoch = 0
-        self.open = False
+        self.open = self.idle = False
         self.began = At(0, 0, 0)
         self.last: At | None = None
         self.starting: Callable[[], None] | None = None

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from torch import nn
 
+from tracer.errors import CaptureError
 from tracer.messaging.bus import MessageBus, Receiver
 from tracer.messaging.messages import DEFAULT_TAG, KINDS
+from tracer.messaging.subscriber import unmet
 from tracer.messaging.subscription import matches_tag
 from tracer.observing.capture import Capture
 from tracer.observing.clock import At, Clock
@@ -22,6 +26,7 @@ EVERYTHING = Capture(kinds=KINDS)
 OfParameters: TypeAlias = "dict[str, tuple[Stream | None, Stream | None, Stream | None]]"
 
 
+@dataclass(eq=False, repr=False)
 class Demand:
     """Knows who wants what of a training.
 
@@ -31,10 +36,8 @@ class Demand:
         Whose receivers are asked.
     captures : tuple of Capture
         What may be observed; the first one that takes a stream decides on it.
-    clock : Clock
     table : ParameterTable
         The parameters that there are.
-    problems : Problems
 
     Attributes
     ----------
@@ -46,29 +49,32 @@ class Demand:
         A step before which nobody wants anything of the training passes, as far as `nothing_due` found out.
     """
 
-    def __init__(
-        self, bus: MessageBus, captures: tuple[Capture, ...], clock: Clock, table: ParameterTable, problems: Problems
-    ) -> None:
-        self.captures = captures
+    bus: MessageBus
+    captures: tuple[Capture, ...]
+    clock: Clock
+    table: ParameterTable
+    problems: Problems
+
+    def __post_init__(self) -> None:
         self.modules: dict[str, nn.Module] = {}
         self.asking: tuple[Receiver, ...] = ()
         self.quiet_until = 0
-        self._bus = bus
-        self._clock = clock
-        self._table = table
-        self._problems = problems
         self._asked_at = -1  # the last step for which `nothing_due` asked
         self._streams: dict[tuple[str, str | None, str], Stream] = {}
         self._of_parameters: OfParameters | None = None
         self._heard_tags: dict[str, bool] = {}
         self._given_up: set[tuple[str, str | None]] = set()
 
+    def take(self, candidates: Iterable[tuple[str, nn.Module]]) -> None:
+        """Observe those of some modules that a capture takes."""
+        self.modules = {path: one for path, one in candidates if any(c.takes_module(path, one) for c in self.captures)}
+
     # -- which streams --------------------------------------------------------------------------------------
 
     def ask_anew(self) -> None:
         """Forget who wanted what: receivers, modules or what other ranks record have changed."""
         self._streams, self._heard_tags, self._of_parameters = {}, {}, None
-        receivers = self._bus.receivers
+        receivers = self.bus.receivers
         self.asking = tuple(one for one in receivers if not getattr(one, "passive", False)) or receivers
 
     def capture_of(self, kind: str, path: str | None, tag: str | None) -> Capture | None:
@@ -78,7 +84,7 @@ class Demand:
                 if path is None:
                     return capture
                 if kind in PARAMETER_KINDS:
-                    if self._table.taken(capture, kind, path):
+                    if self.table.taken(capture, kind, path):
                         return capture
                 elif path in self.modules and capture.takes_module(path, self.modules[path]):
                     return capture
@@ -86,7 +92,7 @@ class Demand:
 
     def paths_of(self, kind: str) -> list[str]:
         """The modules or parameters of which messages of a kind can be observed."""
-        paths = self._table.streams(kind) if kind in PARAMETER_KINDS else self.modules
+        paths = self.table.streams(kind) if kind in PARAMETER_KINDS else self.modules
         return [path for path in paths if self.capture_of(kind, path, None) is not None]
 
     def asked(self, kind: str, path: str | None) -> bool:
@@ -121,7 +127,7 @@ class Demand:
         """
         if self._of_parameters is None:
             asked: OfParameters = {}
-            for parameter in self._table.all:
+            for parameter in self.table.all:
                 found = [self.stream(kind, parameter.stream, DEFAULT_TAG) for kind in parameter.kinds]
                 value, gradient, update = (one if one.asked else None for one in found)
                 asked[parameter.path] = value, gradient, update
@@ -130,11 +136,43 @@ class Demand:
 
     def give_up(self, kind: str, path: str | None, error: Exception) -> None:
         """Disable a stream that failed, and go on with the others; under `strict`, raise what it failed with."""
-        self._problems.raise_if_strict(error)
+        self.problems.raise_if_strict(error)
         self._given_up.add((kind, path))
         self._streams = {key: stream for key, stream in self._streams.items() if key[:2] != (kind, path)}
         self._of_parameters = None
-        self._problems.note(stream_name(kind, path), f"{type(error).__name__}: {error}")
+        self.problems.note(stream_name(kind, path), f"{type(error).__name__}: {error}")
+
+    def check(
+        self, receivers: Iterable[Receiver], logged: Iterable[str], candidates: Sequence[tuple[str, nn.Module]]
+    ) -> None:
+        """Make sure that all receivers can get what they need, of the modules that may be observed or the logged kinds.
+
+        Raises
+        ------
+        CaptureError
+            With a sentence that names what is missing and what can be had; or if a capture matches no module at all.
+        """
+        offered: list[tuple[str, str | None, str | None]] = [
+            (kind, None, None) for kind, entry in KINDS.items() if entry.network and self.capture_of(kind, None, None)
+        ]
+        for kind, entry in KINDS.items():
+            if not entry.network:
+                offered += [(kind, path, None) for path in self.paths_of(kind)]
+        offered += [(kind, None, None) for kind in logged]
+        for capture in self.captures:
+            if any(not KINDS[kind].network for kind in capture.kinds or ()) and not (
+                any(capture.takes_module(path, one) for path, one in candidates)
+                or any(capture.takes_parameter(parameter.path) for parameter in self.table.all)
+            ):
+                asked = {
+                    key: value for key, value in capture.describe().items() if key in ("modules", "types", "depth")
+                }
+                names = ", ".join(repr(name) for name, _ in candidates) or "none"
+                told = ", ".join(f"{key}={value}" for key, value in asked.items() if value is not None)
+                raise CaptureError(f"the capture ({told or 'all modules'}) matches no module; there are {names}")
+        missing = unmet(tuple(receivers), offered, "the capture")
+        if missing:
+            raise CaptureError("; ".join(missing))
 
     # -- and when -------------------------------------------------------------------------------------------
 
@@ -143,7 +181,7 @@ class Demand:
         stream = self._streams.get((kind, path, tag)) or self.stream(kind, path, tag)
         if not stream.asked:
             return None
-        step, _, epoch = at if at is not None else self._clock.now()
+        step, _, epoch = at if at is not None else self.clock.now()
         return stream.wanted(epoch if stream.by_epoch else step)
 
     def hears(self, tag: str) -> bool:
@@ -163,7 +201,7 @@ class Demand:
 
     def nothing_due(self) -> bool:
         """Whether nobody wants anything of the training passes of this global step."""
-        step = self._clock.step
+        step = self.clock.step
         if self.quiet_until <= step != self._asked_at:  # asked several times in each step
             due = [one.next_step(step) for one in self.captures]
             first = min((one for one in due if one is not None), default=sys.maxsize)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch._C import _current_graph_task_id
@@ -16,22 +17,16 @@ from tracer.observing.pytorch.hooks import Gate
 from tracer.observing.streams import StreamKey
 
 
+@dataclass(eq=False, repr=False)
 class Gradients:
-    """Watches tensors of a forward, and publishes their gradients.
+    """Watches tensors of a forward, and publishes their gradients."""
 
-    Parameters
-    ----------
-    gate : Gate
-    clock : Clock
-    demand : Demand
-    publisher : Publisher
-    """
+    gate: Gate
+    clock: Clock
+    demand: Demand
+    publisher: Publisher
 
-    def __init__(self, gate: Gate, clock: Clock, demand: Demand, publisher: Publisher) -> None:
-        self._gate = gate
-        self._clock = clock
-        self._demand = demand
-        self._publisher = publisher
+    def __post_init__(self) -> None:
         self._backwards: dict[tuple[StreamKey, int], int] = {}  # how often there was a gradient of a call
         # by tensor, kind, module and place in its output or input
         self._leaf_hooks: dict[tuple[int, str, str, str], _LeafHook] = {}
@@ -57,12 +52,12 @@ class Gradients:
             The number of the forward of the model.
         """
         hooks: list[GradientHook] = []
-        now = self._clock.now()
-        if self._demand.wanted(kind, path, tag, now) is not None:
+        now = self.clock.now()
+        if self.demand.wanted(kind, path, tag, now) is not None:
             scale = self.scale
             for leaf, tensor in found:
                 if tensor.requires_grad:
-                    hooks.append(GradientHook(self, self._gate, StreamKey(kind, path, tag, leaf), call, now, scale))
+                    hooks.append(GradientHook(self, self.gate, StreamKey(kind, path, tag, leaf), call, now, scale))
                     self._hang(tensor, hooks[-1], forward)
         return hooks
 
@@ -81,17 +76,17 @@ class Gradients:
 
     def seen(self, stream: StreamKey, call: int, at: At, gradient: Tensor) -> None:
         """Publish a gradient that comes from elsewhere than a hook on a tensor: from a compiled graph."""
-        GradientHook(self, self._gate, stream, call, at, None)(gradient)
+        GradientHook(self, self.gate, stream, call, at, None)(gradient)
 
     def came(self, hook: GradientHook, gradient: Tensor) -> None:
         """Publish what has come back to a tensor."""
         kind, path, tag, leaf = hook.stream
-        capture = self._demand.wanted(kind, path, tag, hook.at)
+        capture = self.demand.wanted(kind, path, tag, hook.at)
         if capture is None:
             return
-        if hook.at.global_step != self._clock.now().global_step:
+        if hook.at.global_step != self.clock.now().global_step:
             why = "a backward went through the forward of an earlier step, whose messages are complete"
-            self._gate.problems.note(f"{kind} of {path!r}", why)
+            self.gate.problems.note(f"{kind} of {path!r}", why)
             return
         if hook.scale is not None:
             self._scales.setdefault(_current_graph_task_id(), hook.scale)
@@ -102,12 +97,12 @@ class Gradients:
             stream = StreamKey(kind, path, tag, f"{leaf}.backward.{before}".lstrip("."))
         else:
             stream = hook.stream
-        module = self._demand.modules.get(str(path))
-        self._publisher.deliver(capture, stream, gradient, hook.call, hook.at, module, owned=False, scale=self.scale)
+        module = self.demand.modules.get(str(path))
+        self.publisher.deliver(capture, stream, gradient, hook.call, hook.at, module, owned=False, scale=self.scale)
 
     def failed(self, stream: StreamKey, error: Exception) -> None:
         """Publish no more gradients of a stream."""
-        self._demand.give_up(stream.kind, stream.module, error)
+        self.demand.give_up(stream.kind, stream.module, error)
 
     @property
     def scale(self) -> Tensor | None:
@@ -120,7 +115,7 @@ class Gradients:
 
     def scaled_by(self, scale: Tensor) -> None:
         """Note by what the loss was multiplied of which this thread runs the backward."""
-        with self._gate.lock:
+        with self.gate.lock:
             self._scales[_current_graph_task_id()] = scale
 
     def forget(self) -> None:

@@ -6,12 +6,14 @@ formed once the weights have moved; all are published when the step ends, parame
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from tracer.format.placement import local
 from tracer.messaging.messages import DEFAULT_TAG, difference
@@ -24,6 +26,7 @@ from tracer.observing.pytorch.tensors import copied, same_storage, space_for, un
 from tracer.observing.streams import StreamKey
 
 
+@dataclass(eq=False, repr=False)
 class Parameters:
     """Keeps what a step saw of the parameters, and publishes it when the step ends.
 
@@ -31,26 +34,17 @@ class Parameters:
     ----------
     table : ParameterTable
         The parameters that there are.
-    demand : Demand
-    publisher : Publisher
-    clock : Clock
     replicas : dict
         By path, the placement of a parameter that other ranks hold, too.
     """
 
-    def __init__(
-        self,
-        table: ParameterTable,
-        demand: Demand,
-        publisher: Publisher,
-        clock: Clock,
-        replicas: Mapping[str, dict[str, Any]],
-    ) -> None:
-        self._table = table
-        self._demand = demand
-        self._publisher = publisher
-        self._clock = clock
-        self._replicas = replicas
+    table: ParameterTable
+    demand: Demand
+    publisher: Publisher
+    clock: Clock
+    replicas: Mapping[str, dict[str, Any]]
+
+    def __post_init__(self) -> None:
         self._before: dict[str, tuple[Tensor | None, Tensor | None]] = {}
         self._gradients: dict[str, Tensor] = {}
         # of what is computed: the gradients since an optimizer stepped, the last backward that brought one, whether the
@@ -63,6 +57,19 @@ class Parameters:
         self._final: set[str] = set()
         self._after: dict[str, Tensor] = {}
         self._places: dict[tuple[str, str], dict[str, Any] | None] = {}  # by path and what it is of the parameter
+
+    @property
+    def all(self) -> list[Parameter]:
+        """The parameters that there are."""
+        return self.table.all
+
+    def of(self, optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> list[Parameter]:
+        """The parameters that one of the optimizers moves; to the last one also those that no optimizer moves."""
+        return self.table.of(optimizer, optimizers)
+
+    def in_place(self, path: str) -> Tensor | None:
+        """What a hook has put in a parameter's place, if it was computed."""
+        return self.table.in_place(path)
 
     def forget(self) -> None:
         """Let go of what was kept of a step."""
@@ -82,7 +89,7 @@ class Parameters:
         What was computed for a forward is kept already. With `settle`, an optimizer steps now, so what forwards compute
         from now on comes too late.
         """
-        asked, step = self._demand.of_parameters(), self._clock.now().global_step
+        asked, step = self.demand.of_parameters(), self.clock.now().global_step
         for parameter in parameters:
             value_stream, _, update_stream = asked[parameter.path]
             if settle and parameter.computed:
@@ -102,23 +109,23 @@ class Parameters:
                 continue
             kind, _, update_kind = parameter.kinds
             try:
-                if not self._publisher.can_record(kind, parameter.stream, tensor):
+                if not self.publisher.can_record(kind, parameter.stream, tensor):
                     continue
                 value = self._copy(value_capture, kind, tensor)
                 base = value if update_capture is value_capture else self._copy(update_capture, update_kind, tensor)
             except Exception as error:  # noqa: BLE001 - under strict it is raised again
-                self._demand.give_up(kind, parameter.stream, error)
-                self._demand.give_up(update_kind, parameter.stream, error)
+                self.demand.give_up(kind, parameter.stream, error)
+                self.demand.give_up(update_kind, parameter.stream, error)
                 continue
-            place = self._publisher.place(tensor)
+            place = self.publisher.place(tensor)
             self._places[parameter.path, ""] = self._places[parameter.path, "updates"] = place
             self._before[parameter.path] = (value, base)
 
     def wants_gradient(self, path: str) -> bool:
         """Whether somebody wants the gradient of what is computed in this step."""
-        parameter = self._table.find_by_path(path)
+        parameter = self.table.find_by_path(path)
         return parameter is not None and (
-            self._demand.wanted(parameter.kind("gradients"), parameter.stream, DEFAULT_TAG) is not None
+            self.demand.wanted(parameter.kind("gradients"), parameter.stream, DEFAULT_TAG) is not None
         )
 
     def computed(self, path: str, value: Tensor) -> None:
@@ -127,20 +134,20 @@ class Parameters:
             return
         if path in self._late:
             self._settled.add(path)
-        parameter = self._table.find_by_path(path)
+        parameter = self.table.find_by_path(path)
         if parameter is None:
             return
-        capture = self._demand.wanted(parameter.kind(""), parameter.stream, DEFAULT_TAG)
-        if capture is not None and self._publisher.can_record(parameter.kind(""), parameter.stream, value):
-            self._places[path, ""] = self._publisher.place(value)
+        capture = self.demand.wanted(parameter.kind(""), parameter.stream, DEFAULT_TAG)
+        if capture is not None and self.publisher.can_record(parameter.kind(""), parameter.stream, value):
+            self._places[path, ""] = self.publisher.place(value)
             self._before[path] = (self._copy(capture, parameter.kind(""), value), None)
 
     def accumulated(self, path: str, gradient: Tensor, scale: Tensor | None) -> None:
         """Keep a running sum of gradients, divided by the factor that a GradScaler put into the loss."""
-        parameter = self._table.find_by_path(path)
+        parameter = self.table.find_by_path(path)
         if parameter is None:
             return
-        capture = self._demand.wanted(parameter.kind("gradients"), parameter.stream, DEFAULT_TAG)
+        capture = self.demand.wanted(parameter.kind("gradients"), parameter.stream, DEFAULT_TAG)
         if capture is not None:
             self._keep_gradient(parameter, capture, gradient, scale)
 
@@ -157,10 +164,10 @@ class Parameters:
             Tells a backward from others. Where the originals have no gradients when it begins, they were dropped, and
             so are those from before.
         """
-        parameter = self._table.find_by_path(path)
+        parameter = self.table.find_by_path(path)
         if parameter is None:
             return
-        capture = self._demand.wanted(parameter.kind("gradients"), parameter.stream, DEFAULT_TAG)
+        capture = self.demand.wanted(parameter.kind("gradients"), parameter.stream, DEFAULT_TAG)
         if capture is None:
             return
         before = self._pending.pop(path, None)
@@ -175,7 +182,7 @@ class Parameters:
 
     def keep_gradients(self, parameters: Iterable[Parameter]) -> None:
         """Copy the wanted gradients before a step that may overwrite them."""
-        asked, step = self._demand.of_parameters(), self._clock.now().global_step
+        asked, step = self.demand.of_parameters(), self.clock.now().global_step
         for parameter in parameters:
             stream = asked[parameter.path][1]
             gradient = None if stream is None or parameter.tensor is None else parameter.tensor.grad
@@ -185,11 +192,11 @@ class Parameters:
                     self._keep_gradient(parameter, capture, gradient)
                     self._final.add(parameter.path)
                 except Exception as error:  # noqa: BLE001 - one parameter's; the others, and the clock, go on
-                    self._demand.give_up(parameter.kinds[1], parameter.stream, error)
+                    self.demand.give_up(parameter.kinds[1], parameter.stream, error)
 
     def compare(self, parameters: Iterable[Parameter], final: bool) -> None:
         """Form the wanted updates, now that the weights have moved; and copy gradients, if they are `final`."""
-        asked, step = self._demand.of_parameters(), self._clock.now().global_step
+        asked, step = self.demand.of_parameters(), self.clock.now().global_step
         for parameter in parameters:
             _, gradients, updates = asked[parameter.path]
             tensor = parameter.tensor
@@ -205,21 +212,21 @@ class Parameters:
                 try:
                     self._keep_update(parameter, capture, tensor)
                 except Exception as error:  # noqa: BLE001 - one parameter's; the others, and the clock, go on
-                    self._demand.give_up(parameter.kinds[2], parameter.stream, error)
+                    self.demand.give_up(parameter.kinds[2], parameter.stream, error)
             capture = None if gradients is None else gradients.wanted(step)
             if capture is not None and final and tensor.grad is not None and parameter.path not in self._final:
                 try:
                     self._keep_gradient(parameter, capture, tensor.grad)
                 except Exception as error:  # noqa: BLE001 - under strict it is raised again
-                    self._demand.give_up(parameter.kinds[1], parameter.stream, error)
+                    self.demand.give_up(parameter.kinds[1], parameter.stream, error)
         self._final.clear()
 
     def publish(self, at: At) -> None:
         """Publish what was kept and is still wanted: of each parameter its value, its gradient, its update."""
-        step = self._clock.now().global_step
-        for parameter in self._table.all:
+        step = self.clock.now().global_step
+        for parameter in self.table.all:
             path = parameter.path
-            asked = self._demand.of_parameters()  # a receiver may have failed at the message before
+            asked = self.demand.of_parameters()  # a receiver may have failed at the message before
             kept = self._before.get(path)
             stages = (None if kept is None else kept[0], self._gradients.get(path), self._after.get(path))
             for suffix, kind, data, stream in zip(SUFFIXES, parameter.kinds, stages, asked[path], strict=True):
@@ -231,24 +238,24 @@ class Parameters:
                         whole = data if tensor is None else local(tensor)
                         place = self._places.get((path, suffix))
                         if place is None and not (parameter.computed and suffix):
-                            place = self._replicas.get(path)
-                        self._publisher.release(capture, name, data, whole, 0, at, None, owned=True, placement=place)
+                            place = self.replicas.get(path)
+                        self.publisher.release(capture, name, data, whole, 0, at, None, owned=True, placement=place)
                     except Exception as error:  # noqa: BLE001 - under strict it is raised again
-                        self._demand.give_up(kind, parameter.stream, error)
+                        self.demand.give_up(kind, parameter.stream, error)
 
     def _copy(self, capture: Capture | None, kind: str, tensor: Tensor) -> Tensor | None:
         if capture is None:
             return None
         source = _values(tensor)
         chosen = capture.select(kind, source)
-        return copied(chosen, self._publisher.memory) if same_storage(chosen, source) else chosen
+        return copied(chosen, self.publisher.memory) if same_storage(chosen, source) else chosen
 
     def _keep_update(self, parameter: Parameter, capture: Capture, tensor: Tensor) -> None:
         _, base = self._before.get(parameter.path, (None, None))
         if base is not None:
             now = capture.select(parameter.kind("updates"), _values(tensor))
             if now.shape == base.shape:
-                self._after[parameter.path] = difference(now, base, space_for(now, self._publisher.memory))
+                self._after[parameter.path] = difference(now, base, space_for(now, self.publisher.memory))
 
     def _keep_gradient(
         self,
@@ -265,9 +272,9 @@ class Parameters:
         self, parameter: Parameter, capture: Capture, gradient: Tensor, scale: Tensor | None
     ) -> Tensor | None:
         """What is to be kept of a gradient."""
-        if not self._publisher.can_record(parameter.kind("gradients"), parameter.stream, gradient):
+        if not self.publisher.can_record(parameter.kind("gradients"), parameter.stream, gradient):
             return None
-        self._places[parameter.path, "gradients"] = self._publisher.place(gradient)
+        self._places[parameter.path, "gradients"] = self.publisher.place(gradient)
         gradient = local(gradient).detach()
         if scale is not None:
             gradient = unscaled(gradient, scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from tracer.messaging.messages import DEFAULT_TAG, Message, ModuleMessage, Netwo
 from tracer.observing.capture import Capture
 from tracer.observing.clock import At, Clock
 from tracer.observing.demand import EVERYTHING, Demand, stream_name
+from tracer.observing.numbers import Numbers
 from tracer.observing.overflows import Overflows
 from tracer.observing.probes import PROBED
 from tracer.observing.problems import Problems
@@ -68,16 +70,14 @@ def _meets(condition: Callable[[Message], bool], message: Message, memory: Memor
         put(shown, "about", (given, None, memory))
 
 
+@dataclass(eq=False, repr=False)
 class Publisher:
     """Makes messages of the tensors that somebody wants, and publishes them on a bus.
 
     Parameters
     ----------
-    bus : MessageBus
     demand : Demand
         Who wants what.
-    clock : Clock
-    problems : Problems
 
     Attributes
     ----------
@@ -87,22 +87,21 @@ class Publisher:
         Of this process, in each message.
     overflows : Overflows
         How many numbers were beyond the range of the dtype that a capture casts them to.
-    counts : dict
-        By stream, the number of its next message in this step.
     collecting : dict or None
         What a probe's pass has given so far, by kind, path, call and leaf; None while no probe runs.
     """
 
-    def __init__(self, bus: MessageBus, demand: Demand, clock: Clock, problems: Problems) -> None:
+    bus: MessageBus
+    demand: Demand
+    clock: Clock
+    problems: Problems
+    numbers: Numbers
+
+    def __post_init__(self) -> None:
         self.memory = Memory()
         self.rank = 0
         self.overflows = Overflows()
-        self.counts: dict[StreamKey, int] = {}
         self.collecting: dict[tuple[str, str | None, int, str], list[Tensor]] | None = None
-        self._bus = bus
-        self._demand = demand
-        self._clock = clock
-        self._problems = problems
         self._running: dict[StreamKey, Tensor] = {}
         self._sampling: dict[StreamKey, dict[str, Any] | None] = {}
         self._told: dict[tuple[Any, ...], dict[str, Any] | None] = {}
@@ -123,16 +122,16 @@ class Publisher:
             reason = refusal(local(data))
             if reason is None:
                 return True
-            if self._problems.strict:
+            if self.problems.strict:
                 raise CaptureError(f"{what} cannot be recorded: {reason}; a capture may leave it out")
-        self._problems.note(what, reason)
+        self.problems.note(what, reason)
         return False
 
     def event(self, kind: str, at: At) -> None:
         """Publish a message without data, if it is wanted."""
-        if self._demand.wanted(kind, None, DEFAULT_TAG, at) is not None:
+        if self.demand.wanted(kind, None, DEFAULT_TAG, at) is not None:
             step, train_step, epoch = at
-            self._bus.publish(
+            self.bus.publish(
                 NetworkMessage(kind=kind, global_step=step, train_step=train_step, epoch=epoch, rank=self.rank)
             )
 
@@ -148,20 +147,20 @@ class Publisher:
         module: nn.Module | None = None,
     ) -> None:
         """Publish data that this exporter owns, if it is wanted."""
-        at = at if at is not None else self._clock.now()
-        capture = self._demand.wanted(kind, path, tag, at)
+        at = at if at is not None else self.clock.now()
+        capture = self.demand.wanted(kind, path, tag, at)
         if capture is not None:
             self.deliver(capture, StreamKey(kind, path, tag, leaf), data, call, at, module, owned=True)
 
     def publish_leaves(self, kind: str, path: str | None, value: Any, tag: str, call: int | None = None) -> None:
         """Publish copies of the tensors in a structure, if they are wanted."""
-        capture = self._demand.wanted(kind, path, tag)
+        capture = self.demand.wanted(kind, path, tag)
         if capture is None:
             return
-        module = None if path is None else self._demand.modules.get(path)
+        module = None if path is None else self.demand.modules.get(path)
         for leaf, tensor in leaves(value):
             stream = StreamKey(kind, path, tag, leaf)
-            self.deliver(capture, stream, tensor, call, self._clock.now(), module, owned=False)
+            self.deliver(capture, stream, tensor, call, self.clock.now(), module, owned=False)
 
     def deliver(
         self,
@@ -188,8 +187,8 @@ class Publisher:
             elif data.is_conj() or data.is_neg():
                 data = data.clone()
             step, train_step, epoch = at
-            number = self._number(stream, call)
-            self._bus.publish(checked(kind, path, step, train_step, epoch, tag, number, leaf, self.rank, data))
+            number = self.numbers.message(stream, call)
+            self.bus.publish(checked(kind, path, step, train_step, epoch, tag, number, leaf, self.rank, data))
             return
         if not self.can_record(kind, path, data):
             return
@@ -205,28 +204,11 @@ class Publisher:
             held = source if owned else source.clone(memory_format=torch.contiguous_format)
             self.collecting.setdefault((kind, path, call or 0, leaf), []).append(held)
             return
-        number = self._number(stream, call)
+        number = self.numbers.message(stream, call)
         chosen = source if capture is EVERYTHING else capture.select(kind, source, module)
         if scale is not None:
             chosen = unscaled(chosen, scale)
         self.release(capture, stream, chosen, source, number, at, module, owned=owned, placement=placement)
-
-    def _number(self, stream: StreamKey, call: int | None) -> int:
-        """The number of a stream's message in its step: that of the call, or else one more than the last.
-
-        Probed data is put together before it is published; everything else counts its own calls.
-        """
-        number = call if call is not None else self.counts.get(stream, 0)
-        self.counts[stream] = number + 1
-        return number
-
-    def count_anew(self, tag: str) -> None:
-        """Begin to count messages of a tag."""
-        self.counts = {stream: count for stream, count in self.counts.items() if stream.tag != tag}
-
-    def count_only(self, tag: str) -> None:
-        """Begin to count messages of all other tags."""
-        self.counts = {stream: count for stream, count in self.counts.items() if stream.tag == tag}
 
     def release(
         self,
@@ -263,7 +245,7 @@ class Publisher:
             final = copied(final, self.memory)
         if capture.runs:
             self._running[stream] = final.clone()  # the reduction may overwrite it
-        self._bus.publish(self._message(kind, path, final, tag, leaf, call, at))
+        self.bus.publish(self._message(kind, path, final, tag, leaf, call, at))
 
     def _message(self, kind: str, path: str | None, data: Tensor, tag: str, leaf: str, call: int, at: At) -> Message:
         step, train_step, epoch = at

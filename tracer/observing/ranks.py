@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,18 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tracer import walking
 from tracer.observing.demand import Demand
+from tracer.observing.models import Models
 from tracer.observing.parameter_table import SUFFIXES, ParameterTable
 from tracer.observing.publisher import Publisher
 
 
+@dataclass(eq=False, repr=False)
 class Ranks:
     """Finds out what other ranks hold, when the first step ends: a model may be wrapped after an exporter got it.
-
-    Parameters
-    ----------
-    table : ParameterTable
-    demand : Demand
-    publisher : Publisher
 
     Attributes
     ----------
@@ -39,15 +36,17 @@ class Ranks:
         Whether what other ranks hold is known.
     """
 
-    def __init__(self, table: ParameterTable, demand: Demand, publisher: Publisher) -> None:
+    table: ParameterTable
+    demand: Demand
+    publisher: Publisher
+    models: Models
+
+    def __post_init__(self) -> None:
         self.around: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.recorded: Collection[int] | None = None
         self.elsewhere: set[tuple[str, str | None]] = set()
         self.replicas: dict[str, dict[str, Any]] = {}
         self.surveyed = False
-        self._table = table
-        self._demand = demand
-        self._publisher = publisher
 
     def note(self, wrapper: nn.Module) -> None:
         """Note a wrapper around the model: of a DistributedDataParallel, other ranks hold the same."""
@@ -55,27 +54,22 @@ class Ranks:
             self.around.add(wrapper)
             self.surveyed = False
 
-    def survey(self, modules: Iterable[nn.Module]) -> None:
-        """Find out which parameters other ranks hold, and which of them others record.
-
-        Parameters
-        ----------
-        modules : iterable of Module
-            Those that are observed, among which a DistributedDataParallel may be.
-        """
+    def survey(self) -> None:
+        """Find out which parameters other ranks hold, and which of them others record."""
         self.surveyed = True
         ranks_of: dict[int, list[int]] = {}
-        for one in (*self.around, *modules):
+        inside = (one for _, top in self.models.tops for one in walking.modules(top))
+        for one in (*self.around, *inside):
             if isinstance(one, DistributedDataParallel):
                 ranks = sorted(torch.distributed.get_process_group_ranks(one.process_group))
                 for tensor in getattr(one, "_module_parameters", None) or walking.parameters(one):
                     ranks_of[id(tensor)] = ranks
         self.replicas.clear()
-        rank, recorded = self._publisher.rank, self.recorded
+        rank, recorded = self.publisher.rank, self.recorded
         elsewhere: set[tuple[str, str | None]] = set()
-        for parameter in self._table.all:
+        for parameter in self.table.all:
             tensors = [parameter.tensor] if parameter.tensor is not None else parameter.originals
-            placement = self._publisher.place(tensors[0]) if tensors and not parameter.computed else None
+            placement = self.publisher.place(tensors[0]) if tensors and not parameter.computed else None
             ranks = ranks_of.get(id(tensors[0]), []) if tensors else []
             if placement is None and len(ranks) > 1:
                 placement = self.replicas[parameter.path] = {"replicas": ranks}
@@ -86,4 +80,4 @@ class Ranks:
         if elsewhere != self.elsewhere:
             self.elsewhere.clear()
             self.elsewhere |= elsewhere
-            self._demand.ask_anew()
+            self.demand.ask_anew()

@@ -109,3 +109,42 @@ class Aside:
         for one in self._waiting:
             one.remove()
         self._waiting = []
+
+
+class Asides:
+    """The layers for which hooks step aside.
+
+    Attributes
+    ----------
+    layers : dict
+        By id, the layers that have a fast path: what of ours hangs on them and inside.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[int, list[Hung]] = {}
+        self._last: dict[int, Aside] = {}  # by thread, the last one
+
+    @property
+    def over(self) -> bool:
+        """Whether all hooks are back."""
+        return all(one.over for one in self._last.values())
+
+    def begin(self, layer: Layer) -> None:
+        """Take the hooks of a layer off for the call that begins."""
+        self._last[threading.get_ident()] = Aside(layer, self.inside(layer))
+
+    def inside(self, layer: Layer) -> list[Hung]:
+        """Our hooks on a layer and in it, each with what it hangs on."""
+        return self.layers.get(id(layer), [])
+
+    def end_last(self) -> None:
+        """Put back what this thread has taken off."""
+        last = self._last.pop(threading.get_ident(), None)
+        if last is not None:
+            last.end()
+
+    def end(self) -> None:
+        """Put back all hooks."""
+        for one in self._last.values():
+            one.end()
+        self._last = {}

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.optim import Optimizer
 
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.observing.pytorch.autograd import traced, without_modes
@@ -48,7 +49,7 @@ class Pass:
         self.inputs: list[OpenCall] = []
 
 
-class Passes(threading.local):
+class PassOfThread(threading.local):
     """For each thread, the pass that is now."""
 
     def __init__(self) -> None:
@@ -85,7 +86,7 @@ class Gate:
         Whether anything is observed now.
     lock : RLock
         Held by whatever runs: hooks may fire in several threads.
-    passes : Passes
+    passes : PassOfThread
     """
 
     __slots__ = ("attached", "lock", "number", "open", "passes", "problems")
@@ -94,7 +95,7 @@ class Gate:
         self.attached = True
         self.open = True
         self.lock = threading.RLock()
-        self.passes = Passes()
+        self.passes = PassOfThread()
         self.problems = problems
         self.number = number
 
@@ -289,3 +290,23 @@ class Hook:
 
 
 run_uncompiled(Hook.__call__)
+
+
+def leaves_gradients(optimizer: Optimizer) -> bool:
+    """Whether gradients are after a step what they were before: torch's own optimizers do not change them.
+
+    But SGD with Nesterov's momentum does, where it moves many parameters at once; and what hooks do that come before an
+    exporter's, nobody knows.
+    """
+    first = next(iter(optimizer._optimizer_step_post_hooks.values()), None)
+    return (
+        type(optimizer).__module__.partition(".")[0] == "torch"
+        and isinstance(first, Hook)
+        and not any(group.get("nesterov") for group in optimizer.param_groups)
+    )
+
+
+def is_heard_last(optimizer: Optimizer) -> bool:
+    """Whether the last of the hooks before its step is an exporter's."""
+    last = next(reversed(optimizer._optimizer_step_pre_hooks.values()), None)
+    return isinstance(last, Hook) and last.role is Role.BEFORE_OPTIMIZER
