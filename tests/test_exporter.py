@@ -663,12 +663,12 @@ def test_a_step_ends_while_no_other_thread_changes_what_it_lets_go_of(monkeypatc
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     exporter, _ = watch(model, optimizer, every=3)
     alone: list[bool] = []
-    advance = exporter._advance
+    advance = exporter._parts.steps._advance
 
     def look() -> None:
-        free = exporter._lock.acquire(blocking=False)
+        free = exporter.gate.lock.acquire(blocking=False)
         if free:
-            exporter._lock.release()
+            exporter.gate.lock.release()
         alone.append(not free)
 
     def looked_at() -> None:
@@ -677,7 +677,7 @@ def test_a_step_ends_while_no_other_thread_changes_what_it_lets_go_of(monkeypatc
         other.join()
         advance()
 
-    monkeypatch.setattr(exporter, "_advance", looked_at)
+    monkeypatch.setattr(exporter._parts.steps, "_advance", looked_at)
     for _ in range(7):
         model(torch.ones(5, 3)).sum().backward()
         optimizer.step()
@@ -2456,7 +2456,7 @@ def test_parts_that_fail_leave_nothing_behind() -> None:
             model["part"](torch.randn(4, 7))
     model["part"](torch.randn(4, 3)).sum().backward()
     optimizer.step()
-    assert exporter.passes.now.inputs == []
+    assert exporter.gate.passes.now.inputs == []
     exporter.detach()
 
 

@@ -561,12 +561,13 @@ def named(losses: Sequence[Tensor], differentiate: Callable[..., None]) -> list[
     # a function of the project's own, as the exporter's is: frames of the project are passed over
     told: dict[str, Any] = {"__name__": "tracer.told", "found": found, "name": differentiated_name}
     exec("def differentiates(self, *tensors): found.append(name())", told)
-    exporter = type("Told", (tracer.Exporter,), {"differentiates": told["differentiates"]})(strict=True)
-    watch_backward(exporter)
+    gate = tracer.Exporter(strict=True).gate
+    watcher = type("Told", (), {"gate": gate, "differentiates": told["differentiates"]})()
+    watch_backward(watcher)
     try:
         differentiate(*losses)
     finally:
-        unwatch_backward(exporter)
+        unwatch_backward(watcher)
     return found
 
 

@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
+
+
+class At(NamedTuple):
+    """The counters of a step, which all of its messages carry."""
+
+    global_step: int
+    train_step: int
+    epoch: int
 
 
 class Clock:
@@ -18,10 +27,12 @@ class Clock:
         How many epochs have ended.
     open : bool
         Whether a step has begun and not ended.
-    began : tuple of int
-        Global step, train step and epoch of the open step.
-    last : tuple of int or None
-        The same of the step that ended last.
+    began : At
+        The counters of the open step.
+    idle : bool
+        Whether the open step is one of which nobody wants anything.
+    last : At or None
+        Those of the step that ended last.
     starting : callable or None
         Called once, before the counters are asked for the first time.
 
@@ -31,16 +42,16 @@ class Clock:
     >>> clock.begin()
     >>> clock.end()
     >>> clock.now(), clock.last
-    ((1, 1, 0), (0, 0, 0))
+    (At(global_step=1, train_step=1, epoch=0), At(global_step=0, train_step=0, epoch=0))
     """
 
-    __slots__ = ("began", "epoch", "first_step", "last", "open", "starting", "step", "train_step")
+    __slots__ = ("began", "epoch", "first_step", "idle", "last", "open", "starting", "step", "train_step")
 
     def __init__(self) -> None:
         self.first_step = self.step = self.train_step = self.epoch = 0
-        self.open = False
-        self.began = (0, 0, 0)
-        self.last: tuple[int, int, int] | None = None
+        self.open = self.idle = False
+        self.began = At(0, 0, 0)
+        self.last: At | None = None
         self.starting: Callable[[], None] | None = None
 
     def start_at(self, global_step: int, train_step: int, epoch: int) -> None:
@@ -48,12 +59,12 @@ class Clock:
         self.first_step = self.step = global_step
         self.train_step, self.epoch = train_step, epoch
 
-    def now(self) -> tuple[int, int, int]:
+    def now(self) -> At:
         """The counters of the open step; else those that the next step would have."""
         if self.starting is not None:
             starting, self.starting = self.starting, None
             starting()
-        return self.began if self.open else (self.step, self.train_step, self.epoch)
+        return self.began if self.open else At(self.step, self.train_step, self.epoch)
 
     def begin(self) -> None:
         """Begin a step."""
@@ -65,13 +76,13 @@ class Clock:
         self.last = self.began
         self.open = False
         self.step += 1
-        if self.last[2] == self.epoch:  # else the epoch ended in this step, and the next is its successor's first
+        if self.last.epoch == self.epoch:  # else the epoch ended in this step, and the next is its successor's first
             self.train_step += 1
 
-    def last_of_epoch(self) -> tuple[int, int, int]:
+    def last_of_epoch(self) -> At:
         """The counters of the epoch's last step; of the next one, if it had none."""
-        within = self.last is not None and self.last[2] == self.epoch
-        return self.last if self.last is not None and within else (self.step, 0, self.epoch)
+        last = self.last
+        return last if last is not None and last.epoch == self.epoch else At(self.step, 0, self.epoch)
 
     def end_epoch(self) -> None:
         """End the epoch."""

@@ -12,25 +12,24 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.observing.callers import differentiated_name
-from tracer.observing.pytorch.loss_functions import Node, is_made_of, multiple_of, node_of
+from tracer.observing.clock import At, Clock
+from tracer.observing.demand import Demand
+from tracer.observing.problems import Problems
+from tracer.observing.publisher import Publisher
+from tracer.observing.pytorch.loss_graph import Node, is_made_of, multiple_of, node_of
 from tracer.observing.pytorch.tensors import unobservable
-
-if TYPE_CHECKING:
-    from tracer.observing.publisher import Publisher
+from tracer.observing.streams import StreamKey
 
 _TERMS = 256
 """How many of the latest results of loss functions are known by their place in the graph."""
 _LOOKS = 8
 """In how many steps with several losses, all of one name, names are looked for."""
-
-At = tuple[int, int, int]
 
 
 @dataclass(slots=True)
@@ -45,13 +44,9 @@ class _Aside:
     several: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class Terms:
     """What loss functions and loss modules give.
-
-    Parameters
-    ----------
-    publisher : Publisher
-        The exporter's, which knows who wants what.
 
     Attributes
     ----------
@@ -59,9 +54,13 @@ class Terms:
         Whether the last loss of the training was a multiple of one term, and of nothing else; None if there was none.
     """
 
-    def __init__(self, publisher: Publisher) -> None:
+    publisher: Publisher
+    demand: Demand
+    clock: Clock
+    problems: Problems
+
+    def __post_init__(self) -> None:
         self.single: bool | None = None
-        self._publisher = publisher
         self._names: OrderedDict[Node, str] = OrderedDict()  # a dict is slow to give its oldest
         self._asides: dict[int, _Aside] = {}  # by thread
         self._numbers: dict[tuple[str, int], int] = {}  # by tag and step, how many losses of passes aside there are
@@ -81,10 +80,10 @@ class Terms:
     def publish(self, name: str, value: Tensor, tag: str) -> None:
         """Publish what a loss function or module of this name gave, and remember it."""
         self.note(name, value)
-        capture = self._publisher.wanted("loss_terms", None, tag)
+        capture = self.demand.wanted("loss_terms", None, tag)
         if capture is not None:
-            at = self._publisher.now()
-            self._publisher.deliver(capture, "loss_terms", None, value, tag, name, None, at, None, owned=False)
+            stream = StreamKey("loss_terms", None, tag, name)
+            self.publisher.deliver(capture, stream, value, None, self.clock.now(), None, owned=False)
 
     def note(self, name: str, value: Tensor) -> None:
         """Remember where in the graph something of this name was given, without keeping it."""
@@ -107,7 +106,7 @@ class Terms:
                 "it was recorded before the first loss of the training, which is made of more than what a loss "
                 "function gives; it is one of its terms"
             )
-            self._publisher.problem(f"the loss of evaluations since step {self._guessed}", why, warn=False)
+            self.problems.note(f"the loss of evaluations since step {self._guessed}", why, warn=False)
         self._guessed = None
 
     # -- passes aside ---------------------------------------------------------------------------------------
@@ -125,14 +124,14 @@ class Terms:
         passes_are_seen : bool
             Whether `settle` is called when the next pass begins. Else each call of a function is of another pass.
         """
-        if tag in self._logged or unobservable(value) is not None or self._publisher.wanted("loss", None, tag) is None:
+        if tag in self._logged or unobservable(value) is not None or self.demand.wanted("loss", None, tag) is None:
             return
         there = self._asides.get(threading.get_ident())
         if there is not None and there.tag == tag and (passes_are_seen or there.name != name):
             there.several = True
             return
         self.settle()
-        at = self._publisher.now()
+        at = self.clock.now()
         self._asides[threading.get_ident()] = _Aside(value.detach().clone(), at, tag, name, node_of(value))
 
     def whole(self, value: Tensor, tag: str) -> None:
@@ -141,9 +140,9 @@ class Terms:
         A model calls it so, or ``backward`` is called on it in a pass that the user gave the tag.
         """
         self._asides.pop(threading.get_ident(), None)
-        if tag not in self._logged and self._publisher.wanted("loss", None, tag) is not None:
-            call = self._number(tag, self._publisher.now()[0])
-            self._publisher.publish_leaves("loss", None, value, tag, call)
+        if tag not in self._logged and self.demand.wanted("loss", None, tag) is not None:
+            call = self._number(tag, self.clock.now()[0])
+            self.publisher.publish_leaves("loss", None, value, tag, call)
 
     def settle(self, *, everywhere: bool = False) -> None:
         """Publish what waits, because this thread's pass aside is over; `everywhere`: because all are."""
@@ -155,7 +154,7 @@ class Terms:
                 if self.single is None and self._guessed is None:
                     self._guessed = aside.at[0]
                 call = self._number(aside.tag, aside.at[0])
-                self._publisher.publish("loss", None, aside.value, aside.tag, call=call, at=aside.at)
+                self.publisher.publish("loss", None, aside.value, aside.tag, call=call, at=aside.at)
                 continue
             why = (
                 "several loss functions were called in a pass"
@@ -163,7 +162,7 @@ class Terms:
                 else "the loss of the training is made of more than what a loss function gives"
             )
             what = f"the loss of passes tagged {aside.tag!r}"
-            self._publisher.problem(what, f"{why}; what each gives is recorded as loss_terms", warn=False)
+            self.problems.note(what, f"{why}; what each gives is recorded as loss_terms", warn=False)
 
     def _number(self, tag: str, step: int) -> int:
         """The number of a loss among those of its tag and step.
@@ -202,6 +201,7 @@ class _Objective:
     owner: Optimizer | None = None
 
 
+@dataclass(eq=False, repr=False)
 class Objectives:
     """What a training differentiates, published as its loss, with a leaf where several have to be told apart.
 
@@ -211,15 +211,20 @@ class Objectives:
 
     Parameters
     ----------
-    publisher : Publisher
-        The exporter's.
     terms : Terms
         What loss functions gave.
+    name_of : callable
+        Gives the name of what an optimizer trains; "" if it has none.
     """
 
-    def __init__(self, publisher: Publisher, terms: Terms) -> None:
-        self._publisher = publisher
-        self._terms = terms
+    publisher: Publisher
+    demand: Demand
+    clock: Clock
+    problems: Problems
+    terms: Terms
+    name_of: Callable[[Optimizer], str]
+
+    def __post_init__(self) -> None:
         self._logged = False  # whether the user says himself what the loss is
         self._latest: tuple[At | None, list[Tensor]] = None, []  # the losses of the step that had some last
         self._seen: list[_Objective] = []  # of the open step
@@ -242,11 +247,11 @@ class Objectives:
         hold : bool
             Whether to wait until the step ends, because only then is known which optimizer the loss is for.
         """
-        term = self._terms.only_term_of(tensors[0]) if len(tensors) == 1 else None
-        self._terms.is_single(term is not None)
+        term = self.terms.only_term_of(tensors[0]) if len(tensors) == 1 else None
+        self.terms.is_single(term is not None)
         self._by_hand = []
-        at = self._publisher.now()
-        if self._logged or self._publisher.wanted("loss", None, DEFAULT_TAG, at) is None:
+        at = self.clock.now()
+        if self._logged or self.demand.wanted("loss", None, DEFAULT_TAG, at) is None:
             return
         asked = self._apart == "variable" or (self._looks > 0 and (self._naming or bool(self._seen)))
         variable = differentiated_name() if asked else ""
@@ -262,11 +267,11 @@ class Objectives:
 
         `derivable`: whether it keeps a graph of the derivatives. What is differentiated next is made of these then.
         """
-        at = self._publisher.now()
+        at = self.clock.now()
         if self._seen or self._logged or (self._by_hand and self._derivable):
             return
-        if self._publisher.wanted("loss", None, DEFAULT_TAG, at) is not None:
-            term = self._terms.only_term_of(loss)
+        if self.demand.wanted("loss", None, DEFAULT_TAG, at) is not None:
+            term = self.terms.only_term_of(loss)
             self._by_hand.append(_Objective(loss.detach().clone(), at, "", term or ""))
             self._derivable = derivable
 
@@ -275,25 +280,22 @@ class Objectives:
         for one in self._held:
             one.owner = one.owner or optimizer
 
-    def end_step(self, name_of: Callable[[Optimizer], str]) -> None:
-        """Publish what was held, and learn how the losses of a step are told apart.
-
-        `name_of` gives the name of what an optimizer trains; "" if it has none.
-        """
+    def end_step(self) -> None:
+        """Publish what was held, and learn how the losses of a step are told apart."""
         if self._by_hand:
-            self._terms.is_single(all(one.term for one in self._by_hand))
+            self.terms.is_single(all(one.term for one in self._by_hand))
             self._seen = self._held = self._by_hand
         if len(self._seen) > 1 and self._apart is None and self._looks > 0:
-            self._apart = self._difference(name_of)
+            self._apart = self._difference()
             if self._naming:
                 self._looks -= 1
         self._naming = len(self._seen) > 1
-        self.release(name_of)
+        self.release()
         self._seen, self._by_hand = [], []
 
-    def _difference(self, name_of: Callable[[Optimizer], str]) -> str | None:
+    def _difference(self) -> str | None:
         """By what the losses of this step are told apart; None if they are not."""
-        owners = [name_of(one.owner) if one.owner is not None else "" for one in self._seen]
+        owners = [self.name_of(one.owner) if one.owner is not None else "" for one in self._seen]
         variables = [one.variable for one in self._seen]
         terms = [one.term for one in self._seen]
         for what, names in (("owner", owners), ("variable", variables), ("term", terms)):
@@ -304,18 +306,18 @@ class Objectives:
                     return None
         return None
 
-    def release(self, name_of: Callable[[Optimizer], str]) -> None:
+    def release(self) -> None:
         """Publish what is held, as far as it is known whose it is."""
         held, self._held = self._held, []
         for one in held:
-            self._publish(one, name_of(one.owner) if one.owner is not None and self._apart == "owner" else "")
+            self._publish(one, self.name_of(one.owner) if one.owner is not None and self._apart == "owner" else "")
 
     def _publish(self, one: _Objective, owner: str = "") -> None:
         leaf = {"owner": owner, "variable": one.variable, "term": one.term}.get(self._apart or "", "")
         if self._latest[0] != one.at:
             self._latest = one.at, []
         self._latest[1].append(one.value)
-        self._publisher.publish("loss", None, one.value, DEFAULT_TAG, leaf, at=one.at)
+        self.publisher.publish("loss", None, one.value, DEFAULT_TAG, leaf, at=one.at)
 
     # -- what the user says ---------------------------------------------------------------------------------
 
@@ -334,7 +336,7 @@ class Objectives:
             return True
         if told:
             why = "what backward was called on had been recorded before another value was logged; both are there"
-            self._publisher.problem(f"the loss of step {at[0]}", why, warn=False)
+            self.problems.note(f"the loss of step {at[0]}", why, warn=False)
         return False
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tracer import walking
+from tracer.errors import CaptureError
 
 ALONE = 128
 """Steps of one optimizer without another's that stepped before, after which it is taken for one that trains alone."""
@@ -45,6 +46,8 @@ class Optimizers:
         As they were given.
     ender : Optimizer or None
         The one whose step ends a step.
+    by_hand : bool
+        Whether the user says when a step ends, if there is no optimizer.
     found : bool
         Whether the given order may not be that in which they step.
     outdated : bool
@@ -58,6 +61,7 @@ class Optimizers:
     """
 
     def __init__(self) -> None:
+        self.by_hand = False
         self.found = False
         self.moved = False
         self.take(())
@@ -83,6 +87,11 @@ class Optimizers:
 
     def __bool__(self) -> bool:
         return bool(self.all)
+
+    @property
+    def forwards_end_steps(self) -> bool:
+        """Whether each training forward of the model is a step."""
+        return not self.all and not self.by_hand
 
     @property
     def of_unknown_order(self) -> bool:
@@ -281,3 +290,16 @@ def skipped_inside(optimizer: Optimizer) -> bool:
     if not isinstance(found_inf, Tensor) or (found_inf.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
     return bool(found_inf.item())
+
+
+def with_hooks(optimizer: Optimizer) -> Optimizer:
+    """An optimizer, or the one that it wraps without being one itself, as accelerate's does."""
+    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return optimizer
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, Optimizer) and hasattr(inner, "_optimizer_step_pre_hooks"):
+        return inner
+    raise CaptureError(
+        f"{type(optimizer).__name__} takes no hooks, because it does not call Optimizer.__init__; give the optimizer "
+        "that it wraps, or optimizer=() and call step() of the run"
+    )

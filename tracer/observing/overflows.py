@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Name: TypeAlias = "tuple[str, str | None, str, str]"
-"""Of a stream: kind, module, tag and leaf."""
+from tracer.observing.streams import StreamKey
 
 
 class Overflows:
@@ -22,22 +21,21 @@ class Overflows:
     Examples
     --------
     >>> overflows, before = Overflows(), torch.tensor([1e6, -1.0, torch.inf, torch.nan])
-    >>> overflows.count(("weights", "fc", "default", ""), before, before.half())
+    >>> overflows.count(StreamKey("weights", "fc", "default", ""), before, before.half())
     >>> [(one["module"], one["dtype"], one["count"], one["of"]) for one in overflows.told()]
     [('fc', 'float16', 1, 4)]
     """
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[Name, torch.dtype, torch.device], int | Tensor] = {}
-        self._seen: dict[tuple[Name, torch.dtype, torch.device], int] = {}
+        self._counts: dict[tuple[StreamKey, torch.dtype, torch.device], int | Tensor] = {}
+        self._seen: dict[tuple[StreamKey, torch.dtype, torch.device], int] = {}
 
-    def count(self, stream: Name, before: Tensor, after: Tensor) -> None:
+    def count(self, stream: StreamKey, before: Tensor, after: Tensor) -> None:
         """Count what a cast of floating-point numbers has made infinite.
 
         Parameters
         ----------
-        stream : tuple of str
-            Kind, module, tag and leaf.
+        stream : StreamKey
         before, after : torch.Tensor
             Of one shape.
         """

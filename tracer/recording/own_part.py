@@ -97,7 +97,7 @@ class OwnPart:
         self._process: Process = process
         self._recorded: list[int] = recorded
         self._exporter.publisher.rank = process.rank
-        self._exporter.recorded = recorded if self._options.replicated == "once" else None
+        self._exporter.ranks.recorded = recorded if self._options.replicated == "once" else None
 
     def _settle(self) -> None:
         """Find the place, and the share of ``max_bytes`` that goes with it."""

@@ -267,7 +267,7 @@ def start(
         derived=derived,
         budget=part.budget,
         stopped=stopped,
-        elsewhere=exporter.elsewhere,
+        elsewhere=exporter.ranks.elsewhere,
     )
     try:
         for one in (recorder, *ordered):

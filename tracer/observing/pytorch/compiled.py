@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, library, nn
@@ -20,19 +20,44 @@ from torch import Tensor, library, nn
 from tracer import walking
 from tracer.observing.pytorch.leaves import Named, argument, below
 
-if TYPE_CHECKING:
-    from tracer.observing.pytorch.hooks import Hook
-
 SUPPORTED = hasattr(library, "_register_effectful_op") and hasattr(torch.compiler, "is_exporting")
 """Whether this torch knows operators with effects, as 2.13 does; else hooks stay silent in compiled regions."""
+
+Ticket: TypeAlias = "tuple[int, int, int, int, int]"
+"""Which call of which step this is, in numbers: call, global step, train step, epoch, and the number of the tag."""
+
+
+class Hook(Protocol):
+    """What is asked of a hook on a module."""
+
+    name: str
+    graph_name: str
+    gradients: bool
+    of_root: bool
+    sees_inputs: bool
+
+    @property
+    def on(self) -> Any:
+        """What it hangs on."""
+
+    def __call__(self, *args: Any) -> Any:
+        """Take what it sees of a call."""
+
+    def ticket(self) -> Ticket:
+        """The ticket of the call that it has just seen."""
+
+    def gradient_seen(self, leaf: str, gradient: Tensor, ticket: Ticket) -> None:
+        """Take the gradient of what it saw in a call."""
+
+    def lacks(self, kind: str, why: str) -> None:
+        """Note what is missing of what it sees."""
+
 
 hooks: weakref.WeakValueDictionary[str, Hook] = weakref.WeakValueDictionary()
 """The hooks that graphs call, by the name that stands in the graph; one that is gone makes its operators do nothing."""
 
-_OF_ROOT = ("_before_root", "_after_root")
-_METHODS = (*_OF_ROOT, "_before_forward", "_after_forward")
-_INPUTS = ("_before_root", "_before_forward")
-_NOBODY = (-1, 0, 0, 0, 0)
+NOBODY: Ticket = (-1, 0, 0, 0, 0)
+"""The ticket of a call that nobody records."""
 _TAGS = (torch.Tag.flexible_layout, *([torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []))
 
 _tags: list[str] = []  # a ticket holds numbers only
@@ -51,13 +76,12 @@ TOO_LATE = (
 )
 
 
-def name_hook(hook: Hook, number: int) -> str:
-    """The name by which graphs call a hook of the exporter with this number; empty if they have no use for it."""
-    if not SUPPORTED or hook.method not in _METHODS:
+def name_hook(hook: Hook, name: str) -> str:
+    """Let graphs call a hook by a name, and give that back; empty if there are no operators that could."""
+    if not SUPPORTED:
         return ""
-    site = f"{number}:{hook.method}:{hook.name}"
-    hooks[site] = hook
-    return site
+    hooks[name] = hook
+    return name
 
 
 def run_uncompiled(function: Any, *, with_callees: bool = True) -> None:
@@ -146,43 +170,43 @@ def observe_in_graph(hook: Hook, module: nn.Module, args: Any, kwargs: Any, outp
     if region:
         return None
     value: Any = output
-    if hook.method in _INPUTS:
+    if hook.sees_inputs:
         value = _arguments(args, kwargs)
     found: list[tuple[str, Tensor]] = []
     _collect(value, "", found)
-    if not found and hook.method not in _OF_ROOT:
+    if not found and not hook.of_root:
         return None
     without = ""
     watched = [False for _ in found]
     if hook.gradients and torch.is_grad_enabled():
-        if hook.method in _INPUTS:
+        if hook.sees_inputs:
             without = INPUT_GRADIENTS
         else:
             shared, without = _shared_with(module, args, kwargs, output, found)
             watched = [tensor.requires_grad and not held for (_, tensor), held in zip(found, shared, strict=True)]
     names = "\n".join([name for name, _ in found])
     ticket = torch.ops.tracereel.observe(
-        [tensor.detach() for _, tensor in found], hook.site, names, torch.is_grad_enabled(), without
+        [tensor.detach() for _, tensor in found], hook.graph_name, names, torch.is_grad_enabled(), without
     )
     if True not in watched:
         return None
     replaced = []
     for (name, tensor), watch in zip(found, watched, strict=True):
         if watch:
-            tensor = _Watched.apply(tensor, ticket, hook.site, name)  # type: ignore[no-untyped-call]
+            tensor = _Watched.apply(tensor, ticket, hook.graph_name, name)  # type: ignore[no-untyped-call]
         replaced.append(tensor)
     return _rebuilt(output, iter(replaced))
 
 
 def _passed_on(hook: Hook, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     """In a checkpoint, what has effects cannot be computed again: let the output go through an operator without."""
-    if hook.method != "_after_forward" or not isinstance(output, Tensor):
+    if hook.of_root or hook.sees_inputs or not isinstance(output, Tensor):
         return None
     shared, _ = _shared_with(module, args, kwargs, output, [("", output)])
     if True in shared:
         return None
     gradients = hook.gradients and output.requires_grad
-    return _PassedOn.apply(output, hook.site, torch.is_grad_enabled(), gradients)  # type: ignore[no-untyped-call]
+    return _PassedOn.apply(output, hook.graph_name, torch.is_grad_enabled(), gradients)  # type: ignore[no-untyped-call]
 
 
 def _arguments(args: Any, kwargs: Any) -> Any:
@@ -371,29 +395,22 @@ class _PassedOn(torch.autograd.Function):
 
 def _observe(tensors: list[Tensor], site: str, names: str, grad: bool, without: str) -> Tensor:
     hook = hooks.get(site)
-    exporter = None if hook is None else hook._exporter()
-    numbers = _NOBODY
-    if hook is not None and exporter is not None:
+    numbers = NOBODY
+    if hook is not None:
         found = Named(zip(names.split("\n"), tensors, strict=True)) if tensors else Named()
-        module = exporter._root if hook.method in _OF_ROOT else exporter.publisher.modules.get(hook.name)
-        inputs = hook.method in _INPUTS
         with torch.set_grad_enabled(grad):  # what tells a training pass; a compiled graph runs without
-            hook(module, (), found, *(() if inputs else (found,)))
-        if hook.method == "_after_forward":
-            numbers = exporter._ticket(hook.name)
-        if without and exporter.passes.now.listening:
-            kind = "input_gradients" if inputs else "layer_gradients"
-            exporter._guard(kind, lambda: exporter.publisher.problem(f"{kind} of {hook.name!r}", without))
+            hook(hook.on, (), found, *(() if hook.sees_inputs else (found,)))
+        numbers = hook.ticket()
+        if without:
+            hook.lacks("input_gradients" if hook.sees_inputs else "layer_gradients", without)
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def _observe_gradient(gradient: Tensor, ticket: Tensor, site: str, leaf: str) -> Tensor:
     hook = hooks.get(site)
     call, step, train_step, epoch, tag = ticket.tolist()
-    if hook is not None and call >= 0 and not hook.off:
-        seen = hook.gradient_of("layer_gradients", leaf, call, _tags[tag], (step, train_step, epoch))
-        if seen is not None:
-            seen(gradient)
+    if hook is not None and call >= 0:
+        hook.gradient_seen(leaf, gradient, (call, step, train_step, epoch, tag))
     return ticket.clone()
 
 
@@ -402,6 +419,11 @@ def tag_number(tag: str) -> int:
     if tag not in _tags:
         _tags.append(tag)
     return _tags.index(tag)
+
+
+def tag_of(number: int) -> str:
+    """The tag that has a number in tickets."""
+    return _tags[number]
 
 
 def _pass_on(tensor: Tensor, site: str, grad: bool) -> tuple[Tensor, Tensor]:
@@ -414,7 +436,7 @@ def _pass_on_gradient(gradient: Tensor, ticket: Tensor, site: str) -> Tensor:
 
 
 def _ticket_like(*_: Any) -> Tensor:
-    return torch.empty(len(_NOBODY), dtype=torch.int64, device="cpu")
+    return torch.empty(len(NOBODY), dtype=torch.int64, device="cpu")
 
 
 _OPERATORS: tuple[tuple[str, str, Any, Any], ...] = (

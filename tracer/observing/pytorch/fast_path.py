@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tracer import walking
 from tracer.observing.pytorch.hanging import Hanging
-from tracer.observing.pytorch.hooks import Hook
+from tracer.observing.pytorch.hooks import Hook, Role
 
 Layer = nn.TransformerEncoderLayer
 Hung = tuple[Any, Hanging]
@@ -79,7 +79,7 @@ class Aside:
         if self.over or threading.get_ident() != self._thread:
             return
         self.end()  # something inside is called, so torch does not take the fast path
-        self._call(module, "_before_forward", args, {})
+        self._call(module, Role.BEFORE_FORWARD, args, {})
 
     def _after_any(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.over or module is not self._layer or threading.get_ident() != self._thread:
@@ -88,13 +88,13 @@ class Aside:
             self._put_back()
             return
         self.end()
-        for method in ("_after_forward", "_after_root"):
-            self._call(module, method, args, {}, output)
+        for role in (Role.AFTER_FORWARD, Role.AFTER_ROOT):
+            self._call(module, role, args, {}, output)
 
-    def _call(self, module: nn.Module, method: str, *arguments: Any) -> None:
+    def _call(self, module: nn.Module, role: Role, *arguments: Any) -> None:
         """Call our hooks on a module, which torch does not find any more in this call."""
         for on, hanging in self._hung:
-            if on is module and isinstance(hanging.hook, Hook) and hanging.hook.method == method:
+            if on is module and isinstance(hanging.hook, Hook) and hanging.hook.role is role:
                 hanging.hook(module, *arguments)
 
     def _put_back(self) -> None:
@@ -109,3 +109,42 @@ class Aside:
         for one in self._waiting:
             one.remove()
         self._waiting = []
+
+
+class Asides:
+    """The layers for which hooks step aside.
+
+    Attributes
+    ----------
+    layers : dict
+        By id, the layers that have a fast path: what of ours hangs on them and inside.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[int, list[Hung]] = {}
+        self._last: dict[int, Aside] = {}  # by thread, the last one
+
+    @property
+    def over(self) -> bool:
+        """Whether all hooks are back."""
+        return all(one.over for one in self._last.values())
+
+    def begin(self, layer: Layer) -> None:
+        """Take the hooks of a layer off for the call that begins."""
+        self._last[threading.get_ident()] = Aside(layer, self.inside(layer))
+
+    def inside(self, layer: Layer) -> list[Hung]:
+        """Our hooks on a layer and in it, each with what it hangs on."""
+        return self.layers.get(id(layer), [])
+
+    def end_last(self) -> None:
+        """Put back what this thread has taken off."""
+        last = self._last.pop(threading.get_ident(), None)
+        if last is not None:
+            last.end()
+
+    def end(self) -> None:
+        """Put back all hooks."""
+        for one in self._last.values():
+            one.end()
+        self._last = {}

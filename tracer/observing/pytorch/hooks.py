@@ -1,131 +1,287 @@
-"""What PyTorch calls: the hooks of an exporter, and where in a forward or backward of PyTorch's they run."""
+"""What PyTorch calls: the hooks of an exporter, and the gate that all of them go through."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
+import enum
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
-from torch import Tensor, nn
-from torch._C import (
-    _current_graph_task_id,
-    _get_tracing_state,
-    _len_torch_dispatch_stack,
-    _len_torch_function_stack,
-)
-from torch._C._autograd import _get_sequence_nr
-from torch.autograd.function import BackwardCFunction
-from torch.compiler import is_compiling, is_dynamo_compiling
-from torch.fx import _symbolic_trace
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import CheckpointFunction
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+from torch.optim import Optimizer
 
-from tracer.errors import raised_by_signal
-from tracer.observing.pytorch.compiled import name_hook, observe_in_graph, run_uncompiled
-from tracer.observing.pytorch.hanging import on_gradient, on_gradient_once
-
-if TYPE_CHECKING:
-    from tracer.observing.exporter import Exporter
-
-_CALL = nn.Module._call_impl.__code__
-"""What torch runs for each call of a module, with its hooks."""
+from tracer.messaging.messages import DEFAULT_TAG
+from tracer.observing.pytorch.autograd import traced, without_modes
+from tracer.observing.pytorch.compiled import NOBODY, Ticket, name_hook, observe_in_graph, run_uncompiled
+from tracer.observing.pytorch.hanging import Hanging
 
 
-def without_modes() -> AbstractContextManager[Any]:
-    """Let what the program has in torch's way see only what the program does.
+class Numbered(Protocol):
+    """The hook on the gradient of an input, which learns the number of its call when that is over."""
 
-    Those are modes of dispatch and of ``__torch_function__``, and that method of subclasses of tensors.
+    call: int
+
+
+class OpenCall(NamedTuple):
+    """A call of a module whose forward has not returned."""
+
+    path: str
+    copies: list[tuple[str, Tensor]]
+    """Its inputs, each with its leaf."""
+    hooks: list[Any]
+    """Those on the gradients of its inputs, which are `Numbered`."""
+
+
+class Pass:
+    """The forward that runs in a thread, or else the last one there."""
+
+    __slots__ = ("depth", "in_loss", "inputs", "listening", "tag")
+
+    def __init__(self) -> None:
+        self.depth = 0  # how many forwards of the root are running
+        self.in_loss = False
+        self.tag = DEFAULT_TAG
+        self.listening = False  # whether hooks have anything to do in it
+        self.inputs: list[OpenCall] = []
+
+
+class PassOfThread(threading.local):
+    """For each thread, the pass that is now."""
+
+    def __init__(self) -> None:
+        self.now = Pass()  # one object, because each look at an attribute of this one takes longer
+
+
+class Notes(Protocol):
+    """Where a gate notes what is not observed."""
+
+    def note(self, what: str, why: str, *, warn: bool = True) -> None:
+        """Note what is not observed, and why."""
+
+    def raise_if_strict(self, error: BaseException) -> None:
+        """Raise what was caught if the training loop is to see it."""
+
+    def failed(self, what: str, error: Exception) -> None:
+        """Note that an exception ended an observation, or raise it."""
+
+
+class Gate:
+    """What lets the hooks of an exporter through, and what they share; none of them knows the exporter itself.
+
+    Parameters
+    ----------
+    problems : Notes
+    number : int
+        In the names by which compiled graphs call hooks; each exporter has another one.
+
+    Attributes
+    ----------
+    attached : bool
+        Whether hooks may hang.
+    open : bool
+        Whether anything is observed now.
+    lock : RLock
+        Held by whatever runs: hooks may fire in several threads.
+    passes : PassOfThread
     """
-    if _len_torch_dispatch_stack() or _len_torch_function_stack():
-        return _without_modes()
-    return cast("AbstractContextManager[Any]", torch._C.DisableTorchFunctionSubclass())
+
+    __slots__ = ("attached", "lock", "number", "open", "passes", "problems")
+
+    def __init__(self, problems: Notes, number: int) -> None:
+        self.attached = True
+        self.open = True
+        self.lock = threading.RLock()
+        self.passes = PassOfThread()
+        self.problems = problems
+        self.number = number
+
+    @property
+    def held(self) -> bool:
+        """Whether this thread runs code of the exporter, or code that the exporter calls, such as a receiver's."""
+        return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # which threading itself uses
+
+    def guard(self, what: str, work: Callable[[], object]) -> None:
+        """Do work that must not end the training."""
+        try:
+            with self.lock, without_modes():
+                work()
+        except Exception as error:  # noqa: BLE001 - under strict it is raised again
+            self.problems.failed(what, error)
 
 
-def with_subclasses() -> AbstractContextManager[Any]:
-    """Let subclasses of tensors do what they do, for a forward of the program's within `without_modes`."""
-    if _len_torch_function_stack():  # whose modes would see it, too
-        return contextlib.nullcontext()
-    return cast("AbstractContextManager[Any]", torch._C._EnableTorchFunction())
+class Role(enum.Enum):
+    """What a hook is there for; the values are names in problems."""
+
+    BEFORE_ROOT = "before root"
+    AFTER_ROOT = "after root"
+    BEFORE_FORWARD = "before forward"
+    AFTER_FORWARD = "after forward"
+    BEFORE_LAYER = "before layer"
+    AFTER_PARAMETRIZATION = "after parametrization"
+    AFTER_REPLACED = "after replaced"
+    AFTER_ACCUMULATION = "after accumulation"
+    AFTER_LOSS = "after loss"
+    BEFORE_OPTIMIZER = "before optimizer"
+    AFTER_OPTIMIZER = "after optimizer"
 
 
-@contextlib.contextmanager
-def _without_modes() -> Iterator[None]:
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        yield
+_OF_ROOT = (Role.BEFORE_ROOT, Role.AFTER_ROOT)
+_OF_OPTIMIZER = (Role.BEFORE_OPTIMIZER, Role.AFTER_OPTIMIZER)
+_IN_GRAPHS = (*_OF_ROOT, Role.BEFORE_FORWARD, Role.AFTER_FORWARD)
+_INNER = (Role.BEFORE_FORWARD, Role.AFTER_FORWARD, Role.AFTER_PARAMETRIZATION, Role.AFTER_REPLACED)
+"""Hooks inside the model, which have nothing to do in a pass that nobody records."""
+
+
+class Site(NamedTuple):
+    """A place where a hook is to hang, and what it is to call.
+
+    Attributes
+    ----------
+    on : Module, Optimizer or Tensor
+    role : Role
+    name : str
+        The path of the module or parameter; ``""`` where there is one thing only.
+    put : callable
+        Hangs a hook on it.
+    call : callable
+        A bound method that takes the name, and then what PyTorch gives the hook. Its object is not kept alive.
+    quiet : callable or None
+        A bound method of the same object. It takes what PyTorch gives the hook, and tells whether the hook has nothing
+        more to do, before the lock is taken.
+    gradients : bool
+        Whether they may be wanted of what the hook sees.
+    """
+
+    on: Any
+    role: Role
+    name: str
+    put: Callable[[Any, Hook], Hanging]
+    call: Callable[..., object]
+    quiet: Callable[[tuple[Any, ...]], bool] | None = None
+    gradients: bool = False
+
+
+class Calls(Protocol):
+    """What compiled graphs ask of the object whose method sees the calls of modules."""
+
+    def ticket(self, path: str) -> Ticket:
+        """What a graph keeps of the call of a module that was just seen: call, step, train step, epoch, tag."""
+
+    def gradient_seen(self, path: str, leaf: str, gradient: Tensor, ticket: Ticket) -> None:
+        """Take the gradient of the output of a module, in the call of the ticket."""
 
 
 class Hook:
-    """A hook of an exporter."""
+    """A hook of an exporter: goes through the gate, and calls what its site says.
+
+    Parameters
+    ----------
+    gate : Gate
+    site : Site
+    """
 
     __slots__ = (
         "__weakref__",
-        "_exporter",
-        "_idle",
+        "_call",
+        "_gate",
         "_inner",
         "_of_optimizer",
+        "_on",
+        "_owner",
+        "_quiet",
         "fired",
         "gradients",
-        "method",
+        "graph_name",
         "name",
+        "of_root",
         "off",
-        "site",
+        "role",
+        "sees_inputs",
     )
 
-    def __init__(self, exporter: Exporter, method: str, name: str, gradients: bool = False) -> None:
-        self._exporter = weakref.ref(exporter)
-        self._idle: Callable[[Exporter, tuple[Any, ...]], bool] | None = getattr(type(exporter), f"_idle{method}", None)
-        self._inner = method in ("_before_forward", "_after_forward", "_after_parametrization", "_after_replaced")
-        self._of_optimizer = method in ("_before_optimizer", "_after_optimizer")
-        self.method = method
-        self.name = name
-        self.gradients = gradients  # whether they may be wanted of what this hook sees
+    def __init__(self, gate: Gate, site: Site) -> None:
+        call: Any = site.call
+        quiet: Any = site.quiet
+        self._gate = gate
+        self._owner = weakref.ref(call.__self__)
+        self._call = call.__func__
+        self._quiet = None if quiet is None else quiet.__func__
+        self._on = weakref.ref(site.on)
+        self._inner = site.role in _INNER
+        self._of_optimizer = site.role in _OF_OPTIMIZER
+        self.of_root = site.role in _OF_ROOT
+        self.sees_inputs = site.role in (Role.BEFORE_ROOT, Role.BEFORE_FORWARD)
+        self.role = site.role
+        self.name = site.name
+        self.gradients = site.gradients
         self.fired = False
         self.off = False
-        self.site = name_hook(self, exporter.number)
+        self.graph_name = (
+            name_hook(self, f"{gate.number}:{site.role.value}:{site.name}") if site.role in _IN_GRAPHS else ""
+        )
 
     def __call__(self, *args: Any) -> Any:
         """Tell the exporter what this hook saw; what fails there does not reach the training."""
         if is_dynamo_compiling():  # state that changes would recompile the graph at every step
-            if self.site:
+            if self.graph_name:
                 return observe_in_graph(self, *args)
             if self._of_optimizer:
                 # Runs this between graphs. A step is never one graph: it has breaks of torch's own.
                 torch._dynamo.graph_break()
             return None
-        exporter = self._exporter()
-        if exporter is None:
+        owner, gate = self._owner(), self._gate
+        if owner is None:
             return None
         if self._inner and self.fired:
-            running = exporter.passes.now
+            running = gate.passes.now
             if running.depth and not running.listening:  # a step that nobody records: no more than this
                 return None
-        if self.off or not (exporter._attached and exporter.publisher.enabled):
+        if self.off or not gate.open:
             return None
         try:
-            if self.fired and self._idle is not None and self._idle(exporter, args):
+            if self.fired and self._quiet is not None and self._quiet(owner, args):
                 return None
             if traced():
                 return None
             self.fired = True
-            with exporter._lock, without_modes():
-                getattr(exporter, self.method)(self.name, *args)
-        except Exception as error:
-            if exporter.strict or raised_by_signal(error):
-                raise
-            self.off = not (self._of_optimizer or self.method in ("_before_root", "_after_root"))
-            what = f"module {self.name!r}" if self.name else self.method.strip("_").replace("_", " ")
-            exporter.publisher.problem(what, f"{type(error).__name__}: {error}")
+            with gate.lock, without_modes():
+                self._call(owner, self.name, *args)
+        except Exception as error:  # noqa: BLE001 - under strict it is raised again
+            gate.problems.raise_if_strict(error)
+            self.off = not (self._of_optimizer or self.of_root)
+            what = f"module {self.name!r}" if self.name else self.role.value
+            gate.problems.note(what, f"{type(error).__name__}: {error}")
         return None
 
-    def gradient_of(self, kind: str, leaf: str, call: int, tag: str, at: tuple[int, int, int]) -> GradientHook | None:
-        """The hook for the gradient of what this hook saw."""
-        exporter = self._exporter()
-        return None if exporter is None else GradientHook(exporter, kind, self.name, leaf, call, tag, at)
+    # -- for compiled graphs --------------------------------------------------------------------------------
+
+    @property
+    def on(self) -> Any:
+        """What it hangs on; None if that is gone."""
+        return self._on()
+
+    def ticket(self) -> Ticket:
+        """What a graph keeps of the call that this hook, which comes after the forward, has just seen."""
+        owner = self._owner()
+        return (
+            NOBODY if owner is None or self.role is not Role.AFTER_FORWARD else cast("Calls", owner).ticket(self.name)
+        )
+
+    def gradient_seen(self, leaf: str, gradient: Tensor, ticket: Ticket) -> None:
+        """Take the gradient of what this hook saw in a call."""
+        owner = self._owner()
+        if owner is not None and not self.off:
+            cast("Calls", owner).gradient_seen(self.name, leaf, gradient, ticket)
+
+    def lacks(self, kind: str, why: str) -> None:
+        """Note that messages of a kind are missing of what this hook sees, if anybody listens."""
+        gate = self._gate
+        if self._owner() is not None and gate.passes.now.listening:
+            gate.guard(kind, lambda: gate.problems.note(f"{kind} of {self.name!r}", why))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # for a pickler that does not leave hooks out as `hanging` has it: a callable of the library, which takes
@@ -136,228 +292,21 @@ class Hook:
 run_uncompiled(Hook.__call__)
 
 
-class GradientHook:
-    """Sees the gradient of one tensor of one forward pass."""
+def leaves_gradients(optimizer: Optimizer) -> bool:
+    """Whether gradients are after a step what they were before: torch's own optimizers do not change them.
 
-    __slots__ = ("_exporter", "at", "call", "kind", "leaf", "path", "scale", "tag")
-
-    __torch_unserializable__ = True  # torch warns of every other hook on a tensor that is pickled
-
-    def __init__(
-        self,
-        exporter: Exporter,
-        kind: str,
-        path: str,
-        leaf: str,
-        call: int,
-        tag: str,
-        at: tuple[int, int, int],
-        scale: Tensor | None = None,
-    ) -> None:
-        self._exporter = weakref.ref(exporter)
-        self.kind = kind
-        self.path = path
-        self.leaf = leaf
-        self.call = call
-        self.tag = tag
-        self.at = at
-        self.scale = scale  # of the backward in which the forward was computed again
-
-    def __call__(self, gradient: Tensor | None) -> None:
-        exporter = self._exporter()
-        if gradient is None:  # the node has several outputs, and no gradient came back to this one
-            return
-        if exporter is None or not (exporter._attached and exporter.publisher.enabled):
-            return
-        try:
-            with exporter._lock, without_modes():
-                exporter._gradient(self, gradient)
-        except Exception as error:
-            if exporter.strict or raised_by_signal(error):
-                raise
-            exporter.publisher.give_up(self.kind, self.path, error)
-
-    def tell_shared(self) -> None:
-        """Say that this gradient may be another forward's."""
-        exporter = self._exporter()
-        if exporter is not None:
-            why = "it is of a tensor that several forwards used before a backward, and is recorded for each of them"
-            exporter.publisher.problem(f"which forward {self.kind} of {self.path!r} belongs to", why)
-
-
-class ComputedHook:
-    """Sees the gradient of a weight that was computed for a forward."""
-
-    __slots__ = ("__weakref__", "_exporter", "path")
-
-    __torch_unserializable__ = True
-
-    def __init__(self, exporter: Exporter, path: str) -> None:
-        self._exporter = weakref.ref(exporter)
-        self.path = path
-
-    def __call__(self, gradient: Tensor | None) -> None:
-        exporter = self._exporter()
-        if gradient is None or exporter is None or not (exporter._attached and exporter.publisher.enabled):
-            return
-        try:
-            with exporter._lock, without_modes():
-                exporter._gradient_of_computed(self.path, gradient)
-        except Exception as error:
-            if exporter.strict or raised_by_signal(error):
-                raise
-            exporter.publisher.problem(f"the gradient of {self.path!r}", f"{type(error).__name__}: {error}")
-
-
-class Undifferentiated:
-    """How many training passes of a step no backward has gone through yet."""
-
-    __slots__ = ("passes",)
-
-    def __init__(self) -> None:
-        self.passes = 0
-
-    def watch(self, outputs: Iterable[Tensor]) -> None:
-        """Count a pass with these outputs, until a gradient comes to one of them."""
-        hook = PassHook(self)
-        for one in outputs:
-            if one.grad_fn is not None:
-                on_gradient_once(one, hook)
-                hook.waits = True
-        self.passes += hook.waits
-
-
-class PassHook:
-    """Sees whether a backward goes through a pass."""
-
-    __slots__ = ("__weakref__", "_counted", "waits")
-
-    __torch_unserializable__ = True
-
-    def __init__(self, counted: Undifferentiated) -> None:
-        self._counted = counted
-        self.waits = False
-
-    def __call__(self, gradient: Tensor | None) -> None:
-        if self.waits and gradient is not None:
-            self.waits = False
-            self._counted.passes -= 1
-
-
-class LeafHook:
-    """Sees the gradients of a tensor that is there for more than one call: a parameter that a module returns.
-
-    What a backward brings is of the calls since the last one; if there are none, it went through the same once more.
+    But SGD with Nesterov's momentum does, where it moves many parameters at once; and what hooks do that come before an
+    exporter's, nobody knows.
     """
-
-    __slots__ = ("__weakref__", "_latest", "_tensor", "_waiting", "handle")
-
-    __torch_unserializable__ = True
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = weakref.ref(tensor)
-        self._waiting: list[tuple[int, GradientHook]] = []
-        self._latest: list[tuple[int, GradientHook]] = []
-        self.handle = on_gradient(tensor, self)
-
-    def of(self, tensor: Tensor) -> bool:
-        """Whether it is this tensor's."""
-        return self._tensor() is tensor
-
-    def wait(self, forward: int, hook: GradientHook) -> None:
-        """Have another call, in a forward of this number, get what the next backward brings."""
-        self._waiting.append((forward, hook))
-
-    def __call__(self, gradient: Tensor | None) -> None:
-        if self._waiting:
-            self._latest, self._waiting = self._waiting, []
-        if len({forward for forward, _ in self._latest}) > 1:
-            self._latest[0][1].tell_shared()
-        for _, hook in self._latest:
-            hook(gradient)
+    first = next(iter(optimizer._optimizer_step_post_hooks.values()), None)
+    return (
+        type(optimizer).__module__.partition(".")[0] == "torch"
+        and isinstance(first, Hook)
+        and not any(group.get("nesterov") for group in optimizer.param_groups)
+    )
 
 
-class ScaleHook:
-    """Sits on a loss that a GradScaler has multiplied, and tells an exporter when a backward begins there."""
-
-    __slots__ = ("_exporter", "scale")
-
-    __torch_unserializable__ = True
-
-    def __init__(self, exporter: Exporter, scale: Tensor) -> None:
-        self._exporter = weakref.ref(exporter)
-        self.scale = scale
-
-    def __call__(self, gradient: Tensor) -> None:
-        exporter = self._exporter()
-        if exporter is not None:
-            with exporter._lock:
-                exporter._scales[_current_graph_task_id()] = self.scale
-
-
-def _running(function: Any) -> FrameType | None:
-    """The innermost call of a function that has not returned."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not function.__code__:
-        frame = frame.f_back
-    return frame
-
-
-def calls_running(module: nn.Module) -> int:
-    """How many calls of a module in this thread have not returned."""
-    count = 0
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _CALL and frame.f_locals.get("self") is module:
-            count += 1
-        frame = frame.f_back
-    return count
-
-
-def checkpointing() -> bool:
-    """Whether a forward without gradients is the first one of a reentrant checkpoint, so part of a training."""
-    return _running(CheckpointFunction.forward) is not None
-
-
-def checkpointed_inputs() -> tuple[Any, ...] | None:
-    """What a reentrant checkpoint gets whose first forward runs; None if none does."""
-    frame = _running(CheckpointFunction.forward)
-    return None if frame is None else tuple(frame.f_locals.get("args", ()))
-
-
-def recomputing_reentrant() -> bool:
-    """Whether this is the second forward of a reentrant checkpoint."""
-    return _running(CheckpointFunction.backward) is not None
-
-
-def recomputing() -> bool:
-    """Whether this forward runs inside a backward pass: a checkpoint's second forward."""
-    return _current_graph_task_id() != -1
-
-
-def traced() -> bool:
-    """Whether a forward only serves to find out what it does, and is none of the training.
-
-    As under ``torch.jit.trace``, ``torch.fx.symbolic_trace``, ``make_fx`` and an export without Dynamo. Our copies
-    would become a part of what is found.
-    """
-    if _get_tracing_state() is not None or is_compiling() or _traces_symbolically():
-        return True
-    return _len_torch_dispatch_stack() > 0 and torch._C._get_dispatch_mode(_PROXY) is not None
-
-
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
-# its older name warns in newer versions
-_traces_symbolically: Callable[[], bool] = getattr(
-    _symbolic_trace, "is_fx_symbolic_tracing", _symbolic_trace.is_fx_tracing
-)
-
-
-next_node: Callable[[], int] = _get_sequence_nr
-"""The number that the next node of this thread's graph gets."""
-
-
-def backward_node() -> int | None:
-    """The number of the checkpoint (or other function written in Python) whose backward runs."""
-    node: Any = torch._C._current_autograd_node()
-    return int(node._sequence_nr()) if isinstance(node, BackwardCFunction) else None
+def is_heard_last(optimizer: Optimizer) -> bool:
+    """Whether the last of the hooks before its step is an exporter's."""
+    last = next(reversed(optimizer._optimizer_step_pre_hooks.values()), None)
+    return isinstance(last, Hook) and last.role is Role.BEFORE_OPTIMIZER

@@ -1,27 +1,21 @@
-"""Loss functions: which there are, what their arguments are, what is made of them, and what stands in for them."""
+"""Loss functions: which there are, what their arguments are, and what stands in for them."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import pkgutil
-import threading
 import types
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Container, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 import torch.nn.functional
 from torch import Tensor
 
-from tracer.observing.pytorch.hooks import next_node, traced
-
-if TYPE_CHECKING:
-    from tracer.observing.exporter import Exporter
-
+from tracer.observing.pytorch.autograd import traced
+from tracer.observing.pytorch.hooks import Gate
 
 LOSS_FUNCTIONS: tuple[str, ...] = (
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "cross_entropy", "ctc_loss",
@@ -30,22 +24,28 @@ LOSS_FUNCTIONS: tuple[str, ...] = (
     "smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss", "triplet_margin_with_distance_loss",
 )  # fmt: skip
 """The loss functions of ``torch.nn.functional``; the modules of ``torch.nn`` call these."""
-_NEAREST = 1024
-"""How many nodes of a graph are looked at for what is near."""
-_WHOLE = 100_000
-"""And at most for what may be anywhere."""
-
-Node = tuple[int, int]
 
 
 class LossFunction:
-    """Stands in for a function of ``torch.nn.functional`` while it is observed."""
+    """Stands in for a function of ``torch.nn.functional`` while it is observed.
+
+    Parameters
+    ----------
+    gate : Gate
+    seen : callable
+        A bound method that takes the name of the function, the function, its arguments, and what it gave. Its object is
+        not kept alive.
+    original : callable
+        The function.
+    """
 
     __wrapped__: Callable[..., Any]
     __name__: str
 
-    def __init__(self, exporter: Exporter, original: Callable[..., Any]) -> None:
-        self._exporter = weakref.ref(exporter)
+    def __init__(self, gate: Gate, seen: Callable[..., None], original: Callable[..., Any]) -> None:
+        self._gate = gate
+        self._owner = weakref.ref(cast("types.MethodType", seen).__self__)
+        self._seen = cast("types.MethodType", seen).__func__
         functools.update_wrapper(self, original, updated=())
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -59,16 +59,16 @@ class LossFunction:
         return pkgutil.resolve_name, (f"torch.nn.functional:{name}",)  # pickle refuses the name of something else
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        exporter = self._exporter()
-        if exporter is None or exporter.passes.now.in_loss or traced():
+        owner, gate = self._owner(), self._gate
+        if owner is None or gate.passes.now.in_loss or traced():
             return self.__wrapped__(*args, **kwargs)
-        exporter.passes.now.in_loss = True  # some losses are made of others
+        gate.passes.now.in_loss = True  # some losses are made of others
         try:
             output = self.__wrapped__(*args, **kwargs)
         finally:
-            exporter.passes.now.in_loss = False
-        if exporter._attached and exporter.publisher.enabled:
-            exporter._guard("loss", lambda: exporter._loss_seen(self.__name__, self.__wrapped__, args, kwargs, output))
+            gate.passes.now.in_loss = False
+        if gate.open:
+            gate.guard("loss", lambda: self._seen(owner, self.__name__, self.__wrapped__, args, kwargs, output))
         return output
 
 
@@ -131,155 +131,3 @@ def output_and_labels(
         labels = tensors[1] if len(tensors) > 1 else None
     output = next((one for one in tensors if one is not labels), None)
     return output, labels
-
-
-class _Thread(threading.local):
-    """A number that no other thread has, or had: torch numbers the nodes of each thread anew."""
-
-    def __init__(self) -> None:
-        self.number = next(_THREADS)
-
-
-_THREADS = itertools.count()
-_thread = _Thread()
-
-
-def node_of(tensor: Tensor) -> Node | None:
-    """A tensor's node in its graph, as the thread and the number that no other node of it has; None without one."""
-    function = tensor.grad_fn  # each look at it makes an object
-    return None if function is None else (_thread.number, function._sequence_nr())
-
-
-def next_of_thread() -> Node:
-    """The node that this thread's graph gets next."""
-    return _thread.number, next_node()
-
-
-def looks_back(tensor: Tensor, since: Node | None) -> bool:
-    """Whether a tensor was made of others that there were before some node of this thread, and of nothing else.
-
-    As a metric that is asked for after a step, of what the network gave in it. A new forward begins with parameters.
-
-    Examples
-    --------
-    >>> weight = torch.ones(2, requires_grad=True)
-    >>> output = weight * 2
-    >>> since = next_of_thread()
-    >>> looks_back(output.view(1, 2).sum(), since), looks_back((weight * 2).sum(), since), looks_back(output, None)
-    (True, False, False)
-    """
-    if since is None or since[0] != _thread.number or tensor.grad_fn is None:
-        return False
-    waiting, seen = [tensor.grad_fn], {tensor.grad_fn}
-    found = False
-    while waiting and len(seen) <= _NEAREST:
-        node = waiting.pop()
-        if not node.next_functions:
-            return False
-        if node._sequence_nr() < since[1]:
-            found = True
-            continue
-        for one, _ in node.next_functions:
-            if one is not None and one not in seen:
-                seen.add(one)
-                waiting.append(one)
-    return found and not waiting
-
-
-def is_made_of(tensor: Tensor, nodes: Collection[Node]) -> bool:
-    """Whether one of some nodes is among the nearest that a tensor was made of."""
-    thread = _thread.number
-    first = min((number for one, number in nodes if one == thread), default=None)
-    if first is None or tensor.grad_fn is None:
-        return False
-    waiting: deque[Any] = deque([tensor.grad_fn])
-    # nodes are kept, so that no other gets the id of one
-    seen = {id(tensor.grad_fn): tensor.grad_fn}
-    for _ in range(_NEAREST):
-        if not waiting:
-            return False
-        node = waiting.popleft()
-        if (thread, node._sequence_nr()) in nodes:
-            return True
-        for one, _ in node.next_functions:
-            # leaves are made of nothing, and a node has a higher number than those that it was made of
-            if one is not None and id(one) not in seen and one.next_functions and one._sequence_nr() >= first:
-                seen[id(one)] = one
-                waiting.append(one)
-    return False
-
-
-_SAME_BUT_FOR_A_FACTOR = (
-    "Mul", "Div", "Mean", "Sum", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "Alias",
-    "ToCopy",
-)  # fmt: skip
-"""Operations whose result is what they got, or its sum or mean, multiplied with a number."""
-
-
-def multiple_of(tensor: Tensor, nodes: Container[Node]) -> Node | None:
-    """The one of some nodes that a tensor is, or is a sum, a mean or a multiple of, and of nothing else.
-
-    Examples
-    --------
-    >>> weight = torch.ones(2, requires_grad=True)
-    >>> term = (weight * 3).square()
-    >>> nodes = {node_of(term)}
-    >>> [multiple_of(one, nodes) in nodes for one in (term, term.mean() / 4, term.sum() + weight.sum(), -term.sum())]
-    [True, True, False, False]
-    """
-    node = tensor.grad_fn
-    for _ in range(_NEAREST):
-        if node is None:
-            return None
-        place = _thread.number, node._sequence_nr()
-        if place in nodes:
-            return place
-        inner = [one for one, _ in node.next_functions if one is not None]
-        name = node.name().partition("Backward")[0]
-        if len(inner) != 1 or name not in _SAME_BUT_FOR_A_FACTOR:
-            return None
-        if name in ("Mul", "Div") and not _is_times_a_number(node):
-            return None
-        node = inner[0]
-    return None
-
-
-def _is_times_a_number(node: Any) -> bool:
-    """Whether a product or quotient of something that has a graph is one with a single number, which has none."""
-    at = next(place for place, (one, _) in enumerate(node.next_functions) if one is not None)
-    try:
-        factor = getattr(node, "_saved_self" if at else "_saved_other", None)
-    except RuntimeError:  # a backward has freed what the node kept
-        return False
-    return not isinstance(factor, Tensor) or factor.numel() == 1
-
-
-def belongs_to_others(tensor: Tensor, own: Container[int]) -> bool:
-    """Whether a tensor was made of parameters, and of none of those with these ids.
-
-    A tensor of which no parameters are found, as one that came through a reentrant checkpoint, belongs to nobody else.
-
-    Examples
-    --------
-    >>> one, other = torch.nn.Linear(2, 1), torch.nn.Linear(1, 1)
-    >>> own, output = {id(parameter) for parameter in one.parameters()}, one(torch.ones(3, 2))
-    >>> [belongs_to_others(tensor, own) for tensor in (output, other(output), other(output.detach()))]
-    [False, False, True]
-    """
-    if tensor.grad_fn is None:
-        return False
-    waiting: deque[Any] = deque([tensor.grad_fn])
-    seen = {id(tensor.grad_fn): tensor.grad_fn}
-    others = False
-    while waiting and len(seen) <= _WHOLE:
-        node = waiting.popleft()
-        if not node.next_functions:
-            parameter = getattr(node, "variable", None)
-            if id(parameter) in own:
-                return False
-            others = others or isinstance(parameter, torch.nn.Parameter)
-        for one, _ in node.next_functions:
-            if one is not None and id(one) not in seen:
-                seen[id(one)] = one
-                waiting.append(one)
-    return others

@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional
@@ -20,35 +20,62 @@ from torch.compiler import is_dynamo_compiling
 
 from tracer import walking
 from tracer.observing.pytorch.compiled import run_uncompiled
-from tracer.observing.pytorch.hooks import Hook
+from tracer.observing.pytorch.hooks import Gate, Hook
 from tracer.observing.pytorch.loss_functions import LossFunction
 from tracer.observing.pytorch.tensors import leaves
 
-if TYPE_CHECKING:
-    from tracer.observing.exporter import Exporter
+
+class Watcher(Protocol):
+    """Who is told of what PyTorch does while it is watched."""
+
+    @property
+    def gate(self) -> Gate:
+        """What the watcher's hooks go through."""
+
+    @property
+    def optimizer_calls(self) -> int:
+        """How many steps of its optimizers it has seen."""
+
+    def has_optimizer(self, optimizer: object) -> bool:
+        """Whether an optimizer is one of its own."""
+
+    def loss_scaled(self, scaled: Tensor, loss: Tensor, scale: Tensor) -> None:
+        """Take what a GradScaler has made of a loss, and by which factor."""
+
+    def step_skipped(self, optimizer: Any) -> None:
+        """Take note of an optimizer's step that a GradScaler skipped."""
+
+    def differentiates(self, *tensors: Tensor) -> None:
+        """Take what ``backward`` is called on."""
+
+    def grad_called(self, tensor: Tensor, inputs: Iterable[Any], *, derivable: bool) -> None:
+        """Take what ``autograd.grad`` differentiates by which inputs, and whether it can be differentiated again."""
+
+    def compile_called(self) -> None:
+        """Take note that ``compile()`` was called on some module."""
 
 
-_unscripted: weakref.WeakSet[Exporter] = weakref.WeakSet()
+_unscripted: weakref.WeakSet[Watcher] = weakref.WeakSet()
 _script: Any = None
-_told_of_compiling: weakref.WeakSet[Exporter] = weakref.WeakSet()
+_told_of_compiling: weakref.WeakSet[Watcher] = weakref.WeakSet()
 _compile: Any = None
 
 
-def watch_scripting(exporter: Exporter) -> None:
-    """Let ``torch.jit.script``, which compiles what it finds, find nothing of this exporter's, nor of others'."""
+def watch_scripting(watcher: Watcher) -> None:
+    """Let ``torch.jit.script``, which compiles what it finds, find no hooks and stand-ins."""
     global _script
-    if exporter not in _unscripted:
-        _unscripted.add(exporter)
-        weakref.finalize(exporter, _settle_scripting).atexit = False
+    if watcher not in _unscripted:
+        _unscripted.add(watcher)
+        weakref.finalize(watcher, _settle_scripting).atexit = False
     original = getattr(torch.jit._script, "_script_impl", None)
     if _script is None and original is not None:
         _script = _as_unwatched(original)
         vars(torch.jit._script)["_script_impl"] = _script
 
 
-def unwatch_scripting(exporter: Exporter) -> None:
+def unwatch_scripting(watcher: Watcher) -> None:
     """Undo `watch_scripting`; without any, torch's own function is back."""
-    _unscripted.discard(exporter)
+    _unscripted.discard(watcher)
     _settle_scripting()
 
 
@@ -60,20 +87,20 @@ def _settle_scripting() -> None:
         _script = None
 
 
-def watch_compiling(exporter: Exporter) -> None:
-    """Tell this exporter of each ``compile()`` of a module, which decides what may have hooks."""
+def watch_compiling(watcher: Watcher) -> None:
+    """Tell a watcher of each ``compile()`` of a module, which decides what may have hooks."""
     global _compile
-    if exporter not in _told_of_compiling:
-        _told_of_compiling.add(exporter)
-        weakref.finalize(exporter, _settle_compiling).atexit = False
+    if watcher not in _told_of_compiling:
+        _told_of_compiling.add(watcher)
+        weakref.finalize(watcher, _settle_compiling).atexit = False
     if _compile is None:
         _compile = _telling(nn.Module.compile)
         nn.Module.compile = _compile  # type: ignore[method-assign]
 
 
-def unwatch_compiling(exporter: Exporter) -> None:
+def unwatch_compiling(watcher: Watcher) -> None:
     """Undo `watch_compiling`; without any, torch's own method is back."""
-    _told_of_compiling.discard(exporter)
+    _told_of_compiling.discard(watcher)
     _settle_compiling()
 
 
@@ -89,8 +116,8 @@ def _telling(original: Callable[..., Any]) -> Any:
     @functools.wraps(original)
     def compile(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: A001 - as torch calls it
         result = original(self, *args, **kwargs)
-        for exporter in [*_told_of_compiling]:
-            exporter.compile_called()
+        for watcher in [*_told_of_compiling]:
+            watcher.compile_called()
         return result
 
     return compile
@@ -126,27 +153,27 @@ def _as_unwatched(original: Callable[..., Any]) -> Callable[..., Any]:
     return script
 
 
-_scaled: weakref.WeakSet[Exporter] = weakref.WeakSet()
+_scaled: weakref.WeakSet[Watcher] = weakref.WeakSet()
 _scaler_methods: dict[tuple[type[GradScaler], str], Callable[..., Any]] = {}
 _in_scaler: set[tuple[int, str]] = set()  # scalers and methods that run, because one may call that of its parent
 
 
-def watch_scalers(exporter: Exporter) -> None:
-    """Let an exporter know of losses that a GradScaler multiplies, and of steps that it skips.
+def watch_scalers(watcher: Watcher) -> None:
+    """Let a watcher know of losses that a GradScaler multiplies, and of steps that it skips.
 
     In these torch calls none of the optimizer's hooks. Subclasses may have methods of their own, as that of FSDP has.
     """
-    if exporter not in _scaled:
-        _scaled.add(exporter)
-        weakref.finalize(exporter, _settle_scalers).atexit = False  # one that is dropped leaves nothing, either
+    if watcher not in _scaled:
+        _scaled.add(watcher)
+        weakref.finalize(watcher, _settle_scalers).atexit = False  # one that is dropped leaves nothing, either
     if not _scaler_methods:
         _observe_scalers(GradScaler)
         setattr(GradScaler, "__init_subclass__", classmethod(_new_scaler))  # noqa: B010 - a type checker calls it wrong
 
 
-def unwatch_scalers(exporter: Exporter) -> None:
-    """No longer let an exporter know; without any, torch's own methods are back."""
-    _scaled.discard(exporter)
+def unwatch_scalers(watcher: Watcher) -> None:
+    """No longer let a watcher know; without any, torch's own methods are back."""
+    _scaled.discard(watcher)
     _settle_scalers()
 
 
@@ -184,14 +211,14 @@ def _observed_scale(original: Callable[..., Any]) -> Callable[..., Any]:
             result = original(scaler, outputs)
         finally:
             _in_scaler.discard(key)
-        watching = [one for one in _scaled if one._attached and one.publisher.enabled] if scaler.is_enabled() else []
+        watching = [one for one in _scaled if one.gate.open] if scaler.is_enabled() else []
         factor = scaler._scale if watching else None  # a scaler that is not enabled has none
         if factor is not None:
             factor = factor.detach().clone()  # which the scaler changes in place
             for (_, tensor), (_, loss) in zip(leaves(result), leaves(outputs), strict=False):
                 if tensor.requires_grad:
                     for one in watching:
-                        one._guard("the loss scale", functools.partial(one._loss_scaled, tensor, loss, factor))
+                        one.gate.guard("the loss scale", functools.partial(one.loss_scaled, tensor, loss, factor))
         return result
 
     return scale
@@ -203,7 +230,7 @@ def _observed_step(original: Callable[..., Any]) -> Callable[..., Any]:
         key = id(scaler), "step"
         if key in _in_scaler:
             return original(scaler, optimizer, *args, **kwargs)
-        watching = [one for one in _scaled if any(known is optimizer for known in one.optimizers.all)]
+        watching = [one for one in _scaled if one.has_optimizer(optimizer)]
         before = [one.optimizer_calls for one in watching]
         _in_scaler.add(key)
         try:
@@ -211,14 +238,14 @@ def _observed_step(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _in_scaler.discard(key)
         for one, calls in zip(watching, before, strict=True):
-            if one.optimizer_calls == calls and one._attached and one.publisher.enabled:
-                one._guard("skipped_step", functools.partial(one._skipped_step, optimizer))
+            if one.optimizer_calls == calls and one.gate.open:
+                one.gate.guard("skipped_step", functools.partial(one.step_skipped, optimizer))
         return result
 
     return step
 
 
-_told_of_backward: weakref.WeakSet[Exporter] = weakref.WeakSet()
+_told_of_backward: weakref.WeakSet[Watcher] = weakref.WeakSet()
 # what stands in the place of torch's functions, by where these are
 _backward: dict[tuple[Any, str], Callable[..., Any]] = {}
 
@@ -232,11 +259,11 @@ class Differentiating(threading.local):
 _differentiating = Differentiating()
 
 
-def watch_backward(exporter: Exporter) -> None:
-    """Let an exporter know on what ``backward`` is called, and what ``autograd.grad`` differentiates."""
-    if exporter not in _told_of_backward:
-        _told_of_backward.add(exporter)
-        weakref.finalize(exporter, _settle_backward).atexit = False
+def watch_backward(watcher: Watcher) -> None:
+    """Let a watcher know on what ``backward`` is called, and what ``autograd.grad`` differentiates."""
+    if watcher not in _told_of_backward:
+        _told_of_backward.add(watcher)
+        weakref.finalize(watcher, _settle_backward).atexit = False
     if not _backward:
         for owner, name, tell in (
             (torch.autograd, "backward", _tell_of_backward),  # which `Tensor.backward` calls
@@ -246,9 +273,9 @@ def watch_backward(exporter: Exporter) -> None:
             setattr(owner, name, _backward[owner, name])
 
 
-def unwatch_backward(exporter: Exporter) -> None:
-    """No longer let an exporter know; without any, torch's own functions are back."""
-    _told_of_backward.discard(exporter)
+def unwatch_backward(watcher: Watcher) -> None:
+    """No longer let a watcher know; without any, torch's own functions are back."""
+    _told_of_backward.discard(watcher)
     _settle_backward()
 
 
@@ -281,24 +308,24 @@ def _observed(original: Callable[..., Any], tell: Callable[..., None]) -> Callab
 
 def _tell(tell: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for one in list(_told_of_backward):
-        if not one.is_at_work:  # what a receiver or a condition of the user's differentiates is no loss of the training
-            one._guard("loss", functools.partial(tell, one, *args, **kwargs))
+        if not one.gate.held:  # what a receiver or a condition of the user's differentiates is no loss of the training
+            one.gate.guard("loss", functools.partial(tell, one, *args, **kwargs))
 
 
 run_uncompiled(_tell)
 
 
-def _tell_of_backward(exporter: Exporter, tensors: Any, *args: Any, **kwargs: Any) -> None:
+def _tell_of_backward(watcher: Watcher, tensors: Any, *args: Any, **kwargs: Any) -> None:
     roots = _as_tuple(tensors)
     if roots and all(isinstance(one, Tensor) for one in roots):  # edges of the graph have no values
-        exporter.differentiates(*roots)
+        watcher.differentiates(*roots)
 
 
-def _tell_of_grad(exporter: Exporter, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
+def _tell_of_grad(watcher: Watcher, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
     roots = _as_tuple(outputs)
     if len(roots) == 1 and isinstance(roots[0], Tensor):
         derivable = bool(args[2] if len(args) > 2 else kwargs.get("create_graph"))
-        exporter.grad_called(roots[0], _as_tuple(inputs), derivable=derivable)
+        watcher.grad_called(roots[0], _as_tuple(inputs), derivable=derivable)
 
 
 def _as_tuple(given: Any) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from tracer.errors import CaptureError, TracerError, summary
 from tracer.observing.exporter import Exporter
 from tracer.observing.optimizers import steps_within
-from tracer.observing.pytorch.hooks import recomputing
+from tracer.observing.pytorch.autograd import recomputing
 from tracer.observing.pytorch.wrappers import unwrap
 from tracer.recording import environment
 from tracer.recording.certifying.fingerprint import fingerprint, generators, set_generators
@@ -204,7 +204,7 @@ class _Passes:
         self.open = False
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if recomputing() or not self._run.exporter._is_training_pass(module):
+        if recomputing() or not self._run.exporter.is_training_pass(module):
             return
         if self.open:
             self._over(self._run)

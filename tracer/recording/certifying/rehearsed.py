@@ -127,7 +127,7 @@ class _Rehearsal:
         with TraceReader(path) as trace:
             header = len(json.dumps(trace.header))
             for one in trace.streams:
-                taken = exporter.publisher.capture_of(one.kind, one.module, one.tag) if one.kind in KINDS else None
+                taken = exporter.demand.capture_of(one.kind, one.module, one.tag) if one.kind in KINDS else None
                 capture = by_capture[id(taken)] if taken is not None else Capture()
                 clock = KINDS[one.kind].clock if one.kind in KINDS else "global_step"
                 probed = one.tag == PROBE

@@ -167,14 +167,14 @@ class Session:
         if not closed and self._by_hand and not self._models.any_optimizer:
             self._note_by_hand("the script updates by hand, without an optimizer: each backward is taken for a step")
         elif not closed and clean and self.recorded and not self._exporter.steps_seen:
-            self._exporter.publisher.problem("the training", f"no step was seen: {self._why_not()}", warn=False)
+            self._exporter.note_problem("the training", f"no step was seen: {self._why_not()}", warn=False)
         if clean and not closed and self._exporter.train_step > 0:
             self._exporter.finish_step()
             self._guarded("the end of the last epoch", self._exporter.epoch_finished)
             self._exporter.epochs_seen = self._epochs.ended  # else this is only the end of the script
             if self._exporter.learns_in_eval_mode:
                 why = "the model is in eval mode, so its passes count as evaluations; model.train() ends that mode"
-                self._exporter.publisher.problem("the training's forward pass", why)
+                self._exporter.note_problem("the training's forward pass", why)
         if os.getpid() == self.pid:
             end(self.run, None if clean else error)
             if not self._recipe.member.number:
@@ -197,7 +197,7 @@ class Session:
         return "the capture takes nothing of what it did"
 
     def _note_by_hand(self, why: str) -> None:
-        self._exporter.publisher.problem("steps", why, warn=False)
+        self._exporter.note_problem("steps", why, warn=False)
 
     def _guarded(self, what: str, work: Callable[[], None]) -> None:
         """Do our part of a call of the script's; in a worker process that it forked, there is none."""
@@ -210,7 +210,7 @@ class Session:
                 raise
 
         if os.getpid() == self.pid:
-            self._exporter._guard(what, noting)
+            self._exporter.gate.guard(what, noting)
 
     # -- what the script makes and does -------------------------------------------------------------------------
 
@@ -280,7 +280,7 @@ class Session:
         self._add(optimizer)
         if self._exporter.optimizers:
             why = "its optimizer was loaded or copied whole, and is known since its first step"
-            self._exporter.publisher.problem("what came before this step", why, warn=False)
+            self._exporter.note_problem("what came before this step", why, warn=False)
 
     def _step_by_hand(self) -> None:
         """End a step where no optimizer can: after its backward."""

@@ -164,5 +164,5 @@ class TrainedModels:
         for one in alive:
             weakref.finalize(one, self._tensors.pop, key, None).atexit = False
         why = "no module holds what its optimizers train; it is recorded as parameters.0, parameters.1 and so on"
-        self._exporter.publisher.problem("the model", why, warn=False)
+        self._exporter.note_problem("the model", why, warn=False)
         return [holder]

@@ -1,0 +1,221 @@
+"""Who wants what: the receivers of a bus, within the bounds of the captures."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import nn
+
+from tracer.errors import CaptureError
+from tracer.messaging.bus import MessageBus, Receiver
+from tracer.messaging.messages import DEFAULT_TAG, KINDS
+from tracer.messaging.subscriber import unmet
+from tracer.messaging.subscription import matches_tag
+from tracer.observing.capture import Capture
+from tracer.observing.clock import At, Clock
+from tracer.observing.parameter_table import PARAMETER_KINDS, ParameterTable
+from tracer.observing.problems import Problems
+from tracer.observing.streams import Stream
+
+EVERYTHING = Capture(kinds=KINDS)
+"""The capture of what users log, which no other capture leaves out."""
+
+OfParameters: TypeAlias = "dict[str, tuple[Stream | None, Stream | None, Stream | None]]"
+
+
+@dataclass(eq=False, repr=False)
+class Demand:
+    """Knows who wants what of a training.
+
+    Parameters
+    ----------
+    bus : MessageBus
+        Whose receivers are asked.
+    captures : tuple of Capture
+        What may be observed; the first one that takes a stream decides on it.
+    table : ParameterTable
+        The parameters that there are.
+
+    Attributes
+    ----------
+    modules : dict of str to Module
+        The observed modules, by path.
+    asking : tuple of Receiver
+        Those that are asked what they want.
+    quiet_until : int
+        A step before which nobody wants anything of the training passes, as far as `nothing_due` found out.
+    """
+
+    bus: MessageBus
+    captures: tuple[Capture, ...]
+    clock: Clock
+    table: ParameterTable
+    problems: Problems
+
+    def __post_init__(self) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self.asking: tuple[Receiver, ...] = ()
+        self.quiet_until = 0
+        self._asked_at = -1  # the last step for which `nothing_due` asked
+        self._streams: dict[tuple[str, str | None, str], Stream] = {}
+        self._of_parameters: OfParameters | None = None
+        self._heard_tags: dict[str, bool] = {}
+        self._given_up: set[tuple[str, str | None]] = set()
+
+    def take(self, candidates: Iterable[tuple[str, nn.Module]]) -> None:
+        """Observe those of some modules that a capture takes."""
+        self.modules = {path: one for path, one in candidates if any(c.takes_module(path, one) for c in self.captures)}
+
+    # -- which streams --------------------------------------------------------------------------------------
+
+    def ask_anew(self) -> None:
+        """Forget who wanted what: receivers, modules or what other ranks record have changed."""
+        self._streams, self._heard_tags, self._of_parameters = {}, {}, None
+        receivers = self.bus.receivers
+        self.asking = tuple(one for one in receivers if not getattr(one, "passive", False)) or receivers
+
+    def capture_of(self, kind: str, path: str | None, tag: str | None) -> Capture | None:
+        """The first capture that takes a stream, of any tag if that is None; None if none does."""
+        for capture in self.captures:
+            if capture.takes(kind, tag):
+                if path is None:
+                    return capture
+                if kind in PARAMETER_KINDS:
+                    if self.table.taken(capture, kind, path):
+                        return capture
+                elif path in self.modules and capture.takes_module(path, self.modules[path]):
+                    return capture
+        return None
+
+    def paths_of(self, kind: str) -> list[str]:
+        """The modules or parameters of which messages of a kind can be observed."""
+        paths = self.table.streams(kind) if kind in PARAMETER_KINDS else self.modules
+        return [path for path in paths if self.capture_of(kind, path, None) is not None]
+
+    def asked(self, kind: str, path: str | None) -> bool:
+        """Whether some receiver asks for a stream in some pass, and a capture allows it."""
+        return self.capture_of(kind, path, None) is not None and any(
+            one.wants(kind, path, None, None) for one in self.asking
+        )
+
+    def named(self, kind: str, path: str | None, tag: str) -> bool:
+        """Whether somebody wants a stream in passes of this tag, and the capture that takes it names the tag."""
+        capture = self.capture_of(kind, path, tag)
+        names = capture is not None and any(
+            not pattern.startswith("!") and matches_tag(pattern, tag) for pattern in capture.tags or ()
+        )
+        return names and self.stream(kind, path, tag).asked
+
+    def stream(self, kind: str, path: str | None, tag: str) -> Stream:
+        """Who wants a stream; good until `ask_anew` or `give_up` is called."""
+        known = self._streams.get((kind, path, tag))
+        if known is None:
+            capture = self.capture_of(kind, path, tag) if kind in KINDS else EVERYTHING
+            if (kind, path) in self._given_up:
+                capture = None
+            asking = [one for one in self.asking if one.wants(kind, path, tag, None)]
+            known = self._streams[kind, path, tag] = Stream(kind, path, tag, capture, asking)
+        return known
+
+    def of_parameters(self) -> OfParameters:
+        """By path, the streams of a parameter's values, gradients and updates; None for those nobody asks for.
+
+        Another dictionary, as soon as any of these have changed.
+        """
+        if self._of_parameters is None:
+            asked: OfParameters = {}
+            for parameter in self.table.all:
+                found = [self.stream(kind, parameter.stream, DEFAULT_TAG) for kind in parameter.kinds]
+                value, gradient, update = (one if one.asked else None for one in found)
+                asked[parameter.path] = value, gradient, update
+            self._of_parameters = asked
+        return self._of_parameters
+
+    def give_up(self, kind: str, path: str | None, error: Exception) -> None:
+        """Disable a stream that failed, and go on with the others; under `strict`, raise what it failed with."""
+        self.problems.raise_if_strict(error)
+        self._given_up.add((kind, path))
+        self._streams = {key: stream for key, stream in self._streams.items() if key[:2] != (kind, path)}
+        self._of_parameters = None
+        self.problems.note(stream_name(kind, path), f"{type(error).__name__}: {error}")
+
+    def check(
+        self, receivers: Iterable[Receiver], logged: Iterable[str], candidates: Sequence[tuple[str, nn.Module]]
+    ) -> None:
+        """Make sure that all receivers can get what they need, of the modules that may be observed or the logged kinds.
+
+        Raises
+        ------
+        CaptureError
+            With a sentence that names what is missing and what can be had; or if a capture matches no module at all.
+        """
+        offered: list[tuple[str, str | None, str | None]] = [
+            (kind, None, None) for kind, entry in KINDS.items() if entry.network and self.capture_of(kind, None, None)
+        ]
+        for kind, entry in KINDS.items():
+            if not entry.network:
+                offered += [(kind, path, None) for path in self.paths_of(kind)]
+        offered += [(kind, None, None) for kind in logged]
+        for capture in self.captures:
+            if any(not KINDS[kind].network for kind in capture.kinds or ()) and not (
+                any(capture.takes_module(path, one) for path, one in candidates)
+                or any(capture.takes_parameter(parameter.path) for parameter in self.table.all)
+            ):
+                asked = {
+                    key: value for key, value in capture.describe().items() if key in ("modules", "types", "depth")
+                }
+                names = ", ".join(repr(name) for name, _ in candidates) or "none"
+                told = ", ".join(f"{key}={value}" for key, value in asked.items() if value is not None)
+                raise CaptureError(f"the capture ({told or 'all modules'}) matches no module; there are {names}")
+        missing = unmet(tuple(receivers), offered, "the capture")
+        if missing:
+            raise CaptureError("; ".join(missing))
+
+    # -- and when -------------------------------------------------------------------------------------------
+
+    def wanted(self, kind: str, path: str | None, tag: str, at: At | None = None) -> Capture | None:
+        """The capture by which to observe a stream at these counters, or now; None if nobody wants it."""
+        stream = self._streams.get((kind, path, tag)) or self.stream(kind, path, tag)
+        if not stream.asked:
+            return None
+        step, _, epoch = at if at is not None else self.clock.now()
+        return stream.wanted(epoch if stream.by_epoch else step)
+
+    def hears(self, tag: str) -> bool:
+        """Whether anybody wants anything of the passes of this tag."""
+        known = self._heard_tags.get(tag)
+        if known is None:
+            streams = [(kind, path) for kind in KINDS for path in ([None] if KINDS[kind].network else self.modules)]
+            known = any(capture.takes_tag(tag) for capture in self.captures) and any(
+                one.wants(kind, path, tag, None) for one in self.asking for kind, path in streams
+            )
+            self._heard_tags[tag] = known
+        return known
+
+    def look_ahead_anew(self) -> None:
+        """Find out once more when somebody wants something."""
+        self.quiet_until, self._asked_at = 0, -1
+
+    def nothing_due(self) -> bool:
+        """Whether nobody wants anything of the training passes of this global step."""
+        step = self.clock.step
+        if self.quiet_until <= step != self._asked_at:  # asked several times in each step
+            due = [one.next_step(step) for one in self.captures]
+            first = min((one for one in due if one is not None), default=sys.maxsize)
+            self.quiet_until = first if first > step or any(_awake(one, step) for one in self.asking) else step + 1
+            self._asked_at = step
+        return step < self.quiet_until
+
+
+def stream_name(kind: str, path: str | None) -> str:
+    """A stream, in a sentence."""
+    return kind if path is None else f"{kind} of {path!r}"
+
+
+def _awake(receiver: Receiver, step: int) -> bool:
+    """Whether a receiver may want something of the training passes of this step."""
+    ask = getattr(receiver, "awake", None)
+    return True if ask is None else bool(ask(step))

@@ -1,0 +1,203 @@
+"""Loss functions and loss modules: what they get, and what they give."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tracer.errors import CaptureError
+from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG
+from tracer.observing.clock import Clock
+from tracer.observing.demand import Demand
+from tracer.observing.forwards import Forwards
+from tracer.observing.models import Models
+from tracer.observing.objectives import Terms
+from tracer.observing.optimizers import Optimizers
+from tracer.observing.passes import Passes
+from tracer.observing.publisher import Publisher
+from tracer.observing.pytorch.autograd import checkpointed_inputs, recomputing, recomputing_reentrant
+from tracer.observing.pytorch.hanging import after_forward
+from tracer.observing.pytorch.hooks import Gate, Role, Site
+from tracer.observing.pytorch.loss_functions import (
+    LOSS_FUNCTIONS,
+    LossFunction,
+    ModelLoss,
+    output_and_labels,
+    unpatch,
+)
+from tracer.observing.pytorch.loss_graph import looks_back
+from tracer.observing.pytorch.tensors import leaves
+from tracer.observing.pytorch.wrappers import unwrap
+from tracer.observing.steps import Steps
+from tracer.observing.wiring import Wiring
+
+_LOSSES = ("loss", "loss_terms", "input_labels", "network_output")
+"""The kinds of messages that a call of a loss may give."""
+
+
+@dataclass(eq=False, repr=False)
+class Losses:
+    """Sees the losses that were named.
+
+    Attributes
+    ----------
+    all : list of Module or str
+        The losses: modules, and names of functions.
+    seen : int
+        How often one was called.
+    """
+
+    gate: Gate
+    clock: Clock
+    demand: Demand
+    publisher: Publisher
+    models: Models
+    forwards: Forwards
+    optimizers: Optimizers
+    wiring: Wiring
+    terms: Terms
+    steps: Steps
+    passes: Passes
+
+    def __post_init__(self) -> None:
+        self.all: list[nn.Module | str] = []
+        self.seen = 0
+        self._patched: dict[str, LossFunction] = {}
+        weakref.finalize(self, unpatch, self._patched).atexit = False  # one that is dropped leaves no stand-ins
+
+    # -- which there are ------------------------------------------------------------------------------------
+
+    def add(self, loss: nn.Module | Callable[..., Any] | Iterable[str]) -> None:
+        """Name a loss: a module, a function of ``torch.nn.functional``, or names of such functions."""
+        if isinstance(loss, nn.Module):
+            self.all.append(unwrap(loss))
+        else:
+            self.all += _names_of(loss)
+        self.passes.given_to_losses = bool(self.all)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The losses that are modules."""
+        return [one for one in self.all if isinstance(one, nn.Module)]
+
+    def sites(self) -> Iterator[Site]:
+        """Where hooks are to hang; stand-ins take the places of functions."""
+        wanted = any(self.demand.asked(kind, None) for kind in _LOSSES)
+        paths = {id(one): path for path, one in self.models.candidates()} if wanted and self.all else {}
+        for loss in self.all if wanted else ():
+            if isinstance(loss, nn.Module):
+                if self.wiring.takes_hooks("", loss):
+                    name = paths.get(id(loss)) or type(loss).__name__
+                    yield Site(loss, Role.AFTER_LOSS, name, after_forward, self.after, self.quiet_after)
+            elif loss not in self._patched:
+                original = getattr(torch.nn.functional, loss)
+                self._patched[loss] = LossFunction(self.gate, self.function_called, original)
+                setattr(torch.nn.functional, loss, self._patched[loss])
+
+    def detach(self) -> None:
+        """Take all stand-ins away."""
+        unpatch(self._patched)
+
+    # -- their calls ----------------------------------------------------------------------------------------
+
+    def quiet_after(self, args: tuple[Any, ...]) -> bool:
+        """Whether this loss is of a step that nobody records; then it is counted here, as `_called` would."""
+        if not self.clock.idle or self.passes.user_tag is not None or not self.wiring.on_optimizers:
+            return False  # in a probe, there is a tag
+        output, root = args[-1], self.models.root
+        if not (type(output) is Tensor and output.requires_grad and root is not None and root.training):
+            return False
+        self.seen += 1
+        return True
+
+    def after(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """See what a loss module gave."""
+        self._called(name, module.forward, args, kwargs, output, of_model=isinstance(module, ModelLoss))
+
+    def function_called(self, name: str, loss: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        """See what a loss function gave."""
+        self._called(name, loss, args, kwargs, output, of_model=False)
+
+    def _called(
+        self, name: str, loss: Any, args: Any, kwargs: Mapping[str, Any], output: Any, *, of_model: bool
+    ) -> None:
+        if not isinstance(output, Tensor) or isinstance(output, FakeTensor) or self.publisher.collecting is not None:
+            return
+        if recomputing() and (not output.requires_grad or not recomputing_reentrant()):
+            return  # it was told before
+        if self.steps.over:
+            self.steps.settle()
+        self.seen += 1
+        if self.passes.user_tag is None and not output.requires_grad and self._waits_for_backward():
+            return
+        tag = self._tag_of(output)
+        if tag == DEFAULT_TAG:
+            self.terms.settle()
+            self.steps.begin()
+            if self.clock.idle:
+                return
+        for kind, tensor in zip(("network_output", "input_labels"), output_and_labels(loss, args, kwargs), strict=True):
+            if tensor is not None:
+                self.publisher.publish_leaves(kind, None, tensor, tag)
+        if of_model:
+            self.terms.note(name, output)
+        else:
+            self.terms.publish(name, output, tag)
+        if tag != DEFAULT_TAG:
+            if of_model:
+                self.terms.whole(output, tag)
+            else:
+                self.terms.wait(name, output, tag, passes_are_seen=self.forwards.seen > 0)
+                self.demand.look_ahead_anew()  # so that the next pass settles it, even if nobody records that
+
+    def _tag_of(self, output: Tensor) -> str:
+        """The tag of the pass that a loss is of."""
+        user_tag, root = self.passes.user_tag, self.models.root
+        again = user_tag is None and self._is_second_look(output)
+        if user_tag is not None:
+            return user_tag
+        if not output.requires_grad or again:
+            return EVAL_TAG
+        # not the last pass's: an evaluation may lie between a forward and its loss
+        if root is not None and not self.models.several:
+            return DEFAULT_TAG if root.training else EVAL_TAG
+        return self.passes.tag_with_gradients
+
+    def _is_second_look(self, output: Tensor) -> bool:
+        """Whether a loss is of what the network gave in the step that has ended, such as a metric."""
+        # of several optimizers, one may step yet that the loss is for
+        alone = not self.clock.open and len(self.optimizers.all) < 2
+        return alone and looks_back(output, self.forwards.ended_at)
+
+    def _waits_for_backward(self) -> bool:
+        """Whether a reentrant checkpoint of a training runs for the first time: its losses have no graph yet.
+
+        Whether they are differentiated only their second computation tells, or `backward`.
+        """
+        inputs = checkpointed_inputs()
+        if inputs is None:
+            return False
+        running = self.gate.passes.now
+        return running.tag == DEFAULT_TAG if running.depth else any(one.requires_grad for _, one in leaves(inputs))
+
+
+def _names_of(loss: Callable[..., Any] | Iterable[str]) -> list[str]:
+    """The names of loss functions of torch's, if they are such."""
+    names = [getattr(loss, "__name__", "")] if callable(loss) else [loss] if isinstance(loss, str) else list(loss)
+    loss = inspect.unwrap(loss) if callable(loss) else loss  # another recording may stand in for it
+    for name in names:
+        there = getattr(torch.nn.functional, name, None) if name in LOSS_FUNCTIONS else None
+        if there is None or (callable(loss) and inspect.unwrap(there) is not loss):
+            raise CaptureError(
+                f"the loss is a module or a loss function of torch.nn.functional, not {loss!r}; others need "
+                "not be named, as what backward is called on is recorded, or log('loss', value)"
+            )
+    return names

@@ -1,0 +1,192 @@
+"""What is observed: the model, and modules that were added beside it or chosen in it."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.optim import Optimizer
+
+from tracer import walking
+from tracer.errors import CaptureError
+from tracer.format.placement import is_distributed
+from tracer.observing.pytorch.loss_graph import belongs_to_others
+from tracer.observing.pytorch.structure import summary_of
+from tracer.observing.pytorch.wrappers import named_parts, paths_of
+
+
+class Models:
+    """The tops of what is observed, and the names of what is in them.
+
+    Attributes
+    ----------
+    root : Module or None
+        The model, without wrappers.
+    several : bool
+        Whether there are several tops.
+    """
+
+    def __init__(self) -> None:
+        self.root: nn.Module | None = None
+        self.several = False
+        self._added: list[tuple[str, nn.Module, bool]] = []
+        # what is known of the tops, until `changed`: the top that each module's path leads to, the ids of all
+        # parameters, and by optimizer the name of what it trains
+        self._top_of: dict[str, weakref.ref[nn.Module]] = {}
+        self._own: frozenset[int] = frozenset()
+        self._trained_names: dict[int, str] = {}
+
+    @property
+    def tops(self) -> list[tuple[str, nn.Module]]:
+        """The model, and the modules that were added and are not part of it, by their names."""
+        below = set() if self.root is None else {id(one) for one in walking.modules(self.root)}
+        root = [] if self.root is None else [("", self.root)]
+        return root + [(name, top) for name, top, _ in self._added if id(top) not in below]
+
+    def changed(self) -> None:
+        """Find out anew what there is: modules have come or gone."""
+        self.several, self._top_of = len(self.tops) > 1, {}
+        self._own, self._trained_names = frozenset(), {}
+
+    # -- what it is made of ---------------------------------------------------------------------------------
+
+    def add(self, name: str, module: nn.Module, recursive: bool) -> None:
+        """Observe a module by this name, and all below it if that is `recursive`."""
+        self._added.append((self._free_name(name, module), module, recursive))
+
+    def set_root(self, root: nn.Module) -> None:
+        """Make a module the model."""
+        self.root = root
+        added, self._added = self._added, []
+        for name, one, recursive in added:
+            self.add(name, one, recursive)
+
+    def forget(self) -> None:
+        """Observe nothing."""
+        self.root, self._added = None, []
+
+    def let_go(self) -> Callable[[], None]:
+        """Refer to no module; what is returned takes those back that somebody else still has."""
+        root = None if self.root is None else weakref.ref(self.root)
+        added = [(name, weakref.ref(one), recursive) for name, one, recursive in self._added]
+        self.forget()
+
+        def back() -> None:
+            self.root = None if root is None else root()
+            self._added = [(name, top, recursive) for name, was, recursive in added if (top := was()) is not None]
+
+        return back
+
+    def _free_name(self, name: str, added: nn.Module) -> str:
+        """The name of a module that is beside the model: one under which no path is another's."""
+        tops = self.tops
+        if any(one is added for _, top in tops for _, one in named_parts(top)):
+            return name  # it is observed as what it is a part of
+        taken = {path for prefix, top in tops for path in paths_of(top, prefix)}
+        while not taken.isdisjoint(paths_of(added, name)):
+            name = f"{name}_" if name else type(added).__name__.lower()
+        return name
+
+    # -- what is in it --------------------------------------------------------------------------------------
+
+    def candidates(self) -> list[tuple[str, nn.Module]]:
+        """Every module that may be observed, by path; not those of parametrizations, which have no forward."""
+        below_root = {} if self.root is None else {id(one): name for name, one in named_parts(self.root)}
+        found: dict[int, tuple[str, nn.Module]] = {}
+        # modules of the model that were added by themselves are a choice among its modules; others come beside it
+        chosen = [one for one in self._added if id(one[1]) in below_root]
+        beside = [one for one in self._added if id(one[1]) not in below_root]
+        sources = chosen + beside if chosen or self.root is None else [("", self.root, True), *beside]
+        for prefix, top, recursive in sources:
+            for inner, one in named_parts(top) if recursive else [("", top)]:
+                name = ".".join(part for part in (prefix, inner) if part)
+                found.setdefault(id(one), (below_root.get(id(one), name), one))
+        names: dict[str, nn.Module] = {}
+        for name, one in found.values():
+            if ".parametrizations." in f".{name}." or isinstance(one, ParametrizationList):
+                continue
+            while name in names:  # of a module that came later
+                name = f"{name or type(one).__name__.lower()}_"
+            names[name] = one
+        return list(names.items())
+
+    def parts(self) -> list[tuple[str, nn.Module]]:
+        """The tops and every module in them, by path."""
+        return [found for prefix, top in self.tops for found in named_parts(top, prefix)]
+
+    def top_of(self, path: str, module: nn.Module) -> nn.Module:
+        """The top that a module is part of: its mode says what a pass through some of its parts is.
+
+        A layer of it may be in another mode: a batch norm that is frozen while the rest is trained.
+        """
+        if not self._top_of:
+            self._top_of = {inner: weakref.ref(top) for name, top in self.tops for inner, _ in named_parts(top, name)}
+        known = self._top_of.get(path)
+        top = None if known is None else known()
+        return module if top is None else top
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the model's forward needs other ranks to run it, too."""
+        return self.root is not None and any(map(is_distributed, walking.parameters(self.root)))
+
+    def freeze(self, module: nn.Module | str, observed: Mapping[str, nn.Module]) -> list[str]:
+        """Stop training a module, of the model or of those that are observed; gives the names of what it froze."""
+        if isinstance(module, str):
+            everything = dict(named_parts(self.root)) if self.root is not None else dict(observed)
+            if module not in everything:
+                raise CaptureError(f"there is no module {module!r}; there are {', '.join(everything)}")
+            module = everything[module]
+        frozen = []
+        for name, parameter in walking.named_parameters(module):
+            if parameter.requires_grad:
+                parameter.requires_grad_(False)
+                parameter.grad = None
+                frozen.append(name)
+        return frozen
+
+    # -- who trains it --------------------------------------------------------------------------------------
+
+    @property
+    def parameter_ids(self) -> frozenset[int]:
+        """The ids of all parameters; none if they are distributed: a forward then uses others in their place."""
+        parameters = [one for _, top in self.tops for one in walking.parameters(top)]
+        return frozenset() if any(map(is_distributed, parameters)) else frozenset(map(id, parameters))
+
+    def made_by_others(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made of parameters, but of none that are observed."""
+        if not self._own:
+            self._own = self.parameter_ids
+        if not self._own or not belongs_to_others(tensor, self._own):
+            return False
+        known, self._own = self._own, self.parameter_ids  # one may have taken the place of another
+        return known == self._own or belongs_to_others(tensor, self._own)
+
+    def trained_by(self, optimizer: Optimizer) -> str:
+        """The name of the smallest module that has all parameters of an optimizer that are observed; "" for none."""
+        known = self._trained_names.get(id(optimizer))
+        if known is not None:
+            return known
+        own = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        name, size = "", sys.maxsize
+        parts = self.parts()
+        trained = {id(one) for _, top in self.tops for one in walking.parameters(top)} & own
+        for path, one in parts if trained else ():
+            inside = [id(parameter) for parameter in walking.parameters(one)]
+            if path and len(inside) < size and trained.issubset(inside):
+                name, size = path, len(inside)
+        self._trained_names[id(optimizer)] = name
+        return name
+
+    def summaries(self, optimizers: tuple[Optimizer, ...], looked_at: Mapping[str, nn.Module]) -> list[dict[str, Any]]:
+        """What is observed and what is only looked at, as JSON."""
+        trained = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+        told = [
+            summary_of(name, top) | {"trained": any(id(one) in trained for one in walking.parameters(top))}
+            for name, top in self.tops
+        ]
+        return told + [summary_of(name, one) | {"trained": False} for name, one in looked_at.items()]

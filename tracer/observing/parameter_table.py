@@ -1,0 +1,278 @@
+"""The parameters of a model: which there are, where they are, and whether the model has changed since."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from tracer import walking
+from tracer.observing.capture import Capture
+from tracer.observing.pytorch.tensors import freed
+from tracer.observing.pytorch.wrappers import named_parts
+
+Asked: TypeAlias = "Callable[[str, str], bool]"
+"""Tells whether somebody asks for the messages of a kind about a parameter."""
+
+PARAMETER_KINDS: Mapping[str, tuple[bool, str]] = {
+    "weights": (False, ""),
+    "weight_gradients": (False, "gradients"),
+    "weight_updates": (False, "updates"),
+    "biases": (True, ""),
+    "bias_gradients": (True, "gradients"),
+    "bias_updates": (True, "updates"),
+}
+"""The kinds of messages about parameters: whether they are of a bias, and which of the three they are."""
+SUFFIXES = ("", "gradients", "updates")
+"""What messages about a parameter are of: its values, its gradients and its updates."""
+
+
+@dataclasses.dataclass
+class Parameter:
+    """A parameter of the model, found by its place so that a replaced tensor is followed."""
+
+    path: str
+    owner_path: str
+    owner: nn.Module
+    attribute: str
+    computed: bool = False  # by a parametrization: it has a value and a gradient, but no update of its own
+    by_hook: bool = False  # the same, put in its place by a hook of the program's, or by a forward
+
+    def __post_init__(self) -> None:
+        named = self.attribute in ("weight", "bias")
+        self.bias = "bias" in self.attribute or self.owner_path.endswith("parametrizations.bias")
+        self.stream = self.owner_path if named else self.path
+        own = "bias" if self.bias else "weight"
+        self.kinds = ("biases" if self.bias else "weights", f"{own}_gradients", f"{own}_updates")
+        """Those of the messages of its values, its gradients and its updates."""
+
+    def kind(self, suffix: str) -> str:
+        """The kind of messages of its values (``""``), its ``"gradients"`` or its ``"updates"``."""
+        return self.kinds[SUFFIXES.index(suffix)]
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """What is in its place now; None if it is computed, or nothing is there any more."""
+        parameters = self.owner._parameters
+        if self.by_hook:
+            there = self.in_place
+            return there if there is not None and there.requires_grad and there.is_leaf else None
+        return parameters[self.attribute] if self.attribute in parameters else None  # noqa: SIM401 - ScriptModule has no get
+
+    @property
+    def in_place(self) -> Tensor | None:
+        """What is in its place now, if that is no parameter of torch's."""
+        there = vars(self.owner).get(self.attribute)
+        if there is None:
+            there = self.owner._buffers.get(self.attribute)
+        if not isinstance(there, Tensor) or freed(there):
+            return None
+        try:
+            _ = there.is_leaf
+        except RuntimeError:  # one of several views of a tensor that was written into: it cannot be used any more
+            return None
+        return there
+
+    @property
+    def originals(self) -> list[Tensor]:
+        """The parameters of its module that it seems to be computed from."""
+        if self.by_hook:
+            found = (one for name, one in self.owner._parameters.items() if name.startswith(f"{self.attribute}_"))
+            return [one for one in found if one is not None]
+        if not self.computed:
+            return []
+        computing = _parametrizations(self.owner)[self.attribute]
+        return [one for one in computing._parameters.values() if one is not None]
+
+
+class _Held:
+    """The modules that a module held at some time: told apart by what they are, whatever they say of themselves."""
+
+    __slots__ = ("_ids", "_modules", "names")
+
+    def __init__(self, modules: Mapping[str, Any]) -> None:
+        self.names = list(modules)
+        self._modules = list(modules.values())  # none of which another can get the id of
+        self._ids = list(map(id, self._modules))
+
+    def differ_from(self, modules: Mapping[str, Any]) -> bool:
+        """Whether others are there now, or under other names, or in another order."""
+        return list(map(id, modules.values())) != self._ids or list(modules) != self.names
+
+
+class ParameterTable:
+    """The parameters that an exporter watches."""
+
+    def __init__(self) -> None:
+        self.all: list[Parameter] = []
+        self._by_stream: dict[tuple[str, bool], Parameter] = {}
+        self._by_path: dict[str, Parameter] = {}
+        # what the model was made of when the hooks were put on
+        self._built: list[tuple[Mapping[str, Any], _Held, Mapping[str, Any], list[str]]] = []
+        self._placed: list[tuple[Mapping[str, Any], str, Tensor | None, bool]] = []
+
+    def find(self, tops: Iterable[tuple[str, nn.Module]]) -> None:
+        """Look for them in modules and all below these, each once and by its first name."""
+        self.all = []
+        seen: set[int] = set()
+        for prefix, top in tops:
+            for owner_path, owner in named_parts(top, prefix):
+                for attribute, tensor in owner._parameters.items():
+                    if tensor is None or id(tensor) in seen:
+                        continue
+                    seen.add(id(tensor))
+                    path = f"{owner_path}.{attribute}" if owner_path else attribute
+                    self.all.append(Parameter(path, owner_path, owner, attribute))
+                for attribute in _parametrizations(owner):
+                    path = f"{owner_path}.{attribute}" if owner_path else attribute
+                    self.all.append(Parameter(path, owner_path, owner, attribute, computed=True))
+                for attribute in _replaced(owner):
+                    path = f"{owner_path}.{attribute}" if owner_path else attribute
+                    self.all.append(Parameter(path, owner_path, owner, attribute, computed=True, by_hook=True))
+        self._by_stream = {(p.stream, p.bias): p for p in self.all}
+        self._by_path = {p.path: p for p in self.all}
+
+    def streams(self, kind: str) -> list[str]:
+        """The names under which messages of one of `PARAMETER_KINDS` may come."""
+        bias, suffix = PARAMETER_KINDS[kind]
+        return [p.stream for p in self.all if p.bias == bias and not (p.computed and suffix == "updates")]
+
+    def taken(self, capture: Capture, kind: str, stream: str) -> bool:
+        """Whether a capture takes the parameter of a stream, by itself or with its module."""
+        parameter = self._by_stream.get((stream, PARAMETER_KINDS[kind][0]))
+        return parameter is not None and (
+            capture.takes_module(parameter.owner_path, parameter.owner) or capture.takes_parameter(parameter.path)
+        )
+
+    def trained(self, asked: Asked) -> Iterator[tuple[str, Tensor]]:
+        """The parameters that are trained and whose gradients somebody asks for, by path."""
+        for parameter in self.all:
+            tensor = parameter.tensor
+            if (
+                tensor is not None
+                and not is_lazy(tensor)
+                and tensor.requires_grad
+                and tensor.is_leaf  # as what `functional_call` puts there need not be
+                and asked(parameter.kind("gradients"), parameter.stream)
+            ):
+                yield parameter.path, tensor
+
+    def parametrizations(self, asked: Asked) -> Iterator[tuple[str, nn.Module]]:
+        """The modules that compute parameters which somebody asks for, by the path of what they compute."""
+        for parameter in self._computed_and_asked(asked):
+            if not parameter.by_hook:
+                yield parameter.path, _parametrizations(parameter.owner)[parameter.attribute]
+
+    def replaced(self, asked: Asked) -> Iterator[tuple[str, nn.Module]]:
+        """The modules in which hooks put something in a parameter's place that somebody asks for, by its path."""
+        for parameter in self._computed_and_asked(asked):
+            if parameter.by_hook:
+                yield parameter.path, parameter.owner
+
+    def _computed_and_asked(self, asked: Asked) -> Iterator[Parameter]:
+        for parameter in self.all:
+            if parameter.computed and any(
+                asked(parameter.kind(suffix), parameter.stream) for suffix in ("", "gradients")
+            ):
+                yield parameter
+
+    def in_place(self, path: str) -> Tensor | None:
+        """What a hook has put in a parameter's place, if it was computed."""
+        parameter = self._by_path.get(path)
+        return None if parameter is None or parameter.tensor is not None else parameter.in_place
+
+    def find_by_path(self, path: str) -> Parameter | None:
+        """The parameter at a path, if there is one."""
+        return self._by_path.get(path)
+
+    def of(self, optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> list[Parameter]:
+        """The parameters that one of the optimizers moves; to the last one also those that no optimizer moves."""
+        if len(optimizers) == 1:
+            return self.all
+        own = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        if optimizer is optimizers[-1]:
+            others = {
+                id(tensor) for other in optimizers[:-1] for group in other.param_groups for tensor in group["params"]
+            }
+            return [p for p in self.all if not own.isdisjoint(_made_of(p)) or others.isdisjoint(_made_of(p))]
+        return [p for p in self.all if not own.isdisjoint(_made_of(p))]
+
+    def note(self, tops: Iterable[tuple[str, nn.Module]], hooked: bool) -> None:
+        """Note what modules are made of, for `changed`; `hooked` if each parameter that is trained may have a hook."""
+        self._built, self._placed = [], []
+        modules = [
+            one for _, top in tops for one in walking.modules(top) if not isinstance(one, torch.jit.ScriptModule)
+        ]
+        places = collections.Counter(id(tensor) for one in modules for tensor in one._parameters.values())
+        for one in modules:
+            self._built.append((one._modules, _Held(one._modules), one._parameters, list(one._parameters)))
+            for name, tensor in one._parameters.items():
+                # elsewhere it does not matter which parameter is in a place: it is looked up when it is needed
+                if tensor is None or hooked or places[id(tensor)] > 1:
+                    self._placed.append((one._parameters, name, tensor, tensor is not None and tensor.requires_grad))
+
+    def changed(self, hooked: bool) -> bool:
+        """Whether modules or parameters have come, gone or been replaced since `note`, or hooks have to be."""
+        for modules, held, parameters, names in self._built:
+            if list(parameters) != names or ((modules or held.names) and held.differ_from(modules)):
+                return True
+        for parameters, name, tensor, trained in self._placed:
+            now = parameters.get(name)
+            if now is not tensor or (hooked and now is not None and now.requires_grad != trained):
+                return True
+        return False
+
+
+def _made_of(parameter: Parameter) -> set[int]:
+    """The ids of the tensors that an optimizer moves where it moves this parameter."""
+    tensor = parameter.tensor
+    if tensor is not None:
+        return {id(tensor)}
+    return set(map(id, parameter.originals))
+
+
+def _parametrizations(module: nn.Module) -> Mapping[str, nn.Module]:
+    """What computes attributes of a module, by their names."""
+    held = module._modules
+    own = held["parametrizations"] if "parametrizations" in held else None  # noqa: SIM401 - a ScriptModule has no get
+    return cast("Mapping[str, nn.Module]", own._modules) if isinstance(own, nn.ModuleDict) else {}
+
+
+_WEIGHTED = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
+"""Layers that cannot do without a weight."""
+
+
+def _replaced(module: nn.Module) -> list[str]:
+    """The attributes of a module where a forward finds something else than a parameter in a parameter's place.
+
+    Hooks put it there before each forward, as those of `torch.nn.utils.weight_norm`, `spectral_norm` and `prune` do;
+    other code may, too. Where nothing is there yet, a weight is expected of a module that needs one, or that has a hook
+    and a parameter with such a name.
+    """
+    if isinstance(module, torch.jit.ScriptModule) or "_is_fsdp_managed_module" in vars(module):
+        return []  # sharding puts there what it gathers for a forward, and takes it away
+    parameters, there = module._parameters, vars(module)
+    original = {name: any(one.startswith(f"{name}_") for one in parameters) for name in ("weight", "bias")}
+    found = [
+        name
+        for name, value in there.items()
+        if isinstance(value, Tensor)
+        and not isinstance(value, nn.Parameter)
+        and name not in parameters
+        and (name in original or any(one.startswith(f"{name}_") for one in parameters))
+    ]
+    computed = _parametrizations(module)
+    hooked = bool(module._forward_pre_hooks)
+    for name, has_original in original.items():
+        if name in parameters or name in found or name in computed:
+            continue
+        buffer = name in module._buffers
+        if (has_original and (hooked or buffer)) or (not buffer and isinstance(module, _WEIGHTED)):
+            found.append(name)
+    return found

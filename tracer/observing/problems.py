@@ -1,0 +1,57 @@
+"""What is not observed, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tracer.errors import raised_by_signal, warn_only
+from tracer.observing.clock import Clock
+
+
+class Problems:
+    """Notes what is not observed, so that the training goes on; the first note of each sort is also a warning.
+
+    Parameters
+    ----------
+    clock : Clock
+        Its step stands in the notes.
+    strict : bool
+        Whether what fails reaches the training loop.
+
+    Attributes
+    ----------
+    all : list of dict
+        The notes: `what`, `why`, their `count`, and the `global_step` of the first of a sort.
+    enabled : bool
+        Whether problems are noted now.
+    """
+
+    def __init__(self, clock: Clock, *, strict: bool) -> None:
+        self.all: list[dict[str, Any]] = []
+        self.enabled = True
+        self.strict = strict
+        self._clock = clock
+        self._known: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def note(self, what: str, why: str, *, warn: bool = True) -> None:
+        """Note what is not observed, and why; without a warning if nothing is missing."""
+        if not self.enabled:  # nothing is observed any more, and somebody has been told why
+            return
+        known = self._known.get((what, why))
+        if known is not None:
+            known["count"] += 1
+            return
+        known = self._known[what, why] = {"what": what, "why": why, "count": 1, "global_step": self._clock.step}
+        self.all.append(known)
+        if warn:
+            warn_only(f"{what} is not observed: {why}; the training goes on", stacklevel=3)
+
+    def raise_if_strict(self, error: BaseException) -> None:
+        """Raise what was caught if the training loop is to see it: what a handler of a signal raised it always is."""
+        if self.strict or raised_by_signal(error):
+            raise error
+
+    def failed(self, what: str, error: Exception) -> None:
+        """Note that an exception ended an observation; under `strict`, raise it."""
+        self.raise_if_strict(error)
+        self.note(what, f"{type(error).__name__}: {error}")

@@ -1,0 +1,83 @@
+"""Which parameters other ranks hold as this one does, and which of them others record."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tracer import walking
+from tracer.observing.demand import Demand
+from tracer.observing.models import Models
+from tracer.observing.parameter_table import SUFFIXES, ParameterTable
+from tracer.observing.publisher import Publisher
+
+
+@dataclass(eq=False, repr=False)
+class Ranks:
+    """Finds out what other ranks hold, when the first step ends: a model may be wrapped after an exporter got it.
+
+    Attributes
+    ----------
+    around : WeakSet of Module
+        The DistributedDataParallel around the model.
+    recorded : collection of int or None
+        The ranks that record; None if each does, for itself.
+    elsewhere : set of (str, str)
+        Kinds and streams that another rank records, because it has the same.
+    replicas : dict
+        By path, the placement of a parameter that other ranks hold, too.
+    surveyed : bool
+        Whether what other ranks hold is known.
+    """
+
+    table: ParameterTable
+    demand: Demand
+    publisher: Publisher
+    models: Models
+
+    def __post_init__(self) -> None:
+        self.around: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.recorded: Collection[int] | None = None
+        self.elsewhere: set[tuple[str, str | None]] = set()
+        self.replicas: dict[str, dict[str, Any]] = {}
+        self.surveyed = False
+
+    def note(self, wrapper: nn.Module) -> None:
+        """Note a wrapper around the model: of a DistributedDataParallel, other ranks hold the same."""
+        if isinstance(wrapper, DistributedDataParallel) and wrapper not in self.around:
+            self.around.add(wrapper)
+            self.surveyed = False
+
+    def survey(self) -> None:
+        """Find out which parameters other ranks hold, and which of them others record."""
+        self.surveyed = True
+        ranks_of: dict[int, list[int]] = {}
+        inside = (one for _, top in self.models.tops for one in walking.modules(top))
+        for one in (*self.around, *inside):
+            if isinstance(one, DistributedDataParallel):
+                ranks = sorted(torch.distributed.get_process_group_ranks(one.process_group))
+                for tensor in getattr(one, "_module_parameters", None) or walking.parameters(one):
+                    ranks_of[id(tensor)] = ranks
+        self.replicas.clear()
+        rank, recorded = self.publisher.rank, self.recorded
+        elsewhere: set[tuple[str, str | None]] = set()
+        for parameter in self.table.all:
+            tensors = [parameter.tensor] if parameter.tensor is not None else parameter.originals
+            placement = self.publisher.place(tensors[0]) if tensors and not parameter.computed else None
+            ranks = ranks_of.get(id(tensors[0]), []) if tensors else []
+            if placement is None and len(ranks) > 1:
+                placement = self.replicas[parameter.path] = {"replicas": ranks}
+            holders = placement["replicas"] if placement else [rank]
+            if recorded is not None and min({*holders} & {*recorded}, default=rank) != rank:
+                same = ("",) if parameter.computed else SUFFIXES  # the gradient is that of this rank's own loss
+                elsewhere |= {(parameter.kind(suffix), parameter.stream) for suffix in same}
+        if elsewhere != self.elsewhere:
+            self.elsewhere.clear()
+            self.elsewhere |= elsewhere
+            self.demand.ask_anew()

@@ -1,0 +1,91 @@
+"""What a run turns out to have missed, when it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from tracer.observing.clock import Clock
+from tracer.observing.demand import Demand
+from tracer.observing.forwards import Forwards
+from tracer.observing.models import Models
+from tracer.observing.optimizer_steps import OptimizerSteps
+from tracer.observing.optimizers import Optimizers
+from tracer.observing.pytorch.hooks import Gate
+from tracer.observing.wiring import Wiring
+
+_LATE = 10
+"""How many times the usual forwards of a step one may have that is still open at the end, and nobody is told."""
+
+
+@dataclass(eq=False, repr=False)
+class Retrospect:
+    """Says at the end what was not seen, and why.
+
+    Attributes
+    ----------
+    unended : dict or None
+        The step that was open when the run ended, with its `passes`: they are of no training step.
+    """
+
+    gate: Gate
+    clock: Clock
+    demand: Demand
+    models: Models
+    forwards: Forwards
+    optimizers: Optimizers
+    wiring: Wiring
+    optimizer_steps: OptimizerSteps
+
+    def __post_init__(self) -> None:
+        self.unended: dict[str, int] | None = None
+
+    def tell(self, steps: int) -> None:
+        """Note what was not seen in a run of so many steps."""
+        self._tell_of_steps(steps)
+        self._tell_of_passes(steps)
+        self._tell_own_calls(steps)
+
+    def _tell_of_steps(self, steps: int) -> None:
+        """Say that the optimizer that was given never stepped, or stepped no more."""
+        forwards, stepped = self.forwards, self.optimizer_steps
+        if self.optimizers and forwards.training > 1 and not stepped.calls and not stepped.skipped:
+            why = (
+                "step() of the optimizer that was given was never called, so everything is of one step; give the "
+                "optimizer whose step() is called, or optimizer=() and call step() of the run"
+            )
+            self.gate.problems.note("the end of a step", why)
+        late = forwards.of_open_step
+        if self.optimizers and steps and late * steps > _LATE * forwards.of_ended_steps:
+            why = (
+                f"{late} forwards came since the optimizer that was given stepped last, and are all of one step; if "
+                "another took its place, give it to set_optimizer of the exporter"
+            )
+            self.gate.problems.note("the end of the last step", why)
+
+    def _tell_of_passes(self, steps: int) -> None:
+        """Note which passes in training mode were none of a training, as far as that is known at the end."""
+        late = self.forwards.of_open_step
+        if self.clock.open and late and steps and not self.clock.idle:
+            self.unended = {**self.clock.began._asdict(), "passes": late}
+        never = self.forwards.undifferentiated
+        if never and steps:
+            why = (
+                f"of {never} forwards in training mode nothing was differentiated, as of an agent that acts, of "
+                "samples that are drawn, or of a look at the model; they are calls of training steps all the same; "
+                "torch.no_grad(), model.eval() or run.tag('acting') around them tells them apart"
+            )
+            self.gate.problems.note("what forwards are for", why, warn=False)
+
+    def _tell_own_calls(self, steps: int) -> None:
+        """Say of which modules no forward was seen because their classes have a ``__call__`` that calls no hooks."""
+        modules, root = self.demand.modules, self.models.root
+        unseen = [(path, modules[path]) for path in self.wiring.silent(modules)]
+        if root is not None and steps and not self.forwards.seen:
+            unseen = [("", root), *((path, one) for path, one in unseen if one is not root)]
+        for path, one in unseen:
+            if type(one).__call__ is not nn.Module.__call__:
+                name = type(one).__name__
+                why = f"{name} has a __call__ of its own that does not make that of torch.nn.Module, which calls hooks"
+                self.gate.problems.note(f"the forward of {path!r}" if path else "the forward of the model", why)

@@ -1,0 +1,239 @@
+"""When a step begins and ends, and what is published then."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import InitVar, dataclass
+from types import MethodType
+from typing import cast
+
+from tracer.observing.clock import Clock
+from tracer.observing.demand import Demand
+from tracer.observing.forwards import Forwards
+from tracer.observing.gradients import Gradients
+from tracer.observing.numbers import Numbers
+from tracer.observing.objectives import Objectives
+from tracer.observing.optimizers import Optimizers
+from tracer.observing.parameter_table import Parameter
+from tracer.observing.parameters import Parameters
+from tracer.observing.publisher import Publisher
+from tracer.observing.pytorch.autograd import recomputing
+from tracer.observing.pytorch.hooks import Gate, Role
+from tracer.observing.pytorch.loss_graph import next_of_thread
+from tracer.observing.ranks import Ranks
+from tracer.observing.wiring import Wiring
+
+
+class Epochs:
+    """Whether an epoch is open.
+
+    Attributes
+    ----------
+    open : bool
+        Whether its begin was published.
+    over : bool
+        Whether it is over as soon as the next step begins.
+    seen : bool
+        Whether somebody said that an epoch is over.
+    """
+
+    __slots__ = ("open", "over", "seen")
+
+    def __init__(self) -> None:
+        self.open = self.over = self.seen = False
+
+
+@dataclass(eq=False, repr=False)
+class Steps:
+    """Begins and ends the steps of a training.
+
+    Parameters
+    ----------
+    between : callable
+        A bound method for what comes between two steps. Its object is not kept alive.
+
+    Attributes
+    ----------
+    over : bool
+        Whether the open step ends as soon as the running backward is over.
+    epochs : Epochs
+    """
+
+    gate: Gate
+    clock: Clock
+    demand: Demand
+    publisher: Publisher
+    numbers: Numbers
+    gradients: Gradients
+    parameters: Parameters
+    ranks: Ranks
+    objectives: Objectives
+    forwards: Forwards
+    optimizers: Optimizers
+    wiring: Wiring
+    between: InitVar[Callable[[], None]]
+
+    def __post_init__(self, between: Callable[[], None]) -> None:
+        self.over = False
+        self.epochs = Epochs()
+        self._between = weakref.WeakMethod(cast("MethodType", between))
+
+    # -- beginning ------------------------------------------------------------------------------------------
+
+    def start_at(self, global_step: int, train_step: int, epoch: int) -> None:
+        """Count from here; in the middle of an epoch, that is not begun again."""
+        self.clock.start_at(global_step, train_step, epoch)
+        self.demand.look_ahead_anew()
+        self.epochs.open = train_step > 0
+
+    def begin(self) -> None:
+        """Begin a step, if none is open."""
+        if self.over:
+            self.settle()
+        if self.clock.open:
+            self.wiring.check_optimizers()
+            return
+        if self.epochs.over:
+            self.finish_epoch()
+        self.clock.begin()
+        self.wiring.check()
+        self.clock.idle = self.demand.nothing_due()
+        self.numbers.begin_step()
+        if not self.epochs.open:
+            self._announce_epoch()
+        if not self.clock.idle:
+            self.wiring.come_last()
+            self.wiring.look()
+            self.publisher.event("batch_started", self.clock.now())
+            if not self.optimizers:
+                self.snapshot(self.parameters.all)
+
+    def begin_idle(self) -> bool:
+        """Begin a step that nobody records, if that is all there is to do; whether it has begun."""
+        clock = self.clock
+        if clock.step >= self.demand.quiet_until or clock.open or clock.starting is not None:
+            return False
+        if self.epochs.over or not self.epochs.open or self.numbers.counted or not self.wiring.on_optimizers:
+            return False
+        clock.begin()
+        clock.idle = True
+        return True
+
+    def snapshot(self, parameters: Iterable[Parameter]) -> None:
+        """Copy what is wanted of the weights before they move."""
+        if not self.ranks.surveyed:
+            self.forwards.note_mode(observed=self.wiring.listens(Role.BEFORE_FORWARD, Role.AFTER_FORWARD))
+            self.ranks.survey()
+        self.parameters.snapshot(parameters, settle=bool(self.optimizers))
+
+    # -- ending ---------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """End a step whose optimizers stepped in a backward that is over by now."""
+        if self.over and not recomputing():
+            self.over = False
+            self.gate.guard("step", self.end)
+
+    def end_by_hand(self) -> None:
+        """End the step because the user says so."""
+        with self.gate.lock:
+            if self.over:
+                self.settle()
+            else:
+                self.gate.guard("step", self.end)
+
+    def end(self) -> None:
+        """Publish what is known now that the weights have moved, and move the clock."""
+        self.begin()  # nothing of the forward was seen (compiled, bypassed), but the step took place
+        try:
+            if not self.clock.idle:
+                self.objectives.end_step()
+                if not self.optimizers:
+                    self.parameters.compare(self.parameters.all, self.optimizers.by_hand)
+                self.parameters.publish(self.clock.began)
+                self.publisher.event("batch_finished", self.clock.began)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                why = f"it was interrupted ({type(error).__name__})"
+                self.gate.problems.note(f"the end of step {self.clock.step}", why)
+            raise
+        finally:  # whatever failed, the optimizer has stepped
+            self._advance()
+        self._look_back()
+
+    def end_idle(self) -> None:
+        """End a step that nobody records."""
+        with self.gate.lock:
+            self._advance()
+            self._look_back()
+
+    def end_later(self) -> None:
+        """End the step as soon as the running backward is over: all that comes before that is of the step."""
+        self.begin()
+        self.forwards.ended_at = next_of_thread()
+        self.over = True
+
+    def _advance(self) -> None:
+        """Let go of what was kept of the open step, and move the clock."""
+        if not self.over:  # else it was noted when it ended, in a backward
+            self.forwards.ended_at = next_of_thread()
+        self.over = self.clock.idle = False
+        self.optimizers.step_ended()
+        self.gradients.forget()
+        if self.parameters.holding:
+            self.parameters.forget()
+        self.numbers.end_step()
+        self.clock.end()
+        self.forwards.end_step()
+
+    def _look_back(self) -> None:
+        """Do what comes between two steps, and after the first step look for what was never called."""
+        if self.wiring.compiled_before:
+            self.gate.guard("compiled", functools.partial(self.wiring.tell_unseen_regions, self.demand.modules))
+        between = self._between()
+        if between is not None:
+            between()
+
+    def finish(self) -> None:
+        """End a step that is open: of a loop without an optimizer, or one in which some optimizer has stepped."""
+        self.settle()
+        if self.optimizers.moved or (self.clock.open and self.optimizers.forwards_end_steps):
+            self.gate.guard("step", self.end)
+
+    def forget(self) -> None:
+        """Let go of what was kept of the open step."""
+        self.gradients.forget()
+        self.parameters.forget()
+        self.numbers.end_step()
+
+    def settle_losses(self) -> None:
+        """Publish the losses of passes aside, because all are over."""
+        self.gate.guard("loss", functools.partial(self.objectives.terms.settle, everywhere=True))
+
+    def release_losses(self) -> None:
+        """Publish the losses that wait for an optimizer to step."""
+        self.gate.guard("loss", self.objectives.release)
+
+    # -- epochs ---------------------------------------------------------------------------------------------
+
+    def _announce_epoch(self) -> None:
+        self.epochs.open = True
+        self.publisher.event("epoch_started", self.clock.now())
+
+    def finish_epoch(self) -> None:
+        """End the epoch; the next step is the first of the next epoch."""
+        if not self.gate.open:
+            return
+        self.epochs.seen = True
+        with self.gate.lock:
+            self.settle()
+            self.gate.guard("loss", self.objectives.terms.settle)
+            if self.clock.open and self.optimizers.forwards_end_steps:
+                self.gate.guard("step", self.end)
+            if not self.epochs.open:
+                self._announce_epoch()
+            self.publisher.event("epoch_finished", self.clock.last_of_epoch())
+            self.clock.end_epoch()
+            self.epochs.open = self.epochs.over = False

@@ -1,0 +1,86 @@
+"""Values of the user's own: losses, learning rates, and what hand-written loops publish."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tracer.errors import MessageError
+from tracer.messaging.bus import MessageBus
+from tracer.messaging.messages import DEFAULT_TAG
+from tracer.observing.clock import At, Clock
+from tracer.observing.demand import Demand
+from tracer.observing.numbers import Numbers
+from tracer.observing.objectives import Objectives
+from tracer.observing.passes import Passes
+from tracer.observing.publisher import Publisher
+from tracer.observing.pytorch.hooks import Gate
+from tracer.observing.streams import StreamKey
+
+
+@dataclass(eq=False, repr=False)
+class Values:
+    """Publishes values that a user logs."""
+
+    gate: Gate
+    clock: Clock
+    bus: MessageBus
+    demand: Demand
+    publisher: Publisher
+    numbers: Numbers
+    objectives: Objectives
+    passes: Passes
+
+    def __post_init__(self) -> None:
+        self._logged: dict[tuple[str, str], tuple[At, int]] = {}  # by kind and tag, the last value's step and number
+
+    def log(self, kind: str, value: Any) -> None:
+        """Publish a value, of the open step, or of the last one if none is open."""
+        if not self.gate.open:
+            return
+        if not isinstance(kind, str) or not kind:
+            raise MessageError(f"log takes a kind, which is a non-empty string, not {kind!r}")
+        if kind not in self.bus.topics:
+            self.bus.register_topic(kind, "network")
+        data = self._copied(kind, value)
+        if data is None:
+            return
+        with self.gate.lock:
+            user_tag = self.passes.user_tag
+            last = None if user_tag is not None or self.clock.open else self.clock.last
+            at = self.clock.now() if last is None else last
+            tag = user_tag or DEFAULT_TAG
+            if kind == "loss":
+                self.objectives.terms.logged(tag)
+                if user_tag is None and self.objectives.logs(data, at):
+                    return
+            # counted apart from what is observed: this may come before a step, in it and after it
+            before, count = self._logged.get((kind, tag), (at, 0))
+            call = max(count if before == at else 0, self.numbers.next_message(StreamKey(kind, None, tag, "")))
+            self._logged[kind, tag] = (at, call + 1)
+            self.publisher.publish(kind, None, data, tag, call=call, at=at)
+
+    def loss_is_logged(self, *tags: str) -> None:
+        """Leave it to the user to say what the loss of the training is, and that of passes of these tags."""
+        for tag in tags:
+            self.objectives.terms.logged(tag)
+        self.objectives.logged()
+
+    def _copied(self, kind: str, value: Any) -> Tensor | None:
+        """A copy of a value; None if it cannot be recorded."""
+        if not isinstance(value, Tensor):
+            try:
+                return torch.as_tensor(np.array(value), device="cpu")
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise MessageError(f"log({kind!r}) takes a number or an array, not {type(value).__name__}") from error
+        if not self.publisher.can_record(kind, None, value):
+            return None
+        try:
+            return value.detach().clone()
+        except Exception as error:  # noqa: BLE001 - there is no memory for it
+            self.demand.give_up(kind, None, error)
+            return None

@@ -1,0 +1,105 @@
+"""What no hook shows: PyTorch itself tells of ``compile()``, of ``backward``, and of what a GradScaler does."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import InitVar, dataclass
+from types import MethodType
+from typing import Any, cast
+
+from torch import Tensor
+
+from tracer.observing.demand import Demand
+from tracer.observing.differentiation import Differentiation
+from tracer.observing.losses import Losses
+from tracer.observing.optimizer_steps import OptimizerSteps
+from tracer.observing.optimizers import Optimizers
+from tracer.observing.pytorch.hooks import Gate
+from tracer.observing.pytorch.patches import (
+    unwatch_backward,
+    unwatch_compiling,
+    unwatch_scalers,
+    unwatch_scripting,
+    watch_backward,
+    watch_compiling,
+    watch_scalers,
+    watch_scripting,
+)
+
+
+@dataclass(eq=False, repr=False)
+class Watching:
+    """Has PyTorch changed while there is something to watch, and hands on what it then tells.
+
+    Parameters
+    ----------
+    rewire : callable
+        A bound method that puts all hooks on again. Its object is not kept alive.
+    """
+
+    gate: Gate
+    demand: Demand
+    optimizers: Optimizers
+    losses: Losses
+    differentiation: Differentiation
+    optimizer_steps: OptimizerSteps
+    rewire: InitVar[Callable[[], None]]
+
+    def __post_init__(self, rewire: Callable[[], None]) -> None:
+        self._rewire = weakref.WeakMethod(cast("MethodType", rewire))
+
+    def watch_modules(self) -> None:
+        """Keep hooks out of what ``torch.jit.script`` compiles, and hear of what ``compile()`` does."""
+        watch_scripting(self)
+        watch_compiling(self)
+
+    def watch_optimizers(self) -> None:
+        """Hear of losses that a GradScaler multiplies, and of steps that it skips."""
+        if self.gate.attached:
+            watch_scalers(self)
+
+    def watch_losses(self) -> None:
+        """Hear of what is differentiated, if anybody wants to know."""
+        if (self.losses.all or self.differentiation.is_watched) and self.demand.asked("loss", None):
+            watch_backward(self)
+
+    def end(self) -> None:
+        """Hear of nothing any more."""
+        unwatch_scalers(self)
+        unwatch_scripting(self)
+        unwatch_compiling(self)
+        unwatch_backward(self)
+
+    # -- what is told ---------------------------------------------------------------------------------------
+
+    @property
+    def optimizer_calls(self) -> int:
+        """How many steps of optimizers were seen."""
+        return self.optimizer_steps.calls
+
+    def has_optimizer(self, optimizer: object) -> bool:
+        """Whether an optimizer is one of those that were given."""
+        return any(known is optimizer for known in self.optimizers.all)
+
+    def loss_scaled(self, scaled: Tensor, loss: Tensor, scale: Tensor) -> None:
+        """Take note of what a GradScaler has made of a loss."""
+        self.differentiation.scaled(scaled, loss, scale)
+
+    def step_skipped(self, optimizer: Any) -> None:
+        """Take note of an optimizer's step that a GradScaler skipped."""
+        self.optimizer_steps.skip(optimizer)
+
+    def differentiates(self, *tensors: Tensor) -> None:
+        """Take what ``backward`` is called on for the loss."""
+        self.differentiation.backward(*tensors)
+
+    def grad_called(self, tensor: Tensor, inputs: Iterable[Any], *, derivable: bool) -> None:
+        """Take what ``autograd.grad`` differentiates for the loss of a step in which ``backward`` is not called."""
+        self.differentiation.grad(tensor, inputs, derivable=derivable)
+
+    def compile_called(self) -> None:
+        """Look again, because `torch.nn.Module.compile` was called on some module."""
+        rewire = self._rewire()
+        if rewire is not None:
+            self.gate.guard("compile", rewire)
