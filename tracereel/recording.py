@@ -6,9 +6,8 @@ import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import click
 
@@ -95,8 +94,7 @@ def _wrong_settings() -> Iterator[None]:
 # -- options as values --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where the trace is made, and what becomes of one that is there."""
 
     out: str | None
@@ -114,8 +112,7 @@ class Place:
         return called, check_new(called, TRACE_SUFFIXES, may_exist)
 
 
-@dataclass(frozen=True)
-class Rehearsals:
+class Rehearsals(NamedTuple):
     """What is done before the script is run, or in the place of that."""
 
     certify_steps: int | None
@@ -125,8 +122,7 @@ class Rehearsals:
     as_json: bool
 
 
-@dataclass(frozen=True)
-class Writing:
+class Writing(NamedTuple):
     """How the recorder writes, and what it probes: keywords of `tracer.recording.launching.launch.run`."""
 
     compression: Sequence[str] | Mapping[str, str]
@@ -140,8 +136,7 @@ class Writing:
     probe_every: int
 
 
-@dataclass(frozen=True)
-class Script:
+class Script(NamedTuple):
     """What is run: a file, or with `module` a module, as ``python -m`` takes it."""
 
     name: str
@@ -345,7 +340,7 @@ def record(
 
         captures = tuple(map(Capture.from_mapping, settings))
         codecs = Compression.parse(writing.compression).choice
-    recording: dict[str, Any] = vars(writing) | {"compression": dict(codecs)}
+    recording: dict[str, Any] = writing._asdict() | {"compression": dict(codecs)}
     if rehearsals.only_dry_run:
         _dry_run(script.rehearsed(settings, recording), rehearsals, max_bytes)
         return
