@@ -35,7 +35,7 @@ from tracereel.options import Size
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = sorted(main.commands)
-COMMANDS = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
 STEPS = 12
 
 
@@ -183,12 +183,12 @@ def test_no_color(trace: Path, plain: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_stands_in_the_readme(name: str) -> None:
     """The table of docs/commands.md has a row for each command."""
-    assert re.search(rf"^\| `trace {name}\b", COMMANDS, re.MULTILINE)
+    assert re.search(rf"^\| `trace {name}\b", PAGE, re.MULTILINE)
 
 
 def test_readme_names_no_other_commands() -> None:
     """What docs/commands.md calls a command is one."""
-    assert set(re.findall(r"`?\btrace ([a-z]+)\b(?=[^.])", "\n".join(re.findall(r"`trace [^`]*`", COMMANDS)))) <= {
+    assert set(re.findall(r"`?\btrace ([a-z]+)\b(?=[^.])", "\n".join(re.findall(r"`trace [^`]*`", PAGE)))) <= {
         *COMMANDS
     }
 

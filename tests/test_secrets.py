@@ -223,7 +223,7 @@ class Fails(Subscriber):
 def test_a_batch_keeps_no_secret(tmp_path: Path) -> None:
     """What a subscriber failed at is told without what would have opened it, and so is a trace that is refused."""
     pytest.importorskip("pyarrow")
-    from analyze.batching import batch
+    from analyze.batching.batch import batch
 
     model = torch.nn.Linear(2, 2)
     with tracer.record(tmp_path / "run.zarr", model, ()) as run:

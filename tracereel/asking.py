@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -45,8 +44,7 @@ if TYPE_CHECKING:
 # -- replay -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Outputs:
+class Outputs(NamedTuple):
     """Where answers are written."""
 
     out: str | None
@@ -169,8 +167,7 @@ def replay(
     _note_silent(results, [subscriber for question in questions for subscriber in question.subscribers])
 
 
-@dataclass(frozen=True)
-class _Question:
+class _Question(NamedTuple):
     """Subscribers that are asked of one rank of a trace."""
 
     reader: TraceReader

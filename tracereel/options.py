@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -131,21 +129,21 @@ compression = several(
 # -- options as values --------------------------------------------------------------------------------------------
 
 
-def gather(**values: type[Any]) -> Decorator:
+def gather(**values: Any) -> Decorator:
     """Give a command some of its options as values.
 
     Parameters
     ----------
     **values
-        By the name of an argument of the command, the dataclass that it is of. The fields of a dataclass have the
-        names of options.
+        By the name of an argument of the command, the named tuple that it is of, whose fields have the names of
+        options.
     """
 
     def decorate(function: Any) -> Any:
         @functools.wraps(function)
         def command(**given: Any) -> Any:
             for argument, value in values.items():
-                parts = {one.name: given.pop(one.name) for one in dataclasses.fields(value) if one.name in given}
+                parts = {name: given.pop(name) for name in value._fields if name in given}
                 given[argument] = value(**parts)
             return function(**given)
 
@@ -154,8 +152,7 @@ def gather(**values: type[Any]) -> Decorator:
     return decorate
 
 
-@dataclass(frozen=True)
-class Filters:
+class Filters(NamedTuple):
     """Which messages of a trace a command is about. What is empty restricts nothing."""
 
     kinds: tuple[str, ...]

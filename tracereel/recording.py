@@ -7,9 +7,8 @@ import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import click
 
@@ -97,8 +96,7 @@ def _wrong_settings() -> Iterator[None]:
 # -- options as values --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where the trace is made, and what becomes of one that is there."""
 
     out: str | None
@@ -116,8 +114,7 @@ class Place:
         return called, check_new(called, TRACE_SUFFIXES, may_exist)
 
 
-@dataclass(frozen=True)
-class Rehearsals:
+class Rehearsals(NamedTuple):
     """What is done before the script is run, or in the place of that."""
 
     certify_steps: int | None
@@ -127,8 +124,7 @@ class Rehearsals:
     as_json: bool
 
 
-@dataclass(frozen=True)
-class Writing:
+class Writing(NamedTuple):
     """How the recorder writes, and what it probes: fields of `tracer.recording.options.Options`."""
 
     compression: Sequence[str] | Mapping[str, str]
@@ -333,7 +329,7 @@ def record(
         captures = captures_of(settings)
         codecs = Compression.parse(writing.compression).choice
         said_otherwise = {"compression": codecs, "max_bytes": max_bytes, "command": not no_command, "strict": strict}
-        chosen = Options.among({**vars(place), **vars(writing), **said_otherwise})
+        chosen = Options.among({**place._asdict(), **writing._asdict(), **said_otherwise})
     if rehearsals.only_dry_run:
         _dry_run(script, settings, chosen, rehearsals)
         return
