@@ -23,7 +23,7 @@ from analyze.batching.planning import (
     unplanned,
     where,
 )
-from analyze.comparing.compare import both_ranks
+from analyze.comparing.ranks import both_ranks
 from tracer.errors import CaptureError, MessageError, TracerError
 from tracer.format.journal import Column
 from tracer.replaying.plan import plan

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from analyze.comparing.ranks import both_ranks
 from analyze.metrics.similarity.similarity import Origin, Similarity
 from analyze.registry import instances
 from analyze.tables.results import Results
@@ -221,11 +222,3 @@ def _labels(reader: TraceReader, tag: str) -> torch.Tensor | None:
 
 def _equal(one: Any, other: Any) -> bool:
     return bool(one.shape == other.shape and torch.equal(one, other))
-
-
-def both_ranks(one: Iterable[int], other: Iterable[int]) -> list[tuple[int, int]]:
-    """Which ranks of two runs are compared: those of the same number; of runs of one rank each, these."""
-    mine, theirs = list(one), list(other)
-    if len(mine) == len(theirs) == 1:
-        return [(mine[0], theirs[0])]
-    return [(rank, rank) for rank in mine if rank in theirs]
