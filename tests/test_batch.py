@@ -342,7 +342,7 @@ def test_reading_the_parts_starts_no_thread(runs: Path, tmp_path: Path) -> None:
     batch(runs, "norm", tmp_path / "out", workers=0)
     program = f"""
 import os, pyarrow.parquet
-from analyze.batch import batch
+from analyze import batch
 results = batch({str(runs)!r}, "norm", {str(tmp_path / "out")!r}, workers=0)
 before = len(os.listdir("/proc/self/task"))
 assert len(results) == results.to_arrow().num_rows == len(list(results)) == 36

@@ -561,7 +561,7 @@ def test_two_writers(url: str) -> None:
     with TraceWriter(url) as writer:
         with pytest.raises(TraceExistsError, match="already exists"):
             TraceWriter(url)
-        program = f"from tracer.trace.writer import check_target\ncheck_target({url!r}, overwrite=True)"
+        program = f"from tracer.trace.claiming import check_target\ncheck_target({url!r}, overwrite=True)"
         other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
         assert f"{url} is being recorded by process {os.getpid()}" in other.stderr
         writer.note({"still": "writing"})

@@ -99,7 +99,7 @@ FORKING = """
 import os, signal, sys, threading, time
 os.register_at_fork(after_in_child=lambda: time.sleep(0.5))  # as long as another library may need
 import tracer
-from tracer import termination
+from tracer.recording import termination
 
 def fork():
     child = os.fork()
@@ -265,7 +265,7 @@ def test_sigterm_does_not_wait_for_threads_that_train(tmp_path: Path) -> None:
 IGNORED = """
 import signal, time
 import tracer
-from tracer import termination
+from tracer.recording import termination
 
 class Dropped:
     def __del__(self):
@@ -289,7 +289,7 @@ AFTERWARDS = """
 import signal, sys
 import torch
 import tracer
-from tracer import termination
+from tracer.recording import termination
 from tracer.integrations.recording import Recording
 from tracer.recorders import ForwardOutput
 
