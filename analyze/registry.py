@@ -1,6 +1,6 @@
 """Names → subscribers: the metrics of this project, plug-ins by entry points, and classes in files.
 
-Nothing is imported before it is asked for, and a broken plug-in fails only when it is the one that is asked for.
+A class is imported when it is asked for; so a broken plug-in harms nobody who does not ask for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DESCRIPTIONS = Path(__file__).with_name("descriptions.json")
 """What `describe_class` says of each built-in subscriber: made by `make docs`, and compared in the tests."""
 
 _LABEL = "as"
-"""The parameter that every subscriber has; no constructor can have one of this name, which is a keyword of Python."""
+"""The option that every subscriber has. No constructor has a parameter of this name, which is a keyword of Python."""
 
 _IN_FILE = re.compile(r"(?P<path>.*\.py):(?P<name>[^\W\d]\w*)(?::(?P<options>.*))?", re.DOTALL)
 
@@ -83,7 +83,7 @@ def find(name: str) -> type[Subscriber]:
     TracerError
         If the plug-in or the file cannot be imported.
     MessageError
-        If what is there is not a subclass of `tracer.Subscriber`.
+        If it is not a subclass of `tracer.Subscriber`.
     """
     in_file = _IN_FILE.fullmatch(name)
     if in_file is not None:
@@ -111,10 +111,9 @@ def parse(text: str) -> Subscriber:
     ----------
     text : str
         The name is that of a registered subscriber, or ``path/to/file.py:ClassName``. Values are integers, numbers,
-        ``true``,
-        ``false``, ``none`` or words; ``a+b`` is the tuple of a and b. Where a parameter takes words, ``7`` is a word
-        too. Every subscriber has the parameter ``as``, a label that is appended to the kinds of its answers, so that
-        two of one name can be asked at once: ``"svcca:lag=1"`` and ``"svcca:lag=5,as=lag5"``.
+        ``true``, ``false``, ``none`` or words; ``a+b`` is the tuple of a and b. Where a parameter takes words, ``7`` is
+        a word too. Every subscriber has the parameter ``as``, a label that is appended to the kinds of its answers, so
+        that two of one name can be asked at once: ``"svcca:lag=1"`` and ``"svcca:lag=5,as=lag5"``.
 
     Raises
     ------
@@ -145,9 +144,9 @@ def parse(text: str) -> Subscriber:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """What there is to know of a subscriber: for help and documentation, in JSON values.
+    """A description of a subscriber in JSON values, for help and documentation.
 
-    Of a built-in one, that stands in a file that `make docs` writes, because importing its class imports torch.
+    That of a built-in metric is read from a file that `make docs` writes, because importing the class imports torch.
 
     Parameters
     ----------
@@ -179,7 +178,7 @@ def describe(name: str) -> dict[str, Any]:
 
 
 def describe_class(name: str) -> dict[str, Any]:
-    """As `describe`, of the class as it is now."""
+    """As `describe`, always from the class itself."""
     cls = find(name)
     parameters = _parameters(cls)
     needs: list[str] = []
@@ -212,14 +211,14 @@ def describe_class(name: str) -> dict[str, Any]:
 
 
 def instances(wanted: str | Subscriber | Iterable[str | Subscriber]) -> list[Any]:
-    """The subscribers, given as themselves or as `parse` reads them, one or many."""
+    """Subscribers, where each of one or many is given as an object or as a text for `parse`."""
     if isinstance(wanted, str) or not isinstance(wanted, Iterable):
         wanted = [wanted]
     return [parse(one) if isinstance(one, str) else one for one in wanted]
 
 
 def canonical(text: str) -> str:
-    """One way to write what `parse` reads: parameters in alphabetical order, without spaces, files by their full path.
+    """The normal form of a text for `parse`: parameters in alphabetical order, no spaces, files by their full path.
 
     Examples
     --------
@@ -233,7 +232,7 @@ def canonical(text: str) -> str:
 
 
 def origin(text: str) -> list[str]:
-    """Where the class of a subscriber comes from, and which version of it: what stored answers depend on.
+    """The place and the version of the class of a subscriber, on which stored answers depend.
 
     Raises
     ------
@@ -299,7 +298,7 @@ def _import_file(file: Path) -> ModuleType:
 
 
 def _guarded(load: Callable[[], Any], what: str) -> Any:
-    """What foreign code returns; whatever goes wrong in it becomes one sentence, with its cause attached."""
+    """What foreign code returns. Any exception in it becomes a `TracerError` of one sentence, with its cause."""
     try:
         return load()
     except Exception as error:  # foreign code may raise anything
