@@ -1,4 +1,4 @@
-"""The catalogue of metrics: what each docstring says, by its headings, and the page that is made of all of them."""
+"""The catalogue of metrics: what their docstrings say, by heading, and the files that `make docs` makes of them."""
 
 from __future__ import annotations
 
@@ -195,13 +195,13 @@ def search(words: str) -> list[dict[str, Any]]:
     Parameters
     ----------
     words : str
-        Such as ``"dead units"``. A metric speaks of a word that begins as the given one does, but for its last letters.
+        Such as ``"dead units"``. The last letters of a word need not agree: "unit" is found too.
 
     Returns
     -------
     list of dict
-        Those that have all words in their name, summary, search words or former names; if there are none, those that
-        have them anywhere in their docstring.
+        The metrics that have all words in their name, summary, search words or former names; if there are none, those
+        that have them anywhere in their docstring.
 
     Examples
     --------
@@ -211,20 +211,20 @@ def search(words: str) -> list[dict[str, Any]]:
     beginnings = [word[: max(4, len(word) - 2)] for word in re.findall(r"\w+", words.casefold())]
     if not beginnings:
         return []
-    told = [registry.describe(name) for name in registry.subscribers()]
-    return [one for one in told if _speaks(_about(one), beginnings)] or [
-        one for one in told if _speaks(one["docstring"], beginnings)
-    ]
+    metrics = [registry.describe(name) for name in registry.subscribers()]
+    by_subject = [metric for metric in metrics if _has_words(_subject(metric), beginnings)]
+    return by_subject or [metric for metric in metrics if _has_words(metric["docstring"], beginnings)]
 
 
-def _about(told: dict[str, Any]) -> str:
-    said = headings(told["docstring"])
-    return " ".join((told["name"], told["summary"], said.get("Found by", ""), said.get("Formerly", "")))
+def _subject(metric: dict[str, Any]) -> str:
+    """The name, the summary, the search words and the former names of a metric."""
+    notes = headings(metric["docstring"])
+    return " ".join((metric["name"], metric["summary"], notes.get("Found by", ""), notes.get("Formerly", "")))
 
 
-def _speaks(text: str, beginnings: list[str]) -> bool:
-    known = re.findall(r"[^\W_]+", text.casefold())
-    return all(any(word.startswith(one) for word in known) for one in beginnings)
+def _has_words(text: str, beginnings: list[str]) -> bool:
+    words = re.findall(r"[^\W_]+", text.casefold())
+    return all(any(word.startswith(beginning) for word in words) for beginning in beginnings)
 
 
 def example(function: Any) -> list[str]:
@@ -236,9 +236,9 @@ def example(function: Any) -> list[str]:
     "{'Cost': 'O(n).', 'Invariant to': 'the order of the elements.'}"
     """
     lines = []
-    for one in doctest.DocTestParser().get_examples(inspect.getdoc(function) or ""):
-        first, *others = one.source.splitlines()
-        lines += [f">>> {first}", *(f"... {line}".rstrip() for line in others), *one.want.splitlines()]
+    for statement in doctest.DocTestParser().get_examples(inspect.getdoc(function) or ""):
+        first, *others = statement.source.splitlines()
+        lines += [f">>> {first}", *(f"... {line}".rstrip() for line in others), *statement.want.splitlines()]
     return lines
 
 
@@ -324,14 +324,14 @@ Every subscriber of ikkuna, every preprocessor of monitorch and the quantities o
 
 
 def _page() -> Iterator[str]:
-    told = [registry.describe_class(name) for name in sorted(BUILT_IN)]
+    metrics = [registry.describe_class(name) for name in sorted(BUILT_IN)]
     yield _INTRODUCTION
-    for one in told:
-        says = _plain(one["summary"]).replace("|", "\\|")
-        yield f"| [`{one['name']}`](#{one['name']}) | {says} | {_kinds(one['needs'])} | {_REMEMBERS[one['scope']]} |"
-    for one in told:
+    for metric in metrics:
+        name, says = metric["name"], _plain(metric["summary"]).replace("|", "\\|")
+        yield f"| [`{name}`](#{name}) | {says} | {_kinds(metric['needs'])} | {_REMEMBERS[metric['scope']]} |"
+    for metric in metrics:
         yield ""
-        yield from _metric(one)
+        yield from _metric(metric)
     rows = "\n".join(f"| {' | '.join(row)} |" for row in DEVIATIONS)
     yield _ACTIONS.replace("{deviations}", rows)
     for row in FORMER:
@@ -341,30 +341,30 @@ def _page() -> Iterator[str]:
         yield f"| {row.system} | `{row.name}` | {now} | {remark} |"
 
 
-def _metric(told: dict[str, Any]) -> Iterator[str]:
-    docstring = told["docstring"]
-    said = headings(docstring)
-    yield f"## {told['name']}"
+def _metric(metric: dict[str, Any]) -> Iterator[str]:
+    docstring = metric["docstring"]
+    notes = headings(docstring)
+    yield f"## {metric['name']}"
     yield ""
-    yield _markup(told["summary"])
+    yield _markup(metric["summary"])
     yield ""
-    yield f"- **Takes** {_kinds(told['needs'])}; **answers** {_kinds(told['produces'])}"
-    options = ", ".join(f"`{one['name']}={_value(one['default'])}`" for one in told["parameters"])
+    yield f"- **Takes** {_kinds(metric['needs'])}; **answers** {_kinds(metric['produces'])}"
+    options = ", ".join(f"`{parameter['name']}={_value(parameter['default'])}`" for parameter in metric["parameters"])
     yield f"- **Parameters** {options}"
     for heading in HEADINGS:
-        if heading == "Invariant to" and told["invariances"]:
-            words = ", ".join(f"*{word}*" for word in told["invariances"])
-            yield f"- **Invariant to** {_markup(said.get(heading, ''))} (Tested: {words}.)"
+        if heading == "Invariant to" and metric["invariances"]:
+            words = ", ".join(f"*{word}*" for word in metric["invariances"])
+            yield f"- **Invariant to** {_markup(notes.get(heading, ''))} (Tested: {words}.)"
         elif heading == "Memory":
-            merge = "Mergeable. " if told["mergeable"] else ""
-            memory = _sentence(_markup(said.get(heading, "")))
-            yield f"- **Remembers** {SCOPES[told['scope']]}. {merge}{memory}".rstrip()
-        elif heading in said:
-            yield f"- **{heading}** {_markup(said[heading])}"
+            merge = "Mergeable. " if metric["mergeable"] else ""
+            memory = _sentence(_markup(notes.get(heading, "")))
+            yield f"- **Remembers** {SCOPES[metric['scope']]}. {merge}{memory}".rstrip()
+        elif heading in notes:
+            yield f"- **{heading}** {_markup(notes[heading])}"
     yield "- **Example**"
     yield ""
     yield "  ```pycon"
-    for line in example(getattr(analyze, told["name"])):
+    for line in example(getattr(analyze, metric["name"])):
         yield f"  {line}"
     yield "  ```"
 

@@ -1,6 +1,6 @@
 """Names → subscribers: the metrics of this project, plug-ins by entry points, and classes in files.
 
-Nothing is imported before it is asked for, and a broken plug-in fails only when it is the one that is asked for.
+A class is imported when it is asked for; so a broken plug-in harms nobody who does not ask for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from analyze.metrics import BUILT_IN
 from tracer.errors import MessageError, TracerError, UnknownNameError, did_you_mean
@@ -31,9 +31,35 @@ DESCRIPTIONS = Path(__file__).with_name("descriptions.json")
 """What `describe_class` says of each built-in subscriber: made by `make docs`, and compared in the tests."""
 
 _LABEL = "as"
-"""The parameter that every subscriber has; no constructor can have one of this name, which is a keyword of Python."""
+"""The option that every subscriber has. No constructor has a parameter of this name, which is a keyword of Python."""
 
 _IN_FILE = re.compile(r"(?P<path>.*\.py):(?P<name>[^\W\d]\w*)(?::(?P<options>.*))?", re.DOTALL)
+
+
+class _Wish(NamedTuple):
+    """The parts of what `parse` reads; of a class in a file also the file and the class."""
+
+    name: str
+    options: list[str]
+    file: Path | None = None
+    class_name: str = ""
+
+    @classmethod
+    def of(cls, text: str) -> _Wish:
+        in_file = _IN_FILE.fullmatch(text)
+        name, _, options = text.partition(":")
+        parts = (in_file["options"] or "" if in_file is not None else options).split(",")
+        given = [option.strip() for option in parts if option.strip()]
+        if in_file is None:
+            return cls(name.strip(), given)
+        path, class_name = in_file["path"], in_file["name"]
+        return cls(f"{path}:{class_name}", given, Path(path).expanduser(), class_name)
+
+
+def _pair(option: str) -> tuple[str, str, str]:
+    """The key, the equals sign (empty if there is none) and the value of an option."""
+    key, equals, value = option.partition("=")
+    return key.strip(), equals, value.strip()
 
 
 def subscribers() -> tuple[str, ...]:
@@ -57,7 +83,7 @@ def find(name: str) -> type[Subscriber]:
     TracerError
         If the plug-in or the file cannot be imported.
     MessageError
-        If what is there is not a subclass of `tracer.Subscriber`.
+        If it is not a subclass of `tracer.Subscriber`.
     """
     in_file = _IN_FILE.fullmatch(name)
     if in_file is not None:
@@ -85,10 +111,9 @@ def parse(text: str) -> Subscriber:
     ----------
     text : str
         The name is that of a registered subscriber, or ``path/to/file.py:ClassName``. Values are integers, numbers,
-        ``true``,
-        ``false``, ``none`` or words; ``a+b`` is the tuple of a and b. Where a parameter takes words, ``7`` is a word
-        too. Every subscriber has the parameter ``as``, a label that is appended to the kinds of its answers, so that
-        two of one name can be asked at once: ``"svcca:lag=1"`` and ``"svcca:lag=5,as=lag5"``.
+        ``true``, ``false``, ``none`` or words; ``a+b`` is the tuple of a and b. Where a parameter takes words, ``7`` is
+        a word too. Every subscriber has the parameter ``as``, a label that is appended to the kinds of its answers, so
+        that two of one name can be asked at once: ``"svcca:lag=1"`` and ``"svcca:lag=5,as=lag5"``.
 
     Raises
     ------
@@ -105,27 +130,9 @@ def parse(text: str) -> Subscriber:
     >>> parse("svcca:lag=5,as=lag5").produces[0]
     'activations_svcca_lag5'
     """
-    in_file = _IN_FILE.fullmatch(text)
-    if in_file is not None:
-        name, options = f"{in_file['path']}:{in_file['name']}", in_file["options"] or ""
-    else:
-        name, _, options = text.partition(":")
-    cls = find(name.strip())
-    parameters = _parameters(cls)
-    given: dict[str, Any] = {}
-    for option in filter(None, (option.strip() for option in options.split(","))):
-        key, equals, value = (part.strip() for part in option.partition("="))
-        if not equals or not key:
-            raise MessageError(f"{option!r} in {text!r} is not of the form key=value")
-        if key in given:
-            raise MessageError(f"{text!r} gives {key} twice")
-        if key not in parameters and key != _LABEL and not _takes_any(cls):
-            has = f"it has {', '.join(parameters) or 'none'}{did_you_mean(key, parameters)}"
-            raise MessageError(f"{name} has no parameter {key!r}; {has}")
-        given[key] = value if key == _LABEL else _value(value, parameters.get(key), f"{name}'s {key}")
-    missing = [key for key, one in parameters.items() if one.default is one.empty and key not in given]
-    if missing:
-        raise MessageError(f"{name} needs a value for {', '.join(missing)}; write {name}:{missing[0]}=VALUE")
+    wish = _Wish.of(text)
+    cls = find(wish.name)
+    given = _arguments(cls, wish, text)
     label = given.pop(_LABEL, None)
     try:
         made = cls(**given)
@@ -137,9 +144,9 @@ def parse(text: str) -> Subscriber:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """What there is to know of a subscriber: for help and documentation, in JSON values.
+    """A description of a subscriber in JSON values, for help and documentation.
 
-    Of a built-in one, that stands in a file that `make docs` writes, because importing its class imports torch.
+    That of a built-in metric is read from a file that `make docs` writes, because importing the class imports torch.
 
     Parameters
     ----------
@@ -171,7 +178,7 @@ def describe(name: str) -> dict[str, Any]:
 
 
 def describe_class(name: str) -> dict[str, Any]:
-    """As `describe`, of the class as it is now."""
+    """As `describe`, always from the class itself."""
     cls = find(name)
     parameters = _parameters(cls)
     needs: list[str] = []
@@ -204,32 +211,28 @@ def describe_class(name: str) -> dict[str, Any]:
 
 
 def instances(wanted: str | Subscriber | Iterable[str | Subscriber]) -> list[Any]:
-    """The subscribers, given as themselves or as `parse` reads them, one or many."""
+    """Subscribers, where each of one or many is given as an object or as a text for `parse`."""
     if isinstance(wanted, str) or not isinstance(wanted, Iterable):
         wanted = [wanted]
     return [parse(one) if isinstance(one, str) else one for one in wanted]
 
 
 def canonical(text: str) -> str:
-    """One way to write what `parse` reads: parameters in alphabetical order, without spaces, files by their full path.
+    """The normal form of a text for `parse`: parameters in alphabetical order, no spaces, files by their full path.
 
     Examples
     --------
     >>> canonical("svcca: tag=probe, threshold=0.9"), canonical("norm")
     ('svcca:tag=probe,threshold=0.9', 'norm')
     """
-    in_file = _IN_FILE.fullmatch(text)
-    if in_file is not None:
-        name, options = f"{Path(in_file['path']).expanduser().resolve()}:{in_file['name']}", in_file["options"] or ""
-    else:
-        name, _, options = text.partition(":")
-    pairs = (option.partition("=") for option in options.split(",") if option.strip())
-    written = ",".join(sorted(f"{key.strip()}={value.strip()}" for key, _, value in pairs))
-    return f"{name.strip()}:{written}" if written else name.strip()
+    wish = _Wish.of(text)
+    name = wish.name if wish.file is None else f"{wish.file.resolve()}:{wish.class_name}"
+    written = ",".join(sorted(f"{key}={value}" for key, _, value in map(_pair, wish.options)))
+    return f"{name}:{written}" if written else name
 
 
 def origin(text: str) -> list[str]:
-    """Where the class of a subscriber comes from, and which version of it: what stored answers depend on.
+    """The place and the version of the class of a subscriber, on which stored answers depend.
 
     Raises
     ------
@@ -241,17 +244,14 @@ def origin(text: str) -> list[str]:
     >>> origin("ratio:order=1")
     ['analyze.metrics.gradients.ratio:Ratio', '1']
     """
-    in_file = _IN_FILE.fullmatch(text)
-    if in_file is not None:
-        cls = find(f"{in_file['path']}:{in_file['name']}")
-        source = Path(in_file["path"]).expanduser().read_bytes()
-        return [in_file["name"], str(cls.version), hashlib.sha256(source).hexdigest()]
-    name = text.partition(":")[0].strip()
-    cls = find(name)
+    wish = _Wish.of(text)
+    cls = find(wish.name)
+    if wish.file is not None:
+        return [wish.class_name, str(cls.version), hashlib.sha256(wish.file.read_bytes()).hexdigest()]
     place = f"{cls.__module__}:{cls.__qualname__}"
-    if name in BUILT_IN:
+    if wish.name in BUILT_IN:
         return [place, str(cls.version)]
-    point = _plug_ins()[name]
+    point = _plug_ins()[wish.name]
     return [place, str(cls.version), _package(point), point.dist.version if point.dist is not None else ""]
 
 
@@ -298,7 +298,7 @@ def _import_file(file: Path) -> ModuleType:
 
 
 def _guarded(load: Callable[[], Any], what: str) -> Any:
-    """What foreign code returns; whatever goes wrong in it becomes one sentence, with its cause attached."""
+    """What foreign code returns. Any exception in it becomes a `TracerError` of one sentence, with its cause."""
     try:
         return load()
     except Exception as error:  # foreign code may raise anything
@@ -324,6 +324,26 @@ _Parameter = inspect.Parameter
 def _parameters(cls: type[Subscriber]) -> dict[str, _Parameter]:
     variadic = (_Parameter.VAR_POSITIONAL, _Parameter.VAR_KEYWORD, _Parameter.POSITIONAL_ONLY)
     return {name: one for name, one in inspect.signature(cls).parameters.items() if one.kind not in variadic}
+
+
+def _arguments(cls: type[Subscriber], wish: _Wish, text: str) -> dict[str, Any]:
+    """What the options of a wish give to the parameters of a class, and the label."""
+    parameters = _parameters(cls)
+    given: dict[str, Any] = {}
+    for option in wish.options:
+        key, equals, value = _pair(option)
+        if not equals or not key:
+            raise MessageError(f"{option!r} in {text!r} is not of the form key=value")
+        if key in given:
+            raise MessageError(f"{text!r} gives {key} twice")
+        if key not in parameters and key != _LABEL and not _takes_any(cls):
+            has = f"it has {', '.join(parameters) or 'none'}{did_you_mean(key, parameters)}"
+            raise MessageError(f"{wish.name} has no parameter {key!r}; {has}")
+        given[key] = value if key == _LABEL else _value(value, parameters.get(key), f"{wish.name}'s {key}")
+    missing = [key for key, one in parameters.items() if one.default is one.empty and key not in given]
+    if missing:
+        raise MessageError(f"{wish.name} needs a value for {', '.join(missing)}; write {wish.name}:{missing[0]}=VALUE")
+    return given
 
 
 def _takes_any(cls: type[Subscriber]) -> bool:

@@ -24,8 +24,9 @@ from analyze.comparing.invariances import INVARIANCES
 from analyze.metrics.similarity import bases
 from analyze.metrics.spectra import lanczos, spectra
 from analyze.metrics.spectra.lanczos import largest, product, seeded
-from analyze.metrics.spectra.operator_norm import OperatorNorm, inferred
+from analyze.metrics.spectra.operator_norm import OperatorNorm
 from analyze.metrics.spectra.power_law import marchenko_pastur_edge, randomized
+from analyze.metrics.spectra.recorded_layers import inferred
 from analyze.metrics.spectra.saturation import arranged
 from analyze.metrics.spectra.spectral_norm import STATUSES
 from tracer import MessageError, ModuleMessage, Subscriber

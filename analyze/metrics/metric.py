@@ -31,22 +31,29 @@ class Where(Within, total=False):
 class Metric(Subscriber):
     """A subscriber that is registered by its name.
 
-    A subclass writes ``**where: Unpack[Where]`` for the parameters that it only hands on to its parent. The signature
-    of the class spells them out, after its own.
+    A subclass writes ``**where: Unpack[Where]`` for the parameters that it only hands on to its parent. In the
+    signature of the class they stand one by one, after its own.
 
     Parameters
     ----------
     kinds : str or tuple of str
-        Of one kind it takes each message; of several the bundles that are complete, or each message (see `bundled`).
+        The kinds of the messages that it takes.
     produces : str or iterable of str
         The kinds of its answers.
     tag, subsample, modules
         As in `tracer.Subscription`.
 
+    Attributes
+    ----------
+    name : str
+        Under which it is registered.
+    bundled : bool
+        Whether it takes messages of several kinds in complete bundles, or one by one.
+
     Raises
     ------
     MessageError
-        If it takes single messages of a kind whose messages are events, which carry no data.
+        If it takes messages one by one, and those of a kind are events, which carry no data.
     """
 
     name: ClassVar[str]

@@ -1,14 +1,13 @@
 """Signal and noise in the gradient of a batch, from a trace alone: the tests that say whether a batch is large enough.
 
-All of them are functions of the inner products of the per-sample gradients, which
-`analyze.metrics.gradients.sample_gram` has from what each layer took and what came back to it.
+All of them are functions of the inner products of the per-sample gradients. `analyze.metrics.gradients.layer_grams` has
+those of a layer from its inputs and the gradients of its outputs.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias, Unpack, final, get_args
 
@@ -16,16 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from analyze.metrics.gradients.cosine import cosine
-from analyze.metrics.gradients.sample_gram import (
-    SampleGram,
-    bias_gram,
-    conv_gram,
-    embedding_gram,
-    linear_gram,
-    output_size,
-    scale_gram,
-)
+from analyze.metrics.gradients.layer_grams import Geometry, layer_grams
+from analyze.metrics.gradients.sample_gram import SampleGram, linear_gram  # noqa: F401 - for the example
 from analyze.metrics.inputs import as_array, as_float64
 from analyze.metrics.metric import Metric, Where
 from analyze.metrics.streams import At
@@ -142,12 +133,6 @@ class _Step(At):
     """What was heard of the step that is going on under one tag: data by kind, module (None: network) and call."""
 
     heard: dict[str, dict[str | None, dict[int, Tensor]]] = field(default_factory=dict)
-
-
-class _Geometry(NamedTuple):
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
 
 
 @final
@@ -322,7 +307,15 @@ class GradientNoise(Metric):
                 of_bias = over.heard.get(self.biases, {}).get(module, {}) if self.bias else {}
                 recorded = [as_array(next(iter(calls.values()))) for calls in (gradients, of_bias) if calls]
                 elements += sum(one.size for one in recorded)
-                for gram, gradient in self._layer(over, module, passes, recorded):
+                found_of_layer = layer_grams(
+                    over.heard.get(self.inputs, {}).get(module, {}),
+                    over.heard.get(self.kind, {}).get(module, {}),
+                    recorded,
+                    passes=passes,
+                    summed=self.reduction == "sum",
+                    geometry=Geometry(self.stride, self.padding, self.dilation),
+                )
+                for gram, gradient in found_of_layer:
                     if grams and len(gram.gram) != len(grams[0].gram):
                         continue
                     grams.append(gram)
@@ -353,171 +346,6 @@ class GradientNoise(Metric):
         if losses > 0 and (not calls or any(count % losses == 0 for count in calls)):
             return losses
         return min(calls, default=1)
-
-    def _layer(
-        self, over: _Step, module: str | None, passes: int, recorded: Sequence[NDArray[Any]]
-    ) -> Iterator[tuple[SampleGram, NDArray[Any]]]:
-        """What is known of the parameters of one module, each with its recorded gradient; nothing if not covered."""
-        inputs = over.heard.get(self.inputs, {}).get(module, {})
-        gradients = over.heard.get(self.kind, {}).get(module, {})
-        calls = sorted(gradients)
-        if not calls or not set(calls) <= set(inputs) or len(calls) % passes:
-            return
-        if any(one.dtype.kind == "c" for one in recorded):
-            return
-        weight, *biases = recorded
-        uses = len(calls) // passes
-        try:
-            # samples of a step: those of each of its passes; a module that one pass uses several times sums over uses
-            a = [_joined([inputs[call] for call in calls[use::uses]]) for use in range(uses)]
-            d = [_joined([gradients[call] for call in calls[use::uses]]) for use in range(uses)]
-            if self.reduction == "sum":
-                d = [one / len(one) for one in d]
-            ids = [as_array(inputs[call]) for call in calls]
-            if weight.ndim == 2 and all(one.dtype.kind in "iu" for one in ids):
-                found = [_embedding([np.concatenate(ids[use::uses]) for use in range(uses)], d, weight)]
-                channel_axis = -1
-            elif weight.ndim == 2:
-                found = [_linear(a, d, weight.shape)]
-                channel_axis = -1
-            elif weight.ndim > 2 and uses == 1 and d[0].ndim == weight.ndim and d[0].shape[1] == weight.shape[0]:
-                found = [self._convolution(a[0], d[0], weight)]
-                channel_axis = 1
-            elif weight.ndim == 1 and uses == 1:
-                gram, channel_axis = _normalisation([as_float64(inputs[call]) for call in calls], d[0], weight)
-                found = [gram]
-            else:
-                return
-            for one in biases:
-                gram = bias_gram(d[0] if uses == 1 else _positions(d), channel_axis)
-                if gram.mean.shape != one.shape:
-                    return
-                found.append(gram)
-        except (MessageError, ValueError):  # no layer that is known here: it counts as not covered
-            return
-        yield from zip(found, recorded, strict=True)
-
-    def _convolution(self, a: NDArray[Any], d: NDArray[Any], weight: NDArray[Any]) -> SampleGram:
-        """With the geometry whose gradient is most alike the recorded one."""
-        kernel = weight.shape[2:]
-        groups, rest = divmod(a.shape[1], max(weight.shape[1], 1))
-        if rest or a.ndim != d.ndim:
-            raise MessageError(f"inputs of shape {a.shape} do not fit a weight of shape {weight.shape}")
-        best: tuple[float, SampleGram] | None = None
-        for one in _geometries(a.shape[2:], d.shape[2:], kernel, self.stride, self.padding, self.dilation):
-            gram = conv_gram(a, d, kernel, stride=one.stride, padding=one.padding, dilation=one.dilation, groups=groups)
-            likeness = cosine(gram.mean, weight)
-            if best is None or likeness > best[0]:
-                best = likeness, gram
-            if math.isnan(likeness) or likeness > 1 - 1e-6:
-                break
-        if best is None:
-            raise MessageError(f"no stride, padding and dilation lead from {a.shape} to {d.shape} with kernel {kernel}")
-        return best[1]
-
-
-_CANDIDATES = 12
-"""Geometries of a convolution that are tried, the most usual first."""
-
-
-def _geometries(
-    inside: Sequence[int],
-    outside: Sequence[int],
-    kernel: Sequence[int],
-    stride: int | None,
-    padding: int | None,
-    dilation: int | None,
-) -> Iterator[_Geometry]:
-    """The geometries of a convolution that fit the sizes of its input and output, the most usual first."""
-    found = 0
-    for apart in (1, 2, 3, 4) if dilation is None else (dilation,):
-        for step in range(1, max(kernel) + 2) if stride is None else (stride,):
-            of_axes = [
-                [
-                    pad
-                    for pad in (range(apart * (size - 1) + 1) if padding is None else (padding,))
-                    if output_size(i, size, step, pad, apart) == o
-                ]
-                for i, o, size in zip(inside, outside, kernel, strict=True)
-            ]
-            # the same on all axes first, then padding that keeps the size, as in "same"
-            usual = sorted(
-                itertools.product(*of_axes),
-                key=lambda pads: (
-                    [2 * pad != apart * (size - 1) for pad, size in zip(pads, kernel, strict=True)],
-                    len(set(pads)),
-                    pads,
-                ),
-            )
-            for pads in usual:
-                yield _Geometry((step,) * len(kernel), tuple(pads), (apart,) * len(kernel))
-                found += 1
-                if found == _CANDIDATES:
-                    return
-
-
-def _embedding(ids: Sequence[NDArray[Any]], d: Sequence[NDArray[np.float64]], weight: NDArray[Any]) -> SampleGram:
-    """Of an embedding; a row whose recorded gradient is exactly 0 is that of padding, and -1 is no row."""
-    known = np.concatenate([one.reshape(len(one), -1) for one in ids], axis=1).astype(np.int64)
-    if known.size and known.min() >= 0 and known.max() < len(weight):
-        known = np.where(np.asarray(weight.any(axis=1))[known], known, -1)
-    return embedding_gram(known, _positions(d), (weight.shape[0], weight.shape[1]))
-
-
-_EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3)
-"""What normalisations add to a variance; the first is PyTorch's."""
-
-
-def _normalisation(
-    parts: Sequence[NDArray[np.float64]], d: NDArray[np.float64], weight: NDArray[Any]
-) -> tuple[SampleGram, int]:
-    """Of the scale of a batch, layer, instance or RMS normalisation: of that whose gradient is most alike."""
-    if any(part.size == 0 or part.ndim != d.ndim for part in parts):
-        raise MessageError(
-            f"inputs of shape {parts[0].shape} and output gradients of {d.shape} are of no normalisation"
-        )
-    best: tuple[float, SampleGram, int] | None = None
-    for channel_axis, axes, centred in _normalisations(d.ndim):
-        if d.shape[channel_axis] != weight.size:
-            continue
-        for eps in _EPSILONS:
-            normalised = []
-            for part in parts:  # each pass of a step has statistics of its own
-                middle = part.mean(axes, keepdims=True) if centred else 0.0
-                spread = np.square(part - middle).mean(axes, keepdims=True)
-                normalised.append((part - middle) / np.sqrt(spread + eps))
-            gram = scale_gram(np.concatenate(normalised), d, channel_axis)
-            likeness = cosine(gram.mean, weight)
-            if best is None or likeness > best[0]:
-                best = likeness, gram, channel_axis
-    if best is None or not best[0] > 0.999:
-        raise MessageError(f"no normalisation of inputs of shape {parts[0].shape} has the recorded gradient")
-    return best[1], best[2]
-
-
-def _normalisations(dimensions: int) -> Iterator[tuple[int, tuple[int, ...], bool]]:
-    """Of each that is known: the axis of the channels, the axes of the statistics, whether the mean is taken off."""
-    yield -1, (dimensions - 1,), True  # layer
-    yield -1, (dimensions - 1,), False  # RMS
-    if dimensions > 1:
-        yield 1, (0, *range(2, dimensions)), True  # batch
-    if dimensions > 2:
-        yield 1, tuple(range(2, dimensions)), True  # instance
-
-
-def _joined(parts: Sequence[Tensor]) -> NDArray[np.float64]:
-    return np.concatenate([as_float64(part) for part in parts])
-
-
-def _positions(parts: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-    """The uses of a layer in one pass, as positions of each sample: (b, positions, ...)."""
-    return np.concatenate([one.reshape(len(one), -1, one.shape[-1]) for one in parts], axis=1)
-
-
-def _linear(a: Sequence[NDArray[np.float64]], d: Sequence[NDArray[np.float64]], shape: tuple[int, ...]) -> SampleGram:
-    if a[0].shape[-1:] != shape[1:] or d[0].shape[-1:] != shape[:1]:
-        raise MessageError(f"inputs of shape {a[0].shape} do not fit a weight of shape {shape}")
-    return linear_gram(a[0], d[0]) if len(a) == 1 else linear_gram(_positions(a), _positions(d))
 
 
 def _whole_loss(losses: Iterable[Tensor]) -> float:

@@ -7,15 +7,26 @@ input with spatial axes s, ``y_ot`` its output.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, Unpack, final
+from collections.abc import Iterator, Mapping
+from typing import Any, Unpack, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.inputs import Array, answer, as_array
 from analyze.metrics.metric import Metric, Where
+from analyze.metrics.spectra.convolution import (
+    MODES,
+    Convolution,
+    Mode,
+    Padding,
+    Sizes,
+    circular_norm,
+    layout_of,
+    per_axis,
+)
 from analyze.metrics.spectra.lanczos import generator_of, largest, seeded
+from analyze.metrics.spectra.recorded_layers import ambiguous, inferred, inputs_of, recorded
 from analyze.metrics.spectra.spectra import code, power_of_two
 from analyze.metrics.spectra.spectral_norm import (
     SINGLE,
@@ -30,24 +41,9 @@ from tracer.errors import MessageError
 from tracer.messaging.messages import Message, derived
 from tracer.messaging.subscription import Subscription
 
-Sizes = int | tuple[int, ...] | None
-Padding = int | tuple[int, ...] | Literal["same", "valid", "circular"] | None
-Mode = Literal["zeros", "reflect", "replicate", "circular"]
-
-_MODES: Mapping[Mode, Literal["reflect", "edge", "wrap"] | None] = {
-    "zeros": None,
-    "reflect": "reflect",
-    "replicate": "edge",
-    "circular": "wrap",
-}
-"""How torch calls what is around an input, and how NumPy does."""
-
 _SIZES = ("layer_inputs", "activations")
 _STEPS = 600
 """How often a convolution is applied at most: some hundreds are enough for what initialisations give."""
-
-_BATCH = 1 << 22
-"""Complex numbers of a batch of frequencies: 64 MiB."""
 
 
 def operator_norm(
@@ -104,57 +100,30 @@ def operator_norm(
         return _elementwise(array)
     if array.ndim == 2:
         return spectral_norm(w, tolerance=tolerance, random=random)
-    axes = array.ndim - 2
-    if axes > 3 or array.dtype.kind == "c":
+    if array.ndim > 5 or array.dtype.kind == "c":
         raise MessageError(
             f"operator_norm takes real kernels with one to three spatial axes, not {array.dtype} of shape {array.shape}"
         )
-    if input_hw is None:
-        raise MessageError("the operator norm of a convolution needs input_hw, the size of its input")
-    sizes, strides, dilations = (
-        _per_axis(given, axes, what, 1)
-        for given, what in ((input_hw, "input_hw"), (stride, "stride"), (dilation, "dilation"))
-    )
-    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or array.shape[0] % groups:
-        raise MessageError(f"groups is a positive divisor of the {array.shape[0]} outputs, not {groups!r}")
-    before, after = _padded(padding, array.shape[2:], dilations)
-    if padding_mode not in _MODES:
-        raise MessageError(f"padding_mode is one of {', '.join(map(repr, _MODES))}, not {padding_mode!r}")
-    if padding == "circular":
-        if padding_mode not in ("zeros", "circular"):
-            raise MessageError(f"padding 'circular' contradicts padding_mode {padding_mode!r}")
-        padding_mode = "circular"
-    for n, widest in zip(sizes, map(max, before, after), strict=True):
-        most = {"reflect": n - 1, "circular": n}.get(padding_mode, widest)
-        if widest > most:
-            raise MessageError(f"an input of {n} has at most {most} of {padding_mode} padding on a side, not {widest}")
+    layout = layout_of(array.shape, input_hw, stride, padding, padding_mode, dilation, groups)
     if array.size == 0:
         return SpectralNormResult(0.0, 0.0, "exact")
-    with np.errstate(invalid="ignore", over="ignore"):
-        size = float(np.max(np.abs(array.astype(np.float64) if array.dtype.kind in "biu" else array)))
-    if size == 0 or not math.isfinite(size):
-        return SpectralNormResult(size, size, "exact" if size == 0 else "nonfinite")
-    scale = power_of_two(size)
+    largest_element = _largest_modulus(array)
+    if largest_element == 0 or not math.isfinite(largest_element):
+        return SpectralNormResult(largest_element, largest_element, "exact" if largest_element == 0 else "nonfinite")
+    scale = power_of_two(largest_element)
     single = array.dtype in (np.float16, np.float32) and 1e-30 < scale < 1e30 and tolerance >= SINGLE
     kernel: NDArray[Any] = array.astype(np.float32 if single else np.float64)
     kernel /= scale
-    if padding == "circular" and set(strides) == {1}:
-        value, residual = _circular(kernel.astype(np.float64), sizes, dilations, groups)
+    if padding == "circular" and set(layout.strides) == {1}:
+        value, residual = circular_norm(kernel.astype(np.float64), layout)
         return SpectralNormResult(value * scale, residual * scale, "exact")
-    reach = [(k - 1) * d + 1 for k, d in zip(array.shape[2:], dilations, strict=True)]
-    for n, r, b, a in zip(sizes, reach, before, after, strict=True):
-        if n + b + a < r:
-            raise MessageError(f"a kernel of {r} positions does not fit into an input of {n} with padding {b} and {a}")
-    layer = _Convolution(kernel, sizes, strides, (before, after), dilations, groups, padding_mode)
-    generator = seeded("operator_norm") if random is None else random
+    layout.check_reach(array.shape[2:])
+    layer = Convolution(kernel, layout)
+    random = seeded("operator_norm") if random is None else random
+    size = math.prod(layer.shape)
     with np.errstate(all="ignore"):
         found = largest(
-            lambda q: layer.adjoint(layer.forward(q)),
-            math.prod(layer.shape),
-            kernel.dtype,
-            generator,
-            tolerance=tolerance,
-            steps=_STEPS,
+            lambda q: layer.adjoint(layer.forward(q)), size, kernel.dtype, random, tolerance=tolerance, steps=_STEPS
         )
     status: Status = "converged" if found.converged else "unconverged"
     return SpectralNormResult(found.value * scale, found.residual * scale, status, found.steps)
@@ -163,244 +132,15 @@ def operator_norm(
 def _elementwise(array: NDArray[Any]) -> SpectralNormResult:
     if not array.size:
         return SpectralNormResult(0.0, 0.0, "exact")
-    with np.errstate(invalid="ignore", over="ignore"):
-        size = float(np.max(np.abs(array.astype(np.float64) if array.dtype.kind in "biu" else array)))
-    return SpectralNormResult(
-        size, 0.0 if math.isfinite(size) else size, "exact" if math.isfinite(size) else "nonfinite"
+    size = _largest_modulus(array)
+    return (
+        SpectralNormResult(size, 0.0, "exact") if math.isfinite(size) else SpectralNormResult(size, size, "nonfinite")
     )
 
 
-def _per_axis(given: Any, axes: int, what: str, least: int) -> tuple[int, ...]:
-    several = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,) * axes
-    good = all(isinstance(one, int) and not isinstance(one, bool) and one >= least for one in several)
-    if len(several) != axes or not good:
-        raise MessageError(f"{what} is a whole number from {least}, or {axes} of them, not {given!r}")
-    return several
-
-
-def _padded(
-    padding: Padding, kernel: Sequence[int], dilations: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """How many elements are put before and after those of each axis."""
-    if padding == "valid":
-        return (0,) * len(kernel), (0,) * len(kernel)
-    if padding in ("same", "circular"):
-        both = [d * (k - 1) for k, d in zip(kernel, dilations, strict=True)]
-        return tuple(b // 2 for b in both), tuple(b - b // 2 for b in both)
-    if isinstance(padding, str) or padding is None:
-        raise MessageError(f"padding is a number, one for each axis, 'same', 'valid' or 'circular', not {padding!r}")
-    sides = _per_axis(padding, len(kernel), "padding", 0)
-    return sides, sides
-
-
-class _Convolution:
-    """A convolution of one padded input, and its transpose, as a product of matrices for each position.
-
-    Of a kernel (o, c / groups, ...): `forward` takes the flat input (c, ...) to the flat output (o, ...), `adjoint`
-    back.
-    """
-
-    def __init__(
-        self,
-        kernel: NDArray[Any],
-        sizes: tuple[int, ...],
-        strides: tuple[int, ...],
-        padding: tuple[tuple[int, ...], tuple[int, ...]],
-        dilations: tuple[int, ...],
-        groups: int,
-        mode: Mode,
-    ) -> None:
-        outputs, channels, places = kernel.shape[0] // groups, kernel.shape[1], kernel.shape[2:]
-        before, after = padding
-        w_kgoc = np.moveaxis(kernel.reshape(groups, outputs, channels, math.prod(places)), 3, 0)
-        self._w = [np.ascontiguousarray(w_goc) for w_goc in w_kgoc]
-        self.shape = (groups, channels, *sizes)
-        self._wide = (groups, channels, *(n + b + a for n, b, a in zip(sizes, before, after, strict=True)))
-        self._inside = (slice(None), slice(None), *(slice(b, b + n) for b, n in zip(before, sizes, strict=True)))
-        # which slice of the padded input is a copy of which other one, axis by axis
-        self._copies: list[tuple[tuple[slice | int, ...], tuple[slice | int, ...]]] = []
-        how = _MODES[mode]
-        if how is not None:
-            for axis, (n, b, a) in enumerate(zip(sizes, before, after, strict=True), start=2):
-                along = (slice(None),) * axis
-                sources = np.pad(np.arange(n), (b, a), mode=how).tolist()
-                self._copies += [
-                    ((*along, to), (*along, b + source)) for to, source in enumerate(sources) if not b <= to < b + n
-                ]
-        counts = [
-            (n - (k - 1) * d - 1) // s + 1
-            for n, k, d, s in zip(self._wide[2:], places, dilations, strides, strict=True)
-        ]
-        # the part of the padded input that each position of the kernel sees
-        self._seen = [
-            (
-                slice(None),
-                slice(None),
-                *(
-                    slice(p * d, p * d + (m - 1) * s + 1, s)
-                    for p, d, m, s in zip(at, dilations, counts, strides, strict=True)
-                ),
-            )
-            for at in np.ndindex(*places)
-        ]
-        self._outputs = (groups, outputs, math.prod(counts))
-        self._parts = (groups, channels, *counts)
-
-    def forward(self, q: NDArray[Any]) -> NDArray[Any]:
-        x = np.zeros(self._wide, q.dtype)
-        x[self._inside] = q.reshape(self.shape)
-        for to, source in self._copies:
-            x[to] = x[source]
-        y = np.zeros(self._outputs, q.dtype)
-        for w_goc, seen in zip(self._w, self._seen, strict=True):
-            y += w_goc @ x[seen].reshape(*self.shape[:2], -1)
-        return y.reshape(-1)
-
-    def adjoint(self, p: NDArray[Any]) -> NDArray[Any]:
-        y = p.reshape(self._outputs)
-        x = np.zeros(self._wide, p.dtype)
-        for w_goc, seen in zip(self._w, self._seen, strict=True):
-            x[seen] += (w_goc.transpose(0, 2, 1) @ y).reshape(self._parts)
-        for to, source in reversed(self._copies):
-            x[source] += x[to]
-        return x[self._inside].reshape(-1)
-
-
-def _circular(
-    kernel: NDArray[np.float64], sizes: tuple[int, ...], dilations: tuple[int, ...], groups: int
-) -> tuple[float, float]:
-    """The largest singular value over all frequencies: what a circular convolution at stride 1 is in Fourier space."""
-    outputs, channels = kernel.shape[:2]
-    wrapped = np.zeros((outputs, channels, *sizes))
-    for place in np.ndindex(*kernel.shape[2:]):
-        where = tuple(at * d % n for at, d, n in zip(place, dilations, sizes, strict=True))
-        wrapped[(slice(None), slice(None), *where)] += kernel[(slice(None), slice(None), *place)]
-    axes = tuple(range(2, kernel.ndim))
-    # of a real kernel the other half of the last axis's frequencies are complex conjugates
-    spectrum = np.fft.rfftn(wrapped, axes=axes).reshape(outputs, channels, -1)
-    per_group, square, at_best = outputs // groups, -1.0, kernel[:, :, 0]
-    few = max(1, _BATCH // (per_group * channels))
-    for first in range(0, outputs, per_group):
-        for begin in range(0, spectrum.shape[2], few):
-            k_foc = np.moveaxis(spectrum[first : first + per_group, :, begin : begin + few], 2, 0)
-            turned = k_foc.conj().transpose(0, 2, 1)
-            gram = k_foc @ turned if per_group <= channels else turned @ k_foc
-            tops = np.linalg.eigvalsh(gram)[:, -1]
-            if tops.max() > square:
-                square, at_best = float(tops.max()), k_foc[int(tops.argmax())]
-    left, values, right = np.linalg.svd(at_best, full_matrices=False)
-    return float(values[0]), float(np.linalg.norm(at_best.conj().T @ left[:, 0] - values[0] * right[0].conj()))
-
-
-def inferred(
-    inputs: Sequence[int], outputs: Sequence[int], kernel: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Stride and padding of a convolution, from the sizes of its input, output and kernel; None if there are none.
-
-    Of those that fit, with a padding up to half the kernel: strides that are powers of 2 before others, then the one
-    nearest to the ratio of the sizes, then the least padding. `ambiguous` says whether it is a guess.
-
-    Examples
-    --------
-    >>> inferred((32, 32), (16, 16), (3, 3)), inferred((224, 224), (14, 14), (16, 16)), inferred((8,), (6,), (3,))
-    (((2, 2), (1, 1)), ((16, 16), (0, 0)), ((1,), (0,)))
-    """
-    strides, paddings = [], []
-    for n, m, k in zip(inputs, outputs, kernel, strict=True):
-        near = n / m if m else 1.0
-        fits = [(s & (s - 1) > 0, abs(s - near), p, s) for s, p in _fitting(n, m, k)]
-        if not fits:
-            return None
-        _, _, p, s = min(fits)
-        strides.append(s)
-        paddings.append(p)
-    return tuple(strides), tuple(paddings)
-
-
-def ambiguous(inputs: Sequence[int], outputs: Sequence[int], kernel: Sequence[int]) -> bool:
-    """Whether several convolutions have these sizes of input, output and kernel, so that `inferred` is a guess.
-
-    One that uses its whole input is taken for the right one if it is the only one that does.
-
-    Examples
-    --------
-    >>> ambiguous((32, 32), (16, 16), (3, 3)), ambiguous((224, 224), (14, 14), (16, 16)), ambiguous((8,), (3,), (3,))
-    (False, False, True)
-    """
-    for n, m, k, s, p in zip(inputs, outputs, kernel, *(inferred(inputs, outputs, kernel) or ((), ())), strict=False):
-        # where there is one output, the stride makes no difference
-        fits = {(s if m > 1 else 1, p) for s, p in _fitting(n, m, k)}
-        whole = {(s, p) for s, p in fits if m > 1 and (n + 2 * p - k) % s == 0}
-        if len(fits) > 1 and whole != {(s, p)}:
-            return True
-    return False
-
-
-def _fitting(n: int, m: int, k: int) -> Iterator[tuple[int, int]]:
-    """Every stride and padding with which a kernel of size k makes m outputs of n inputs."""
-    for s in range(1, n + 1):
-        for p in range(k // 2 + 1):
-            if n + 2 * p >= k and (n + 2 * p - k) // s + 1 == m:
-                yield s, p
-
-
-def _recorded(said: Mapping[str, Any], kernel: Sequence[int]) -> dict[str, Any] | None:
-    """What a trace's header says of a convolution, in the words of `operator_norm`.
-
-    Empty if it says nothing that fits the kernel; None if this is a padding that `operator_norm` does not have.
-    """
-    try:
-        axes = len(kernel)
-        strides = _per_axis(said["stride"], axes, "stride", 1)
-        dilations = _per_axis(said["dilation"], axes, "dilation", 1)
-        further = _per_axis(said["output_padding"], axes, "output_padding", 0)
-        before, after = _padded(said["padding"], kernel, dilations)
-        groups, transposed, mode = said["groups"], said["transposed"], said["padding_mode"]
-    except (KeyError, TypeError, MessageError):
-        return {}
-    found = {
-        "stride": strides,
-        "padding": said["padding"] if isinstance(said["padding"], str) else before,
-        "dilation": dilations,
-        "groups": groups,
-        "transposed": transposed is True,
-        "output_padding": further,
-        "padding_mode": mode if any(before + after) else "zeros",
-    }
-    if transposed is True:
-        # where an output has more than a stride of its own, it is no transpose of what `operator_norm` has
-        fits = mode == "zeros" and all(p < s for p, s in zip(further, strides, strict=True))
-        return found if fits else None
-    if mode not in _MODES:
-        return None
-    spans = [d * (k - 1) for k, d in zip(kernel, dilations, strict=True)]
-    whole = [b + a for b, a in zip(before, after, strict=True)] == spans
-    if mode == "circular" and whole and set(strides) == {1}:
-        return {**found, "padding": "circular"}
-    return found
-
-
-def _inputs_of(
-    outputs: Sequence[int],
-    kernel: Sequence[int],
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    further: Sequence[int] | None = None,
-) -> tuple[int, ...] | None:
-    """The smallest input of which a convolution makes such an output; or one that is larger by `further`."""
-    try:
-        strides, dilations = (
-            _per_axis(given, len(kernel), what, 1) for given, what in ((stride, "stride"), (dilation, "dilation"))
-        )
-        before, after = _padded(padding, kernel, dilations)
-        outputs = _per_axis(outputs, len(kernel), "input_hw", 1)
-    except MessageError:  # given for another number of axes than this layer has
-        return None
-    more = further or (0,) * len(kernel)
-    parts = zip(outputs, kernel, strides, dilations, before, after, more, strict=True)
-    sizes = tuple((m - 1) * s + (k - 1) * d + 1 - b - a + f for m, k, s, d, b, a, f in parts)
-    return sizes if min(sizes) > 0 else None
+def _largest_modulus(array: NDArray[Any]) -> float:
+    with np.errstate(invalid="ignore", over="ignore"):
+        return float(np.max(np.abs(array.astype(np.float64) if array.dtype.kind in "biu" else array)))
 
 
 @final
@@ -499,13 +239,13 @@ class OperatorNorm(Metric):
             ("groups", groups, 1),
         ):
             if given is not None:
-                _per_axis(given, len(given) if isinstance(given, tuple) else 1, what, least)
+                per_axis(given, len(given) if isinstance(given, tuple) else 1, what, least)
         if isinstance(padding, str) and padding not in ("same", "valid", "circular"):
             raise MessageError(
                 f"padding is a number, one for each axis, 'same', 'valid' or 'circular', not {padding!r}"
             )
-        if padding_mode is not None and padding_mode not in _MODES:
-            raise MessageError(f"padding_mode is one of {', '.join(map(repr, _MODES))}, not {padding_mode!r}")
+        if padding_mode is not None and padding_mode not in MODES:
+            raise MessageError(f"padding_mode is one of {', '.join(map(repr, MODES))}, not {padding_mode!r}")
         metric = f"{kind}_operator_norm"
         super().__init__(kind, (metric, f"{metric}_residual", f"{metric}_status"), **where)
         if input_hw is None:
@@ -546,51 +286,32 @@ class OperatorNorm(Metric):
         layer = self._layer(message.key, array.shape)
         if layer is None or array.dtype.kind == "c" or array.ndim > 5:
             return SpectralNormResult(math.nan, math.nan, "unknown_size")
+        arguments, guessed = layer
         try:
-            found = operator_norm(
-                array,
-                layer["input_hw"],
-                stride=layer["stride"],
-                padding=layer["padding"],
-                padding_mode=layer["padding_mode"],
-                dilation=layer["dilation"],
-                groups=layer["groups"],
-                tolerance=self.tolerance,
-                random=random,
-            )
+            found = operator_norm(array, **arguments, tolerance=self.tolerance, random=random)
         except MessageError:  # what was given does not fit this layer: an answer, not the end of a replay
             return SpectralNormResult(math.nan, math.nan, "unknown_size")
-        if layer["guessed"] and found.status in ("converged", "exact"):
+        if guessed and found.status in ("converged", "exact"):
             return SpectralNormResult(float(found), found.residual, "guessed", found.steps)
         return found
 
-    def _layer(self, module: str | None, shape: tuple[int, ...]) -> dict[str, Any] | None:
-        """What is known of a convolution; None if the size of its input is not, or if it is none that is known."""
-        axes = len(shape) - 2
-        recorded = _recorded(self._convolutions.get(module, {}), shape[2:])
-        if recorded is None and self.padding is None:
+    def _layer(self, module: str | None, shape: tuple[int, ...]) -> tuple[dict[str, Any], bool] | None:
+        """The arguments of `operator_norm` for a convolution, and whether they are a guess.
+
+        None if the size of its input is unknown, or if it is of a kind that `operator_norm` does not know.
+        """
+        axes, kernel = len(shape) - 2, shape[2:]
+        header = recorded(self._convolutions.get(module, {}), kernel)
+        if header is None and self.padding is None:
             return None
-        of = recorded or {}
-        stride, padding, dilation, groups = (
-            of.get(what) if given is None else given
-            for what, given in (
-                ("stride", self.stride),
-                ("padding", self.padding),
-                ("dilation", self.dilation),
-                ("groups", self.groups),
-            )
-        )
-        dilation = 1 if dilation is None else dilation
-        inputs, outputs = (self._sizes.get((kind, module), ()) for kind in _SIZES)
-        inputs, outputs = (sizes if len(sizes) in (axes + 1, axes + 2) else () for sizes in (inputs, outputs))
-        size: Any = self.input_hw if self.input_hw is not None else inputs[-axes:]
-        backward = of.get("transposed", False)  # the norm of a map is that of its transpose, from outputs to inputs
-        if backward and outputs and self.input_hw is None:
-            size = outputs[-axes:]
-        elif backward and size:
-            size = _inputs_of(size, shape[2:], stride, padding, dilation, of["output_padding"])
-        elif not size and outputs and stride is not None and padding is not None:
-            size = _inputs_of(outputs[-axes:], shape[2:], stride, padding, dilation)
+        header = header or {}
+        stride = header.get("stride") if self.stride is None else self.stride
+        padding = header.get("padding") if self.padding is None else self.padding
+        dilation = header.get("dilation", 1) if self.dilation is None else self.dilation
+        groups = header.get("groups") if self.groups is None else self.groups
+        shapes = (self._sizes.get((kind, module), ()) for kind in _SIZES)
+        inputs, outputs = (one if len(one) in (axes + 1, axes + 2) else () for one in shapes)
+        size = self._input_size(header, kernel, inputs, outputs, (stride, padding, dilation))
         if not size:
             return None
         if groups is None:
@@ -599,20 +320,40 @@ class OperatorNorm(Metric):
         # without its outputs nothing tells the stride; with an input of the user's all is as the user says
         guessed = self.input_hw is None and (stride is None or padding is None)
         if stride is None and padding is None and dilation == 1 and inputs and len(outputs) == len(inputs):
-            sizes = inputs[-axes:], outputs[-axes:], shape[2:]
-            told = inferred(*sizes)
-            if told is None:
+            sizes = inputs[-axes:], outputs[-axes:], kernel
+            fitting = inferred(*sizes)
+            if fitting is None:
                 return None
-            (stride, padding), guessed = told, ambiguous(*sizes)
-        return {
+            (stride, padding), guessed = fitting, ambiguous(*sizes)
+        of_header = header.get("padding_mode", "zeros") if self.padding is None else "zeros"
+        arguments = {
             "input_hw": size,
             "stride": 1 if stride is None else stride,
             "padding": "same" if padding is None else padding,
-            "padding_mode": self.padding_mode or (of.get("padding_mode", "zeros") if self.padding is None else "zeros"),
+            "padding_mode": self.padding_mode or of_header,
             "dilation": dilation,
             "groups": groups,
-            "guessed": guessed,
         }
+        return arguments, guessed
+
+    def _input_size(
+        self,
+        header: Mapping[str, Any],
+        kernel: tuple[int, ...],
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        layout: tuple[Any, Any, Any],
+    ) -> Any:
+        """The size of the input of a convolution: given, recorded, or derived from its output; empty if unknown."""
+        axes, (stride, padding, _) = len(kernel), layout
+        size: Any = self.input_hw if self.input_hw is not None else inputs[-axes:]
+        if header.get("transposed", False):  # the norm of a map is that of its transpose, from outputs to inputs
+            if outputs and self.input_hw is None:
+                return outputs[-axes:]
+            return inputs_of(size, kernel, *layout, header["output_padding"]) if size else size
+        if not size and outputs and stride is not None and padding is not None:
+            return inputs_of(outputs[-axes:], kernel, *layout)
+        return size
 
     def state_dict(self) -> dict[str, Any]:
         """The sizes of each layer."""

@@ -1,0 +1,120 @@
+"""The stride, padding and sizes of a convolution, from what a trace says of it and from the shapes around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from analyze.metrics.spectra.convolution import MODES, padded, per_axis
+from tracer.errors import MessageError
+
+
+def inferred(
+    inputs: Sequence[int], outputs: Sequence[int], kernel: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Stride and padding of a convolution, from the sizes of its input, output and kernel; None if there are none.
+
+    Of those that fit, with a padding up to half the kernel: strides that are powers of 2 before others, then the one
+    nearest to the ratio of the sizes, then the least padding. `ambiguous` says whether it is a guess.
+
+    Examples
+    --------
+    >>> inferred((32, 32), (16, 16), (3, 3)), inferred((224, 224), (14, 14), (16, 16)), inferred((8,), (6,), (3,))
+    (((2, 2), (1, 1)), ((16, 16), (0, 0)), ((1,), (0,)))
+    """
+    strides, paddings = [], []
+    for n, m, k in zip(inputs, outputs, kernel, strict=True):
+        near = n / m if m else 1.0
+        fits = [(s & (s - 1) > 0, abs(s - near), p, s) for s, p in _fitting(n, m, k)]
+        if not fits:
+            return None
+        _, _, p, s = min(fits)
+        strides.append(s)
+        paddings.append(p)
+    return tuple(strides), tuple(paddings)
+
+
+def ambiguous(inputs: Sequence[int], outputs: Sequence[int], kernel: Sequence[int]) -> bool:
+    """Whether several convolutions have these sizes of input, output and kernel, so that `inferred` is a guess.
+
+    One that uses its whole input is taken for the right one if it is the only one that does.
+
+    Examples
+    --------
+    >>> ambiguous((32, 32), (16, 16), (3, 3)), ambiguous((224, 224), (14, 14), (16, 16)), ambiguous((8,), (3,), (3,))
+    (False, False, True)
+    """
+    for n, m, k, s, p in zip(inputs, outputs, kernel, *(inferred(inputs, outputs, kernel) or ((), ())), strict=False):
+        # where there is one output, the stride makes no difference
+        fits = {(s if m > 1 else 1, p) for s, p in _fitting(n, m, k)}
+        whole = {(s, p) for s, p in fits if m > 1 and (n + 2 * p - k) % s == 0}
+        if len(fits) > 1 and whole != {(s, p)}:
+            return True
+    return False
+
+
+def _fitting(n: int, m: int, k: int) -> Iterator[tuple[int, int]]:
+    """Every stride and padding with which a kernel of size k makes m outputs of n inputs."""
+    for s in range(1, n + 1):
+        for p in range(k // 2 + 1):
+            if n + 2 * p >= k and (n + 2 * p - k) // s + 1 == m:
+                yield s, p
+
+
+def recorded(said: Mapping[str, Any], kernel: Sequence[int]) -> dict[str, Any] | None:
+    """What a trace's header says of a convolution, in the words of `operator_norm`.
+
+    Empty if it says nothing that fits the kernel; None if this is a padding that `operator_norm` does not have.
+    """
+    try:
+        axes = len(kernel)
+        strides = per_axis(said["stride"], axes, "stride", 1)
+        dilations = per_axis(said["dilation"], axes, "dilation", 1)
+        further = per_axis(said["output_padding"], axes, "output_padding", 0)
+        before, after = padded(said["padding"], kernel, dilations)
+        groups, transposed, mode = said["groups"], said["transposed"], said["padding_mode"]
+    except (KeyError, TypeError, MessageError):
+        return {}
+    found = {
+        "stride": strides,
+        "padding": said["padding"] if isinstance(said["padding"], str) else before,
+        "dilation": dilations,
+        "groups": groups,
+        "transposed": transposed is True,
+        "output_padding": further,
+        "padding_mode": mode if any(before + after) else "zeros",
+    }
+    if transposed is True:
+        # where an output has more than a stride of its own, it is no transpose of what `operator_norm` has
+        fits = mode == "zeros" and all(p < s for p, s in zip(further, strides, strict=True))
+        return found if fits else None
+    if mode not in MODES:
+        return None
+    spans = [d * (k - 1) for k, d in zip(kernel, dilations, strict=True)]
+    whole = [b + a for b, a in zip(before, after, strict=True)] == spans
+    if mode == "circular" and whole and set(strides) == {1}:
+        return {**found, "padding": "circular"}
+    return found
+
+
+def inputs_of(
+    outputs: Sequence[int],
+    kernel: Sequence[int],
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    further: Sequence[int] | None = None,
+) -> tuple[int, ...] | None:
+    """The smallest input of which a convolution makes such an output; or one that is larger by `further`."""
+    try:
+        strides, dilations = (
+            per_axis(given, len(kernel), what, 1) for given, what in ((stride, "stride"), (dilation, "dilation"))
+        )
+        before, after = padded(padding, kernel, dilations)
+        outputs = per_axis(outputs, len(kernel), "input_hw", 1)
+    except MessageError:  # given for another number of axes than this layer has
+        return None
+    more = further or (0,) * len(kernel)
+    parts = zip(outputs, kernel, strides, dilations, before, after, more, strict=True)
+    sizes = tuple((m - 1) * s + (k - 1) * d + 1 - b - a + f for m, k, s, d, b, a, f in parts)
+    return sizes if min(sizes) > 0 else None
