@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from tracer.messaging.bus import MessageBus, tell_of_model
 from tracer.observing.calls import Calls
 from tracer.observing.computed import ComputedWeights
 from tracer.observing.demand import Demand
@@ -18,8 +19,9 @@ from tracer.observing.optimizers import Optimizers
 from tracer.observing.parameter_table import ParameterTable
 from tracer.observing.passes import Passes
 from tracer.observing.pytorch.hanging import after_accumulation, after_forward, before_forward
-from tracer.observing.pytorch.hooks import Role, Site
+from tracer.observing.pytorch.hooks import Gate, Role, Site
 from tracer.observing.ranks import Ranks
+from tracer.observing.watching import Watching
 from tracer.observing.wiring import Wiring
 
 
@@ -27,6 +29,8 @@ from tracer.observing.wiring import Wiring
 class Layout:
     """Hangs the hooks of all parts, where a receiver wants something."""
 
+    gate: Gate
+    bus: MessageBus
     demand: Demand
     models: Models
     optimizers: Optimizers
@@ -38,8 +42,20 @@ class Layout:
     computed: ComputedWeights
     losses: Losses
     optimizer_steps: OptimizerSteps
+    watching: Watching
 
-    def look(self) -> None:
+    def rewire(self) -> None:
+        """Put hooks where a receiver wants something, and nowhere else; called when receivers or modules change."""
+        if not self.gate.attached:
+            return
+        self.wiring.asides.end()
+        self.watching.watch_modules()
+        self._look()
+        tell_of_model(self.bus.receivers, self.models.structure)
+        self.watching.watch_losses()
+        self._hang()
+
+    def _look(self) -> None:
         """Find out what there is to observe, and who wants what of it."""
         self.wiring.begin()
         self.demand.look_ahead_anew()
@@ -52,7 +68,7 @@ class Layout:
         self.ranks.surveyed = False
 
     def let_go(self) -> None:
-        """Refer to no module, until `look` is called."""
+        """Refer to no module, until `rewire` is called."""
         self.demand.take(())
         self.table.find(())
         self.table.note((), False)
@@ -63,7 +79,7 @@ class Layout:
         self.losses.detach()
         self.table.note((), False)
 
-    def hang(self) -> None:
+    def _hang(self) -> None:
         """Hang the hooks, and take off those that nobody needs any more."""
         root, passes = self.models.root, self.passes
         first = functools.partial(before_forward, first=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, Protocol
 
@@ -292,7 +292,18 @@ def skipped_inside(optimizer: Optimizer) -> bool:
     return bool(found_inf.item())
 
 
-def with_hooks(optimizer: Optimizer) -> Optimizer:
+def observable(optimizer: Optimizer | Iterable[Optimizer] | None) -> tuple[Optimizer, ...]:
+    """The optimizers that were given; of one that only wraps another, the other."""
+    if optimizer is not None and not isinstance(optimizer, Optimizer | Iterable):
+        raise CaptureError(f"the optimizer is a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    for one in given:
+        if not isinstance(one, Optimizer):
+            raise CaptureError(f"the optimizer is a torch.optim.Optimizer, not {type(one).__name__}")
+    return tuple(map(_with_hooks, given))
+
+
+def _with_hooks(optimizer: Optimizer) -> Optimizer:
     """An optimizer, or the one that it wraps without being one itself, as accelerate's does."""
     if hasattr(optimizer, "_optimizer_step_pre_hooks"):
         return optimizer

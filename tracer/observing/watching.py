@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import InitVar, dataclass
-from types import MethodType
-from typing import Any, cast
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -26,17 +24,12 @@ from tracer.observing.pytorch.patches import (
     watch_scalers,
     watch_scripting,
 )
+from tracer.observing.wiring import Wiring
 
 
 @dataclass(eq=False, repr=False)
 class Watching:
-    """Has PyTorch changed while there is something to watch, and hands on what it then tells.
-
-    Parameters
-    ----------
-    rewire : callable
-        A bound method that puts all hooks on again. Its object is not kept alive.
-    """
+    """Has PyTorch changed while there is something to watch, and hands on what it then tells."""
 
     gate: Gate
     demand: Demand
@@ -44,10 +37,7 @@ class Watching:
     losses: Losses
     differentiation: Differentiation
     optimizer_steps: OptimizerSteps
-    rewire: InitVar[Callable[[], None]]
-
-    def __post_init__(self, rewire: Callable[[], None]) -> None:
-        self._rewire = weakref.WeakMethod(cast("MethodType", rewire))
+    wiring: Wiring
 
     def watch_modules(self) -> None:
         """Keep hooks out of what ``torch.jit.script`` compiles, and hear of what ``compile()`` does."""
@@ -100,6 +90,4 @@ class Watching:
 
     def compile_called(self) -> None:
         """Look again, because `torch.nn.Module.compile` was called on some module."""
-        rewire = self._rewire()
-        if rewire is not None:
-            self.gate.guard("compile", rewire)
+        self.gate.guard("compile", self.wiring.rewire)
