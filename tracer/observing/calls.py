@@ -18,7 +18,8 @@ from tracer.observing.publisher import Publisher
 from tracer.observing.pytorch.autograd import recomputing
 from tracer.observing.pytorch.compiled import Ticket, tag_number, tag_of
 from tracer.observing.pytorch.fast_path import may_take_it
-from tracer.observing.pytorch.hooks import Gate, Hook, OpenCall
+from tracer.observing.pytorch.gate import Gate, OpenCall
+from tracer.observing.pytorch.hooks import Hook
 from tracer.observing.pytorch.tensors import arguments_of, copied, leaves, opaque
 from tracer.observing.streams import StreamKey
 from tracer.observing.wiring import Wiring

@@ -7,7 +7,6 @@ is neither hooked nor copied.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -73,9 +72,10 @@ class Exporter:
             capture = Capture(kinds=KINDS, depth=depth, types=tuple(module_filter) if module_filter else None)
         elif depth is not None or module_filter is not None:
             raise CaptureError("give an exporter a capture, or depth and module_filter, not both")
-        captures = (capture,) if isinstance(capture, Capture) else tuple(capture)
+        self.captures: tuple[Capture, ...] = (capture,) if isinstance(capture, Capture) else tuple(capture)
+        self.strict = strict
         self.message_bus = message_bus if message_bus is not None else MessageBus("exporter")
-        self._parts = parts = Parts(self.message_bus, captures, strict=strict)
+        self._parts = parts = Parts(self.message_bus, self.captures, strict=strict)
         self.clock = parts.clock
         self.gate = parts.gate
         self.optimizers = parts.optimizers
@@ -153,17 +153,8 @@ class Exporter:
         collect : bool
             Whether Python's garbage is collected for that: models whose parts refer to each other are there until then.
         """
-        if self._parts.passes.now.depth:
-            return
-        take_hooks_back = self._parts.wiring.let_go()
-        take_models_back = self._parts.models.let_go()
-        take_optimizers_back = self.optimizers.let_go()
-        self._parts.layout.let_go()
-        if collect:
-            gc.collect()
-        take_models_back()
-        take_hooks_back(take_optimizers_back())
-        self._parts.layout.rewire()
+        if not self._parts.passes.now.depth:
+            self._parts.layout.let_go(collect=collect)
 
     def set_optimizer(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> None:
         """Name the optimizer whose step ends a step; of several, the last one's does.
@@ -332,16 +323,6 @@ class Exporter:
     def note_problem(self, what: str, why: str, *, warn: bool = True) -> None:
         """Note what is not observed, and why; with a warning, if something is missing."""
         self._parts.problems.note(what, why, warn=warn)
-
-    @property
-    def captures(self) -> tuple[Capture, ...]:
-        """What may be observed."""
-        return self.demand.captures
-
-    @property
-    def strict(self) -> bool:
-        """Whether an exception in a hook reaches the training loop."""
-        return self._parts.problems.strict
 
     @property
     def forwards_seen(self) -> int:

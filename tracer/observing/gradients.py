@@ -12,8 +12,8 @@ from tracer.observing.clock import At, Clock
 from tracer.observing.demand import Demand
 from tracer.observing.publisher import Publisher
 from tracer.observing.pytorch.autograd import without_modes
+from tracer.observing.pytorch.gate import Gate
 from tracer.observing.pytorch.hanging import on_gradient, on_gradient_once
-from tracer.observing.pytorch.hooks import Gate
 from tracer.observing.streams import StreamKey
 
 

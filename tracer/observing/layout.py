@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,8 +19,9 @@ from tracer.observing.optimizer_steps import OptimizerSteps
 from tracer.observing.optimizers import Optimizers
 from tracer.observing.parameter_table import ParameterTable
 from tracer.observing.passes import Passes
+from tracer.observing.pytorch.gate import Gate
 from tracer.observing.pytorch.hanging import after_accumulation, after_forward, before_forward
-from tracer.observing.pytorch.hooks import Gate, Role, Site
+from tracer.observing.pytorch.hooks import Role, Site
 from tracer.observing.ranks import Ranks
 from tracer.observing.watching import Watching
 from tracer.observing.wiring import Wiring
@@ -67,11 +69,22 @@ class Layout:
         self.wiring.leave_untouched(self.losses.modules)
         self.ranks.surveyed = False
 
-    def let_go(self) -> None:
-        """Refer to no module, until `rewire` is called."""
+    def let_go(self, *, collect: bool) -> None:
+        """Stop observing models and optimizers that nobody else has any more.
+
+        `collect`: whether Python's garbage is collected for that.
+        """
+        take_hooks_back = self.wiring.let_go()
+        take_models_back = self.models.let_go()
+        take_optimizers_back = self.optimizers.let_go()
         self.demand.take(())
         self.table.find(())
         self.table.note((), False)
+        if collect:
+            gc.collect()
+        take_models_back()
+        take_hooks_back(take_optimizers_back())
+        self.rewire()
 
     def detach(self) -> None:
         """Take off what does not hang on modules, and refer to none."""

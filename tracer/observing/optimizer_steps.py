@@ -19,8 +19,9 @@ from tracer.observing.optimizers import Optimizers, skipped_inside, steps_within
 from tracer.observing.parameters import Parameters
 from tracer.observing.publisher import Publisher
 from tracer.observing.pytorch.autograd import recomputing
+from tracer.observing.pytorch.gate import Gate
 from tracer.observing.pytorch.hanging import after_step, before_step
-from tracer.observing.pytorch.hooks import Gate, Role, Site, is_heard_last, leaves_gradients
+from tracer.observing.pytorch.hooks import Role, Site, is_heard_last, leaves_gradients
 from tracer.observing.steps import Steps
 from tracer.observing.wiring import Wiring
 

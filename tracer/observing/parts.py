@@ -26,7 +26,7 @@ from tracer.observing.passes import Passes
 from tracer.observing.probing import Probes
 from tracer.observing.problems import Problems
 from tracer.observing.publisher import Publisher
-from tracer.observing.pytorch.hooks import Gate
+from tracer.observing.pytorch.gate import Gate
 from tracer.observing.ranks import Ranks
 from tracer.observing.retrospect import Retrospect
 from tracer.observing.steps import Steps

@@ -18,7 +18,8 @@ from tracer.observing.parameter_table import Parameter
 from tracer.observing.parameters import Parameters
 from tracer.observing.publisher import Publisher
 from tracer.observing.pytorch.autograd import recomputing
-from tracer.observing.pytorch.hooks import Gate, Role
+from tracer.observing.pytorch.gate import Gate
+from tracer.observing.pytorch.hooks import Role
 from tracer.observing.pytorch.loss_graph import next_of_thread
 from tracer.observing.ranks import Ranks
 from tracer.observing.wiring import Wiring

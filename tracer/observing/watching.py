@@ -13,7 +13,7 @@ from tracer.observing.differentiation import Differentiation
 from tracer.observing.losses import Losses
 from tracer.observing.optimizer_steps import OptimizerSteps
 from tracer.observing.optimizers import Optimizers
-from tracer.observing.pytorch.hooks import Gate
+from tracer.observing.pytorch.gate import Gate
 from tracer.observing.pytorch.patches import (
     unwatch_backward,
     unwatch_compiling,

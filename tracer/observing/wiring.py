@@ -24,8 +24,9 @@ from tracer.observing.pytorch.compiled import (
     unseen_regions,
 )
 from tracer.observing.pytorch.fast_path import Asides
+from tracer.observing.pytorch.gate import Gate
 from tracer.observing.pytorch.hanging import Checklist, Hanging, before_step
-from tracer.observing.pytorch.hooks import Gate, Hook, Role, Site, is_heard_last, leaves_gradients
+from tracer.observing.pytorch.hooks import Hook, Role, Site, is_heard_last, leaves_gradients
 from tracer.observing.pytorch.wrappers import compiled_parts, named_parts
 
 _ROOT = 0

@@ -20,7 +20,8 @@ from torch.compiler import is_dynamo_compiling
 
 from tracer import walking
 from tracer.observing.pytorch.compiled import run_uncompiled
-from tracer.observing.pytorch.hooks import Gate, Hook
+from tracer.observing.pytorch.gate import Gate
+from tracer.observing.pytorch.hooks import Hook
 from tracer.observing.pytorch.loss_functions import LossFunction
 from tracer.observing.pytorch.tensors import leaves
 
