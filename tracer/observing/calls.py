@@ -167,13 +167,11 @@ class Calls:
 
     def ticket(self, path: str) -> Ticket:
         """What a compiled graph keeps of the call of a module that was just seen, for its gradient."""
-        running = self.gate.passes.now
-        now = self.clock.now
+        running, now = self.gate.passes.now, self.clock.now()
         if recomputing():
-            first = self.numbers.recalled(path)
-            return (first, *now(), tag_number(DEFAULT_TAG))
+            return (self.numbers.recalled(path), *now, tag_number(DEFAULT_TAG))
         call = self.numbers.call(path, running.tag) if running.listening else 0
-        return (call - 1, *now(), tag_number(running.tag))
+        return (call - 1, *now, tag_number(running.tag))
 
     def gradient_seen(self, path: str, leaf: str, gradient: Tensor, ticket: Ticket) -> None:
         """Publish the gradient of what a compiled module gave."""

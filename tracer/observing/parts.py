@@ -53,7 +53,7 @@ class Parts:
         self.problems = problems = Problems(clock, strict=strict)
         self.gate = gate = Gate(problems, next(_NUMBERS))
         self.models = models = Models()
-        self.optimizers = optimizers = Optimizers()
+        self.optimizers = optimizers = Optimizers(models)
         table = ParameterTable()
         self.forwards = forwards = Forwards(gate, models)
         # who wants what, and what becomes of it
@@ -81,7 +81,7 @@ class Parts:
             gate, clock, demand, publisher, models, forwards, optimizers, wiring, terms, steps, passes
         )
         self.optimizer_steps = optimizer_steps = OptimizerSteps(
-            gate, clock, bus, demand, publisher, models, forwards, optimizers, parameters, wiring, objectives, steps
+            gate, clock, bus, demand, publisher, forwards, optimizers, parameters, wiring, objectives, steps
         )
         # and what others call
         self.differentiation = differentiation = Differentiation(

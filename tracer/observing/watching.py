@@ -14,16 +14,7 @@ from tracer.observing.losses import Losses
 from tracer.observing.optimizer_steps import OptimizerSteps
 from tracer.observing.optimizers import Optimizers
 from tracer.observing.pytorch.gate import Gate
-from tracer.observing.pytorch.patches import (
-    unwatch_backward,
-    unwatch_compiling,
-    unwatch_scalers,
-    unwatch_scripting,
-    watch_backward,
-    watch_compiling,
-    watch_scalers,
-    watch_scripting,
-)
+from tracer.observing.pytorch.patches import BACKWARD, COMPILING, SCALERS, SCRIPTING
 from tracer.observing.wiring import Wiring
 
 
@@ -41,25 +32,23 @@ class Watching:
 
     def watch_modules(self) -> None:
         """Keep hooks out of what ``torch.jit.script`` compiles, and hear of what ``compile()`` does."""
-        watch_scripting(self)
-        watch_compiling(self)
+        SCRIPTING.watch(self)
+        COMPILING.watch(self)
 
     def watch_optimizers(self) -> None:
         """Hear of losses that a GradScaler multiplies, and of steps that it skips."""
         if self.gate.attached:
-            watch_scalers(self)
+            SCALERS.watch(self)
 
     def watch_losses(self) -> None:
         """Hear of what is differentiated, if anybody wants to know."""
         if (self.losses.all or self.differentiation.is_watched) and self.demand.asked("loss", None):
-            watch_backward(self)
+            BACKWARD.watch(self)
 
     def end(self) -> None:
         """Hear of nothing any more."""
-        unwatch_scalers(self)
-        unwatch_scripting(self)
-        unwatch_compiling(self)
-        unwatch_backward(self)
+        for patch in (SCALERS, SCRIPTING, COMPILING, BACKWARD):
+            patch.unwatch(self)
 
     # -- what is told ---------------------------------------------------------------------------------------
 

@@ -560,7 +560,7 @@ class _Session:
         alive = self.known.alive()
         known = bool(self.exporter.tops) and _trains_no_module(optimizer)
         found = known or self._is_watched(optimizer, len(alive)) or self._look_for_models(alive)
-        if self.exporter.optimizers.trains(optimizer, self.exporter):
+        if self.exporter.optimizers.trains(optimizer):
             self._beside.discard(optimizer)
         else:
             self._beside.add(optimizer)
