@@ -1060,13 +1060,13 @@ def test_what_an_optimizer_was_given_since_counts() -> None:
     nets = [nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)]
     observed = SimpleNamespace(tops=[(str(number), net) for number, net in enumerate(nets)])
     first, last = (torch.optim.SGD(net.parameters(), lr=0.1) for net in nets[:2])
-    optimizers = Optimizers()
+    optimizers = Optimizers(observed)
     optimizers.found = True
     optimizers.take((first, last))
     now, before = {id(nets[1])}, {id(nets[2])}
-    assert not optimizers.comes_after_last(first, observed, now, before)
+    assert not optimizers.comes_after_last(first, now, before)
     first.add_param_group({"params": nets[2].parameters()})
-    assert optimizers.comes_after_last(first, observed, now, before)
+    assert optimizers.comes_after_last(first, now, before)
 
 
 def test_leaving_a_loader_early_ends_the_epoch(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import tracer
 from tracer import Capture, Collect
 from tracer.observing.callers import differentiated_name
-from tracer.observing.pytorch.patches import unwatch_backward, watch_backward
+from tracer.observing.pytorch.patches import BACKWARD
 
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
 
@@ -563,11 +563,11 @@ def named(losses: Sequence[Tensor], differentiate: Callable[..., None]) -> list[
     exec("def differentiates(self, *tensors): found.append(name())", told)
     gate = tracer.Exporter(strict=True).gate
     watcher = type("Told", (), {"gate": gate, "differentiates": told["differentiates"]})()
-    watch_backward(watcher)
+    BACKWARD.watch(watcher)
     try:
         differentiate(*losses)
     finally:
-        unwatch_backward(watcher)
+        BACKWARD.unwatch(watcher)
     return found
 
 

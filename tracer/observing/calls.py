@@ -18,7 +18,8 @@ from tracer.observing.publisher import Publisher
 from tracer.observing.pytorch.autograd import recomputing
 from tracer.observing.pytorch.compiled import Ticket, tag_number, tag_of
 from tracer.observing.pytorch.fast_path import may_take_it
-from tracer.observing.pytorch.hooks import Gate, Hook, OpenCall
+from tracer.observing.pytorch.gate import Gate, OpenCall
+from tracer.observing.pytorch.hooks import Hook
 from tracer.observing.pytorch.tensors import arguments_of, copied, leaves, opaque
 from tracer.observing.streams import StreamKey
 from tracer.observing.wiring import Wiring
@@ -166,13 +167,11 @@ class Calls:
 
     def ticket(self, path: str) -> Ticket:
         """What a compiled graph keeps of the call of a module that was just seen, for its gradient."""
-        running = self.gate.passes.now
-        now = self.clock.now
+        running, now = self.gate.passes.now, self.clock.now()
         if recomputing():
-            first = self.numbers.recalled(path)
-            return (first, *now(), tag_number(DEFAULT_TAG))
+            return (self.numbers.recalled(path), *now, tag_number(DEFAULT_TAG))
         call = self.numbers.call(path, running.tag) if running.listening else 0
-        return (call - 1, *now(), tag_number(running.tag))
+        return (call - 1, *now, tag_number(running.tag))
 
     def gradient_seen(self, path: str, leaf: str, gradient: Tensor, ticket: Ticket) -> None:
         """Publish the gradient of what a compiled module gave."""

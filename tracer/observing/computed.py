@@ -16,8 +16,8 @@ from tracer.observing.gradients import Gradients
 from tracer.observing.parameters import Parameters
 from tracer.observing.passes import Passes
 from tracer.observing.pytorch.autograd import recomputing
+from tracer.observing.pytorch.gate import Gate
 from tracer.observing.pytorch.hanging import Hanging, on_gradient
-from tracer.observing.pytorch.hooks import Gate
 
 
 @dataclass(eq=False, repr=False)

@@ -16,7 +16,8 @@ from tracer.observing.objectives import Objectives
 from tracer.observing.optimizers import Optimizers
 from tracer.observing.passes import Passes
 from tracer.observing.pytorch.autograd import recomputing
-from tracer.observing.pytorch.hooks import Gate, Role
+from tracer.observing.pytorch.gate import Gate
+from tracer.observing.pytorch.hooks import Role
 from tracer.observing.steps import Steps
 from tracer.observing.wiring import Wiring
 

@@ -7,7 +7,6 @@ is neither hooked nor copied.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,14 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tracer.errors import CaptureError
-from tracer.messaging.bus import MessageBus, Receiver, tell_of_model
+from tracer.messaging.bus import MessageBus, Receiver
 from tracer.messaging.messages import DEFAULT_TAG, KINDS
 from tracer.observing.capture import Capture
-from tracer.observing.optimizers import with_hooks
+from tracer.observing.optimizers import observable
 from tracer.observing.parts import Parts
-from tracer.observing.pytorch.structure import structure_of
 from tracer.observing.pytorch.tensors import arguments_of
-from tracer.observing.pytorch.wrappers import unwrap, wrapped_by
+from tracer.observing.pytorch.wrappers import unwrap
 
 
 class Exporter:
@@ -74,9 +72,10 @@ class Exporter:
             capture = Capture(kinds=KINDS, depth=depth, types=tuple(module_filter) if module_filter else None)
         elif depth is not None or module_filter is not None:
             raise CaptureError("give an exporter a capture, or depth and module_filter, not both")
-        captures = (capture,) if isinstance(capture, Capture) else tuple(capture)
+        self.captures: tuple[Capture, ...] = (capture,) if isinstance(capture, Capture) else tuple(capture)
+        self.strict = strict
         self.message_bus = message_bus if message_bus is not None else MessageBus("exporter")
-        self._parts = parts = Parts(self.message_bus, captures, self._rewire, self._between_steps, strict=strict)
+        self._parts = parts = Parts(self.message_bus, self.captures, strict=strict)
         self.clock = parts.clock
         self.gate = parts.gate
         self.optimizers = parts.optimizers
@@ -85,7 +84,7 @@ class Exporter:
         self.ranks = parts.ranks
         self.looked_at: Callable[[], Mapping[str, nn.Module]] = dict
         """Gives the models that the program has besides those that are observed, by name, for a launcher."""
-        self.message_bus.watch(self._rewire)
+        self.message_bus.watch(self._parts.layout.rewire)
 
     # -- what to listen to ----------------------------------------------------------------------------------
 
@@ -104,7 +103,7 @@ class Exporter:
         if not isinstance(one, nn.Module) or not isinstance(name, str):
             raise CaptureError(f"add_modules takes a module or a pair (name, module), not {type(module).__name__}")
         self._parts.models.add(name, unwrap(one), recursive)
-        self._rewire()
+        self._parts.layout.rewire()
 
     def __call__(self, module: nn.Module, recursive: bool = True) -> nn.Module:
         """`add_modules`, returning the module: for use inside a constructor."""
@@ -124,15 +123,12 @@ class Exporter:
         if not isinstance(model, nn.Module):
             raise CaptureError(f"the model is a torch.nn.Module, not {type(model).__name__}")
         root = unwrap(model)
-        outer: nn.Module | None = model
-        while outer is not None and outer is not root:
-            self.ranks.note(outer)
-            outer = wrapped_by(outer)
+        self.ranks.note_around(root, model)
         if self._parts.models.root is not None and self._parts.models.root is not root:
             raise CaptureError("this exporter already has a model; use another exporter for another model")
         if self._parts.models.root is None:
             self._parts.models.set_root(root)
-            self._rewire()
+            self._parts.layout.rewire()
         return model
 
     def forget_model(self) -> None:
@@ -147,7 +143,7 @@ class Exporter:
             raise CaptureError("the model cannot be changed once training has begun")
         self._parts.wiring.drop_root()
         self._parts.models.forget()
-        self._rewire()
+        self._parts.layout.rewire()
 
     def let_go(self, *, collect: bool = False) -> None:
         """Stop observing models and optimizers that nobody else has any more, for a launcher; not during a forward.
@@ -157,17 +153,8 @@ class Exporter:
         collect : bool
             Whether Python's garbage is collected for that: models whose parts refer to each other are there until then.
         """
-        if self._parts.passes.now.depth:
-            return
-        take_hooks_back = self._parts.wiring.let_go()
-        take_models_back = self._parts.models.let_go()
-        take_optimizers_back = self.optimizers.let_go()
-        self._parts.layout.let_go()
-        if collect:
-            gc.collect()
-        take_models_back()
-        take_hooks_back(take_optimizers_back())
-        self._rewire()
+        if not self._parts.passes.now.depth:
+            self._parts.layout.let_go(collect=collect)
 
     def set_optimizer(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> None:
         """Name the optimizer whose step ends a step; of several, the last one's does.
@@ -179,18 +166,12 @@ class Exporter:
         CaptureError
             If one is not an optimizer.
         """
-        if optimizer is not None and not isinstance(optimizer, Optimizer | Iterable):
-            raise CaptureError(f"the optimizer is a torch.optim.Optimizer, not {type(optimizer).__name__}")
-        given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+        given = observable(optimizer)
         self.optimizers.by_hand = optimizer is not None and not given
-        for one in given:
-            if not isinstance(one, Optimizer):
-                raise CaptureError(f"the optimizer is a torch.optim.Optimizer, not {type(one).__name__}")
-        given = tuple(map(with_hooks, given))
         self._parts.wiring.keep_optimizers(given)
         self.optimizers.take(given)
         self._parts.watching.watch_optimizers()
-        self._rewire()
+        self._parts.layout.rewire()
 
     def set_loss(self, loss: nn.Module | Callable[..., Any] | Iterable[str]) -> None:
         """Name the loss: a module, a function of ``torch.nn.functional``, or names of such functions.
@@ -205,7 +186,7 @@ class Exporter:
             If it is a function of another place, of which no labels can be had.
         """
         self._parts.losses.add(loss)
-        self._rewire()
+        self._parts.layout.rewire()
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -324,7 +305,7 @@ class Exporter:
         self._parts.steps.forget()
         self.publisher.forget_places()
         self._parts.passes.now.inputs = []
-        self.message_bus.unwatch(self._rewire)
+        self.message_bus.unwatch(self._parts.layout.rewire)
         self._parts.watching.end()
 
     @property
@@ -342,16 +323,6 @@ class Exporter:
     def note_problem(self, what: str, why: str, *, warn: bool = True) -> None:
         """Note what is not observed, and why; with a warning, if something is missing."""
         self._parts.problems.note(what, why, warn=warn)
-
-    @property
-    def captures(self) -> tuple[Capture, ...]:
-        """What may be observed."""
-        return self.demand.captures
-
-    @property
-    def strict(self) -> bool:
-        """Whether an exception in a hook reaches the training loop."""
-        return self._parts.problems.strict
 
     @property
     def forwards_seen(self) -> int:
@@ -485,7 +456,7 @@ class Exporter:
 
     def new_activations(self, module: nn.Module, in_: Any, out_: Any) -> None:
         """Publish a module's inputs and output."""
-        path = self._path_of(module)
+        path = self._parts.models.path_of(module, self.demand.modules)
         inputs = arguments_of(in_, {}) if isinstance(in_, tuple) else in_
         self.publisher.publish_leaves("layer_inputs", path, inputs, self._parts.passes.now.tag)
         self.publisher.publish_leaves("activations", path, out_, self._parts.passes.now.tag)
@@ -494,11 +465,16 @@ class Exporter:
         """Publish the gradients of the loss with respect to a module's output."""
         if isinstance(gradients, tuple):  # as a backward hook of torch's gets them, also of one output
             gradients = arguments_of(gradients, {})
-        self.publisher.publish_leaves("layer_gradients", self._path_of(module), gradients, self._parts.passes.now.tag)
+        self.publisher.publish_leaves(
+            "layer_gradients",
+            self._parts.models.path_of(module, self.demand.modules),
+            gradients,
+            self._parts.passes.now.tag,
+        )
 
     def new_parameter_gradients(self, module: nn.Module, gradients: Sequence[Tensor | None]) -> None:
         """Publish the gradients of the loss with respect to a module's weight and bias, in this order."""
-        path = self._path_of(module)
+        path = self._parts.models.path_of(module, self.demand.modules)
         for kind, gradient in zip(("weight_gradients", "bias_gradients"), gradients, strict=False):
             if gradient is not None:
                 self.publisher.publish_leaves(kind, path, gradient, self._parts.passes.now.tag)
@@ -519,7 +495,7 @@ class Exporter:
 
     def structure(self) -> dict[str, Any]:
         """The model as JSON: names and classes of modules, what convolutions are, parameters, tied aliases."""
-        return {} if self._parts.models.root is None else structure_of(self._parts.models.root)
+        return self._parts.models.structure()
 
     def models(self) -> list[dict[str, Any]]:
         """The models that are observed, and those that are only looked at, as JSON.
@@ -535,32 +511,12 @@ class Exporter:
             {"class": type(one).__name__, "trains": self._parts.models.trained_by(one)} for one in self.optimizers.all
         ]
 
-    def _rewire(self) -> None:
-        """Put hooks where a receiver wants something, and nowhere else; called when receivers or modules change."""
-        if not self.gate.attached:
-            return
-        self._parts.wiring.asides.end()
-        self._parts.watching.watch_modules()
-        self._parts.layout.look()
-        tell_of_model(self.message_bus.receivers, self.structure)
-        self._parts.watching.watch_losses()
-        self._parts.layout.hang()
-
-    def _between_steps(self) -> None:
-        self._parts.probes.run_due()
-
-    def _path_of(self, module: nn.Module) -> str:
-        for path, one in [*self.demand.modules.items(), *self._parts.models.candidates()]:
-            if one is module:
-                return path
-        raise CaptureError(f"this {type(module).__name__} was not added to the exporter; call add_modules first")
-
     # -- what PyTorch does while it is watched --------------------------------------------------------------
 
     def watch_backward(self) -> None:
         """Publish as the loss what ``backward`` is called on, until `detach`, although no loss is named."""
         self._parts.differentiation.is_watched = True
-        self._rewire()
+        self._parts.layout.rewire()
 
     def backward_called(self, tensor: Tensor) -> None:
         """Publish a scalar as the loss that is differentiated; if its ``backward`` is watched, only once."""

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tracer.observing.models import Models
 from tracer.observing.pytorch.autograd import calls_running
+from tracer.observing.pytorch.gate import Gate
 from tracer.observing.pytorch.hanging import on_gradient_once
-from tracer.observing.pytorch.hooks import Gate
 from tracer.observing.pytorch.loss_graph import Node
 
 

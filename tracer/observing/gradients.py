@@ -12,8 +12,8 @@ from tracer.observing.clock import At, Clock
 from tracer.observing.demand import Demand
 from tracer.observing.publisher import Publisher
 from tracer.observing.pytorch.autograd import without_modes
+from tracer.observing.pytorch.gate import Gate
 from tracer.observing.pytorch.hanging import on_gradient, on_gradient_once
-from tracer.observing.pytorch.hooks import Gate
 from tracer.observing.streams import StreamKey
 
 
@@ -29,7 +29,7 @@ class Gradients:
     def __post_init__(self) -> None:
         self._backwards: dict[tuple[StreamKey, int], int] = {}  # how often there was a gradient of a call
         # by tensor, kind, module and place in its output or input
-        self._leaf_hooks: dict[tuple[int, str, str, str], _LeafHook] = {}
+        self._leaf_hooks: dict[tuple[int, str, str | None, str], _LeafHook] = {}
         self._scales: dict[int, Tensor] = {}  # by backward: what a GradScaler has multiplied its loss with
 
     def watch(
@@ -68,7 +68,7 @@ class Gradients:
             return
         # a parameter that a module returns, an input of the user's: both outlive this step
         kind, path, _, leaf = hook.stream
-        key = id(tensor), kind, str(path), leaf
+        key = id(tensor), kind, path, leaf
         there = self._leaf_hooks.get(key)
         if there is None or not there.of(tensor):
             there = self._leaf_hooks[key] = _LeafHook(tensor)
@@ -97,7 +97,7 @@ class Gradients:
             stream = StreamKey(kind, path, tag, f"{leaf}.backward.{before}".lstrip("."))
         else:
             stream = hook.stream
-        module = self.demand.modules.get(str(path))
+        module = None if path is None else self.demand.modules.get(path)
         self.publisher.deliver(capture, stream, gradient, hook.call, hook.at, module, owned=False, scale=self.scale)
 
     def failed(self, stream: StreamKey, error: Exception) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
+from tracer.messaging.bus import MessageBus, tell_of_model
 from tracer.observing.calls import Calls
 from tracer.observing.computed import ComputedWeights
 from tracer.observing.demand import Demand
@@ -17,9 +19,11 @@ from tracer.observing.optimizer_steps import OptimizerSteps
 from tracer.observing.optimizers import Optimizers
 from tracer.observing.parameter_table import ParameterTable
 from tracer.observing.passes import Passes
+from tracer.observing.pytorch.gate import Gate
 from tracer.observing.pytorch.hanging import after_accumulation, after_forward, before_forward
 from tracer.observing.pytorch.hooks import Role, Site
 from tracer.observing.ranks import Ranks
+from tracer.observing.watching import Watching
 from tracer.observing.wiring import Wiring
 
 
@@ -27,6 +31,8 @@ from tracer.observing.wiring import Wiring
 class Layout:
     """Hangs the hooks of all parts, where a receiver wants something."""
 
+    gate: Gate
+    bus: MessageBus
     demand: Demand
     models: Models
     optimizers: Optimizers
@@ -38,8 +44,20 @@ class Layout:
     computed: ComputedWeights
     losses: Losses
     optimizer_steps: OptimizerSteps
+    watching: Watching
 
-    def look(self) -> None:
+    def rewire(self) -> None:
+        """Put hooks where a receiver wants something, and nowhere else; called when receivers or modules change."""
+        if not self.gate.attached:
+            return
+        self.wiring.asides.end()
+        self.watching.watch_modules()
+        self._look()
+        tell_of_model(self.bus.receivers, self.models.structure)
+        self.watching.watch_losses()
+        self._hang()
+
+    def _look(self) -> None:
         """Find out what there is to observe, and who wants what of it."""
         self.wiring.begin()
         self.demand.look_ahead_anew()
@@ -51,11 +69,22 @@ class Layout:
         self.wiring.leave_untouched(self.losses.modules)
         self.ranks.surveyed = False
 
-    def let_go(self) -> None:
-        """Refer to no module, until `look` is called."""
+    def let_go(self, *, collect: bool) -> None:
+        """Stop observing models and optimizers that nobody else has any more.
+
+        `collect`: whether Python's garbage is collected for that.
+        """
+        take_hooks_back = self.wiring.let_go()
+        take_models_back = self.models.let_go()
+        take_optimizers_back = self.optimizers.let_go()
         self.demand.take(())
         self.table.find(())
         self.table.note((), False)
+        if collect:
+            gc.collect()
+        take_models_back()
+        take_hooks_back(take_optimizers_back())
+        self.rewire()
 
     def detach(self) -> None:
         """Take off what does not hang on modules, and refer to none."""
@@ -63,7 +92,7 @@ class Layout:
         self.losses.detach()
         self.table.note((), False)
 
-    def hang(self) -> None:
+    def _hang(self) -> None:
         """Hang the hooks, and take off those that nobody needs any more."""
         root, passes = self.models.root, self.passes
         first = functools.partial(before_forward, first=True)

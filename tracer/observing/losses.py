@@ -24,8 +24,9 @@ from tracer.observing.optimizers import Optimizers
 from tracer.observing.passes import Passes
 from tracer.observing.publisher import Publisher
 from tracer.observing.pytorch.autograd import checkpointed_inputs, recomputing, recomputing_reentrant
+from tracer.observing.pytorch.gate import Gate
 from tracer.observing.pytorch.hanging import after_forward
-from tracer.observing.pytorch.hooks import Gate, Role, Site
+from tracer.observing.pytorch.hooks import Role, Site
 from tracer.observing.pytorch.loss_functions import (
     LOSS_FUNCTIONS,
     LossFunction,

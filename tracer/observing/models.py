@@ -15,7 +15,7 @@ from tracer import walking
 from tracer.errors import CaptureError
 from tracer.format.placement import is_distributed
 from tracer.observing.pytorch.loss_graph import belongs_to_others
-from tracer.observing.pytorch.structure import summary_of
+from tracer.observing.pytorch.structure import structure_of, summary_of
 from tracer.observing.pytorch.wrappers import named_parts, paths_of
 
 
@@ -129,6 +129,13 @@ class Models:
         top = None if known is None else known()
         return module if top is None else top
 
+    def path_of(self, module: nn.Module, observed: Mapping[str, nn.Module]) -> str:
+        """The path of a module that is observed, or may be."""
+        for path, one in [*observed.items(), *self.candidates()]:
+            if one is module:
+                return path
+        raise CaptureError(f"this {type(module).__name__} was not added to the exporter; call add_modules first")
+
     @property
     def is_sharded(self) -> bool:
         """Whether the model's forward needs other ranks to run it, too."""
@@ -181,6 +188,10 @@ class Models:
                 name, size = path, len(inside)
         self._trained_names[id(optimizer)] = name
         return name
+
+    def structure(self) -> dict[str, Any]:
+        """The model as JSON."""
+        return {} if self.root is None else structure_of(self.root)
 
     def summaries(self, optimizers: tuple[Optimizer, ...], looked_at: Mapping[str, nn.Module]) -> list[dict[str, Any]]:
         """What is observed and what is only looked at, as JSON."""

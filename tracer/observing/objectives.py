@@ -1,8 +1,8 @@
-"""What a training differentiates, which is its loss, and what loss functions gave, which are the terms of it.
+"""The loss of a training, which is what it differentiates, and the terms of it, which are what loss functions give.
 
 ``loss`` is what ``backward`` was called on. ``loss_terms`` is what each loss function or loss module gave, in trainings
-and in evaluations. In an evaluation nothing is differentiated. What a loss function gave there is a ``loss``, too, as
-long as nothing shows that it is only a term of the loss.
+and in evaluations. An evaluation differentiates nothing: there, what a loss function gave is a ``loss``, too, until
+something shows that it is only a term of the loss.
 """
 
 from __future__ import annotations

@@ -13,14 +13,14 @@ from tracer.messaging.messages import DEFAULT_TAG, NetworkMessage
 from tracer.observing.clock import Clock
 from tracer.observing.demand import Demand
 from tracer.observing.forwards import Forwards
-from tracer.observing.models import Models
 from tracer.observing.objectives import Objectives
 from tracer.observing.optimizers import Optimizers, skipped_inside, steps_within
 from tracer.observing.parameters import Parameters
 from tracer.observing.publisher import Publisher
 from tracer.observing.pytorch.autograd import recomputing
+from tracer.observing.pytorch.gate import Gate
 from tracer.observing.pytorch.hanging import after_step, before_step
-from tracer.observing.pytorch.hooks import Gate, Role, Site, is_heard_last, leaves_gradients
+from tracer.observing.pytorch.hooks import Role, Site, is_heard_last, leaves_gradients
 from tracer.observing.steps import Steps
 from tracer.observing.wiring import Wiring
 
@@ -42,7 +42,6 @@ class OptimizerSteps:
     bus: MessageBus
     demand: Demand
     publisher: Publisher
-    models: Models
     forwards: Forwards
     optimizers: Optimizers
     parameters: Parameters
@@ -97,7 +96,7 @@ class OptimizerSteps:
         known = self.optimizers
         if not self.clock.idle or optimizer is not known.ender or known.nest or self.steps.over:
             return False
-        if known.found and (not known.is_settled or known.is_beside(optimizer, self.models)):
+        if known.found and (not known.is_settled or known.is_beside(optimizer)):
             return False
         if getattr(optimizer, "found_inf", None) is not None or recomputing():
             return False
@@ -117,7 +116,7 @@ class OptimizerSteps:
         if self._comes_after_last(optimizer):
             self._learn_order(optimizer)
             return
-        last = self.optimizers.ends_step(optimizer, self.models)
+        last = self.optimizers.ends_step(optimizer)
         in_backward = recomputing()
         try:
             if not self.demand.nothing_due():
@@ -127,12 +126,12 @@ class OptimizerSteps:
                 self.steps.end_later()  # of the optimizers in a backward, the last one given may be the first to step
             elif last:
                 self.steps.end()
-            elif not self.optimizers.is_beside(optimizer, self.models):
+            elif not self.optimizers.is_beside(optimizer):
                 self.optimizers.moved = True
 
     def _comes_after_last(self, optimizer: Optimizer) -> bool:
         return self.optimizers.of_unknown_order and self.optimizers.comes_after_last(
-            optimizer, self.models, self.forwards.tops, self.forwards.tops_before
+            optimizer, self.forwards.tops, self.forwards.tops_before
         )
 
     def _learn_order(self, optimizer: Optimizer) -> None:

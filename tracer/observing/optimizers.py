@@ -1,8 +1,8 @@
 """The optimizers of a training, and which of them ends a step by stepping.
 
-Who knows them in the order in which they step says so, and the last one ends a step. Who found them one by one as they
-were made (a launcher) cannot know that order: then it is learned from how they step, those that others took the place
-of are forgotten, and those that train nothing which is observed stand beside the others.
+A user gives them in the order in which they step, and the last one ends a step. A launcher finds them one by one, as
+they are made, and cannot know that order: it is learned from how they step. Optimizers that others took the place of
+are forgotten, and optimizers that train nothing observed stand beside the others.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from tracer import walking
 from tracer.errors import CaptureError
+from tracer.observing.models import Models
 
 ALONE = 128
 """Steps of one optimizer without another's that stepped before, after which it is taken for one that trains alone."""
@@ -29,16 +30,13 @@ _STEP = Optimizer.profile_hook_step(len).__code__
 """What torch puts around `step` of every optimizer, to run the hooks."""
 
 
-class Observed(Protocol):
-    """What is asked of an exporter; handed over and not kept, so that it is freed when nobody refers to it."""
-
-    @property
-    def tops(self) -> list[tuple[str, nn.Module]]:
-        """The modules that are observed, with all below them, by their names."""
-
-
 class Optimizers:
     """The optimizers of which an exporter was told.
+
+    Parameters
+    ----------
+    models : Models
+        What is observed.
 
     Attributes
     ----------
@@ -60,7 +58,8 @@ class Optimizers:
         Whether one has stepped in the open step, and did not end it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, models: Models) -> None:
+        self._models = models
         self.by_hand = False
         self.found = False
         self.moved = False
@@ -109,18 +108,18 @@ class Optimizers:
         """Whether the one that ends a step was given as the last, or has been seen to step."""
         return not self.found or self._place in self._stepped
 
-    def trains(self, optimizer: Optimizer, observed: Observed) -> bool:
+    def trains(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer has a parameter of what is observed."""
-        return bool(self._tops_of(optimizer, observed))
+        return bool(self._tops_of(optimizer))
 
-    def _tops_of(self, optimizer: Optimizer, observed: Observed) -> set[int]:
+    def _tops_of(self, optimizer: Optimizer) -> set[int]:
         """The ids of the tops that an optimizer has a parameter of."""
         key = id(optimizer), sum(len(group["params"]) for group in optimizer.param_groups)  # it may get more of them
         known = self._trains.get(key)
         if known is None:
             own = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
             known = self._trains[key] = {
-                id(top) for _, top in observed.tops if any(id(one) in own for one in walking.parameters(top))
+                id(top) for _, top in self._models.tops if any(id(one) in own for one in walking.parameters(top))
             }
         return known
 
@@ -128,11 +127,11 @@ class Optimizers:
         """What is observed has changed."""
         self._trains = {}
 
-    def is_beside(self, optimizer: Optimizer, observed: Observed) -> bool:
+    def is_beside(self, optimizer: Optimizer) -> bool:
         """Whether this is one of several, and trains nothing that is observed, while others may."""
-        return self.of_unknown_order and not self.trains(optimizer, observed)
+        return self.of_unknown_order and not self.trains(optimizer)
 
-    def comes_after_last(self, optimizer: Optimizer, observed: Observed, now: set[int], before: set[int]) -> bool:
+    def comes_after_last(self, optimizer: Optimizer, now: set[int], before: set[int]) -> bool:
         """Whether a found one steps after the one that was taken for the last: for the forwards of the step before.
 
         Of two, the one that was made first may be the last to step. Then nothing of what it trains had a forward in the
@@ -148,7 +147,7 @@ class Optimizers:
         place = self._place_of(optimizer)
         if place is None or place in self._late or self._share(self.ender, optimizer):
             return False
-        trained = self._tops_of(optimizer, observed)
+        trained = self._tops_of(optimizer)
         return not trained.isdisjoint(before) and trained.isdisjoint(now)
 
     def is_last(self, optimizer: Optimizer) -> None:
@@ -191,14 +190,14 @@ class Optimizers:
             self._shared[pair] = known
         return known
 
-    def ends_step(self, optimizer: Optimizer, observed: Observed) -> bool:
+    def ends_step(self, optimizer: Optimizer) -> bool:
         """Note that one has stepped; whether that ends the step: the last one's does.
 
         If they were found, they may train one after the other. Then one that steps twice while the last one never has
         is taken for the last, until one after it steps for the first time; and so is one that steps `ALONE` times
         without it. One that stands beside the others ends a step if another has stepped in it.
         """
-        if self.is_beside(optimizer, observed) and not self.moved:
+        if self.is_beside(optimizer) and not self.moved:
             return False
         if self.steps_inside(optimizer):
             return False
@@ -292,7 +291,18 @@ def skipped_inside(optimizer: Optimizer) -> bool:
     return bool(found_inf.item())
 
 
-def with_hooks(optimizer: Optimizer) -> Optimizer:
+def observable(optimizer: Optimizer | Iterable[Optimizer] | None) -> tuple[Optimizer, ...]:
+    """The optimizers that were given; of one that only wraps another, the other."""
+    if optimizer is not None and not isinstance(optimizer, Optimizer | Iterable):
+        raise CaptureError(f"the optimizer is a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    for one in given:
+        if not isinstance(one, Optimizer):
+            raise CaptureError(f"the optimizer is a torch.optim.Optimizer, not {type(one).__name__}")
+    return tuple(map(_with_hooks, given))
+
+
+def _with_hooks(optimizer: Optimizer) -> Optimizer:
     """An optimizer, or the one that it wraps without being one itself, as accelerate's does."""
     if hasattr(optimizer, "_optimizer_step_pre_hooks"):
         return optimizer

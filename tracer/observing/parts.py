@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 from tracer.messaging.bus import MessageBus
 from tracer.observing.calls import Calls
@@ -27,7 +26,7 @@ from tracer.observing.passes import Passes
 from tracer.observing.probing import Probes
 from tracer.observing.problems import Problems
 from tracer.observing.publisher import Publisher
-from tracer.observing.pytorch.hooks import Gate
+from tracer.observing.pytorch.gate import Gate
 from tracer.observing.ranks import Ranks
 from tracer.observing.retrospect import Retrospect
 from tracer.observing.steps import Steps
@@ -45,28 +44,16 @@ class Parts:
     ----------
     bus : MessageBus
     captures : tuple of Capture
-    rewire : callable
-        A bound method of the exporter that puts all hooks on again. The parts do not keep the exporter alive.
-    between : callable
-        Another for what comes between two steps.
     strict : bool
         Whether what fails reaches the training loop.
     """
 
-    def __init__(
-        self,
-        bus: MessageBus,
-        captures: tuple[Capture, ...],
-        rewire: Callable[[], None],
-        between: Callable[[], None],
-        *,
-        strict: bool,
-    ) -> None:
+    def __init__(self, bus: MessageBus, captures: tuple[Capture, ...], *, strict: bool) -> None:
         self.clock = clock = Clock()
         self.problems = problems = Problems(clock, strict=strict)
         self.gate = gate = Gate(problems, next(_NUMBERS))
         self.models = models = Models()
-        self.optimizers = optimizers = Optimizers()
+        self.optimizers = optimizers = Optimizers(models)
         table = ParameterTable()
         self.forwards = forwards = Forwards(gate, models)
         # who wants what, and what becomes of it
@@ -79,10 +66,10 @@ class Parts:
         terms = Terms(publisher, demand, clock, problems)
         objectives = Objectives(publisher, demand, clock, problems, terms, models.trained_by)
         # steps and passes
-        self.wiring = wiring = Wiring(gate, models, optimizers, table, rewire)
+        self.wiring = wiring = Wiring(gate, models, optimizers, table)
         self.steps = steps = Steps(
             gate, clock, demand, publisher, numbers, gradients, parameters, ranks, objectives, forwards, optimizers,
-            wiring, between,
+            wiring,
         )  # fmt: skip
         self.passes = passes = Passes(
             gate, clock, demand, publisher, models, forwards, optimizers, ranks, wiring, terms, steps
@@ -94,16 +81,19 @@ class Parts:
             gate, clock, demand, publisher, models, forwards, optimizers, wiring, terms, steps, passes
         )
         self.optimizer_steps = optimizer_steps = OptimizerSteps(
-            gate, clock, bus, demand, publisher, models, forwards, optimizers, parameters, wiring, objectives, steps
-        )
-        self.layout = Layout(
-            demand, models, optimizers, table, ranks, wiring, passes, calls, computed, losses, optimizer_steps
+            gate, clock, bus, demand, publisher, forwards, optimizers, parameters, wiring, objectives, steps
         )
         # and what others call
         self.differentiation = differentiation = Differentiation(
             gate, clock, models, optimizers, gradients, wiring, objectives, steps, passes
         )
-        self.watching = Watching(gate, demand, optimizers, losses, differentiation, optimizer_steps, rewire)
+        self.watching = watching = Watching(gate, demand, optimizers, losses, differentiation, optimizer_steps, wiring)
+        self.layout = Layout(
+            gate, bus, demand, models, optimizers, table, ranks, wiring, passes, calls, computed, losses,
+            optimizer_steps, watching,
+        )  # fmt: skip
+        wiring.call_to_rewire(self.layout.rewire)
         self.probes = Probes(gate, clock, demand, publisher, numbers, models, passes)
+        steps.call_between(self.probes.run_due)
         self.values = Values(gate, clock, bus, demand, publisher, numbers, objectives, passes)
         self.retrospect = Retrospect(gate, clock, demand, models, forwards, optimizers, wiring, optimizer_steps)

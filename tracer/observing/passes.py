@@ -23,7 +23,7 @@ from tracer.observing.optimizers import Optimizers
 from tracer.observing.probes import FirstInputs
 from tracer.observing.publisher import Publisher
 from tracer.observing.pytorch.autograd import calls_running, checkpointing, recomputing, traced
-from tracer.observing.pytorch.hooks import Gate, Pass
+from tracer.observing.pytorch.gate import Gate, Pass
 from tracer.observing.pytorch.tensors import arguments_of, leaves
 from tracer.observing.pytorch.wrappers import unwrap
 from tracer.observing.ranks import Ranks

@@ -22,7 +22,7 @@ from tracer.observing.passes import Passes
 from tracer.observing.probes import NO_PROBES, FirstInputs, Probe, joinable, undisturbed
 from tracer.observing.publisher import Publisher
 from tracer.observing.pytorch.autograd import with_subclasses
-from tracer.observing.pytorch.hooks import Gate
+from tracer.observing.pytorch.gate import Gate
 from tracer.observing.pytorch.tensors import leaves
 
 

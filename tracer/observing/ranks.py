@@ -16,6 +16,7 @@ from tracer.observing.demand import Demand
 from tracer.observing.models import Models
 from tracer.observing.parameter_table import SUFFIXES, ParameterTable
 from tracer.observing.publisher import Publisher
+from tracer.observing.pytorch.wrappers import wrapped_by
 
 
 @dataclass(eq=False, repr=False)
@@ -53,6 +54,13 @@ class Ranks:
         if isinstance(wrapper, DistributedDataParallel) and wrapper not in self.around:
             self.around.add(wrapper)
             self.surveyed = False
+
+    def note_around(self, root: nn.Module, wrapper: nn.Module) -> None:
+        """Note all wrappers from an outermost one inwards to the model."""
+        outer: nn.Module | None = wrapper
+        while outer is not None and outer is not root:
+            self.note(outer)
+            outer = wrapped_by(outer)
 
     def survey(self) -> None:
         """Find out which parameters other ranks hold, and which of them others record."""

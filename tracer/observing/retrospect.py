@@ -12,7 +12,7 @@ from tracer.observing.forwards import Forwards
 from tracer.observing.models import Models
 from tracer.observing.optimizer_steps import OptimizerSteps
 from tracer.observing.optimizers import Optimizers
-from tracer.observing.pytorch.hooks import Gate
+from tracer.observing.pytorch.gate import Gate
 from tracer.observing.wiring import Wiring
 
 _LATE = 10

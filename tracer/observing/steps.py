@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import InitVar, dataclass
-from types import MethodType
-from typing import cast
+from dataclasses import dataclass
 
 from tracer.observing.clock import Clock
 from tracer.observing.demand import Demand
@@ -20,7 +18,8 @@ from tracer.observing.parameter_table import Parameter
 from tracer.observing.parameters import Parameters
 from tracer.observing.publisher import Publisher
 from tracer.observing.pytorch.autograd import recomputing
-from tracer.observing.pytorch.hooks import Gate, Role
+from tracer.observing.pytorch.gate import Gate
+from tracer.observing.pytorch.hooks import Role
 from tracer.observing.pytorch.loss_graph import next_of_thread
 from tracer.observing.ranks import Ranks
 from tracer.observing.wiring import Wiring
@@ -49,11 +48,6 @@ class Epochs:
 class Steps:
     """Begins and ends the steps of a training.
 
-    Parameters
-    ----------
-    between : callable
-        A bound method for what comes between two steps. Its object is not kept alive.
-
     Attributes
     ----------
     over : bool
@@ -73,12 +67,15 @@ class Steps:
     forwards: Forwards
     optimizers: Optimizers
     wiring: Wiring
-    between: InitVar[Callable[[], None]]
 
-    def __post_init__(self, between: Callable[[], None]) -> None:
+    def __post_init__(self) -> None:
         self.over = False
         self.epochs = Epochs()
-        self._between = weakref.WeakMethod(cast("MethodType", between))
+        self._between: weakref.WeakMethod[Callable[[], None]] | None = None
+
+    def call_between(self, between: Callable[[], None]) -> None:
+        """Call a bound method between two steps; its object is not kept alive."""
+        self._between = weakref.WeakMethod(between)
 
     # -- beginning ------------------------------------------------------------------------------------------
 
@@ -192,7 +189,7 @@ class Steps:
         """Do what comes between two steps, and after the first step look for what was never called."""
         if self.wiring.compiled_before:
             self.gate.guard("compiled", functools.partial(self.wiring.tell_unseen_regions, self.demand.modules))
-        between = self._between()
+        between = None if self._between is None else self._between()
         if between is not None:
             between()
 

@@ -18,7 +18,7 @@ from tracer.observing.numbers import Numbers
 from tracer.observing.objectives import Objectives
 from tracer.observing.passes import Passes
 from tracer.observing.publisher import Publisher
-from tracer.observing.pytorch.hooks import Gate
+from tracer.observing.pytorch.gate import Gate
 from tracer.observing.streams import StreamKey
 
 

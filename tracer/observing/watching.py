@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import InitVar, dataclass
-from types import MethodType
-from typing import Any, cast
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -15,28 +13,14 @@ from tracer.observing.differentiation import Differentiation
 from tracer.observing.losses import Losses
 from tracer.observing.optimizer_steps import OptimizerSteps
 from tracer.observing.optimizers import Optimizers
-from tracer.observing.pytorch.hooks import Gate
-from tracer.observing.pytorch.patches import (
-    unwatch_backward,
-    unwatch_compiling,
-    unwatch_scalers,
-    unwatch_scripting,
-    watch_backward,
-    watch_compiling,
-    watch_scalers,
-    watch_scripting,
-)
+from tracer.observing.pytorch.gate import Gate
+from tracer.observing.pytorch.patches import BACKWARD, COMPILING, SCALERS, SCRIPTING
+from tracer.observing.wiring import Wiring
 
 
 @dataclass(eq=False, repr=False)
 class Watching:
-    """Has PyTorch changed while there is something to watch, and hands on what it then tells.
-
-    Parameters
-    ----------
-    rewire : callable
-        A bound method that puts all hooks on again. Its object is not kept alive.
-    """
+    """Has PyTorch changed while there is something to watch, and hands on what it then tells."""
 
     gate: Gate
     demand: Demand
@@ -44,32 +28,27 @@ class Watching:
     losses: Losses
     differentiation: Differentiation
     optimizer_steps: OptimizerSteps
-    rewire: InitVar[Callable[[], None]]
-
-    def __post_init__(self, rewire: Callable[[], None]) -> None:
-        self._rewire = weakref.WeakMethod(cast("MethodType", rewire))
+    wiring: Wiring
 
     def watch_modules(self) -> None:
         """Keep hooks out of what ``torch.jit.script`` compiles, and hear of what ``compile()`` does."""
-        watch_scripting(self)
-        watch_compiling(self)
+        SCRIPTING.watch(self)
+        COMPILING.watch(self)
 
     def watch_optimizers(self) -> None:
         """Hear of losses that a GradScaler multiplies, and of steps that it skips."""
         if self.gate.attached:
-            watch_scalers(self)
+            SCALERS.watch(self)
 
     def watch_losses(self) -> None:
         """Hear of what is differentiated, if anybody wants to know."""
         if (self.losses.all or self.differentiation.is_watched) and self.demand.asked("loss", None):
-            watch_backward(self)
+            BACKWARD.watch(self)
 
     def end(self) -> None:
         """Hear of nothing any more."""
-        unwatch_scalers(self)
-        unwatch_scripting(self)
-        unwatch_compiling(self)
-        unwatch_backward(self)
+        for patch in (SCALERS, SCRIPTING, COMPILING, BACKWARD):
+            patch.unwatch(self)
 
     # -- what is told ---------------------------------------------------------------------------------------
 
@@ -100,6 +79,4 @@ class Watching:
 
     def compile_called(self) -> None:
         """Look again, because `torch.nn.Module.compile` was called on some module."""
-        rewire = self._rewire()
-        if rewire is not None:
-            self.gate.guard("compile", rewire)
+        self.gate.guard("compile", self.wiring.rewire)

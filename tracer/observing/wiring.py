@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import InitVar, dataclass
-from types import MethodType
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,8 +24,9 @@ from tracer.observing.pytorch.compiled import (
     unseen_regions,
 )
 from tracer.observing.pytorch.fast_path import Asides
+from tracer.observing.pytorch.gate import Gate
 from tracer.observing.pytorch.hanging import Checklist, Hanging, before_step
-from tracer.observing.pytorch.hooks import Gate, Hook, Role, Site, is_heard_last, leaves_gradients
+from tracer.observing.pytorch.hooks import Hook, Role, Site, is_heard_last, leaves_gradients
 from tracer.observing.pytorch.wrappers import compiled_parts, named_parts
 
 _ROOT = 0
@@ -43,8 +43,6 @@ class Wiring:
     ----------
     table : ParameterTable
         Tells whether the model has changed since hooks were put on.
-    rewire : callable
-        A bound method that puts all hooks on again. Its object is not kept alive.
 
     Attributes
     ----------
@@ -58,12 +56,11 @@ class Wiring:
     models: Models
     optimizers: Optimizers
     table: ParameterTable
-    rewire: InitVar[Callable[[], None]]
 
-    def __post_init__(self, rewire: Callable[[], None]) -> None:
+    def __post_init__(self) -> None:
         self.asides = Asides()
         self.compiled_before: bool | None = None
-        self._rewire = weakref.WeakMethod(cast("MethodType", rewire))
+        self._hang_all: weakref.WeakMethod[Callable[[], None]] | None = None
         # those on the model and on optimizers, by id: these stay while others come and go
         self._lasting: dict[int, list[Hanging]] = {}
         # by what they hang on, role and name: that, the hook, and where it hangs
@@ -151,11 +148,20 @@ class Wiring:
 
     # -- staying --------------------------------------------------------------------------------------------
 
+    def call_to_rewire(self, hang_all: Callable[[], None]) -> None:
+        """Call a bound method to put all hooks on again; its object is not kept alive."""
+        self._hang_all = weakref.WeakMethod(hang_all)
+
+    def rewire(self) -> None:
+        """Put the hooks on again."""
+        hang_all = None if self._hang_all is None else self._hang_all()
+        if hang_all is not None:
+            hang_all()
+
     def look(self) -> None:
         """Put the hooks on again if modules or parameters have come, gone or been replaced."""
-        rewire = self._rewire()
-        if rewire is not None and self.table.changed(self.optimizers.forwards_end_steps):
-            rewire()
+        if self.table.changed(self.optimizers.forwards_end_steps):
+            self.rewire()
 
     @property
     def on_optimizers(self) -> bool:

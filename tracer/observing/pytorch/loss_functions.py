@@ -15,7 +15,7 @@ import torch.nn.functional
 from torch import Tensor
 
 from tracer.observing.pytorch.autograd import traced
-from tracer.observing.pytorch.hooks import Gate
+from tracer.observing.pytorch.gate import Gate
 
 LOSS_FUNCTIONS: tuple[str, ...] = (
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "cross_entropy", "ctc_loss",

@@ -20,7 +20,8 @@ from torch.compiler import is_dynamo_compiling
 
 from tracer import walking
 from tracer.observing.pytorch.compiled import run_uncompiled
-from tracer.observing.pytorch.hooks import Gate, Hook
+from tracer.observing.pytorch.gate import Gate
+from tracer.observing.pytorch.hooks import Hook
 from tracer.observing.pytorch.loss_functions import LossFunction
 from tracer.observing.pytorch.tensors import leaves
 
@@ -55,68 +56,85 @@ class Watcher(Protocol):
         """Take note that ``compile()`` was called on some module."""
 
 
-_unscripted: weakref.WeakSet[Watcher] = weakref.WeakSet()
+class Patch:
+    """Something of PyTorch's that stands otherwise while anybody watches it.
+
+    Parameters
+    ----------
+    put : callable
+        Changes it, unless it is changed already.
+    take_back : callable
+        Lets it stand as it was.
+    """
+
+    def __init__(self, put: Callable[[], None], take_back: Callable[[], None]) -> None:
+        self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+        self._put = put
+        self._take_back = take_back
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell a watcher, as long as it is there, until `unwatch`."""
+        if watcher not in self.watchers:
+            self.watchers.add(watcher)
+            weakref.finalize(watcher, self._settle).atexit = False  # one that is dropped leaves nothing, either
+        self._put()
+
+    def unwatch(self, watcher: Watcher) -> None:
+        """Tell a watcher nothing any more."""
+        self.watchers.discard(watcher)
+        self._settle()
+
+    def _settle(self) -> None:
+        if not [*self.watchers]:
+            self._take_back()
+
+
 _script: Any = None
-_told_of_compiling: weakref.WeakSet[Watcher] = weakref.WeakSet()
 _compile: Any = None
 
 
-def watch_scripting(watcher: Watcher) -> None:
-    """Let ``torch.jit.script``, which compiles what it finds, find no hooks and stand-ins."""
+def _put_scripting() -> None:
     global _script
-    if watcher not in _unscripted:
-        _unscripted.add(watcher)
-        weakref.finalize(watcher, _settle_scripting).atexit = False
     original = getattr(torch.jit._script, "_script_impl", None)
     if _script is None and original is not None:
         _script = _as_unwatched(original)
         vars(torch.jit._script)["_script_impl"] = _script
 
 
-def unwatch_scripting(watcher: Watcher) -> None:
-    """Undo `watch_scripting`; without any, torch's own function is back."""
-    _unscripted.discard(watcher)
-    _settle_scripting()
-
-
-def _settle_scripting() -> None:
+def _take_scripting_back() -> None:
     global _script
-    if _script is not None and not [*_unscripted]:
+    if _script is not None:
         if vars(torch.jit._script)["_script_impl"] is _script:  # else another has put its own around it, which may stay
             vars(torch.jit._script)["_script_impl"] = _script.__wrapped__
         _script = None
 
 
-def watch_compiling(watcher: Watcher) -> None:
-    """Tell a watcher of each ``compile()`` of a module, which decides what may have hooks."""
+def _put_compiling() -> None:
     global _compile
-    if watcher not in _told_of_compiling:
-        _told_of_compiling.add(watcher)
-        weakref.finalize(watcher, _settle_compiling).atexit = False
     if _compile is None:
         _compile = _telling(nn.Module.compile)
         nn.Module.compile = _compile  # type: ignore[method-assign]
 
 
-def unwatch_compiling(watcher: Watcher) -> None:
-    """Undo `watch_compiling`; without any, torch's own method is back."""
-    _told_of_compiling.discard(watcher)
-    _settle_compiling()
-
-
-def _settle_compiling() -> None:
+def _take_compiling_back() -> None:
     global _compile
-    if _compile is not None and not [*_told_of_compiling]:
+    if _compile is not None:
         if vars(nn.Module)["compile"] is _compile:  # else another has put its own around it, which may stay
             nn.Module.compile = _compile.__wrapped__  # type: ignore[method-assign]
         _compile = None
+
+
+SCRIPTING = Patch(_put_scripting, _take_scripting_back)
+"""``torch.jit.script``, which compiles what it finds, finds no hooks and stand-ins."""
+COMPILING = Patch(_put_compiling, _take_compiling_back)
+"""Each ``compile()`` of a module, which decides what may have hooks, is told."""
 
 
 def _telling(original: Callable[..., Any]) -> Any:
     @functools.wraps(original)
     def compile(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: A001 - as torch calls it
         result = original(self, *args, **kwargs)
-        for watcher in [*_told_of_compiling]:
+        for watcher in [*COMPILING.watchers]:
             watcher.compile_called()
         return result
 
@@ -153,36 +171,29 @@ def _as_unwatched(original: Callable[..., Any]) -> Callable[..., Any]:
     return script
 
 
-_scaled: weakref.WeakSet[Watcher] = weakref.WeakSet()
 _scaler_methods: dict[tuple[type[GradScaler], str], Callable[..., Any]] = {}
 _in_scaler: set[tuple[int, str]] = set()  # scalers and methods that run, because one may call that of its parent
 
 
-def watch_scalers(watcher: Watcher) -> None:
-    """Let a watcher know of losses that a GradScaler multiplies, and of steps that it skips.
-
-    In these torch calls none of the optimizer's hooks. Subclasses may have methods of their own, as that of FSDP has.
-    """
-    if watcher not in _scaled:
-        _scaled.add(watcher)
-        weakref.finalize(watcher, _settle_scalers).atexit = False  # one that is dropped leaves nothing, either
+def _put_scalers() -> None:
     if not _scaler_methods:
         _observe_scalers(GradScaler)
         setattr(GradScaler, "__init_subclass__", classmethod(_new_scaler))  # noqa: B010 - a type checker calls it wrong
 
 
-def unwatch_scalers(watcher: Watcher) -> None:
-    """No longer let a watcher know; without any, torch's own methods are back."""
-    _scaled.discard(watcher)
-    _settle_scalers()
-
-
-def _settle_scalers() -> None:
-    if _scaler_methods and not [*_scaled]:
+def _take_scalers_back() -> None:
+    if _scaler_methods:
         for (owner, name), method in _scaler_methods.items():
             setattr(owner, name, method)
         _scaler_methods.clear()
         del GradScaler.__init_subclass__
+
+
+SCALERS = Patch(_put_scalers, _take_scalers_back)
+"""Losses that a GradScaler multiplies, and steps that it skips, are told: in these torch calls no optimizer's hooks.
+
+Subclasses may have methods of their own, as that of FSDP has.
+"""
 
 
 def _observe_scalers(owner: type[GradScaler]) -> None:
@@ -211,7 +222,7 @@ def _observed_scale(original: Callable[..., Any]) -> Callable[..., Any]:
             result = original(scaler, outputs)
         finally:
             _in_scaler.discard(key)
-        watching = [one for one in _scaled if one.gate.open] if scaler.is_enabled() else []
+        watching = [one for one in SCALERS.watchers if one.gate.open] if scaler.is_enabled() else []
         factor = scaler._scale if watching else None  # a scaler that is not enabled has none
         if factor is not None:
             factor = factor.detach().clone()  # which the scaler changes in place
@@ -230,7 +241,7 @@ def _observed_step(original: Callable[..., Any]) -> Callable[..., Any]:
         key = id(scaler), "step"
         if key in _in_scaler:
             return original(scaler, optimizer, *args, **kwargs)
-        watching = [one for one in _scaled if one.has_optimizer(optimizer)]
+        watching = [one for one in SCALERS.watchers if one.has_optimizer(optimizer)]
         before = [one.optimizer_calls for one in watching]
         _in_scaler.add(key)
         try:
@@ -245,7 +256,6 @@ def _observed_step(original: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-_told_of_backward: weakref.WeakSet[Watcher] = weakref.WeakSet()
 # what stands in the place of torch's functions, by where these are
 _backward: dict[tuple[Any, str], Callable[..., Any]] = {}
 
@@ -259,11 +269,7 @@ class Differentiating(threading.local):
 _differentiating = Differentiating()
 
 
-def watch_backward(watcher: Watcher) -> None:
-    """Let a watcher know on what ``backward`` is called, and what ``autograd.grad`` differentiates."""
-    if watcher not in _told_of_backward:
-        _told_of_backward.add(watcher)
-        weakref.finalize(watcher, _settle_backward).atexit = False
+def _put_backward() -> None:
     if not _backward:
         for owner, name, tell in (
             (torch.autograd, "backward", _tell_of_backward),  # which `Tensor.backward` calls
@@ -273,24 +279,21 @@ def watch_backward(watcher: Watcher) -> None:
             setattr(owner, name, _backward[owner, name])
 
 
-def unwatch_backward(watcher: Watcher) -> None:
-    """No longer let a watcher know; without any, torch's own functions are back."""
-    _told_of_backward.discard(watcher)
-    _settle_backward()
+def _take_backward_back() -> None:
+    for (owner, name), ours in _backward.items():
+        if vars(owner)[name] is ours:  # else another program has put its own around it, which may stay
+            setattr(owner, name, ours.__wrapped__)
+    _backward.clear()
 
 
-def _settle_backward() -> None:
-    if _backward and not [*_told_of_backward]:
-        for (owner, name), ours in _backward.items():
-            if vars(owner)[name] is ours:  # else another program has put its own around it, which may stay
-                setattr(owner, name, ours.__wrapped__)
-        _backward.clear()
+BACKWARD = Patch(_put_backward, _take_backward_back)
+"""On what ``backward`` is called, and what ``autograd.grad`` differentiates, is told."""
 
 
 def _observed(original: Callable[..., Any], tell: Callable[..., None]) -> Callable[..., Any]:
     @functools.wraps(original)
     def differentiate(*args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling() or _differentiating.now or not _told_of_backward:
+        if is_dynamo_compiling() or _differentiating.now or not BACKWARD.watchers:
             return original(*args, **kwargs)
         # what can be gone through only once, as `model.parameters()`, is gone through here
         args = tuple(tuple(one) if isinstance(one, Iterator) else one for one in args)
@@ -307,7 +310,7 @@ def _observed(original: Callable[..., Any], tell: Callable[..., None]) -> Callab
 
 
 def _tell(tell: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for one in list(_told_of_backward):
+    for one in list(BACKWARD.watchers):
         if not one.gate.held:  # what a receiver or a condition of the user's differentiates is no loss of the training
             one.gate.guard("loss", functools.partial(tell, one, *args, **kwargs))
 

@@ -67,7 +67,7 @@ class TrainedModels:
         alive = self.optimizers.alive()
         known = bool(exporter.tops) and trains_no_module(optimizer)
         found = known or self._is_watched(optimizer, len(alive)) or self._look_for_models(alive)
-        if exporter.optimizers.trains(optimizer, exporter):
+        if exporter.optimizers.trains(optimizer):
             self._beside.discard(optimizer)
         else:
             self._beside.add(optimizer)
