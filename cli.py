@@ -1797,9 +1797,10 @@ def batch(
     """
     _check_installed("pyarrow", "tables", "a batch")
     from analyze.batching.batch import batch as run_batch
-    from analyze.batching.batch import estimate, plan_batch
-    from analyze.batching.engines import options_of
-    from analyze.batching.planning import PART_BYTES
+    from analyze.batching.batch_plan import plan_batch
+    from analyze.batching.clusters import options_of
+    from analyze.batching.cutting import PART_BYTES
+    from analyze.batching.estimate import estimate
     from analyze.batching.progress import display
 
     asked: dict[str, Any] = {name: filters[name] or None for name in ("kinds", "modules", "steps", "tags")}

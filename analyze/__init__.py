@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from analyze.asking import analyze
-    from analyze.batching.batch import BatchResults, batch
+    from analyze.batching.batch import batch
+    from analyze.batching.batch_results import BatchResults
     from analyze.comparing.compare import compare
     from analyze.comparing.over_time import statistics_over_time
     from analyze.comparing.pairs import pairs
@@ -78,7 +79,7 @@ _OTHERS = {
     "compare": "comparing.compare",
     "pairs": "comparing.pairs",
     "batch": "batching.batch",
-    "BatchResults": "batching.batch",
+    "BatchResults": "batching.batch_results",
 } | dict.fromkeys(("describe", "parse", "subscribers"), "registry")
 """Public name → its home, for the names that no registered metric brings."""
 

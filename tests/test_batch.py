@@ -24,11 +24,16 @@ from click.testing import CliRunner
 import analyze
 import cli
 import tracer
-from analyze.batching import engines
-from analyze.batching.batch import BatchResults, batch, estimate, plan_batch
-from analyze.batching.engines import Dask, Death, Processes, environment, options_of, slurm
+from analyze.batching import clusters, engines
+from analyze.batching.batch import batch
+from analyze.batching.batch_plan import plan_batch
+from analyze.batching.batch_results import BatchResults
+from analyze.batching.clusters import Dask, options_of, slurm
+from analyze.batching.engines import Death
+from analyze.batching.estimate import estimate
 from analyze.batching.folder import Folder
-from analyze.batching.planning import Selection
+from analyze.batching.processes import Processes, environment
+from analyze.batching.units import Selection
 from analyze.tables.columns import COLUMNS, Columns, Row
 from analyze.tables.results import Results
 from tracer import Collect, Message, ModuleMessage, NetworkMessage, TraceWriter
@@ -855,7 +860,7 @@ def test_a_dask_scheduler_that_is_gone_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """When the scheduler is killed, it is told in a sentence; what is done is kept, and the rest computed later."""
-    monkeypatch.setattr(engines, "CONNECT_SECONDS", 3)
+    monkeypatch.setattr(clusters, "CONNECT_SECONDS", 3)
     address, processes = dask_cluster
     trace, out = write(tmp_path / "run.zarr", steps=30), tmp_path / "out"
     spec = f"{trouble}:Sleeps:seconds=0.02"
@@ -960,7 +965,7 @@ def test_a_receipt_that_died_with_its_worker_is_waited_for() -> None:
 def test_dask_that_cannot_be_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """No scheduler, or no number of jobs: a sentence each."""
     pytest.importorskip("distributed", reason="dask is not installed: pip install 'tracereel[cluster]'")
-    monkeypatch.setattr(engines, "CONNECT_SECONDS", 1)
+    monkeypatch.setattr(clusters, "CONNECT_SECONDS", 1)
     with pytest.raises(TracerError, match=r"no Dask scheduler answers at tcp://127\.0\.0\.1:9"):
         Dask("tcp://127.0.0.1:9")
     with pytest.raises(MessageError, match="jobs is how many jobs"):

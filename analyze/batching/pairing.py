@@ -10,19 +10,10 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.batching.planning import (
-    PART_BYTES,
-    SCHEMA,
-    Failure,
-    Question,
-    Run,
-    Selection,
-    TracePlan,
-    Unit,
-    digest,
-    unplanned,
-    where,
-)
+from analyze.batching.cutting import PART_BYTES
+from analyze.batching.planning import unplanned, where
+from analyze.batching.questions import Question
+from analyze.batching.units import SCHEMA, Failure, Run, Selection, TracePlan, Unit, digest
 from analyze.comparing.compare import both_ranks
 from tracer.errors import CaptureError, MessageError, TracerError
 from tracer.format.journal import Column

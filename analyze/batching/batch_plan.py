@@ -1,0 +1,219 @@
+"""What a batch would do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, Final, TypeAlias
+
+from analyze.batching.cutting import PART_BYTES
+from analyze.batching.dealing import dealt, fused
+from analyze.batching.engines import cores
+from analyze.batching.folder import Folder
+from analyze.batching.pairing import Pairs, plan_pairs
+from analyze.batching.planning import plan_trace
+from analyze.batching.questions import Question, questions
+from analyze.batching.traces import find_traces
+from analyze.batching.units import Failure, Selection, Task, TracePlan, Unit, steps_of
+from tracer.errors import CaptureError
+from tracer.stores import Anywhere, Url, location
+from tracer.trace.reader import Steps
+
+PLANNERS: Final = 8
+"""Traces on object stores that are planned at once."""
+Progress: TypeAlias = Callable[[Mapping[str, Any]], None]
+"""Is told what happens, as JSON values: see `batch`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BatchPlan:
+    """What a batch would do.
+
+    Attributes
+    ----------
+    asked : list of Question
+    selection : Selection
+    traces : list of TracePlan
+    tasks : list of Task
+        What is to be computed, the largest first; units that are there already are not in it.
+    cached : list of Unit
+        Units whose answers are there already.
+    share : (int, int) or None
+        Which share of how many this is; the plan has the units of that share only.
+    """
+
+    asked: list[Question]
+    selection: Selection
+    traces: list[TracePlan]
+    tasks: list[Task]
+    cached: list[Unit]
+    share: tuple[int, int] | None
+
+    @property
+    def units(self) -> list[Unit]:
+        """All units of all traces, in their order."""
+        return [unit for one in self.traces for unit in one.units]
+
+    @property
+    def failures(self) -> list[Failure]:
+        """What cannot be answered, as is known before any work is done."""
+        return [failure for one in self.traces for failure in one.failures]
+
+    @property
+    def notes(self) -> list[str]:
+        """What is to be known of the traces: a sentence for each run that did not finish, and each missing part."""
+        runs = [one.run for one in self.traces if one.run is not None]
+        told = [
+            sentence
+            for run in runs
+            for sentence in (
+                *run.problems,
+                *([] if run.status == "finished" else [f"{run.trace} is of a run that is {run.status}"]),
+            )
+        ]
+        return list(dict.fromkeys(told))
+
+    @property
+    def bytes(self) -> int:
+        """What is to be read."""
+        return sum(task.bytes for task in self.tasks)
+
+    def describe(self) -> dict[str, Any]:
+        """The plan as JSON values."""
+        return {
+            "subscribers": [of_question(one) for one in self.asked],
+            "selection": asdict(self.selection),
+            "share": None if self.share is None else f"{self.share[0]}/{self.share[1]}",
+            "traces": [asdict(one.run) for one in self.traces if one.run is not None],
+            "tasks": [
+                {"bytes": task.bytes, "trace": task.run.trace, "units": [asdict(unit) for unit in task.units]}
+                for task in self.tasks
+            ],
+            "cached": [asdict(unit) for unit in self.cached],
+            "failures": [asdict(failure) for failure in self.failures],
+            "totals": {
+                "traces": len(self.traces),
+                "units": sum(len(task.units) for task in self.tasks) + len(self.cached),
+                "cached": len(self.cached),
+                "tasks": len(self.tasks),
+                "bytes": self.bytes,
+            },
+        }
+
+
+def of_question(one: Question) -> dict[str, Any]:
+    """A question as JSON values."""
+    return {"spec": one.spec, "chain": list(one.chain), "scope": one.scope, "identity": one.identity}
+
+
+def plan_batch(
+    traces: Anywhere | Iterable[Anywhere],
+    subscribers: str | Iterable[str],
+    out: Anywhere,
+    *,
+    kinds: str | Iterable[str] | None = None,
+    modules: str | Iterable[str] | None = None,
+    steps: Steps | None = None,
+    tags: str | Iterable[str] | None = None,
+    pairs: Pairs | None = None,
+    workers: int | None = None,
+    part: str | tuple[int, int] | None = None,
+    force: bool = False,
+    part_bytes: int = PART_BYTES,
+    progress: Progress | None = None,
+) -> BatchPlan:
+    """Work out what a batch would compute; no data is read, and nothing is written.
+
+    Parameters are those of `batch`.
+    """
+    share = _share(part)
+    if isinstance(part_bytes, bool) or not isinstance(part_bytes, int) or part_bytes < 1:
+        raise CaptureError(f"part_bytes is a positive number of bytes, not {part_bytes!r}")
+    selection = Selection(kinds=_tuple(kinds), modules=_tuple(modules), steps=steps_of(steps), tags=_tuple(tags))
+    found = find_traces(traces, outside=out)
+    asked = questions([subscribers] if isinstance(subscribers, str) else subscribers)
+    say = progress or (lambda event: None)
+    if pairs is not None:
+        planned = plan_pairs(found, asked, pairs, selection, part_bytes=part_bytes)
+        say({"event": "planning", "traces": len(found), "of": len(found)})
+    else:
+        planned = _plans(found, asked, selection, part_bytes, say)
+    hands = share[1] if share is not None else cores() if workers is None else max(workers, 1)
+    if share is not None:
+        # every share must come to the same whole, so what is there already is looked at only after dealing
+        tasks = dealt(fused(planned, selection, hands), *share)
+        mine = {unit.id for task in tasks for unit in task.units}
+        for one in planned:
+            one.units = [unit for unit in one.units if unit.id in mine]
+            one.failures = one.failures if share[0] == 0 else []
+    there = set() if force else _there(out)
+    cached = [unit for one in planned for unit in one.units if unit.id in there]
+    left = [
+        TracePlan(run=one.run, units=[unit for unit in one.units if unit.id not in there], failures=[])
+        for one in planned
+    ]
+    return BatchPlan(
+        asked=asked,
+        selection=selection,
+        traces=planned,
+        tasks=fused(left, selection, hands),
+        cached=cached,
+        share=share,
+    )
+
+
+def _plans(
+    found: Sequence[str], asked: Sequence[Question], selection: Selection, part_bytes: int, say: Progress
+) -> list[TracePlan]:
+    """The plan of each trace; of those on object stores, several at once."""
+    planned: list[TracePlan] = []
+    with contextlib.ExitStack() as stack:
+
+        def planner(trace: str) -> TracePlan:
+            return plan_trace(trace, asked, selection, part_bytes=part_bytes)
+
+        if any(isinstance(location(trace), Url) for trace in found):
+            threads = stack.enter_context(ThreadPoolExecutor(PLANNERS, "batch-planner"))
+            made: Iterable[TracePlan] = threads.map(planner, found)
+        else:
+            made = map(planner, found)
+        seen: set[str] = set()
+        for number, one in enumerate(made, 1):
+            # a trace that is named in two ways is one
+            if one.run is None or one.run.trace not in seen:
+                planned.append(one)
+            if one.run is not None:
+                seen.add(one.run.trace)
+            say({"event": "planning", "traces": number, "of": len(found)})
+    return planned
+
+
+def _there(out: Anywhere) -> set[str]:
+    """The ids of the units whose answers are there."""
+    from analyze.batching.part_files import COMPLETE, DAMAGED
+
+    folder = Folder(out)
+    try:
+        names = folder.names("parts")
+    finally:
+        folder.close()
+    return {name.removesuffix(COMPLETE) for name in names if name.endswith(COMPLETE) and not name.endswith(DAMAGED)}
+
+
+def _share(part: str | tuple[int, int] | None) -> tuple[int, int] | None:
+    """Which share of how many, from ``"0/3"`` or ``(0, 3)``."""
+    if part is None:
+        return None
+    try:
+        number, parts = (int(one) for one in (part.split("/") if isinstance(part, str) else part))
+    except (TypeError, ValueError) as error:
+        raise CaptureError(f"part is which share of how many, such as 0/3, and not {part!r}") from error
+    if not 0 <= number < parts:
+        raise CaptureError(f"of {parts} parts there are 0 to {parts - 1}, and not {number}: they are counted from 0")
+    return number, parts
+
+
+def _tuple(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    return None if value is None else (value,) if isinstance(value, str) else tuple(value)
