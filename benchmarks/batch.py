@@ -115,8 +115,6 @@ def handing_out(count: int = 300) -> float:
     class Nothing:
         """An engine whose workers take no time."""
 
-        workers = 1
-
         def __init__(self) -> None:
             self.keys: list[tuple[str, Mapping[str, Any]]] = []
 

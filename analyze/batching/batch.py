@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from analyze.batching.manifest import conclude
 from analyze.batching.pairing import Pairs
 from analyze.batching.processes import Processes
 from analyze.batching.work import Work
+from analyze.tables.writing import PathLike
 from tracer.errors import CaptureError, TracerError
 from tracer.stores import Anywhere
 from tracer.trace.reader import Steps
@@ -50,7 +51,7 @@ def batch(
     force: bool = False,
     memory: int | None = None,
     part_bytes: int = PART_BYTES,
-    table: str | os.PathLike[str] | None = None,
+    table: PathLike | None = None,
     progress: Progress | None = None,
 ) -> BatchResults:
     """Ask many traces, in parallel; what was computed before and has not changed is not computed again.
@@ -113,26 +114,14 @@ def batch(
         What is done is kept.
     """
     began = time.monotonic()
-    if find_spec("pyarrow") is None:
-        raise TracerError("a batch needs pyarrow, which is not installed: pip install 'tracereel[tables]'")
-    if scheduler is not None and slurm is not None:
-        raise CaptureError("a batch runs on a scheduler or on SLURM: give one of them")
-    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int) or memory < 1):
-        raise CaptureError(f"memory is a positive number of bytes, not {memory!r}")
-    if table is not None and Path(table).suffix != ".parquet":
-        raise CaptureError(f"{os.fspath(table)}: the table is a file that ends in .parquet")
-    if table is not None and part is not None:
-        raise CaptureError(
-            "a share of a batch has no whole table: run the batch without a part once all shares are done"
-        )
+    _check(scheduler, slurm, memory, part, table)
     say = progress or (lambda event: None)
     planned = plan_batch(
         traces, subscribers, out,
         kinds=kinds, modules=modules, steps=steps, tags=tags, pairs=pairs, workers=workers, part=part, force=force,
         part_bytes=part_bytes, progress=progress,
     )  # fmt: skip
-    folder = Folder(out)
-    try:
+    with Folder(out) as folder:
         folder.make()
         folder.sweep()
         work = Work(planned, folder, say, force)
@@ -146,15 +135,7 @@ def batch(
                 "bytes": planned.bytes,
             }
         )
-        state = "interrupted"
-        try:
-            if planned.tasks:
-                with contextlib.closing(_engine(planned, workers, scheduler, slurm, memory)) as engine:
-                    work.run(engine)
-            state = "finished" if not work.failures else "incomplete"
-        finally:
-            # what is there is consistent at any time; this says what it is
-            conclude(folder, planned, work, state)
+        _compute(planned, work, folder, lambda: _engine(planned, workers, scheduler, slurm, memory))
         results = BatchResults(
             out=str(folder),
             units=planned.units,
@@ -164,16 +145,49 @@ def batch(
             seconds=time.monotonic() - began,
             notes=planned.notes,
         )
-    finally:
-        folder.close()
     if table is not None:
         results.to_parquet(table, overwrite=True)
     return results
 
 
+def _check(
+    scheduler: Any,
+    slurm: Mapping[str, Any] | None,
+    memory: int | None,
+    part: str | tuple[int, int] | None,
+    table: PathLike | None,
+) -> None:
+    """Raise what is wrong with the arguments of `batch` that planning does not look at."""
+    if find_spec("pyarrow") is None:
+        raise TracerError("a batch needs pyarrow, which is not installed: pip install 'tracereel[tables]'")
+    if scheduler is not None and slurm is not None:
+        raise CaptureError("a batch runs on a scheduler or on SLURM: give one of them")
+    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int) or memory < 1):
+        raise CaptureError(f"memory is a positive number of bytes, not {memory!r}")
+    if table is not None and Path(table).suffix != ".parquet":
+        raise CaptureError(f"{os.fspath(table)}: the table is a file that ends in .parquet")
+    if table is not None and part is not None:
+        raise CaptureError(
+            "a share of a batch has no whole table: run the batch without a part once all shares are done"
+        )
+
+
+def _compute(planned: BatchPlan, work: Work, folder: Folder, start: Callable[[], Engine]) -> None:
+    """Compute what is not there yet; whatever happens, the folder says in the end what it holds."""
+    state = "interrupted"
+    try:
+        if planned.tasks:
+            with contextlib.closing(start()) as engine:
+                work.run(engine)
+        state = "finished" if not work.failures else "incomplete"
+    finally:
+        conclude(folder, planned, work, state)
+
+
 def _engine(
     planned: BatchPlan, workers: int | None, scheduler: Any, slurm: Mapping[str, Any] | None, memory: int | None
 ) -> Engine:
+    """What computes the tasks of a plan."""
     if scheduler is not None:
         from analyze.batching.clusters import Dask
 
@@ -186,6 +200,3 @@ def _engine(
     if workers == 0:
         return Inline()
     return Processes(min(cores() if workers is None else workers, len(planned.tasks)), memory)
-
-
-# -- before it is run --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a batch would do."""
+"""The plan of a batch: what of many traces and subscribers is to be computed, what is there, and what cannot be had."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from analyze.batching.dealing import dealt, fused
 from analyze.batching.engines import cores
 from analyze.batching.folder import Folder
 from analyze.batching.pairing import Pairs, plan_pairs
+from analyze.batching.part_files import done
 from analyze.batching.planning import plan_trace
 from analyze.batching.questions import Question, questions
 from analyze.batching.traces import find_traces
-from analyze.batching.units import Failure, Selection, Task, TracePlan, Unit, steps_of
+from analyze.batching.units import Failure, Selection, Task, TracePlan, Unit
 from tracer.errors import CaptureError
 from tracer.stores import Anywhere, Url, location
 from tracer.trace.reader import Steps
@@ -24,7 +25,7 @@ from tracer.trace.reader import Steps
 PLANNERS: Final = 8
 """Traces on object stores that are planned at once."""
 Progress: TypeAlias = Callable[[Mapping[str, Any]], None]
-"""Is told what happens, as JSON values: see `batch`."""
+"""Is called with what happens, as JSON values: see `analyze.batch`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,17 +64,13 @@ class BatchPlan:
 
     @property
     def notes(self) -> list[str]:
-        """What is to be known of the traces: a sentence for each run that did not finish, and each missing part."""
-        runs = [one.run for one in self.traces if one.run is not None]
-        told = [
-            sentence
-            for run in runs
-            for sentence in (
-                *run.problems,
-                *([] if run.status == "finished" else [f"{run.trace} is of a run that is {run.status}"]),
-            )
-        ]
-        return list(dict.fromkeys(told))
+        """Sentences about the traces, each once: runs that did not finish, and missing parts."""
+        notes: dict[str, None] = {}
+        for run in (one.run for one in self.traces if one.run is not None):
+            notes |= dict.fromkeys(run.problems)
+            if run.status != "finished":
+                notes[f"{run.trace} is of a run that is {run.status}"] = None
+        return list(notes)
 
     @property
     def bytes(self) -> int:
@@ -83,7 +80,7 @@ class BatchPlan:
     def describe(self) -> dict[str, Any]:
         """The plan as JSON values."""
         return {
-            "subscribers": [of_question(one) for one in self.asked],
+            "subscribers": [question.document() for question in self.asked],
             "selection": asdict(self.selection),
             "share": None if self.share is None else f"{self.share[0]}/{self.share[1]}",
             "traces": [asdict(one.run) for one in self.traces if one.run is not None],
@@ -101,11 +98,6 @@ class BatchPlan:
                 "bytes": self.bytes,
             },
         }
-
-
-def of_question(one: Question) -> dict[str, Any]:
-    """A question as JSON values."""
-    return {"spec": one.spec, "chain": list(one.chain), "scope": one.scope, "identity": one.identity}
 
 
 def plan_batch(
@@ -131,7 +123,7 @@ def plan_batch(
     share = _share(part)
     if isinstance(part_bytes, bool) or not isinstance(part_bytes, int) or part_bytes < 1:
         raise CaptureError(f"part_bytes is a positive number of bytes, not {part_bytes!r}")
-    selection = Selection(kinds=_tuple(kinds), modules=_tuple(modules), steps=steps_of(steps), tags=_tuple(tags))
+    selection = Selection.of(kinds, modules, steps, tags)
     found = find_traces(traces, outside=out)
     asked = questions([subscribers] if isinstance(subscribers, str) else subscribers)
     say = progress or (lambda event: None)
@@ -143,25 +135,26 @@ def plan_batch(
     hands = share[1] if share is not None else cores() if workers is None else max(workers, 1)
     if share is not None:
         # every share must come to the same whole, so what is there already is looked at only after dealing
-        tasks = dealt(fused(planned, selection, hands), *share)
-        mine = {unit.id for task in tasks for unit in task.units}
-        for one in planned:
-            one.units = [unit for unit in one.units if unit.id in mine]
-            one.failures = one.failures if share[0] == 0 else []
-    there = set() if force else _there(out)
-    cached = [unit for one in planned for unit in one.units if unit.id in there]
-    left = [
-        TracePlan(run=one.run, units=[unit for unit in one.units if unit.id not in there], failures=[])
-        for one in planned
-    ]
+        _keep(dealt(fused(planned, selection, hands), *share), planned, is_first=share[0] == 0)
+    with Folder(out) as folder:
+        there = set() if force else done(folder)
+    left = [TracePlan(run=one.run, units=[unit for unit in one.units if unit.id not in there]) for one in planned]
     return BatchPlan(
         asked=asked,
         selection=selection,
         traces=planned,
         tasks=fused(left, selection, hands),
-        cached=cached,
+        cached=[unit for one in planned for unit in one.units if unit.id in there],
         share=share,
     )
+
+
+def _keep(tasks: Iterable[Task], planned: Iterable[TracePlan], *, is_first: bool) -> None:
+    """Leave in the plans only the units of some tasks; what was clear before is said by the first share alone."""
+    mine = {unit.id for task in tasks for unit in task.units}
+    for one in planned:
+        one.units = [unit for unit in one.units if unit.id in mine]
+        one.failures = one.failures if is_first else []
 
 
 def _plans(
@@ -190,18 +183,6 @@ def _plans(
     return planned
 
 
-def _there(out: Anywhere) -> set[str]:
-    """The ids of the units whose answers are there."""
-    from analyze.batching.part_files import COMPLETE, DAMAGED
-
-    folder = Folder(out)
-    try:
-        names = folder.names("parts")
-    finally:
-        folder.close()
-    return {name.removesuffix(COMPLETE) for name in names if name.endswith(COMPLETE) and not name.endswith(DAMAGED)}
-
-
 def _share(part: str | tuple[int, int] | None) -> tuple[int, int] | None:
     """Which share of how many, from ``"0/3"`` or ``(0, 3)``."""
     if part is None:
@@ -213,7 +194,3 @@ def _share(part: str | tuple[int, int] | None) -> tuple[int, int] | None:
     if not 0 <= number < parts:
         raise CaptureError(f"of {parts} parts there are 0 to {parts - 1}, and not {number}: they are counted from 0")
     return number, parts
-
-
-def _tuple(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    return None if value is None else (value,) if isinstance(value, str) else tuple(value)

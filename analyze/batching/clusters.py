@@ -14,13 +14,13 @@ from analyze.batching.engines import Death, Document, cores
 from tracer.errors import MessageError, TracerError
 
 CONNECT_SECONDS: Final = 30.0
-"""How long a Dask scheduler is waited for."""
+"""How long a Dask scheduler may take to answer."""
 WORKERS_SECONDS: Final = 300.0
-"""How long Dask is waited for until it has a worker."""
+"""How long Dask may take until it has a worker."""
 
 
 RECEIPT_SECONDS: Final = 60.0
-"""How long the receipt of a task that is done is waited for, until it is asked whether the scheduler is there."""
+"""How long the receipt of a finished task may take before this process looks whether the scheduler is still there."""
 
 
 @final
@@ -73,16 +73,13 @@ class Dask:
         self._tries: dict[str, int] = {}
         self._results = distributed.as_completed(loop=self._client.loop, raise_errors=False)
         try:
-            self._check_workers(workers)
+            self._check_workers()
         except BaseException:
             self.close()
             raise
 
-    @property
-    def workers(self) -> int:
-        return max(len(self._client.scheduler_info(n_workers=-1)["workers"]), 1)
-
-    def _check_workers(self, workers: int | None) -> None:
+    def _check_workers(self) -> None:
+        """Raise `TracerError` if there is no worker, or one of another version of this package."""
         try:
             self._client.wait_for_workers(1, timeout=WORKERS_SECONDS)
         except Exception as error:
@@ -142,7 +139,7 @@ class Dask:
         return key, Death(f"Dask could not run it: {type(error).__name__}: {error}")
 
     def _receipt(self, future: Any) -> Document | None:
-        """What a task said; None if it is not to be had. If the worker that held it died, it is computed again."""
+        """The receipt of a task, if there is one. If the worker that held it died, Dask computes the task again."""
         while future.status in ("finished", "pending"):
             try:
                 found: Document = future.result(timeout=RECEIPT_SECONDS)

@@ -1,4 +1,9 @@
-"""Where the work on a trace is cut."""
+"""Where the work on a trace is cut.
+
+How far it can be cut is what the subscriber says it remembers (`tracer.messaging.subscriber.Scope`), or what the
+producers of its input do, whichever is more. Cuts depend on the trace and the subscriber alone, never on how many
+workers there are or what else is asked: another run cuts in the same places and finds what is there.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.batching.questions import KNOWN_SCOPES
-from analyze.batching.units import Module
+from analyze.batching.units import Module, StepRange, stride_of
 from tracer.format.journal import Column
 from tracer.messaging.subscriber import Scope
 from tracer.replaying.replay import Plan
@@ -24,7 +29,7 @@ class Share:
     """A part of what a subscriber reads of a trace."""
 
     modules: tuple[Module, ...] | None = None
-    steps: tuple[int | None, ...] | None = None
+    steps: StepRange | None = None
 
     def rows(self, reader: TraceReader, todo: Plan) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The rows of the journal that it publishes, and the pairs that it derives updates from."""
@@ -43,7 +48,7 @@ class Share:
 
 
 def shares(
-    reader: TraceReader, todo: Plan, scope: Scope, steps: tuple[int | None, ...] | None, part_bytes: int = PART_BYTES
+    reader: TraceReader, todo: Plan, scope: Scope, steps: StepRange | None, part_bytes: int = PART_BYTES
 ) -> list[Share]:
     """Cut what a subscriber reads of a trace into shares of some `part_bytes`, as far as its scope allows.
 
@@ -64,9 +69,7 @@ def shares(
     return found
 
 
-def _by_steps(
-    reader: TraceReader, todo: Plan, steps: tuple[int | None, ...] | None, part_bytes: int
-) -> list[tuple[Share, int]]:
+def _by_steps(reader: TraceReader, todo: Plan, steps: StepRange | None, part_bytes: int) -> list[tuple[Share, int]]:
     rows = np.concatenate([np.flatnonzero(todo.where), todo.pairs[:, 0]])
     sizes = reader.sizes(rows)
     numbers, place = np.unique(reader.journal[rows, Column.GLOBAL_STEP], return_inverse=True)
@@ -81,7 +84,7 @@ def _by_steps(
     else:
         begins = np.ones(len(numbers), np.bool_)
     ends = np.cumsum(per_step)
-    stride = (*(steps or ()), None, None, None)[2]
+    stride = stride_of(steps)
     found = []
     first = 0
     while first < len(numbers):

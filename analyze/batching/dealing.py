@@ -1,4 +1,4 @@
-"""Units become tasks, and tasks are dealt to shares."""
+"""Which units are read together, as tasks, and which share of a batch does which tasks."""
 
 from __future__ import annotations
 
@@ -48,10 +48,7 @@ def _divided(tasks: Sequence[Task], wanted: int) -> list[Task]:
             done.append(task)
             continue
         middle = len(task.units) // 2
-        left += [
-            Task(units=units, run=task.run, selection=task.selection)
-            for units in (task.units[:middle], task.units[middle:])
-        ]
+        left += [task.only(*task.units[:middle]), task.only(*task.units[middle:])]
         left.sort(key=lambda one: -one.bytes * len(one.units))
     return done + left
 

@@ -1,7 +1,8 @@
-"""What carries the tasks of a batch: this process, processes of this machine, or Dask.
+"""What an engine is: it takes the tasks of a batch by `submit`, and gives each back by `next_done`.
 
-An engine takes tasks by `submit` and gives each back by `next_done`, with its receipt or with why there is none. It
-knows nothing of traces.
+A task comes back with its receipt, or with the reason why there is none. Engines know nothing of traces. `Inline`
+computes in this process, `analyze.batching.processes.Processes` in others of this machine, and
+`analyze.batching.clusters.Dask` on workers of Dask.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, final
 
 Document: TypeAlias = Mapping[str, Any]
+"""A task or its receipt, as JSON values: see `analyze.batching.tasks.run`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Death:
     again : bool
         Whether it may go well if it is tried again.
     alone : bool
-        Whether what died with it may have been the reason, so that it is to be tried again when nothing else is done.
+        Whether a task that was computed beside it may be to blame, so that it is tried again when nothing else is left.
     """
 
     reason: str
@@ -35,11 +37,7 @@ class Death:
 
 
 class Engine(Protocol):
-    """What carries tasks."""
-
-    @property
-    def workers(self) -> int:
-        """How many tasks it does at once, as far as it knows."""
+    """What computes tasks."""
 
     def submit(self, key: str, document: Document) -> None:
         """Take a task on."""
@@ -54,8 +52,6 @@ class Engine(Protocol):
 @final
 class Inline:
     """This very process: for debugging, and where nothing else may be started."""
-
-    workers = 1
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[str, Document]] = deque()

@@ -8,7 +8,7 @@ from typing import Any, Final
 from analyze.batching.batch_plan import BatchPlan
 from analyze.batching.engines import cores
 from analyze.batching.folder import Folder
-from analyze.batching.manifest import manifest
+from analyze.batching.manifest import read_manifest
 from analyze.batching.units import Task
 from tracer.stores import Anywhere
 
@@ -33,15 +33,10 @@ def estimate(planned: BatchPlan, out: Anywhere, workers: int | None = None) -> d
         ``traces``, ``parts``, ``cached``, ``bytes``, ``seconds`` (of all work), ``wall_seconds`` (with so many
         workers) and ``measured``: for each subscriber on how many parts.
     """
-    folder = Folder(out)
-    try:
-        known = dict(manifest(folder).get("seconds", {}))
-    finally:
-        folder.close()
+    with Folder(out) as folder:
+        known = read_manifest(folder).get("seconds", {})
     rates: dict[str, tuple[float, float, int]] = {}
-    alone = [
-        Task(units=(unit,), run=task.run, selection=task.selection) for task in planned.tasks for unit in task.units
-    ]
+    alone = [task.only(unit) for task in planned.tasks for unit in task.units]
     left = {task.units[0].spec for task in alone}
     for spec in (one.spec for one in planned.asked if one.spec in left):
         spent, nbytes, parts = known.get(spec, (0.0, 0.0, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, final
 
 from tracer.errors import TraceError, TraceExistsError
 from tracer.format.process import process_start
-from tracer.stores import Anywhere, Url, check_writable, location
+from tracer.stores import Anywhere, Url, check_writable, location, remove
 
 if TYPE_CHECKING:
     from tracer.stores.objects import Objects
@@ -54,6 +55,17 @@ class Folder:
     def __str__(self) -> str:
         return str(self.path)
 
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether a look at a file is cheap; on an object store it is a request."""
+        return self.objects is None
+
     def make(self) -> None:
         """Make the folder on a disk, so that it is known before any work is done whether it can be written to.
 
@@ -84,7 +96,7 @@ class Folder:
             return set()
 
     def read(self, name: str) -> bytes | None:
-        """What is in a file; None if there is none."""
+        """The bytes of a file; None if there is none."""
         if self.objects is not None:
             part = self.objects.get(name, nbytes=LARGEST)
             return None if part is None else bytes(part.data)
@@ -137,6 +149,24 @@ class Folder:
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 (self.path / name).unlink()
+
+    def trace(self, name: str) -> Path | Url:
+        """The place of a trace in the folder."""
+        return self.path.joinpath(*name.split("/"))
+
+    def new_trace(self, name: str) -> Path | Url:
+        """The place of a trace that is to be written: on a disk, the folder that it comes into is made."""
+        place = self.trace(name)
+        if isinstance(place, Path):
+            place.parent.mkdir(exist_ok=True)
+        return place
+
+    def remove_trace(self, name: str) -> None:
+        """Remove a trace in the folder."""
+        if isinstance(self.path, Url):
+            remove(self.path / name)
+        else:
+            shutil.rmtree(self.path / name, ignore_errors=True)
 
     def sweep(self) -> None:
         """Remove what processes of this machine that are gone had begun to write."""

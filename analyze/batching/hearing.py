@@ -1,23 +1,58 @@
-"""Receivers of a worker: one keeps what a subscriber answers, one how long it takes."""
+"""Receivers of a worker: they keep what a subscriber answers, measure how long it takes, and choose what it hears."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterable
-from typing import Any, Final, final
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
 
-from analyze.batching.folder import Folder
-from analyze.batching.part_files import COMPLETE, DAMAGED, DETAILS, parquet, part_table, write_arrays
-from analyze.batching.units import Task, Unit
-from analyze.tables.results import Results
+from analyze.batching.part_files import PartAnswers
+from analyze.batching.units import Module, Unit
 from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.messages import Message
 from tracer.messaging.subscriber import Subscriber
-from tracer.stores import Url
 
-ARRAY_NUMBERS: Final = 4096
-"""Answers of more numbers than this go to a results trace of their own, and not number by number into the table."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OfModules:
+    """A subscriber that hears of some modules only; of what others answer it hears all."""
+
+    subscriber: Subscriber
+    modules: frozenset[Module]
+    answers: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        """What the subscriber is called."""
+        return describe(self.subscriber)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.subscriber, name)
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """Whether the subscriber does, if the message is of one of the modules or an answer."""
+        return (kind in self.answers or module in self.modules) and self.subscriber.wants(kind, module, tag, step)
+
+    def receive(self, message: Message) -> Iterable[Message]:
+        """What the subscriber answers."""
+        return self.subscriber.receive(message)
+
+    def finish(self) -> Iterable[Message]:
+        """What the subscriber answers."""
+        return self.subscriber.finish()
+
+    def close(self) -> None:
+        """As the subscriber does."""
+        self.subscriber.close()
+
+
+def of_modules(chain: Sequence[Subscriber], modules: Iterable[Module] | None) -> list[Receiver]:
+    """Subscribers that hear of some modules only (all, if None)."""
+    if modules is None:
+        return list(chain)
+    chosen, answers = frozenset(modules), frozenset(kind for one in chain for kind in one.produces)
+    return [OfModules(one, chosen, answers) for one in chain]
 
 
 @final
@@ -53,36 +88,34 @@ class Timed:
 
 @final
 class Heard:
-    """A receiver that keeps what the subscriber of a unit answers, and writes it."""
+    """A receiver that keeps what the subscriber of a unit answers.
+
+    Parameters
+    ----------
+    unit : Unit
+    subscriber : Subscriber
+    timed : Timed, optional
+        What measures the subscriber, where messages are replayed through it.
+    """
 
     passive = True
     name = "results"
 
-    def __init__(self, unit: Unit, subscriber: Subscriber, timed: Timed | None) -> None:
-        self.unit = unit
-        self.results = Results()
-        self.arrays: list[Message] = []
-        self._heard = 0
-        self._at: list[int] = []
-        self._timed = timed
+    def __init__(self, unit: Unit, subscriber: Subscriber, timed: Timed | None = None) -> None:
+        self.answers = PartAnswers(unit, describe(subscriber))
         self._kinds = frozenset(subscriber.produces)
-        self._called = describe(subscriber)
+        self._timed = timed
 
     @property
     def seconds(self) -> float:
-        """How long the subscriber took."""
+        """How long the subscriber took, where that was measured."""
         return 0.0 if self._timed is None else self._timed.seconds
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
         return kind in self._kinds
 
     def receive(self, message: Message) -> Iterable[Message]:
-        if message.data is not None and message.data.numel() > ARRAY_NUMBERS:
-            self.arrays.append(message)
-            self._at.append(self._heard)
-        else:
-            self.results.add(message, self.unit.title, self._called)
-        self._heard += 1
+        self.answers.add(message)
         return ()
 
     def finish(self) -> Iterable[Message]:
@@ -90,39 +123,3 @@ class Heard:
 
     def close(self) -> None:
         """Nothing to let go of."""
-
-    def extend(self, other: Heard) -> None:
-        """Append what another one heard."""
-        self.results.extend(other.results)
-        self.arrays += other.arrays
-        self._at += [self._heard + at for at in other._at]
-        self._heard += other._heard
-
-    def write(self, folder: Folder, task: Task, unit: Unit, seconds: float, *, complete: bool, replace: bool) -> int:
-        """Write the answers; how many rows they are."""
-        place = write_arrays(folder, unit, self.arrays) if self.arrays else ""
-        table = part_table(self.results, self.arrays, self._called, task, unit, place)
-        details = {
-            "unit": unit.id,
-            "spec": unit.spec,
-            "trace": unit.title,
-            "rank": unit.rank,
-            "modules": unit.modules,
-            "steps": unit.steps,
-            "messages": unit.messages,
-            "bytes": unit.bytes,
-            "rows": table.num_rows,
-            "numbers": len(self.results) + sum(one.data.numel() for one in self.arrays if one.data is not None),
-            "arrays": self._at,
-            "structure": self.results.structure(),
-            "seconds": round(seconds, 6),
-            "complete": complete,
-        }
-        data = parquet(table.replace_schema_metadata({DETAILS: json.dumps(details).encode()}))
-        if complete:
-            folder.write(f"parts/{unit.id}{COMPLETE}", data, replace=replace)
-            if not isinstance(folder.path, Url):  # on an object store that is a request, and waits for the end
-                folder.remove([f"parts/{unit.id}{DAMAGED}"])
-        else:
-            folder.write(f"parts/{unit.id}{DAMAGED}", data)
-        return int(table.num_rows)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import datetime as dt
 import json
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from analyze.batching.batch_plan import BatchPlan, of_question
+from analyze.batching.batch_plan import BatchPlan
 from analyze.batching.folder import Folder
+from analyze.batching.part_files import remove_outdated, state_of
 from analyze.batching.units import SCHEMA, Failure
 from analyze.batching.work import Work
-from tracer.stores import Url
-from tracer.stores import remove as remove_url
 
 MANIFEST: Final = "manifest.json"
 FAILURES: Final = "failures.jsonl"
+_OF_A_SHARE: Final = re.compile(r"failures-\d+-of-\d+\.jsonl")
 
 
 def conclude(folder: Folder, planned: BatchPlan, work: Work, state: str) -> None:
@@ -27,12 +28,10 @@ def conclude(folder: Folder, planned: BatchPlan, work: Work, state: str) -> None
         folder.write(f"failures-{number}-of-{parts}.jsonl", _lines(work.failures))
         return
     if state != "interrupted":
-        _remove_old(folder, planned)
-        shares = [f"failures-{number}-of-{parts}.jsonl" for number, parts in _shares_there(folder)]
-        folder.remove(shares)
+        remove_outdated(folder, planned.units)
+        folder.remove(name for name in folder.names("") if _OF_A_SHARE.fullmatch(name))
     folder.write(FAILURES, _lines(work.failures))
-    before = manifest(folder)
-    told = _told(planned, work, state, before, folder)
+    told = _manifest(planned, work, state, folder)
     folder.write(MANIFEST, json.dumps(told, indent=1, ensure_ascii=False).encode(errors="backslashreplace"))
 
 
@@ -41,40 +40,7 @@ def _lines(failures: Sequence[Failure]) -> bytes:
     return lines.encode(errors="backslashreplace")  # a path that is no UTF-8 reads back as what it is
 
 
-def _shares_there(folder: Folder) -> list[tuple[int, int]]:
-    found = []
-    for name in folder.names(""):
-        front, of, back = name.removeprefix("failures-").removesuffix(".jsonl").partition("-of-")
-        if name.startswith("failures-") and of and front.isdigit() and back.isdigit():
-            found.append((int(front), int(back)))
-    return found
-
-
-def _remove_old(folder: Folder, planned: BatchPlan) -> None:
-    """Remove the answers to questions of this batch that were given when the trace or the subscriber was another."""
-    from analyze.batching.part_files import COMPLETE, DAMAGED
-
-    ids = {unit.id for unit in planned.units}
-    cells = {unit.cell for unit in planned.units}
-    names = folder.names("parts")
-    old = [name for name in names if name.partition("-")[0] in cells and name.partition(".")[0] not in ids]
-    # and what is damaged no longer
-    old += [name for name in names if name.endswith(DAMAGED) and name.removesuffix(DAMAGED) + COMPLETE in names]
-    folder.remove([f"parts/{name}" for name in old])
-    for name in {name.partition(".")[0] for name in old} - ids:
-        _remove_array(folder, f"arrays/{name}.zarr")
-
-
-def _remove_array(folder: Folder, name: str) -> None:
-    import shutil
-
-    if isinstance(folder.path, Url):
-        remove_url(folder.path / name)
-    else:
-        shutil.rmtree(folder.path / name, ignore_errors=True)
-
-
-def manifest(folder: Folder) -> dict[str, Any]:
+def read_manifest(folder: Folder) -> dict[str, Any]:
     """The manifest that is there; empty if there is none, or that of another layout."""
     try:
         found = json.loads(folder.read(MANIFEST) or b"{}")
@@ -83,30 +49,21 @@ def manifest(folder: Folder) -> dict[str, Any]:
     return found if isinstance(found, dict) and found.get("schema") == SCHEMA else {}
 
 
-def _told(planned: BatchPlan, work: Work, state: str, before: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
-    """The manifest: what this batch was, and what is in the folder, from this batch and earlier ones."""
+def _manifest(planned: BatchPlan, work: Work, state: str, folder: Folder) -> dict[str, Any]:
+    """What this batch was, and what is in the folder, from this batch and earlier ones."""
     import numpy as np
     import torch
 
-    from analyze.batching.part_files import COMPLETE, DAMAGED
     from tracer.version import __version__
 
-    names = folder.names("parts")
-    units = list(planned.units)
-    cells = {unit.cell for unit in units}
-    others = [one for one in before.get("units", ()) if one["id"].partition("-")[0] not in cells]
-    listed = [asdict(unit) for unit in units] + others
-    for one in listed:
-        one["state"] = (
-            "done" if one["id"] + COMPLETE in names else "damaged" if one["id"] + DAMAGED in names else "missing"
-        )
-    listed = [one for one in listed if one["state"] != "missing" or one["id"].partition("-")[0] in cells]
-    runs = {one["trace"]: one for one in before.get("traces", ())}
+    before = read_manifest(folder)
+    units = _units(planned, before, folder)
+    runs = {run["trace"]: run for run in before.get("traces", ())}
     runs |= {one.run.trace: asdict(one.run) for one in planned.traces if one.run is not None}
-    specs = {one["spec"]: one for one in before.get("subscribers", ())}
-    specs |= {one.spec: of_question(one) for one in planned.asked}
-    used = {f"{one['trace']}|{one['other']}" if one.get("other") else one["trace"] for one in listed}
-    seconds = {**before.get("seconds", {}), **{spec: spent for spec, spent in work.seconds.items() if spent[2]}}
+    asked = {question["spec"]: question for question in before.get("subscribers", ())}
+    asked |= {question.spec: question.document() for question in planned.asked}
+    traces = {f"{unit['trace']}|{unit['other']}" if unit.get("other") else unit["trace"] for unit in units}
+    specs = {unit["spec"] for unit in units}
     return {
         "schema": SCHEMA,
         "state": state,
@@ -121,8 +78,19 @@ def _told(planned: BatchPlan, work: Work, state: str, before: Mapping[str, Any],
         "computed": work.computed,
         "cached": len(planned.cached),
         "failed": len(work.failures),
-        "subscribers": [one for spec, one in specs.items() if any(unit["spec"] == spec for unit in listed)],
-        "traces": [run for trace, run in runs.items() if trace in used],
-        "seconds": seconds,
-        "units": listed,
+        "subscribers": [question for spec, question in asked.items() if spec in specs],
+        "traces": [run for trace, run in runs.items() if trace in traces],
+        "seconds": {**before.get("seconds", {}), **{spec: spent for spec, spent in work.seconds.items() if spent[2]}},
+        "units": units,
     }
+
+
+def _units(planned: BatchPlan, before: Mapping[str, Any], folder: Folder) -> list[dict[str, Any]]:
+    """The units of this batch, and those of earlier ones whose answers are there, with their states."""
+    names = folder.names("parts")
+    cells = {unit.cell for unit in planned.units}
+    others = [unit for unit in before.get("units", ()) if unit["id"].partition("-")[0] not in cells]
+    units = [
+        unit | {"state": state_of(unit["id"], names)} for unit in [*(asdict(one) for one in planned.units), *others]
+    ]
+    return [unit for unit in units if unit["state"] != "missing" or unit["id"].partition("-")[0] in cells]

@@ -1,13 +1,4 @@
-"""The plan of a batch: which parts the work on many traces falls into, what each is called, and which are done at once.
-
-A `Unit` is the share of one subscriber in one trace that is computed and stored as a whole. Its id is made of all that
-its answers depend on, so that a unit that is there need not be computed again. A `Task` is what a worker does at once:
-units that read the same messages, which are then read once.
-
-How far the work on a trace can be cut is what the subscriber says it remembers (`tracer.messaging.subscriber.Scope`),
-or what the producers of its input do, whichever is more. Cuts depend on the trace and the subscriber alone, never on
-how many workers there are or what else is asked: another run cuts in the same places and finds what is there.
-"""
+"""The plan of one trace: which units the work on it falls into, and what each is called."""
 
 from __future__ import annotations
 
@@ -19,8 +10,7 @@ from numpy.typing import NDArray
 
 from analyze.batching.cutting import PART_BYTES, shares
 from analyze.batching.questions import Question
-from analyze.batching.units import SCHEMA, Failure, Run, Selection, TracePlan, Unit, digest
-from tracer.errors import TracerError
+from analyze.batching.units import SCHEMA, Failure, Run, Selection, StepRange, TracePlan, Unit, digest, sentence_of
 from tracer.format.journal import Column
 from tracer.replaying.replay import Plan, plan
 from tracer.stores import Anywhere, Url, location
@@ -50,10 +40,8 @@ def plan_trace(
     selection = selection or Selection()
     try:
         reader = TraceReader(path)
-    except TracerError as error:
-        return TracePlan(run=None, failures=[unplanned(path, "", None, error)])
     except Exception as error:  # noqa: BLE001 - one file that a library chokes on must not end a batch of hundreds
-        return TracePlan(run=None, failures=[unplanned(path, "", None, f"{type(error).__name__}: {error}")])
+        return TracePlan(run=None, failures=[unplanned(path, "", None, sentence_of(error))])
     with reader:
         return _plan_trace(path, reader, asked, selection, part_bytes)
 
@@ -71,16 +59,13 @@ def _plan_trace(
         for rank, view in views.items():
             try:
                 steps = _settled(view, selection.steps) if run.status == "recording" else selection.steps
-                filters = selection.filters() | {"steps": steps}
-                todo = plan(view, *question.receivers, rank=rank, **filters)
+                todo = plan(view, *question.receivers, rank=rank, **selection.at(steps).filters())
                 if todo.missing:
                     lacking.append(unplanned(path, question.spec, rank, "; ".join(todo.missing)))
                     continue
                 units += _units(path, view, question, todo, rank, steps, run.ended, part_bytes)
-            except TracerError as error:
-                failures.append(unplanned(path, question.spec, rank, error))
             except Exception as error:  # noqa: BLE001 - as above
-                failures.append(unplanned(path, question.spec, rank, f"{type(error).__name__}: {error}"))
+                failures.append(unplanned(path, question.spec, rank, sentence_of(error)))
         planned.units += units
         # a rank may have been recorded in part, such as without the weights, which are the same in all
         planned.failures += failures if units else failures + lacking
@@ -92,7 +77,7 @@ def unplanned(trace: str, spec: str, rank: int | None, why: object) -> Failure:
     return Failure(trace=trace, spec=spec, rank=rank, unit="", status="unplanned", reason=str(why))
 
 
-def _settled(reader: TraceReader, steps: tuple[int | None, ...] | None) -> tuple[int | None, ...]:
+def _settled(reader: TraceReader, steps: StepRange | None) -> StepRange:
     """The steps of a run that is being recorded whose messages are all there, with what derives from them."""
     last = int(reader.journal[:, Column.GLOBAL_STEP].max(initial=0)) - 1
     start, stop, stride = (*(steps or (None, None)), 1)[:3]
@@ -105,7 +90,7 @@ def _units(
     question: Question,
     todo: Plan,
     rank: int,
-    steps: tuple[int | None, ...] | None,
+    steps: StepRange | None,
     ended: str,
     part_bytes: int,
 ) -> list[Unit]:

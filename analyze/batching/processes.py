@@ -18,14 +18,14 @@ from analyze.batching.engines import Death, Document
 from tracer.errors import CaptureError, TracerError
 
 POLL_SECONDS: Final = 0.2
-"""How often it is looked how much memory workers have."""
+"""How often the memory of workers is measured."""
 DEATHS: Final = 3
-"""Workers that may die in their first moments, without a task done, before it is said that none can work."""
+"""After so many deaths of workers in a row, none of which had done a task, no other worker is started."""
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """A process, what it works on, and what it has said so far of its next line."""
+    """A process, the key of its task, and the beginning of the line that it is writing."""
 
     process: subprocess.Popen[bytes]
     key: str | None = None
@@ -98,7 +98,7 @@ class Processes:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment(),
-            start_new_session=True,  # an interrupt from the keyboard is for this process to tell
+            start_new_session=True,  # an interrupt from the keyboard is for this process alone
         )
         worker = _Worker(process)
         assert process.stdout is not None
@@ -122,7 +122,7 @@ class Processes:
             self._early_deaths = 0
 
     def _bury(self, worker: _Worker) -> None:
-        """What is to be told of a worker that has died."""
+        """Take leave of a worker that has died: its task has no receipt, but a reason why."""
         code = worker.process.wait()
         self._forget(worker)
         self._workers.remove(worker)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from analyze import registry
-from analyze.batching.units import Module
 from tracer.errors import CaptureError, MessageError
-from tracer.messaging.bus import Receiver, describe
-from tracer.messaging.messages import Message
 from tracer.messaging.subscriber import Scope, Subscriber
+
+KNOWN_SCOPES: Final = ("message", "stream", "step")
+"""The scopes that let the work on a trace be cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,6 +36,10 @@ class Question:
     scope: Scope
     identity: list[list[str]]
     receivers: tuple[Subscriber, ...]
+
+    def document(self) -> dict[str, Any]:
+        """The question as JSON values, for manifests."""
+        return {"spec": self.spec, "chain": list(self.chain), "scope": self.scope, "identity": self.identity}
 
 
 def questions(specs: Iterable[str]) -> list[Question]:
@@ -76,6 +80,7 @@ def questions(specs: Iterable[str]) -> list[Question]:
 
 
 def _chain(spec: str, made: Mapping[str, Subscriber], consumers: tuple[str, ...]) -> tuple[str, ...]:
+    """A subscriber after those whose answers it takes; `consumers` are those that take its own."""
     if spec in consumers:
         circle = ", ".join(consumers[consumers.index(spec) :])
         raise CaptureError(f"these need each other's answers in a circle: {circle}")
@@ -89,53 +94,9 @@ def _chain(spec: str, made: Mapping[str, Subscriber], consumers: tuple[str, ...]
     return (*chain, spec)
 
 
-KNOWN_SCOPES = ("message", "stream", "step")
-
-
 def _widest(scopes: Iterable[str]) -> Scope:
     """What a chain remembers across: nothing, the steps of a stream, the streams of a step, or more."""
     found = {scope if scope in KNOWN_SCOPES else "everything" for scope in scopes} - {"message"}
     if not found:
         return "message"
     return "stream" if found == {"stream"} else "step" if found == {"step"} else "everything"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OfModules:
-    """A subscriber that hears of some modules only; of what others answer it hears all."""
-
-    subscriber: Subscriber
-    modules: frozenset[Module]
-    answers: frozenset[str]
-
-    @property
-    def name(self) -> str:
-        """What the subscriber is called."""
-        return describe(self.subscriber)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.subscriber, name)
-
-    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
-        """Whether the subscriber does, if the message is of one of the modules or an answer."""
-        return (kind in self.answers or module in self.modules) and self.subscriber.wants(kind, module, tag, step)
-
-    def receive(self, message: Message) -> Iterable[Message]:
-        """What the subscriber answers."""
-        return self.subscriber.receive(message)
-
-    def finish(self) -> Iterable[Message]:
-        """What the subscriber answers."""
-        return self.subscriber.finish()
-
-    def close(self) -> None:
-        """As the subscriber does."""
-        self.subscriber.close()
-
-
-def of_modules(chain: Sequence[Subscriber], modules: Iterable[Module] | None) -> list[Receiver]:
-    """Subscribers that hear of some modules only (all, if None)."""
-    if modules is None:
-        return list(chain)
-    chosen, answers = frozenset(modules), frozenset(kind for one in chain for kind in one.produces)
-    return [OfModules(one, chosen, answers) for one in chain]

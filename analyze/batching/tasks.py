@@ -11,37 +11,27 @@ import socket
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from importlib import import_module
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 
 from analyze import registry
 from analyze.batching.cutting import Share
 from analyze.batching.folder import Folder
-from analyze.batching.hearing import Heard, Timed
+from analyze.batching.hearing import Heard, Timed, of_modules
 from analyze.batching.pairing import identity_of, take
 from analyze.batching.planning import identity
-from analyze.batching.questions import Question, of_modules, questions
-from analyze.batching.units import Selection, Task, Unit
-from tracer.errors import TraceCorruptError, TraceError, TracerError
+from analyze.batching.questions import Question, questions
+from analyze.batching.units import Module, Outcome, Selection, Task, Unit, sentence_of, stride_of
+from analyze.comparing.compare import compare
+from tracer.errors import TraceCorruptError, TraceError
 from tracer.format.journal import Column
-from tracer.replaying.replay import plan, replay
+from tracer.replaying.replay import Plan, plan, replay
 from tracer.trace.reader import TraceReader
 
 SALVAGES: Final = 200
 """How often a damaged part is replayed in smaller shares."""
-
-
-class Outcome(NamedTuple):
-    """What became of a unit."""
-
-    unit: str
-    status: str
-    rows: int
-    seconds: float
-    reason: str = ""
-    traceback: str = ""
 
 
 def run(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,15 +52,13 @@ def run(document: Mapping[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(1)  # a worker has one processor; what else would do it differs from engine to engine
     task = Task.of(document["task"])
-    folder = Folder(document["out"])
-    try:
+    with Folder(document["out"]) as folder:
         outcomes = _run(task, folder, bool(document["replace"]))
-    finally:
-        folder.close()
     return {"outcomes": [one._asdict() for one in outcomes], "where": f"{socket.gethostname()}:{os.getpid()}"}
 
 
 def _run(task: Task, folder: Folder, replace: bool) -> list[Outcome]:
+    """Compute the units together, and each by itself where that goes wrong."""
     if len(task.units) > 1 and not task.units[0].other:
         outcomes = _attempt(task, task.units, folder, replace)
         if all(one.status == "computed" for one in outcomes):
@@ -80,11 +68,33 @@ def _run(task: Task, folder: Folder, replace: bool) -> list[Outcome]:
 
 
 def _attempt(task: Task, units: Sequence[Unit], folder: Folder, replace: bool) -> list[Outcome]:
-    import torch
-
+    """Compute units in one reading of the trace, and write their answers."""
     began = time.perf_counter()
     heard: list[Heard] = []
-    status, reason, told = "computed", "", ""
+    status, reason, told = _hear(task, units, heard)
+    spent = time.perf_counter() - began
+    is_kept = bool(heard) and (status == "computed" or (status == "damaged" and len(units) == 1))
+    if not is_kept:
+        return [Outcome(unit.id, status, 0, spent / len(units), reason, told) for unit in units]
+    # reading is for all of them
+    shared = max(spent - sum(one.seconds for one in heard), 0.0) / len(units)
+    outcomes = []
+    for unit, one in zip(units, heard, strict=True):
+        seconds = one.seconds + shared
+        try:
+            rows = one.answers.write(folder, task.run, seconds, complete=status == "computed", replace=replace)
+        except Exception as error:  # noqa: BLE001 - such as a full disk, or an answer that no table holds
+            why = f"the answers cannot be written: {error}"
+            outcomes.append(Outcome(unit.id, "failed", 0, seconds, why, traceback.format_exc()))
+        else:
+            outcomes.append(Outcome(unit.id, status, rows, seconds, reason, told))
+    return outcomes
+
+
+def _hear(task: Task, units: Sequence[Unit], heard: list[Heard]) -> tuple[str, str, str]:
+    """Append to `heard` what the subscribers of the units answer; the status, the reason and the traceback."""
+    import torch
+
     try:
         with torch.no_grad(), TraceReader(units[0].trace) as whole:
             try:
@@ -93,34 +103,14 @@ def _attempt(task: Task, units: Sequence[Unit], folder: Folder, replace: bool) -
                 else:
                     _replay(task, units, whole.of_rank(units[0].rank), heard)
             except TraceCorruptError as error:
-                status, reason = "damaged", str(error)  # what was published before is right
+                reason = str(error)  # what was published before is right
                 if len(units) == 1 and not units[0].other:
                     reason += _salvage(task, units[0], whole.of_rank(units[0].rank), heard)
+                return "damaged", reason, ""
     except Exception as error:  # noqa: BLE001 - a subscriber, a file or a library may raise anything; the rest goes on
-        status, told = "failed", traceback.format_exc()
         notes = "; ".join(getattr(error, "__notes__", ()))
-        kind = "" if isinstance(error, TracerError) else f"{type(error).__name__}: "
-        reason = f"{kind}{error}" + (f" ({notes})" if notes else "")
-    outcomes = []
-    spent = time.perf_counter() - began
-    shared = max(spent - sum(one.seconds for one in heard), 0.0) / len(units)
-    for number, unit in enumerate(units):
-        rows, seconds = 0, spent / len(units)
-        if heard and (status == "computed" or (status == "damaged" and len(units) == 1)):
-            seconds = heard[number].seconds + shared
-            try:
-                rows = heard[number].write(folder, task, unit, seconds, complete=status == "computed", replace=replace)
-            except Exception as error:  # noqa: BLE001 - such as a full disk, or an answer that no table holds
-                outcomes.append(
-                    Outcome(unit.id, "failed", 0, seconds, f"the answers cannot be written: {error}", _trace())
-                )
-                continue
-        outcomes.append(Outcome(unit.id, status, rows, seconds, reason, told))
-    return outcomes
-
-
-def _trace() -> str:
-    return traceback.format_exc()
+        return "failed", sentence_of(error) + (f" ({notes})" if notes else ""), traceback.format_exc()
+    return "computed", "", ""
 
 
 def _replay(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[Heard]) -> None:
@@ -140,57 +130,74 @@ def _listen(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[
     receivers = of_modules(list(made.values()), share.modules)
     timed = {spec: Timed(one) for spec, one in zip(made, receivers, strict=True)}
     heard += [Heard(unit, made[unit.spec], timed[unit.spec]) for unit in units]
-    filters = task.selection.filters() | {"steps": share.steps}
-    replay(reader, *timed.values(), *heard, rank=units[0].rank, **filters)
+    replay(reader, *timed.values(), *heard, rank=units[0].rank, **task.selection.at(share.steps).filters())
 
 
 def _salvage(task: Task, unit: Unit, reader: TraceReader, heard: list[Heard]) -> str:
     """Replay smaller and smaller shares of a damaged unit, as its scope allows, until only those that are damaged fail.
 
-    What is heard then takes the place of what was heard before; what is missing is told in a clause.
+    What is heard then takes the place of what was heard before; a clause says what is missing.
     """
     (question,) = (one for one in questions(unit.chain) if one.spec == unit.spec)
-    filters = task.selection.filters() | {"steps": unit.steps}
-    todo = plan(reader, *of_modules(question.receivers, unit.modules), rank=unit.rank, **filters)
-    rows = np.concatenate([np.flatnonzero(todo.where), todo.pairs[:, 0]])
-    stride = (*(unit.steps or ()), None, None, None)[2] or 1
-    numbers = np.unique(reader.journal[rows, Column.GLOBAL_STEP]).tolist()
-    found = {stream.id for stream in reader.streams}.intersection(reader.journal[rows, Column.STREAM].tolist())
-    modules = list(dict.fromkeys(stream.module for stream in reader.streams if stream.id in found))
-    if question.scope in ("message", "step"):
-        what, pieces = "steps", len(numbers)
-    elif question.scope == "stream":
-        what, pieces = "modules", len(modules)
-    else:
+    pieces = _Pieces.of(unit, question, reader, _planned(task, unit, question, reader))
+    if pieces is None:
         return "; the answers are to what comes before that"
-
-    def share(begin: int, end: int) -> Share:
-        if what == "modules":
-            return Share(modules=tuple(modules[begin:end]), steps=unit.steps)
-        return Share(modules=unit.modules, steps=(numbers[begin], numbers[end - 1] + 1, stride))
-
     heard.clear()
     lost, tries = 0, 0
-    waiting = [(0, pieces)]
+    waiting = [(0, pieces.count)]
     while waiting:
         begin, end = waiting.pop()
         said: list[Heard] = []
         try:
             tries += 1
-            _listen(task, (unit,), reader, said, share(begin, end))
+            _listen(task, (unit,), reader, said, pieces.share(begin, end))
         except TraceCorruptError:
             if end - begin > 1 and tries < SALVAGES:
                 middle = (begin + end) // 2
                 waiting += [(middle, end), (begin, middle)]
                 continue
             lost += end - begin
-            if what == "steps":
-                continue  # of the steps that are damaged, nothing; of a module, what comes before
+            if pieces.modules is None:
+                continue  # nothing is kept of damaged steps; of a damaged module, what comes before the damage
         if heard:
-            heard[0].extend(said[0])
+            heard[0].answers.extend(said[0].answers)
         else:
             heard += said
-    return f"; the answers to {lost} of {pieces} {what} are missing" + (" in part" if what == "modules" else "")
+    if pieces.modules is None:
+        return f"; the answers to {lost} of {pieces.count} steps are missing"
+    return f"; the answers to {lost} of {pieces.count} modules are missing in part"
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """The least shares that a unit can be cut into: single modules, or else single steps."""
+
+    unit: Unit
+    steps: Sequence[int]
+    modules: Sequence[Module] | None
+
+    @classmethod
+    def of(cls, unit: Unit, question: Question, reader: TraceReader, todo: Plan) -> _Pieces | None:
+        """The pieces that the scope of a subscriber allows; None if that is none."""
+        if question.scope not in ("message", "step", "stream"):
+            return None
+        rows = np.concatenate([np.flatnonzero(todo.where), todo.pairs[:, 0]])
+        steps = np.unique(reader.journal[rows, Column.GLOBAL_STEP]).tolist()
+        found = set(reader.journal[rows, Column.STREAM].tolist())
+        modules = list(dict.fromkeys(stream.module for stream in reader.streams if stream.id in found))
+        return cls(unit, steps, modules if question.scope == "stream" else None)
+
+    @property
+    def count(self) -> int:
+        """How many pieces there are."""
+        return len(self.steps if self.modules is None else self.modules)
+
+    def share(self, begin: int, end: int) -> Share:
+        """Some of the pieces together."""
+        if self.modules is not None:
+            return Share(modules=tuple(self.modules[begin:end]), steps=self.unit.steps)
+        stride = stride_of(self.unit.steps) or 1
+        return Share(modules=self.unit.modules, steps=(self.steps[begin], self.steps[end - 1] + 1, stride))
 
 
 def _compared(task: Task, unit: Unit, one: TraceReader) -> Heard:
@@ -204,20 +211,24 @@ def _compared(task: Task, unit: Unit, one: TraceReader) -> Heard:
         if not unit.id.endswith(f"-{identity_of(*places, question, unit.steps, pair)}"):
             raise _changed(unit)
         measure = registry.parse(unit.spec)
-        heard = Heard(unit, measure, None)
-        # imported by its name, because it is a function of the package, too
-        heard.results = import_module("analyze.comparing.compare").compare(*views, measure, steps=unit.steps)
+        heard = Heard(unit, measure)
+        heard.answers.add_rows(compare(*views, measure, steps=unit.steps))  # type: ignore[arg-type]
     return heard
 
 
 def _check_unchanged(task: Task, unit: Unit, question: Question, reader: TraceReader) -> None:
     """Raise `TraceError` if the trace or a subscriber is not what was planned: its answers would be filed wrongly."""
-    filters = task.selection.filters() | {"steps": unit.steps}
-    todo = plan(reader, *of_modules(question.receivers, unit.modules), rank=unit.rank, **filters)
+    todo = _planned(task, unit, question, reader)
     rows = todo.where.nonzero()[0]
     now = identity(reader, question, rows, todo.pairs, unit.trace, unit.rank, task.run.ended)
     if not unit.id.endswith(f"-{now}"):
         raise _changed(unit)
+
+
+def _planned(task: Task, unit: Unit, question: Question, reader: TraceReader) -> Plan:
+    """What a unit reads of its trace."""
+    filters = task.selection.at(unit.steps).filters()
+    return plan(reader, *of_modules(question.receivers, unit.modules), rank=unit.rank, **filters)
 
 
 def _changed(unit: Unit) -> TraceError:

@@ -1,20 +1,28 @@
-"""What a batch is made of: units, tasks, the runs and failures that they tell of."""
+"""What a batch is made of, as values: selections, units, tasks, outcomes and failures.
+
+A `Unit` is the share of one subscriber in one trace that is computed and stored as a whole. Its id is made of all that
+its answers depend on, so a unit that is there need not be computed again. A `Task` is what a worker does at once: units
+that read the same messages, which are then read once.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, NamedTuple, TypeAlias
 
+from tracer.errors import TracerError
 from tracer.secrets import masked_text
 from tracer.trace.reader import Steps, TraceReader
 
 SCHEMA: Final = 2
 """Raised whenever the files of parts change, so that parts of another release are not taken for this one's."""
-Module = str | None
+Module: TypeAlias = str | None
 """A module's dotted path; None stands for the network."""
+StepRange: TypeAlias = tuple[int | None, ...]
+"""Start, stop and perhaps a stride of global steps; None where there is no bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +31,37 @@ class Selection:
 
     kinds: tuple[str, ...] | None = None
     modules: tuple[str, ...] | None = None
-    steps: tuple[int | None, ...] | None = None
+    steps: StepRange | None = None
     tags: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        kinds: str | Iterable[str] | None,
+        modules: str | Iterable[str] | None,
+        steps: Steps | None,
+        tags: str | Iterable[str] | None,
+    ) -> Selection:
+        """The selection that these filters of `tracer.replay` make."""
+        plain = None if steps is None else tuple(None if bound is None else int(bound) for bound in steps)
+        return cls(kinds=_names(kinds), modules=_names(modules), steps=plain, tags=_names(tags))
+
+    def at(self, steps: StepRange | None) -> Selection:
+        """The same of other steps."""
+        return replace(self, steps=steps)
 
     def filters(self) -> dict[str, Any]:
         """The arguments of `tracer.replay`."""
         return {"kinds": self.kinds, "modules": self.modules, "steps": self.steps, "tags": self.tags}
+
+
+def _names(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    return None if value is None else (value,) if isinstance(value, str) else tuple(value)
+
+
+def stride_of(steps: StepRange | None) -> int | None:
+    """The stride of a range of steps; None if it has none."""
+    return None if steps is None or len(steps) < 3 else steps[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +98,7 @@ class Unit:
     trace: str
     rank: int
     modules: tuple[Module, ...] | None
-    steps: tuple[int | None, ...] | None
+    steps: StepRange | None
     messages: int
     bytes: int
     other: str = ""
@@ -127,6 +160,17 @@ class Run:
         )
 
 
+class Outcome(NamedTuple):
+    """What became of a unit: its status is ``"computed"``, or one of those of `Failure`."""
+
+    unit: str
+    status: str
+    rows: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+    traceback: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """What was asked and could not be answered, and why, without secrets (see `tracer.secrets`).
@@ -159,6 +203,20 @@ class Failure:
     where: str = ""
     traceback: str = ""
 
+    @classmethod
+    def of(cls, unit: Unit, outcome: Outcome, where: str) -> Failure:
+        """What is said of a unit that was not computed."""
+        return cls(
+            trace=unit.title,
+            spec=unit.spec,
+            rank=unit.rank,
+            unit=unit.id,
+            status=outcome.status,
+            reason=outcome.reason,
+            where=where,
+            traceback=outcome.traceback,
+        )
+
     def __post_init__(self) -> None:
         for name in ("trace", "reason", "traceback"):  # they are printed and written
             object.__setattr__(self, name, masked_text(getattr(self, name)))
@@ -186,8 +244,12 @@ class Task:
         """What it reads, at most."""
         return max(unit.bytes for unit in self.units)
 
+    def only(self, *units: Unit) -> Task:
+        """The same task of some of its units."""
+        return replace(self, units=units)
+
     def document(self) -> dict[str, Any]:
-        """The task as JSON, which `of` reads."""
+        """The task as JSON values, which `of` reads."""
         return {
             "units": [asdict(unit) for unit in self.units],
             "run": asdict(self.run),
@@ -208,11 +270,11 @@ def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
+def sentence_of(error: Exception) -> str:
+    """What an error says; of one that is not this project's own, its class comes first."""
+    return str(error) if isinstance(error, TracerError) else f"{type(error).__name__}: {error}"
+
+
 def digest(value: Any) -> str:
     """A digest of JSON values, in hexadecimal digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def steps_of(steps: Steps | None) -> tuple[int | None, ...] | None:
-    """A range of steps as a tuple of plain integers."""
-    return None if steps is None else tuple(None if one is None else int(one) for one in steps)

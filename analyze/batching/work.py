@@ -8,12 +8,32 @@ from typing import Any, final
 from analyze.batching.batch_plan import BatchPlan, Progress
 from analyze.batching.engines import Death, Engine
 from analyze.batching.folder import Folder
-from analyze.batching.units import Failure, Task, Unit
+from analyze.batching.units import Failure, Outcome, Task, Unit
 
 
 @final
 class Work:
-    """The tasks of a plan while they are computed, and what became of them."""
+    """The tasks of a plan while they are computed, and what became of them.
+
+    Parameters
+    ----------
+    planned : BatchPlan
+    folder : Folder
+        Where the answers go.
+    say : callable
+        Is told of each part that is over, and of what is tried again.
+    force : bool
+        Whether parts that are there are written anew.
+
+    Attributes
+    ----------
+    failures : list of Failure
+        What could not be answered, with what was clear when it was planned.
+    computed, parts : int
+        Units that were computed, and all that are to be.
+    seconds : dict of str to list
+        By subscriber: the seconds, the bytes and the parts that were computed.
+    """
 
     def __init__(self, planned: BatchPlan, folder: Folder, say: Progress, force: bool) -> None:
         self.failures = list(planned.failures)
@@ -52,7 +72,7 @@ class Work:
         if len(task.units) > 1:
             self._say({"event": "retry", "trace": task.run.trace, "reason": death.reason, "parts": len(task.units)})
             for unit in task.units:
-                self._submit(engine, Task(units=(unit,), run=task.run, selection=task.selection))
+                self._submit(engine, task.only(unit))
         elif death.again and not tried:
             self._tried[task.units[0].id] = tried + 1
             self._say({"event": "retry", "trace": task.run.trace, "reason": death.reason, "parts": 1})
@@ -62,67 +82,38 @@ class Work:
                 self._submit(engine, task)
         else:
             reason = death.reason + (", twice" if tried else "")
-            self._count(task.units[0], "killed", reason=reason)
+            self._count(task.units[0], Outcome(task.units[0].id, "killed", reason=reason))
 
     def _take(self, task: Task, receipt: Mapping[str, Any]) -> None:
+        """Note what became of the units of a task that was done."""
         units = {unit.id: unit for unit in task.units}
-        for told in receipt["outcomes"]:
-            unit = units[told["unit"]]
+        for outcome in (Outcome(**one) for one in receipt["outcomes"]):
+            unit = units[outcome.unit]
             spent = self.seconds.setdefault(unit.spec, [0.0, 0.0, 0.0])
-            for place, amount in enumerate((told["seconds"], unit.bytes, 1)):
+            for place, amount in enumerate((outcome.seconds, unit.bytes, 1)):
                 spent[place] += amount
-            self._count(
-                unit,
-                told["status"],
-                rows=told["rows"],
-                seconds=told["seconds"],
-                reason=told["reason"],
-                where=receipt["where"],
-                traceback=told["traceback"],
-            )
+            self._count(unit, outcome, receipt["where"])
 
-    def _count(
-        self,
-        unit: Unit,
-        status: str,
-        *,
-        rows: int = 0,
-        seconds: float = 0.0,
-        reason: str = "",
-        where: str = "",
-        traceback: str = "",
-    ) -> None:
+    def _count(self, unit: Unit, outcome: Outcome, where: str = "") -> None:
+        """Count a unit that is over, and tell of it."""
         self._done += 1
-        if status == "computed":
+        if outcome.status == "computed":
             self.computed += 1
         else:
             self._failed += 1
-            self.failures.append(
-                Failure(
-                    trace=unit.title,
-                    spec=unit.spec,
-                    rank=unit.rank,
-                    unit=unit.id,
-                    status=status,
-                    reason=reason,
-                    where=where,
-                    traceback=traceback,
-                )
-            )
-        self._say(
-            {
-                "event": "part",
-                "id": unit.id,
-                "trace": unit.title,
-                "subscriber": unit.spec,
-                "rank": unit.rank,
-                "status": status,
-                "rows": rows,
-                "seconds": round(seconds, 4),
-                "bytes": unit.bytes,
-                "done": self._done,
-                "failed": self._failed,
-                "parts": self.parts,
-            }
-            | ({"reason": reason} if reason else {})
-        )
+            self.failures.append(Failure.of(unit, outcome, where))
+        event = {
+            "event": "part",
+            "id": unit.id,
+            "trace": unit.title,
+            "subscriber": unit.spec,
+            "rank": unit.rank,
+            "status": outcome.status,
+            "rows": outcome.rows,
+            "seconds": round(outcome.seconds, 4),
+            "bytes": unit.bytes,
+            "done": self._done,
+            "failed": self._failed,
+            "parts": self.parts,
+        }
+        self._say(event | ({"reason": outcome.reason} if outcome.reason else {}))
