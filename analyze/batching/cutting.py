@@ -70,19 +70,12 @@ def shares(
 
 
 def _by_steps(reader: TraceReader, todo: Plan, steps: StepRange | None, part_bytes: int) -> list[tuple[Share, int]]:
+    """Shares of all modules and some steps each, and the bytes of each share."""
     rows = np.concatenate([np.flatnonzero(todo.where), todo.pairs[:, 0]])
     sizes = reader.sizes(rows)
     numbers, place = np.unique(reader.journal[rows, Column.GLOBAL_STEP], return_inverse=True)
     per_step = np.bincount(place, sizes).astype(np.int64)
-    # where to cut is asked of the streams that make up most of what is read
-    pools = reader.journal[rows, Column.POOL]
-    if (pools >= 0).any():
-        weights = np.bincount(pools[pools >= 0], sizes[pools >= 0])
-        largest = np.flatnonzero(pools == int(weights.argmax()))
-        begins = np.zeros(len(numbers), np.bool_)
-        begins[place[largest[reader.begins_chunk(rows[largest])]]] = True
-    else:
-        begins = np.ones(len(numbers), np.bool_)
+    begins = _begin_chunks(reader, rows, sizes, place, len(numbers))
     ends = np.cumsum(per_step)
     stride = stride_of(steps)
     found = []
@@ -100,6 +93,31 @@ def _by_steps(reader: TraceReader, todo: Plan, steps: StepRange | None, part_byt
         found.append((share, int(ends[last - 1]) - before))
         first = last
     return found
+
+
+def _begin_chunks(
+    reader: TraceReader, rows: NDArray[np.int64], sizes: NDArray[np.int64], place: NDArray[np.int64], steps: int
+) -> NDArray[np.bool_]:
+    """Which steps begin a chunk of the array that makes up most of what is read; all steps if there is no array.
+
+    Parameters
+    ----------
+    reader : TraceReader
+    rows, sizes : array (messages,)
+        What is read, and the bytes of each.
+    place : array (messages,)
+        Which step each is of.
+    steps : int
+        How many steps there are.
+    """
+    pools = reader.journal[rows, Column.POOL]
+    if not (pools >= 0).any():
+        return np.ones(steps, np.bool_)
+    weights = np.bincount(pools[pools >= 0], sizes[pools >= 0])
+    largest = np.flatnonzero(pools == int(weights.argmax()))
+    begins = np.zeros(steps, np.bool_)
+    begins[place[largest[reader.begins_chunk(rows[largest])]]] = True
+    return begins
 
 
 def _by_modules(reader: TraceReader, todo: Plan, share: Share, part_bytes: int) -> list[tuple[Module, ...]]:

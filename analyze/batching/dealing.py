@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any, Final
 
 from analyze import registry
@@ -17,25 +18,28 @@ def fused(plans: Iterable[TracePlan], selection: Selection, workers: int) -> lis
 
     Two units are not put together if their chains bring two producers of the same kind. The largest task comes first.
     """
-    tasks: list[Task] = []
-    made: dict[str, frozenset[str]] = {}
-    for one in plans:
-        if one.run is None:
-            continue
-        groups: dict[Any, list[list[Unit]]] = {}
-        for unit in one.units:
-            alike = groups.setdefault((unit.rank, unit.modules, unit.steps), [])
-            for group in alike:
-                if not _collide(unit, group, made):
-                    group.append(unit)
-                    break
-            else:
-                alike.append([unit])
-        tasks += [
-            Task(units=tuple(group), run=one.run, selection=selection) for alike in groups.values() for group in alike
-        ]
+    produces = cache(lambda spec: frozenset(registry.parse(spec).produces))
+    tasks = [
+        Task(units=tuple(group), run=one.run, selection=selection)
+        for one in plans
+        if one.run is not None
+        for group in _together(one.units, produces)
+    ]
     tasks = _divided(tasks, TASKS_PER_WORKER * workers)
     return sorted(tasks, key=lambda task: (-task.bytes, task.units[0].id))
+
+
+def _together(units: Iterable[Unit], produces: Callable[[str], frozenset[str]]) -> list[list[Unit]]:
+    """Units of one trace in groups that read the same and do not collide."""
+    groups: dict[Any, list[list[Unit]]] = {}
+    for unit in units:
+        alike = groups.setdefault((unit.rank, unit.modules, unit.steps), [])
+        fitting = next((group for group in alike if not _collide(unit, group, produces)), None)
+        if fitting is None:
+            alike.append([unit])
+        else:
+            fitting.append(unit)
+    return [group for alike in groups.values() for group in alike]
 
 
 def _divided(tasks: Sequence[Task], wanted: int) -> list[Task]:
@@ -53,14 +57,8 @@ def _divided(tasks: Sequence[Task], wanted: int) -> list[Task]:
     return done + left
 
 
-def _collide(unit: Unit, group: Sequence[Unit], made: dict[str, frozenset[str]]) -> bool:
+def _collide(unit: Unit, group: Sequence[Unit], produces: Callable[[str], frozenset[str]]) -> bool:
     """Whether the chain of a unit and those of others have two subscribers that produce the same kind."""
-
-    def produces(spec: str) -> frozenset[str]:
-        if spec not in made:
-            made[spec] = frozenset(registry.parse(spec).produces)
-        return made[spec]
-
     there = {spec for other in group for spec in other.chain}
     new = [spec for spec in unit.chain if spec not in there]
     kinds = {kind for spec in there for kind in produces(spec)}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 from analyze.batching.batch_plan import BatchPlan
 from analyze.batching.engines import cores
@@ -13,7 +15,7 @@ from analyze.batching.units import Task
 from tracer.stores import Anywhere
 
 TRY_AGAIN: Final = 5.0
-"""A part that took fewer seconds than this is tried once more, for an estimate."""
+"""A part that took fewer seconds than this is tried once more."""
 
 
 def estimate(planned: BatchPlan, out: Anywhere, workers: int | None = None) -> dict[str, Any]:
@@ -23,7 +25,8 @@ def estimate(planned: BatchPlan, out: Anywhere, workers: int | None = None) -> d
     ----------
     planned : BatchPlan
     out : path or URL
-        Whose manifest says how long they took. One that is not in it is tried on its smallest part; nothing is written.
+        The folder whose manifest says how long subscribers took. One that is not in it is tried on its smallest part,
+        and the answers are thrown away.
     workers : int, optional
         How many compute at once.
 
@@ -35,21 +38,12 @@ def estimate(planned: BatchPlan, out: Anywhere, workers: int | None = None) -> d
     """
     with Folder(out) as folder:
         known = read_manifest(folder).get("seconds", {})
-    rates: dict[str, tuple[float, float, int]] = {}
     alone = [task.only(unit) for task in planned.tasks for unit in task.units]
-    left = {task.units[0].spec for task in alone}
-    for spec in (one.spec for one in planned.asked if one.spec in left):
-        spent, nbytes, parts = known.get(spec, (0.0, 0.0, 0))
-        if not parts:
-            smallest = min((task for task in alone if task.units[0].spec == spec), key=lambda task: task.bytes)
-            spent, nbytes, parts = _tried(smallest), smallest.bytes, 1
-            if spent < TRY_AGAIN:  # most of which was loading what computes it
-                spent = min(spent, _tried(smallest))
-        rates[spec] = (spent, max(nbytes, 1.0), int(parts))
-    seconds = [
-        rates[task.units[0].spec][0] / rates[task.units[0].spec][1] * task.bytes if task.bytes else 0.0
-        for task in alone
-    ]
+    of_spec: dict[str, list[Task]] = {question.spec: [] for question in planned.asked}
+    for task in alone:
+        of_spec[task.units[0].spec].append(task)
+    rates = {spec: _rate(known.get(spec), tasks) for spec, tasks in of_spec.items() if tasks}
+    seconds = [rates[task.units[0].spec].seconds_for(task.bytes) for task in alone]
     hands = max(cores() if workers is None else workers, 1)
     loads = [0.0] * min(hands, max(len(seconds), 1))
     for one in sorted(seconds, reverse=True):
@@ -63,14 +57,35 @@ def estimate(planned: BatchPlan, out: Anywhere, workers: int | None = None) -> d
         "seconds": round(sum(seconds), 3),
         "wall_seconds": round(max(loads), 3),
         "workers": hands,
-        "measured": {spec: parts for spec, (_, _, parts) in rates.items()},
+        "measured": {spec: rate.parts for spec, rate in rates.items()},
     }
+
+
+class _Rate(NamedTuple):
+    """How long parts of a subscriber took, and how many bytes they read."""
+
+    seconds: float
+    bytes: float
+    parts: int
+
+    def seconds_for(self, nbytes: int) -> float:
+        """How long it takes to answer so many bytes."""
+        return self.seconds / max(self.bytes, 1.0) * nbytes if nbytes else 0.0
+
+
+def _rate(known: Sequence[float] | None, tasks: Sequence[Task]) -> _Rate:
+    """What a manifest says of a subscriber, or what the smallest of its tasks takes now."""
+    if known is not None and known[2]:
+        return _Rate(known[0], known[1], int(known[2]))
+    smallest = min(tasks, key=lambda task: task.bytes)
+    spent = _tried(smallest)
+    if spent < TRY_AGAIN:  # most of which was loading what computes it
+        spent = min(spent, _tried(smallest))
+    return _Rate(spent, smallest.bytes, 1)
 
 
 def _tried(task: Task) -> float:
     """Seconds that a task takes; its answers are thrown away."""
-    import tempfile
-
     from analyze.batching.tasks import run
 
     with tempfile.TemporaryDirectory() as folder:
