@@ -132,13 +132,13 @@ def handing_out(count: int = 300) -> float:
         def close(self) -> None:
             self.keys.clear()
 
-    from analyze.batching.folder import Folder
+    from analyze.batching.folder import folder_at
     from analyze.batching.work import Work
 
     with tempfile.TemporaryDirectory() as name:
         small(Path(name) / "run.zarr", steps=count)
         planned = plan_batch(Path(name) / "run.zarr", "norm", Path(name) / "out", part_bytes=1, workers=count)
-        folder = Folder(Path(name) / "out")
+        folder = folder_at(Path(name) / "out")
         work = Work(planned, folder, lambda event: None, False)
         began = time.process_time()
         work.run(Nothing())

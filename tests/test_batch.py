@@ -31,7 +31,7 @@ from analyze.batching.batch_results import BatchResults
 from analyze.batching.clusters import Dask, options_of, slurm
 from analyze.batching.engines import Death
 from analyze.batching.estimate import estimate
-from analyze.batching.folder import Folder
+from analyze.batching.folder import folder_at
 from analyze.batching.processes import Processes, environment
 from analyze.batching.units import Selection
 from analyze.tables.columns import COLUMNS, Columns, Row
@@ -346,7 +346,7 @@ def test_reading_the_parts_starts_no_thread(runs: Path, tmp_path: Path) -> None:
     batch(runs, "norm", tmp_path / "out", workers=0)
     program = f"""
 import os, pyarrow.parquet
-from analyze.batch import batch
+from analyze.batching.batch import batch
 results = batch({str(runs)!r}, "norm", {str(tmp_path / "out")!r}, workers=0)
 before = len(os.listdir("/proc/self/task"))
 assert len(results) == results.to_arrow().num_rows == len(list(results)) == 36
@@ -609,6 +609,11 @@ def test_a_worker_that_takes_too_much_memory_is_killed(runs: Path, trouble: str,
     assert results.failures[0].reason == "the worker had more than 944 MB of memory and was killed"
 
 
+def test_workers_find_what_this_process_finds() -> None:
+    """Their path begins with the folder of this project, and not with one inside a package."""
+    assert environment()["PYTHONPATH"].split(os.pathsep)[0] == str(Path(analyze.__file__).parent.parent)
+
+
 def test_workers_that_cannot_begin_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """If every process ends before it has done anything, that is one sentence, and no endless loop."""
     engine = Processes(1)
@@ -795,7 +800,7 @@ def test_a_folder_sweeps_what_the_dead_left(tmp_path: Path) -> None:
     kept = [parts / f".b.parquet.{host}.{os.getpid()}.tmp", parts / f".c.parquet.elsewhere.{gone.pid}.tmp", parts / "d"]
     for path in (left, *kept):
         path.write_text("")
-    folder = Folder(tmp_path)
+    folder = folder_at(tmp_path)
     folder.sweep()
     assert sorted(parts.iterdir()) == sorted(kept)
     assert folder.names("parts") == {"d"}

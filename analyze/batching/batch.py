@@ -23,10 +23,10 @@ from analyze.batching.batch_plan import BatchPlan, Progress, plan_batch
 from analyze.batching.batch_results import BatchResults
 from analyze.batching.cutting import PART_BYTES
 from analyze.batching.engines import Engine, Inline, cores
-from analyze.batching.folder import Folder
+from analyze.batching.folder import Folder, folder_at
 from analyze.batching.manifest import conclude
-from analyze.batching.pairing import Pairs
 from analyze.batching.processes import Processes
+from analyze.batching.units import Pairs
 from analyze.batching.work import Work
 from analyze.tables.writing import PathLike
 from tracer.errors import CaptureError, TracerError
@@ -121,7 +121,7 @@ def batch(
         kinds=kinds, modules=modules, steps=steps, tags=tags, pairs=pairs, workers=workers, part=part, force=force,
         part_bytes=part_bytes, progress=progress,
     )  # fmt: skip
-    with Folder(out) as folder:
+    with folder_at(out) as folder:
         folder.make()
         folder.sweep()
         work = Work(planned, folder, say, force)

@@ -11,13 +11,12 @@ from typing import Any, Final, TypeAlias
 from analyze.batching.cutting import PART_BYTES
 from analyze.batching.dealing import dealt, fused
 from analyze.batching.engines import cores
-from analyze.batching.folder import Folder
-from analyze.batching.pairing import Pairs, plan_pairs
+from analyze.batching.folder import folder_at
 from analyze.batching.part_files import done
 from analyze.batching.planning import plan_trace
 from analyze.batching.questions import Question, questions
 from analyze.batching.traces import find_traces
-from analyze.batching.units import Failure, Selection, Task, TracePlan, Unit
+from analyze.batching.units import Failure, Pairs, Selection, Task, TracePlan, Unit
 from tracer.errors import CaptureError
 from tracer.stores import Anywhere, Url, location
 from tracer.trace.reader import Steps
@@ -128,6 +127,8 @@ def plan_batch(
     asked = questions([subscribers] if isinstance(subscribers, str) else subscribers)
     say = progress or (lambda event: None)
     if pairs is not None:
+        from analyze.batching.pairing import plan_pairs  # which loads torch: a mistyped path must not wait for it
+
         planned = plan_pairs(found, asked, pairs, selection, part_bytes=part_bytes)
         say({"event": "planning", "traces": len(found), "of": len(found)})
     else:
@@ -136,7 +137,7 @@ def plan_batch(
     if share is not None:
         # every share must come to the same whole, so what is there already is looked at only after dealing
         _keep(dealt(fused(planned, selection, hands), *share), planned, is_first=share[0] == 0)
-    with Folder(out) as folder:
+    with folder_at(out) as folder:
         there = set() if force else done(folder)
     left = [TracePlan(run=one.run, units=[unit for unit in one.units if unit.id not in there]) for one in planned]
     return BatchPlan(

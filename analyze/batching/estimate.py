@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from analyze.batching.batch_plan import BatchPlan
 from analyze.batching.engines import cores
-from analyze.batching.folder import Folder
+from analyze.batching.folder import folder_at
 from analyze.batching.manifest import read_manifest
 from analyze.batching.units import Task
 from tracer.stores import Anywhere
@@ -36,7 +36,7 @@ def estimate(planned: BatchPlan, out: Anywhere, workers: int | None = None) -> d
         ``traces``, ``parts``, ``cached``, ``bytes``, ``seconds`` (of all work), ``wall_seconds`` (with so many
         workers) and ``measured``: for each subscriber on how many parts.
     """
-    with Folder(out) as folder:
+    with folder_at(out) as folder:
         known = read_manifest(folder).get("seconds", {})
     alone = [task.only(unit) for task in planned.tasks for unit in task.units]
     of_spec: dict[str, list[Task]] = {question.spec: [] for question in planned.asked}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from analyze.batching.questions import Question
 from analyze.batching.units import (
     SCHEMA,
     Failure,
+    Pairs,
     Run,
     Selection,
     StepRange,
@@ -33,8 +34,6 @@ from tracer.replaying.replay import plan
 from tracer.stores import Anywhere
 from tracer.trace.reader import TraceReader
 
-Pairs: TypeAlias = Literal["all", "first"]
-"""Which runs are compared: each two, or each with the first."""
 _Key: TypeAlias = tuple[str, str | None, str]
 
 

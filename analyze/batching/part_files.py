@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, TypeAlias, final
 
 import numpy as np
 
-from analyze.batching.folder import Folder
+from analyze.batching.folder import Folder, folder_at
 from analyze.batching.units import Run, Unit
 from analyze.tables.columns import COLUMNS, Columns, Row, place_of
 from analyze.tables.results import Results
@@ -256,7 +256,7 @@ class PartFiles:
     def _files(self) -> Iterator[tuple[bytes, Folder]]:
         """What the file of each unit holds, and the folder that it is in."""
         endings = {"done": COMPLETE, "damaged": DAMAGED}
-        with Folder(self._out) as folder:
+        with folder_at(self._out) as folder:
             names = folder.names("parts")
             for unit in self._units:
                 ending = endings.get(state_of(unit.id, names))

@@ -18,7 +18,7 @@ import numpy as np
 
 from analyze import registry
 from analyze.batching.cutting import Share
-from analyze.batching.folder import Folder
+from analyze.batching.folder import Folder, folder_at
 from analyze.batching.hearing import Heard, Timed, of_modules
 from analyze.batching.pairing import identity_of, take
 from analyze.batching.planning import identity
@@ -52,7 +52,7 @@ def run(document: Mapping[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(1)  # a worker has one processor; what else would do it differs from engine to engine
     task = Task.of(document["task"])
-    with Folder(document["out"]) as folder:
+    with folder_at(document["out"]) as folder:
         outcomes = _run(task, folder, bool(document["replace"]))
     return {"outcomes": [one._asdict() for one in outcomes], "where": f"{socket.gethostname()}:{os.getpid()}"}
 

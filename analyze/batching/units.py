@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from tracer.errors import TracerError
 from tracer.secrets import masked_text
@@ -21,6 +21,8 @@ SCHEMA: Final = 2
 """Raised whenever the files of parts change, so that parts of another release are not taken for this one's."""
 Module: TypeAlias = str | None
 """A module's dotted path; None stands for the network."""
+Pairs: TypeAlias = Literal["all", "first"]
+"""Which runs are compared: each two, or each with the first."""
 StepRange: TypeAlias = tuple[int | None, ...]
 """Start, stop and perhaps a stride of global steps; None where there is no bound."""
 
