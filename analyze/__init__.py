@@ -13,7 +13,7 @@ from typing import Any
 from analyze.metrics import BUILT_IN as _BUILT_IN
 
 HOMES: dict[str, str] = {
-    "BatchResults": "analyze.batching.batch",
+    "BatchResults": "analyze.batching.batch_results",
     "Results": "analyze.tables.results",
     "accuracy": "analyze.metrics.predictions.accuracy",
     "analyze": "analyze.asking",

@@ -1,7 +1,8 @@
 """Made by `make docs` from the public names of the package, for type checkers and editors."""
 
 from analyze.asking import analyze
-from analyze.batching.batch import BatchResults, batch
+from analyze.batching.batch import batch
+from analyze.batching.batch_results import BatchResults
 from analyze.comparing.compare import compare
 from analyze.comparing.over_time import statistics_over_time
 from analyze.comparing.pairs import pairs

@@ -28,8 +28,9 @@ from typing import Any
 import torch
 
 import analyze
-from analyze.batching.batch import batch, plan_batch
-from analyze.batching.engines import Processes, environment, resident
+from analyze.batching.batch import batch
+from analyze.batching.batch_plan import plan_batch
+from analyze.batching.processes import Processes, environment, resident
 from analyze.batching.tasks import run
 from tracer import ModuleMessage, NetworkMessage, TraceWriter
 
@@ -114,8 +115,6 @@ def handing_out(count: int = 300) -> float:
     class Nothing:
         """An engine whose workers take no time."""
 
-        workers = 1
-
         def __init__(self) -> None:
             self.keys: list[tuple[str, Mapping[str, Any]]] = []
 
@@ -133,14 +132,14 @@ def handing_out(count: int = 300) -> float:
         def close(self) -> None:
             self.keys.clear()
 
-    from analyze.batching.batch import _Work
-    from analyze.batching.folder import Folder
+    from analyze.batching.folder import folder_at
+    from analyze.batching.work import Work
 
     with tempfile.TemporaryDirectory() as name:
         small(Path(name) / "run.zarr", steps=count)
         planned = plan_batch(Path(name) / "run.zarr", "norm", Path(name) / "out", part_bytes=1, workers=count)
-        folder = Folder(Path(name) / "out")
-        work = _Work(planned, folder, lambda event: None, False)
+        folder = folder_at(Path(name) / "out")
+        work = Work(planned, folder, lambda event: None, False)
         began = time.process_time()
         work.run(Nothing())
         return (time.process_time() - began) / len(planned.tasks)

@@ -23,11 +23,16 @@ from click.testing import CliRunner
 
 import analyze
 import tracer
-from analyze.batching import engines
-from analyze.batching.batch import BatchResults, batch, estimate, plan_batch
-from analyze.batching.engines import Dask, Death, Processes, environment, options_of, slurm
-from analyze.batching.folder import Folder
-from analyze.batching.planning import Selection
+from analyze.batching import clusters, engines
+from analyze.batching.batch import batch
+from analyze.batching.batch_plan import plan_batch
+from analyze.batching.batch_results import BatchResults
+from analyze.batching.clusters import Dask, options_of, slurm
+from analyze.batching.engines import Death
+from analyze.batching.estimate import estimate
+from analyze.batching.folder import folder_at
+from analyze.batching.processes import Processes, environment
+from analyze.batching.units import Selection
 from analyze.tables.columns import COLUMNS, Columns, Row
 from analyze.tables.results import Results
 from tracer import Collect, Message, ModuleMessage, NetworkMessage, TraceWriter
@@ -342,7 +347,7 @@ def test_reading_the_parts_starts_no_thread(runs: Path, tmp_path: Path) -> None:
     batch(runs, "norm", tmp_path / "out", workers=0)
     program = f"""
 import os, pyarrow.parquet
-from analyze import batch
+from analyze.batching.batch import batch
 results = batch({str(runs)!r}, "norm", {str(tmp_path / "out")!r}, workers=0)
 before = len(os.listdir("/proc/self/task"))
 assert len(results) == results.to_arrow().num_rows == len(list(results)) == 36
@@ -605,6 +610,11 @@ def test_a_worker_that_takes_too_much_memory_is_killed(runs: Path, trouble: str,
     assert results.failures[0].reason == "the worker had more than 944 MB of memory and was killed"
 
 
+def test_workers_find_what_this_process_finds() -> None:
+    """Their path begins with the folder of this project, and not with one inside a package."""
+    assert environment()["PYTHONPATH"].split(os.pathsep)[0] == str(Path(analyze.__file__).parent.parent)
+
+
 def test_workers_that_cannot_begin_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """If every process ends before it has done anything, that is one sentence, and no endless loop."""
     engine = Processes(1)
@@ -791,7 +801,7 @@ def test_a_folder_sweeps_what_the_dead_left(tmp_path: Path) -> None:
     kept = [parts / f".b.parquet.{host}.{os.getpid()}.tmp", parts / f".c.parquet.elsewhere.{gone.pid}.tmp", parts / "d"]
     for path in (left, *kept):
         path.write_text("")
-    folder = Folder(tmp_path)
+    folder = folder_at(tmp_path)
     folder.sweep()
     assert sorted(parts.iterdir()) == sorted(kept)
     assert folder.names("parts") == {"d"}
@@ -856,7 +866,7 @@ def test_a_dask_scheduler_that_is_gone_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """When the scheduler is killed, it is told in a sentence; what is done is kept, and the rest computed later."""
-    monkeypatch.setattr(engines, "CONNECT_SECONDS", 3)
+    monkeypatch.setattr(clusters, "CONNECT_SECONDS", 3)
     address, processes = dask_cluster
     trace, out = write(tmp_path / "run.zarr", steps=30), tmp_path / "out"
     spec = f"{trouble}:Sleeps:seconds=0.02"
@@ -961,7 +971,7 @@ def test_a_receipt_that_died_with_its_worker_is_waited_for() -> None:
 def test_dask_that_cannot_be_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """No scheduler, or no number of jobs: a sentence each."""
     pytest.importorskip("distributed", reason="dask is not installed: pip install 'tracereel[cluster]'")
-    monkeypatch.setattr(engines, "CONNECT_SECONDS", 1)
+    monkeypatch.setattr(clusters, "CONNECT_SECONDS", 1)
     with pytest.raises(TracerError, match=r"no Dask scheduler answers at tcp://127\.0\.0\.1:9"):
         Dask("tcp://127.0.0.1:9")
     with pytest.raises(MessageError, match="jobs is how many jobs"):

@@ -16,7 +16,7 @@ import torch
 
 import analyze
 from analyze.batching.batch import batch
-from analyze.batching.folder import Folder
+from analyze.batching.folder import folder_at
 from analyze.batching.traces import find_traces
 from tracer import ModuleMessage, TraceReader, TraceWriter
 from tracer.errors import CaptureError
@@ -140,7 +140,7 @@ def test_shares_on_an_object_store(bucket: Any) -> None:
 
 def test_two_workers_may_compute_the_same(bucket: Any) -> None:
     """What is there is not put again, unless it is to be replaced."""
-    folder = Folder(f"s3://{BUCKET}/folder")
+    folder = folder_at(f"s3://{BUCKET}/folder")
     try:
         folder.write("parts/a.parquet", b"first", replace=False)
         folder.write("parts/a.parquet", b"second", replace=False)

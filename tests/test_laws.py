@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import tracer
 from analyze.asking import analyze
 from analyze.batching.batch import batch as run_batch
-from analyze.batching.planning import questions
+from analyze.batching.questions import questions
 from analyze.registry import parse, subscribers
 from analyze.tables.columns import Row
 from tracer import Capture, Collect, Message, ModuleMessage, NetworkMessage, Subscriber

@@ -13,8 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tracer
-from analyze.batching.planning import Run, Selection, Task, TracePlan, Unit, dealt, fused, plan_trace, questions
+from analyze.batching.dealing import dealt, fused
+from analyze.batching.planning import plan_trace
+from analyze.batching.questions import questions
 from analyze.batching.traces import find_traces
+from analyze.batching.units import Run, Selection, Task, TracePlan, Unit
 from tracer import ModuleMessage, NetworkMessage, TraceWriter
 from tracer.errors import CaptureError, MessageError, TraceNotFoundError, UnknownNameError
 

@@ -18,8 +18,8 @@ from tracereel.options import Filters, Size
 from tracereel.printing import plain_warnings, print_json, say, size
 
 if TYPE_CHECKING:
-    from analyze.batching.batch import BatchResults
-    from analyze.batching.planning import Failure
+    from analyze.batching.batch_results import BatchResults
+    from analyze.batching.units import Failure
 
 
 @click.command(
@@ -87,9 +87,10 @@ def batch(
     """
     check_installed("pyarrow", "tables", "a batch")
     from analyze.batching.batch import batch as run_batch
-    from analyze.batching.batch import estimate, plan_batch
-    from analyze.batching.engines import options_of
-    from analyze.batching.planning import PART_BYTES
+    from analyze.batching.batch_plan import plan_batch
+    from analyze.batching.clusters import options_of
+    from analyze.batching.cutting import PART_BYTES
+    from analyze.batching.estimate import estimate
     from analyze.batching.progress import display
 
     asked: dict[str, Any] = {**filters.of_a_rank, **work, "part_bytes": work["part_bytes"] or PART_BYTES}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, final
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, final
 from tracer.errors import TraceError, TraceExistsError
 from tracer.format.process import process_start
 from tracer.stores.locations import Anywhere, Url, location
-from tracer.stores.opening import check_writable
+from tracer.stores.opening import check_writable, remove
 
 if TYPE_CHECKING:
     from tracer.stores.objects.client import Objects
@@ -21,13 +23,8 @@ LARGEST = 1 << 40
 """Bytes of a file on an object store, at most."""
 
 
-@final
-class Folder:
-    """Files by their names, which may have slashes.
-
-    Parameters
-    ----------
-    place : path or URL
+def folder_at(place: Anywhere) -> Folder:
+    """The folder at a path or URL, whether it is there or not.
 
     Raises
     ------
@@ -36,25 +33,28 @@ class Folder:
     TraceFormatError
         If it is a URL where nothing can be written.
     """
+    found = location(place)
+    return _ObjectFolder(found) if isinstance(found, Url) else _DiskFolder(found)
 
-    def __init__(self, place: Anywhere) -> None:
-        found = location(place)
-        self.objects: Objects | None = None
-        self.path: Path | Url
-        if isinstance(found, Url):
-            check_writable(found / "results.zarr")
-            from tracer.stores.objects.client import Objects
 
-            self.objects = Objects(found)
-            self.path = found
-        else:
-            self.path = Path(os.path.normpath(found))
-            if self.path.exists() and not self.path.is_dir():
-                raise TraceExistsError(f"{found} is a file; a batch writes a folder of results")
+class Folder(ABC):
+    """Files by their names, which may have slashes, and traces among them.
 
-    def __str__(self) -> str:
-        return str(self.path)
+    Attributes
+    ----------
+    on_disk : bool
+        Whether a look at a file is cheap; on an object store it is a request.
+    """
 
+    on_disk: bool
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abstractmethod
     def make(self) -> None:
         """Make the folder on a disk, so that it is known before any work is done whether it can be written to.
 
@@ -63,56 +63,87 @@ class Folder:
         TraceError
             If it cannot.
         """
-        if isinstance(self.path, Path):
-            try:
-                (self.path / "parts").mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise TraceError(f"{self.path} cannot be made: {error.strerror or error}") from error
-            if not os.access(self.path / "parts", os.W_OK):
-                raise TraceError(f"{self.path / 'parts'} cannot be written to")
 
+    @abstractmethod
     def names(self, prefix: str) -> set[str]:
         """The names of what is directly below a prefix, without it; files that are being written are not there."""
-        if self.objects is not None and not prefix:
-            return set(self.objects.names())
-        if self.objects is not None:
-            found = (one.name.removeprefix(f"{prefix}/") for one in self.objects.listed(prefix))
-            return {name for name in found if "/" not in name}
-        assert isinstance(self.path, Path)
-        try:
-            return {name for name in os.listdir(self.path / prefix) if not name.startswith(".")}
-        except FileNotFoundError:
-            return set()
 
+    @abstractmethod
     def read(self, name: str) -> bytes | None:
-        """What is in a file; None if there is none."""
-        if self.objects is not None:
-            part = self.objects.get(name, nbytes=LARGEST)
-            return None if part is None else bytes(part.data)
-        assert isinstance(self.path, Path)
-        try:
-            return (self.path / name).read_bytes()
-        except FileNotFoundError:
-            return None
+        """The bytes of a file; None if there is none."""
 
+    @abstractmethod
     def write(self, name: str, data: bytes, *, replace: bool = True) -> None:
-        """Write a file at once; one that is there stays if it is not to be replaced.
+        """Write a file at once; on an object store, one that is there stays if it is not to be replaced.
 
         Raises
         ------
         TraceError
             If it cannot be written.
         """
-        if self.objects is not None:
-            if replace:
-                self.objects.put(name, data)
-            else:
-                # somebody else may have computed the same: then that is it
-                with contextlib.suppress(TraceExistsError):
-                    self.objects.put_new(name, data)
-            return
-        assert isinstance(self.path, Path)
-        target = self.path / name
+
+    @abstractmethod
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files; those that are not there are removed already."""
+
+    @abstractmethod
+    def trace(self, name: str) -> Path | Url:
+        """The place of a trace in the folder."""
+
+    @abstractmethod
+    def new_trace(self, name: str) -> Path | Url:
+        """The place of a trace that is to be written: on a disk, the folder that it comes into is made."""
+
+    @abstractmethod
+    def remove_trace(self, name: str) -> None:
+        """Remove a trace in the folder."""
+
+    @abstractmethod
+    def sweep(self) -> None:
+        """Remove what processes of this machine that are gone had begun to write."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what reaches the folder."""
+
+
+@final
+class _DiskFolder(Folder):
+    """A folder on a disk: a file is written beside its place, and then moved there."""
+
+    on_disk = True
+
+    def __init__(self, path: Path) -> None:
+        self._path = Path(os.path.normpath(path))
+        if self._path.exists() and not self._path.is_dir():
+            raise TraceExistsError(f"{path} is a file; a batch writes a folder of results")
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def make(self) -> None:
+        parts = self._path / "parts"
+        try:
+            parts.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TraceError(f"{self._path} cannot be made: {error.strerror or error}") from error
+        if not os.access(parts, os.W_OK):
+            raise TraceError(f"{parts} cannot be written to")
+
+    def names(self, prefix: str) -> set[str]:
+        try:
+            return {name for name in os.listdir(self._path / prefix) if not name.startswith(".")}
+        except FileNotFoundError:
+            return set()
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            return (self._path / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, data: bytes, *, replace: bool = True) -> None:
+        target = self._path / name
         temporary = target.with_name(f".{target.name}.{socket.gethostname()}.{os.getpid()}.tmp")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -128,30 +159,90 @@ class Folder:
                 temporary.unlink(missing_ok=True)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files; those that are not there are removed already."""
-        names = list(names)
-        if self.objects is not None:
-            if names:
-                self.objects.delete(names)
-            return
-        assert isinstance(self.path, Path)
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                (self.path / name).unlink()
+                (self._path / name).unlink()
+
+    def trace(self, name: str) -> Path:
+        return self._path / name
+
+    def new_trace(self, name: str) -> Path:
+        place = self.trace(name)
+        place.parent.mkdir(exist_ok=True)
+        return place
+
+    def remove_trace(self, name: str) -> None:
+        shutil.rmtree(self._path / name, ignore_errors=True)
 
     def sweep(self) -> None:
-        """Remove what processes of this machine that are gone had begun to write."""
-        if not isinstance(self.path, Path) or not (self.path / "parts").is_dir():
+        parts = self._path / "parts"
+        if not parts.is_dir():
             return
         ours = f".{socket.gethostname()}."
-        for name in os.listdir(self.path / "parts"):
+        for name in os.listdir(parts):
             front, _, pid = name.removesuffix(".tmp").rpartition(".")
             begun = name.startswith(".") and name.endswith(".tmp") and f"{front}.".endswith(ours)
             if begun and pid.isdigit() and process_start(int(pid)) is None:
                 with contextlib.suppress(OSError):
-                    (self.path / "parts" / name).unlink()
+                    (parts / name).unlink()
 
     def close(self) -> None:
-        """End what reaches the object store."""
-        if self.objects is not None:
-            self.objects.close()
+        """Nothing to let go of."""
+
+
+@final
+class _ObjectFolder(Folder):
+    """A folder on an object store, where a file is an object and appears at once."""
+
+    on_disk = False
+
+    def __init__(self, url: Url) -> None:
+        check_writable(url / "results.zarr")
+        from tracer.stores.objects.client import Objects
+
+        self._url = url
+        self._objects: Objects = Objects(url)
+
+    def __str__(self) -> str:
+        return str(self._url)
+
+    def make(self) -> None:
+        """There are no folders."""
+
+    def names(self, prefix: str) -> set[str]:
+        if not prefix:
+            return set(self._objects.names())
+        found = (one.name.removeprefix(f"{prefix}/") for one in self._objects.listed(prefix))
+        return {name for name in found if "/" not in name}
+
+    def read(self, name: str) -> bytes | None:
+        part = self._objects.get(name, nbytes=LARGEST)
+        return None if part is None else bytes(part.data)
+
+    def write(self, name: str, data: bytes, *, replace: bool = True) -> None:
+        if replace:
+            self._objects.put(name, data)
+        else:
+            # another process may have computed the same, which then stays
+            with contextlib.suppress(TraceExistsError):
+                self._objects.put_new(name, data)
+
+    def remove(self, names: Iterable[str]) -> None:
+        names = list(names)
+        if names:
+            self._objects.delete(names)
+
+    def trace(self, name: str) -> Url:
+        return self._url.joinpath(*name.split("/"))
+
+    def new_trace(self, name: str) -> Url:
+        return self.trace(name)
+
+    def remove_trace(self, name: str) -> None:
+        remove(self.trace(name))
+
+    def sweep(self) -> None:
+        """What was begun is no object."""
+
+    def close(self) -> None:
+        self._objects.close()

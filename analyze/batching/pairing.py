@@ -5,33 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.batching.planning import (
-    PART_BYTES,
+from analyze.batching.cutting import PART_BYTES
+from analyze.batching.planning import unplanned, where
+from analyze.batching.questions import Question
+from analyze.batching.units import (
     SCHEMA,
     Failure,
-    Question,
+    Pairs,
     Run,
     Selection,
+    StepRange,
     TracePlan,
     Unit,
     digest,
-    unplanned,
-    where,
+    sentence_of,
+    stride_of,
 )
 from analyze.comparing.ranks import both_ranks
+from analyze.metrics.similarity.similarity import Similarity
 from tracer.errors import CaptureError, MessageError, TracerError
 from tracer.format.journal import Column
 from tracer.replaying.plan import plan
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 
-Pairs: TypeAlias = Literal["all", "first"]
-"""Which runs are compared: each two, or each with the first."""
 _Key: TypeAlias = tuple[str, str | None, str]
 
 
@@ -72,22 +74,51 @@ def plan_pairs(
         If a subscriber compares nothing, or something else than steps is chosen.
     """
     selection = selection or Selection()
+    _check(asked, which, selection)
+    names = list(dict.fromkeys(where(trace) for trace in traces))
+    if len(names) < 2:
+        raise CaptureError(f"to compare runs takes at least two traces, and not {len(names)}")
+    unread = TracePlan(run=None)
+    runs, taken = _opened(names, asked, selection, unread.failures)
+    plans = [unread]
+    pairs = combinations(names, 2) if which == "all" else ((names[0], name) for name in names[1:])
+    for one, other in pairs:
+        if one not in runs or other not in runs:
+            continue
+        planned = TracePlan(run=runs[one].beside(runs[other]))
+        for question in asked:
+            if (one, question.spec) in taken and (other, question.spec) in taken:
+                mine, theirs = taken[one, question.spec], taken[other, question.spec]
+                found = [
+                    unit
+                    for a, b in both_ranks(mine, theirs)
+                    for unit in _units((one, a), (other, b), question, (mine[a], theirs[b]), selection, part_bytes)
+                ]
+                planned.units += found
+                planned.failures += [] if found else [_apart(one, other, question, mine, theirs)]
+        plans.append(planned)
+    return plans
+
+
+def _check(asked: Iterable[Question], which: str, selection: Selection) -> None:
+    """Raise what is wrong with a question about pairs."""
     if which not in ("all", "first"):
         raise CaptureError(f"pairs is 'all' or 'first', not {which!r}")
-    if (selection.kinds, selection.modules, selection.tags) != (None, None, None):
+    if selection.at(None) != Selection():
         raise CaptureError(
             "which kinds, modules and tags runs are compared in is said by the subscriber: svcca:tag=probe"
         )
     for question in asked:
-        # what `analyze.compare` asks of a subscriber: see `analyze.metrics.similarity.similarity.Similarity`
-        if not hasattr(question.receivers[-1], "represent"):
+        if not isinstance(question.receivers[-1], Similarity):
             raise MessageError(f"{question.spec} compares no layers; svcca, cka, pwcca, procrustes and their like do")
-    names = list(dict.fromkeys(where(trace) for trace in traces))
-    if len(names) < 2:
-        raise CaptureError(f"to compare runs takes at least two traces, and not {len(names)}")
+
+
+def _opened(
+    names: Iterable[str], asked: Sequence[Question], selection: Selection, failures: list[Failure]
+) -> tuple[dict[str, Run], dict[tuple[str, str], dict[int, Taken]]]:
+    """The run of each trace, and what each question reads of each of its ranks; what cannot be had is a failure."""
     runs: dict[str, Run] = {}
     taken: dict[tuple[str, str], dict[int, Taken]] = {}
-    unread = TracePlan(run=None)
     for name in names:
         try:
             with TraceReader(name) as reader:
@@ -96,30 +127,14 @@ def plan_pairs(
                     try:
                         taken[name, question.spec] = take_ranks(reader, question, selection)
                     except TracerError as error:
-                        unread.failures.append(unplanned(name, question.spec, None, error))
+                        failures.append(unplanned(name, question.spec, None, error))
         except Exception as error:  # noqa: BLE001 - one file that a library chokes on must not end a batch of hundreds
-            why = error if isinstance(error, TracerError) else f"{type(error).__name__}: {error}"
-            unread.failures.append(unplanned(name, "", None, why))
-    plans = [unread]
-    pairs = combinations(names, 2) if which == "all" else ((names[0], name) for name in names[1:])
-    for one, other in pairs:
-        if one in runs and other in runs:
-            planned = TracePlan(run=runs[one].beside(runs[other]))
-            for question in asked:
-                if (one, question.spec) in taken and (other, question.spec) in taken:
-                    mine, theirs = taken[one, question.spec], taken[other, question.spec]
-                    found = [
-                        unit
-                        for a, b in both_ranks(mine, theirs)
-                        for unit in _units((one, a), (other, b), question, (mine[a], theirs[b]), selection, part_bytes)
-                    ]
-                    planned.units += found
-                    planned.failures += [] if found else [_apart(one, other, question, mine, theirs)]
-            plans.append(planned)
-    return plans
+            failures.append(unplanned(name, "", None, sentence_of(error)))
+    return runs, taken
 
 
 def _apart(one: str, other: str, question: Question, mine: Iterable[int], theirs: Iterable[int]) -> Failure:
+    """Why two traces cannot be compared, given the ranks of each that have what is compared."""
     why = f"{one} and {other} have no step of a layer in common"
     if not both_ranks(mine, theirs):
         ranks = [", ".join(map(str, some)) for some in (mine, theirs)]
@@ -131,7 +146,7 @@ def identity_of(
     one: tuple[str, int],
     other: tuple[str, int],
     question: Question,
-    steps: tuple[int | None, ...] | None,
+    steps: StepRange | None,
     pair: tuple[Taken, Taken],
 ) -> str:
     """A digest of all that the stored answers of a unit depend on."""
@@ -201,7 +216,7 @@ def _units(
         for side in pair:
             sizes[np.searchsorted(numbers, common)] += side.nbytes[key][np.searchsorted(side.steps[key], common)]
     ends = np.cumsum(sizes)
-    stride = (*(selection.steps or ()), None, None, None)[2] or 1
+    stride = stride_of(selection.steps) or 1
     cell = digest([one, other, question.spec])[:16]
     units = []
     first = 0
@@ -209,7 +224,7 @@ def _units(
         before = int(ends[first - 1]) if first else 0
         last = max(int(np.searchsorted(ends, before + part_bytes, side="right")), first + 1)
         whole = first == 0 and last == len(numbers)
-        share: tuple[int | None, ...] | None = (int(numbers[first]), int(numbers[last - 1]) + 1, stride)
+        share: StepRange | None = (int(numbers[first]), int(numbers[last - 1]) + 1, stride)
         share = selection.steps if whole else share
         units.append(
             Unit(

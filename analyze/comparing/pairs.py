@@ -12,12 +12,13 @@ import weakref
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
 import scipy
 from numpy.typing import NDArray
 
+from analyze.comparing.compare import aligned, observed
 from analyze.metrics.inputs import Array
 from analyze.metrics.similarity.bases import STATUSES, Basis, Status, basis, check_threshold
 from analyze.metrics.similarity.canonical import Average, null_baseline
@@ -109,6 +110,16 @@ class Similarities:
                 }
 
 
+class _Known(NamedTuple):
+    """What is known of the basis of an item: see `analyze.metrics.similarity.bases.Basis`."""
+
+    n: int
+    k: int
+    status: Status
+    rows: tuple[int, ...]
+    ill_posed: bool
+
+
 class Bases:
     """Orthonormal bases of many sets of activations, and then the similarity of each two of them.
 
@@ -158,7 +169,7 @@ class Bases:
         self.threshold, self.average, self.channels, self.positions = threshold, average, channels, positions
         self.dtype = np.dtype(dtype)
         self.keys: list[Hashable] = []
-        self._known: list[tuple[int, int, Status, tuple[int, ...], bool]] = []  # n, k, status, rows, ill posed
+        self._known: list[_Known] = []
         self._places: list[int] = []
         self._kept: list[NDArray[Any]] = []
         self._file: IO[bytes] | None = None
@@ -176,7 +187,7 @@ class Bases:
     def add_basis(self, key: Hashable, made: Basis) -> None:
         """Keep a basis that is there already."""
         self.keys.append(key)
-        self._known.append((made.n, made.k, made.status, made.rows, made.ill_posed))
+        self._known.append(_Known(made.n, made.k, made.status, made.rows, made.ill_posed))
         u_kn = np.ascontiguousarray(made.u_nk.T, dtype=self.dtype)
         if self._file is None:
             self._kept.append(u_kn)
@@ -188,11 +199,11 @@ class Bases:
         """The bases of some items of one n, below each other."""
         if self._file is None:
             return np.concatenate([self._kept[item] for item in items])
-        n = self._known[items[0]][0]
-        block = np.empty((sum(self._known[item][1] for item in items), n), self.dtype)
+        n = self._known[items[0]].n
+        block = np.empty((sum(self._known[item].k for item in items), n), self.dtype)
         row = 0
         for item in items:
-            k = self._known[item][1]
+            k = self._known[item].k
             self._file.seek(self._places[item])
             block[row : row + k] = np.frombuffer(self._file.read(k * n * self.dtype.itemsize), self.dtype).reshape(k, n)
             row += k
@@ -207,25 +218,13 @@ class Bases:
             Whether to take the correlations from the eigenvalues of the squared overlap, which is faster, and good to
             1e-12 unless correlations are 0 exactly.
         """
-        count = len(self.keys)
-        values, codes = np.full((count, count), math.nan), np.zeros((count, count), np.int8)
-        n = np.array([known[0] for known in self._known], np.int64)
-        k = np.array([known[1] for known in self._known], np.int64)
-        alone = np.array([STATUSES.index(known[2]) for known in self._known], np.int8)
-        mismatch, ill_posed, few = (STATUSES.index(word) for word in ("mismatch", "ill_posed", "few_samples"))
+        n = np.array([known.n for known in self._known], np.int64)
+        k = np.array([known.k for known in self._known], np.int64)
         alike: dict[tuple[int, ...], list[int]] = {}
-        for item, (_, _, status, rows, _) in enumerate(self._known):
-            if status == "ok":
-                alike.setdefault(rows if len(rows) > 1 else (*rows, 1), []).append(item)
-        shaky = np.array([known[4] for known in self._known], bool)
-        scarce = (n - 1)[:, None] < 5 * np.maximum(k[:, None], k)
-        codes[:] = np.where(shaky[:, None] | shaky, ill_posed, np.where(scarce, few, 0))
-        same = np.zeros((count, count), bool)
-        for items in alike.values():
-            same[np.ix_(items, items)] = True
-        codes[~same] = mismatch
-        codes = np.where(alone[None, :] != 0, alone[None, :], codes)
-        codes = np.where(alone[:, None] != 0, alone[:, None], codes)
+        for item, known in enumerate(self._known):
+            if known.status == "ok":
+                alike.setdefault(known.rows if len(known.rows) > 1 else (*known.rows, 1), []).append(item)
+        values = np.full((len(self), len(self)), math.nan)
         for items in alike.values():
             blocks = self._blocks(items)
             for first, one in enumerate(blocks):
@@ -233,14 +232,31 @@ class Bases:
                 for other in blocks[first:]:
                     block_other = block_one if other is one else self._block(other)
                     self._fill(values, one, block_one, other, block_other, quick)
-        return Similarities(tuple(self.keys), values, codes.astype(np.int8), k, n)
+        return Similarities(tuple(self.keys), values, self._codes(alike.values(), n, k), k, n)
+
+    def _codes(self, alike: Iterable[list[int]], n: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.int8]:
+        """The status of each pair; only items that are alike have the same datapoints."""
+        mismatch, ill_posed, few = (STATUSES.index(word) for word in ("mismatch", "ill_posed", "few_samples"))
+        shaky = np.array([known.ill_posed for known in self._known], bool)
+        scarce = (n - 1)[:, None] < 5 * np.maximum(k[:, None], k)
+        codes = np.where(shaky[:, None] | shaky, ill_posed, np.where(scarce, few, 0))
+        same = np.zeros(codes.shape, bool)
+        for items in alike:
+            same[np.ix_(items, items)] = True
+        codes[~same] = mismatch
+        # what is wrong with one of the two goes before what is wrong with both
+        alone = np.array([STATUSES.index(known.status) for known in self._known], np.int8)
+        codes = np.where(alone[None, :] != 0, alone[None, :], codes)
+        codes = np.where(alone[:, None] != 0, alone[:, None], codes)
+        return codes.astype(np.int8)
 
     def _blocks(self, items: list[int]) -> list[list[int]]:
-        size = max(1, _BLOCK // (self.dtype.itemsize * self._known[items[0]][0]))
+        """Items of one n in groups whose bases fit into a block."""
+        size = max(1, _BLOCK // (self.dtype.itemsize * self._known[items[0]].n))
         blocks: list[list[int]] = [[]]
         filled = 0
         for item in items:
-            k = self._known[item][1]
+            k = self._known[item].k
             if filled and filled + k > size:
                 blocks.append([])
                 filled = 0
@@ -257,11 +273,12 @@ class Bases:
         block_other: NDArray[Any],
         quick: bool,
     ) -> None:
-        widths = [self._known[item][1] for item in other]
+        """Enter the values of each item of one block with each item of another."""
+        widths = [self._known[item].k for item in other]
         ends = np.cumsum(widths)
         start = 0
         for number, i in enumerate(one):
-            k = self._known[i][1]
+            k = self._known[i].k
             first = number if other is one else 0
             begin = int(ends[first] - widths[first])
             overlaps = block_one[start : start + k] @ block_other[begin:].T
@@ -272,6 +289,7 @@ class Bases:
                 values[i, j] = values[j, i] = self._value(overlap_km, quick)
 
     def _value(self, overlap_km: NDArray[Any], quick: bool) -> float:
+        """The similarity of two items, from the products of their bases."""
         k, m = overlap_km.shape
         if self.average == "square":
             return min(1.0, float(np.vdot(overlap_km, overlap_km)) / int(min(k, m)))
@@ -333,8 +351,6 @@ def pairs(
     >>> found.values.shape, found.items[1].global_step, round(float(found.values[0, 1]), 3)
     ((3, 3), 1, 0.968)
     """
-    from analyze.comparing.compare import aligned, observed
-
     (measure,) = instances(subscriber)
     if not isinstance(measure, Similarity):
         raise MessageError(f"pairs compares layers, and {type(measure).__name__} does not")

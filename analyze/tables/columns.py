@@ -59,6 +59,11 @@ def _finite(value: Any) -> Any:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
+def place_of(module: str | None, leaf: str) -> str:
+    """The column ``module`` of an answer."""
+    return (module or "") + (f"#{leaf}" if leaf else "")
+
+
 class Stream(NamedTuple):
     """What all answers of one series have in common."""
 
@@ -74,7 +79,7 @@ class Stream(NamedTuple):
     @property
     def place(self) -> str:
         """The column ``module``."""
-        return (self.module or "") + (f"#{self.leaf}" if self.leaf else "")
+        return place_of(self.module, self.leaf)
 
     @property
     def words(self) -> tuple[str, str, str, str, str, int]:

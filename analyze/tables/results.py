@@ -9,7 +9,7 @@ from typing import Any, final
 from numpy.typing import NDArray
 
 from analyze.tables.columns import COLUMNS, Answers, Columns, Row
-from analyze.tables.layout import ResultsTable
+from analyze.tables.results_table import ResultsTable
 from analyze.tables.series import Series, series_of
 from analyze.tables.tensorboard import Clock, write_events
 from analyze.tables.writing import PathLike, not_installed, write_csv, write_jsonl, write_parquet, write_trace

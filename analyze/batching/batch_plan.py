@@ -1,0 +1,197 @@
+"""The plan of a batch: what of many traces and subscribers is to be computed, what is there, and what cannot be had."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, Final, TypeAlias
+
+from analyze.batching.cutting import PART_BYTES
+from analyze.batching.dealing import dealt, fused
+from analyze.batching.engines import cores
+from analyze.batching.folder import folder_at
+from analyze.batching.part_files import done
+from analyze.batching.planning import plan_trace
+from analyze.batching.questions import Question, questions
+from analyze.batching.traces import find_traces
+from analyze.batching.units import Failure, Pairs, Selection, Task, TracePlan, Unit
+from tracer.errors import CaptureError
+from tracer.stores.locations import Anywhere, Url, location
+from tracer.trace.selection import Steps
+
+PLANNERS: Final = 8
+"""Traces on object stores that are planned at once."""
+Progress: TypeAlias = Callable[[Mapping[str, Any]], None]
+"""Is called with what happens, as JSON values: see `analyze.batch`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BatchPlan:
+    """What a batch would do.
+
+    Attributes
+    ----------
+    asked : list of Question
+    selection : Selection
+    traces : list of TracePlan
+    tasks : list of Task
+        What is to be computed, the largest first; units that are there already are not in it.
+    cached : list of Unit
+        Units whose answers are there already.
+    share : (int, int) or None
+        Which share of how many this is; the plan has the units of that share only.
+    """
+
+    asked: list[Question]
+    selection: Selection
+    traces: list[TracePlan]
+    tasks: list[Task]
+    cached: list[Unit]
+    share: tuple[int, int] | None
+
+    @property
+    def units(self) -> list[Unit]:
+        """All units of all traces, in their order."""
+        return [unit for one in self.traces for unit in one.units]
+
+    @property
+    def failures(self) -> list[Failure]:
+        """What cannot be answered, as is known before any work is done."""
+        return [failure for one in self.traces for failure in one.failures]
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about the traces, each once: runs that did not finish, and missing parts."""
+        notes: dict[str, None] = {}
+        for run in (one.run for one in self.traces if one.run is not None):
+            notes |= dict.fromkeys(run.problems)
+            if run.status != "finished":
+                notes[f"{run.trace} is of a run that is {run.status}"] = None
+        return list(notes)
+
+    @property
+    def bytes(self) -> int:
+        """What is to be read."""
+        return sum(task.bytes for task in self.tasks)
+
+    def describe(self) -> dict[str, Any]:
+        """The plan as JSON values."""
+        return {
+            "subscribers": [question.document() for question in self.asked],
+            "selection": asdict(self.selection),
+            "share": None if self.share is None else f"{self.share[0]}/{self.share[1]}",
+            "traces": [asdict(one.run) for one in self.traces if one.run is not None],
+            "tasks": [
+                {"bytes": task.bytes, "trace": task.run.trace, "units": [asdict(unit) for unit in task.units]}
+                for task in self.tasks
+            ],
+            "cached": [asdict(unit) for unit in self.cached],
+            "failures": [asdict(failure) for failure in self.failures],
+            "totals": {
+                "traces": len(self.traces),
+                "units": sum(len(task.units) for task in self.tasks) + len(self.cached),
+                "cached": len(self.cached),
+                "tasks": len(self.tasks),
+                "bytes": self.bytes,
+            },
+        }
+
+
+def plan_batch(
+    traces: Anywhere | Iterable[Anywhere],
+    subscribers: str | Iterable[str],
+    out: Anywhere,
+    *,
+    kinds: str | Iterable[str] | None = None,
+    modules: str | Iterable[str] | None = None,
+    steps: Steps | None = None,
+    tags: str | Iterable[str] | None = None,
+    pairs: Pairs | None = None,
+    workers: int | None = None,
+    part: str | tuple[int, int] | None = None,
+    force: bool = False,
+    part_bytes: int = PART_BYTES,
+    progress: Progress | None = None,
+) -> BatchPlan:
+    """Work out what a batch would compute; no data is read, and nothing is written.
+
+    Parameters are those of `batch`.
+    """
+    share = _share(part)
+    if isinstance(part_bytes, bool) or not isinstance(part_bytes, int) or part_bytes < 1:
+        raise CaptureError(f"part_bytes is a positive number of bytes, not {part_bytes!r}")
+    selection = Selection.of(kinds, modules, steps, tags)
+    found = find_traces(traces, outside=out)
+    asked = questions([subscribers] if isinstance(subscribers, str) else subscribers)
+    say = progress or (lambda event: None)
+    if pairs is not None:
+        from analyze.batching.pairing import plan_pairs  # which loads torch: a mistyped path must not wait for it
+
+        planned = plan_pairs(found, asked, pairs, selection, part_bytes=part_bytes)
+        say({"event": "planning", "traces": len(found), "of": len(found)})
+    else:
+        planned = _plans(found, asked, selection, part_bytes, say)
+    hands = share[1] if share is not None else cores() if workers is None else max(workers, 1)
+    if share is not None:
+        # every share must come to the same whole, so what is there already is looked at only after dealing
+        _keep(dealt(fused(planned, selection, hands), *share), planned, is_first=share[0] == 0)
+    with folder_at(out) as folder:
+        there = set() if force else done(folder)
+    left = [TracePlan(run=one.run, units=[unit for unit in one.units if unit.id not in there]) for one in planned]
+    return BatchPlan(
+        asked=asked,
+        selection=selection,
+        traces=planned,
+        tasks=fused(left, selection, hands),
+        cached=[unit for one in planned for unit in one.units if unit.id in there],
+        share=share,
+    )
+
+
+def _keep(tasks: Iterable[Task], planned: Iterable[TracePlan], *, is_first: bool) -> None:
+    """Leave in the plans only the units of some tasks; what was clear before is said by the first share alone."""
+    mine = {unit.id for task in tasks for unit in task.units}
+    for one in planned:
+        one.units = [unit for unit in one.units if unit.id in mine]
+        one.failures = one.failures if is_first else []
+
+
+def _plans(
+    found: Sequence[str], asked: Sequence[Question], selection: Selection, part_bytes: int, say: Progress
+) -> list[TracePlan]:
+    """The plan of each trace; of those on object stores, several at once."""
+    planned: list[TracePlan] = []
+    with contextlib.ExitStack() as stack:
+
+        def planner(trace: str) -> TracePlan:
+            return plan_trace(trace, asked, selection, part_bytes=part_bytes)
+
+        if any(isinstance(location(trace), Url) for trace in found):
+            threads = stack.enter_context(ThreadPoolExecutor(PLANNERS, "batch-planner"))
+            made: Iterable[TracePlan] = threads.map(planner, found)
+        else:
+            made = map(planner, found)
+        seen: set[str] = set()
+        for number, one in enumerate(made, 1):
+            # a trace that is named in two ways is one
+            if one.run is None or one.run.trace not in seen:
+                planned.append(one)
+            if one.run is not None:
+                seen.add(one.run.trace)
+            say({"event": "planning", "traces": number, "of": len(found)})
+    return planned
+
+
+def _share(part: str | tuple[int, int] | None) -> tuple[int, int] | None:
+    """Which share of how many, from ``"0/3"`` or ``(0, 3)``."""
+    if part is None:
+        return None
+    try:
+        number, parts = (int(one) for one in (part.split("/") if isinstance(part, str) else part))
+    except (TypeError, ValueError) as error:
+        raise CaptureError(f"part is which share of how many, such as 0/3, and not {part!r}") from error
+    if not 0 <= number < parts:
+        raise CaptureError(f"of {parts} parts there are 0 to {parts - 1}, and not {number}: they are counted from 0")
+    return number, parts

@@ -1,0 +1,122 @@
+"""The answers of a batch, which are in its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any, final
+
+from analyze.batching.part_files import PartFiles
+from analyze.batching.units import Failure, Unit
+from analyze.tables.results import Results
+from analyze.tables.writing import PathLike, arrow_schema, new_file, not_installed
+
+
+@final
+class BatchResults(Results):
+    """The answers of a batch: `Results` that are in a folder, and are read when they are asked for.
+
+    Rows, columns and messages are those of the replays of all traces, one after the other. Iterating, `messages`,
+    `to_csv`, `to_jsonl` and `to_parquet` have the answers of one unit in memory at a time; what else `Results` can do
+    reads all of them, and keeps them. `tables`, `to_arrow`, `to_pandas` and `to_parquet` are of what is in the folder:
+    they have more columns.
+
+    Parameters
+    ----------
+    out : str
+        The folder.
+    units : list of Unit
+        What was asked, in the order of the traces, subscribers and ranks.
+    failures : list of Failure
+        What could not be answered, and why.
+    computed, cached : int
+        Units that were computed, and that were there already.
+    seconds : float
+    notes : list of str
+        What is to be known of the traces: a run that did not finish, parts of a trace that are missing. What was read
+        of them is answered.
+    """
+
+    def __init__(
+        self,
+        *,
+        out: str,
+        units: list[Unit],
+        failures: list[Failure],
+        computed: int,
+        cached: int,
+        seconds: float,
+        notes: list[str],
+    ) -> None:
+        self._parts = PartFiles(out, units)
+        super().__init__(self._parts)
+        self.out = out
+        self.units = units
+        self.failures = failures
+        self.computed = computed
+        self.cached = cached
+        self.seconds = seconds
+        self.notes = notes
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything was answered."""
+        return not self.failures
+
+    def __repr__(self) -> str:
+        return f"BatchResults({self.out!r}: {len(self.units)} parts, {len(self.failures)} failures)"
+
+    @property
+    def traces(self) -> tuple[str, ...]:
+        """The traces that were asked, in their order; of runs that were compared, ``one|other``."""
+        return tuple(dict.fromkeys(unit.title for unit in self.units))
+
+    def tables(self) -> Iterator[Any]:
+        """The answers of each unit as a `pyarrow.Table`, as far as they are there.
+
+        Columns are those of `analyze.Results` and ``spec`` (the subscriber with its parameters), ``run_id``,
+        ``created``, ``status`` (of the run, when it was planned), and ``array``: empty, or where an answer of many
+        numbers is, as ``arrays/ID.zarr#NUMBER``; that is one row, whose value is null.
+        """
+        return self._parts.tables()
+
+    def to_arrow(self) -> Any:
+        """All `tables` as one `pyarrow.Table`."""
+        import pyarrow as pa
+
+        from analyze.batching.part_files import RUN_COLUMNS
+
+        tables = list(self.tables())
+        return pa.concat_tables(tables) if tables else arrow_schema(*RUN_COLUMNS).empty_table()
+
+    def to_pandas(self) -> Any:
+        """All `tables` as a `pandas.DataFrame`.
+
+        Raises
+        ------
+        TracerError
+            If pandas is not installed.
+        """
+        if find_spec("pandas") is None:
+            raise not_installed("a data frame", "pandas", "tables")
+        return self.to_arrow().to_pandas()
+
+    def to_parquet(self, path: PathLike, *, overwrite: bool = False) -> None:
+        """Write all `tables` to one Parquet file.
+
+        Raises
+        ------
+        TraceExistsError
+            If something is there already, unless `overwrite`.
+        TraceError
+            If it cannot be written.
+        """
+        import pyarrow.parquet as pq
+
+        from analyze.batching.part_files import RUN_COLUMNS
+
+        schema = arrow_schema(*RUN_COLUMNS)
+        with new_file(path, overwrite=overwrite) as temporary, pq.ParquetWriter(temporary, schema) as writer:
+            for table in self.tables():
+                if table.num_rows:
+                    writer.write_table(table)

@@ -1,0 +1,243 @@
+"""The engine that computes on workers of Dask, which SLURM may start."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import uuid
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, final
+
+from analyze.batching.engines import Death, Document, cores
+from tracer.errors import MessageError, TracerError
+
+CONNECT_SECONDS: Final = 30.0
+"""How long a Dask scheduler may take to answer."""
+WORKERS_SECONDS: Final = 300.0
+"""How long Dask may take until it has a worker."""
+
+
+RECEIPT_SECONDS: Final = 60.0
+"""How long the receipt of a finished task may take before this process looks whether the scheduler is still there."""
+
+
+@final
+class Dask:
+    """Workers of Dask: of a scheduler by its address, of this machine, or started by a batch system.
+
+    Parameters
+    ----------
+    scheduler : str or object
+        An address (``tcp://host:8786``), ``"local"`` for a cluster of processes of this machine, or a cluster object
+        of dask, dask-jobqueue and the like. A cluster that was started here is ended by `close`.
+    workers : int, optional
+        Processes of a local cluster, or jobs of a batch system.
+    memory : int, optional
+        Bytes of memory of a worker of a local cluster.
+
+    Raises
+    ------
+    TracerError
+        If dask is not installed, the scheduler does not answer, or its workers cannot import this package.
+    """
+
+    def __init__(self, scheduler: Any, workers: int | None = None, memory: int | None = None) -> None:
+        try:
+            # by its name: it has annotations in some places only
+            distributed: Any = import_module("distributed")
+        except ImportError as error:
+            raise TracerError("Dask is not installed: pip install 'tracereel[cluster]'") from error
+        self._distributed: Any = distributed
+        self._cluster: Any = None
+        self._name = scheduler if isinstance(scheduler, str) else type(scheduler).__name__
+        try:
+            if scheduler == "local":
+                self._cluster = scheduler = distributed.LocalCluster(
+                    n_workers=workers or cores(),
+                    threads_per_worker=1,
+                    processes=True,
+                    memory_limit=memory or "auto",
+                    dashboard_address=None,
+                    silence_logs=40,
+                )
+            elif not isinstance(scheduler, str):
+                self._cluster = scheduler
+            self._client = distributed.Client(scheduler, timeout=CONNECT_SECONDS, set_as_default=False)
+        except Exception as error:  # dask raises OSError, TimeoutError, ValueError and its own
+            self._end_cluster()
+            raise TracerError(f"no Dask scheduler answers at {self._name}: {error}") from error
+        self._batch = uuid.uuid4().hex[:8]
+        self._left = 0
+        self._tries: dict[str, int] = {}
+        self._results = distributed.as_completed(loop=self._client.loop, raise_errors=False)
+        try:
+            self._check_workers()
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_workers(self) -> None:
+        """Raise `TracerError` if there is no worker, or one of another version of this package."""
+        try:
+            self._client.wait_for_workers(1, timeout=WORKERS_SECONDS)
+        except Exception as error:
+            raise TracerError(
+                f"the Dask scheduler at {self._name} had no worker within {WORKERS_SECONDS:.0f} seconds"
+            ) from error
+        try:
+            theirs = self._client.submit(version, pure=False, key=f"tracereel-version-{self._batch}").result(
+                timeout=120
+            )
+        except Exception as error:
+            raise TracerError(
+                f"the Dask workers of {self._name} cannot import tracereel: install it where they run "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        if theirs != version():
+            raise TracerError(
+                f"the Dask workers of {self._name} have tracereel {theirs}, and this is {version()}: they must agree, "
+                "because a part is named after what computes it"
+            )
+
+    def submit(self, key: str, document: Document) -> None:
+        from analyze.batching.tasks import run
+
+        self._tries[key] = self._tries.get(key, 0) + 1
+        name = f"tracereel-{self._batch}-{self._tries[key]}-{key}"
+        # never a result from an earlier batch: a scheduler that lives on might have one
+        self._results.add(self._client.submit(run, dict(document), key=name, pure=False, retries=0))
+        self._left += 1
+
+    def next_done(self) -> tuple[str, Document | Death]:
+        try:
+            future = next(self._results)
+            self._left -= 1
+            key = future.key.split("-", 3)[3]
+            receipt = self._receipt(future)
+            if receipt is not None:
+                return key, receipt
+            status = future.status
+            error = future.exception(timeout=RECEIPT_SECONDS) if status == "error" else None
+        except (OSError, TimeoutError, StopIteration) as lost:
+            raise TracerError(
+                f"the Dask scheduler at {self._name} is gone with {self._left} tasks left; what is done is kept: run "
+                f"the same again ({type(lost).__name__})"
+            ) from lost
+        if isinstance(error, self._distributed.KilledWorker):
+            # Dask blames each task that was at a worker when it died, also those that only waited there
+            why = "the Dask workers that computed it died one after the other (KilledWorker)"
+            return key, Death(why, alone=True)
+        if error is None:
+            if self._client.status != "running":
+                raise TracerError(
+                    f"the Dask scheduler at {self._name} is gone with {self._left} tasks left; what is done is kept: "
+                    "run the same again"
+                )
+            return key, Death(f"Dask gave it up ({status})")
+        return key, Death(f"Dask could not run it: {type(error).__name__}: {error}")
+
+    def _receipt(self, future: Any) -> Document | None:
+        """The receipt of a task, if there is one. If the worker that held it died, Dask computes the task again."""
+        while future.status in ("finished", "pending"):
+            try:
+                found: Document = future.result(timeout=RECEIPT_SECONDS)
+                return found
+            except TimeoutError:
+                if future.status != "error" and self._client.status != "running":
+                    raise
+            except Exception:
+                if future.status != "error":
+                    raise
+        return None
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):
+            self._results.clear()
+        with contextlib.suppress(Exception):
+            self._client.close(timeout=10)
+        self._end_cluster()
+
+    def _end_cluster(self) -> None:
+        if self._cluster is not None:
+            with contextlib.suppress(Exception):
+                self._cluster.close(timeout=30)
+
+
+def version() -> str:
+    """The version of this package, as workers have it."""
+    from tracer.version import __version__
+
+    return __version__
+
+
+def slurm(options: Mapping[str, Any]) -> Any:
+    """A cluster of Dask workers that SLURM starts.
+
+    Parameters
+    ----------
+    options : mapping
+        ``jobs`` (how many), and what `dask_jobqueue.SLURMCluster` takes: ``queue``, ``account``, ``cores``, ``memory``,
+        ``processes``, ``walltime``, ``interface``, ``job_extra_directives``, ``worker_extra_args``, …
+
+    Raises
+    ------
+    TracerError
+        If dask-jobqueue is not installed, or cannot start the cluster.
+    """
+    try:
+        dask_jobqueue: Any = import_module("dask_jobqueue")
+    except ImportError as error:
+        raise TracerError("dask-jobqueue is not installed: pip install 'tracereel[cluster]'") from error
+    given = dict(options)
+    jobs = given.pop("jobs", 1)
+    if isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1:
+        raise MessageError(f"jobs is how many jobs of SLURM to start, a positive integer, not {jobs!r}")
+    # a worker computes in one thread: its generators and gradient mode are those of the process
+    given.setdefault("cores", 1)
+    given.setdefault("processes", given["cores"])
+    given.setdefault("memory", f"{4 * int(given['cores'])}GB")
+    given.setdefault("scheduler_options", {"dashboard_address": None})
+    try:
+        cluster = dask_jobqueue.SLURMCluster(**given)
+        cluster.scale(jobs=jobs)
+    except Exception as error:  # a wrong option is a TypeError deep inside, no sbatch is a FileNotFoundError
+        raise TracerError(f"SLURM workers cannot be started with {given}: {type(error).__name__}: {error}") from error
+    return cluster
+
+
+def options_of(text: str) -> dict[str, Any]:
+    """Options of a cluster, from a file (``.toml``, ``.json``) or written as ``key=value,key=value``.
+
+    Values are read as JSON where they are JSON, else as words.
+
+    Examples
+    --------
+    >>> options_of("jobs=8,queue=short,walltime=02:00:00")
+    {'jobs': 8, 'queue': 'short', 'walltime': '02:00:00'}
+    """
+    path = Path(text)
+    if path.suffix in (".toml", ".json"):
+        import tomllib
+
+        try:
+            data = path.read_text(encoding="utf-8")
+            found = tomllib.loads(data) if path.suffix == ".toml" else json.loads(data)
+        except OSError as error:
+            raise MessageError(f"{text}: the options of the cluster cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise MessageError(f"{text} is not {path.suffix[1:].upper()}: {error}") from error
+        if not isinstance(found, dict):
+            raise MessageError(f"{text} holds {type(found).__name__}; options are a table of names and values")
+        return found
+    options: dict[str, Any] = {}
+    for one in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (part.strip() for part in one.partition("="))
+        if not equals or not key:
+            raise MessageError(f"{one!r} is not of the form key=value; or give a file that ends in .toml or .json")
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            options[key] = value
+    return options

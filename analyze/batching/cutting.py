@@ -1,0 +1,141 @@
+"""Where the work on a trace is cut.
+
+How far it can be cut is what the subscriber says it remembers (`tracer.messaging.subscriber.Scope`), or what the
+producers of its input do, whichever is more. Cuts depend on the trace and the subscriber alone, never on how many
+workers there are or what else is asked: another run cuts in the same places and finds what is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analyze.batching.questions import KNOWN_SCOPES
+from analyze.batching.units import Module, StepRange, stride_of
+from tracer.format.journal import Column
+from tracer.messaging.subscriber import Scope
+from tracer.replaying.plan import Plan
+from tracer.trace.reader import TraceReader
+
+PART_BYTES: Final = 128 << 20
+"""Bytes that a part reads, at most, where the work can be cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """A part of what a subscriber reads of a trace."""
+
+    modules: tuple[Module, ...] | None = None
+    steps: StepRange | None = None
+
+    def rows(self, reader: TraceReader, todo: Plan) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The rows of the journal that it publishes, and the pairs that it derives updates from."""
+        rows, pairs = np.flatnonzero(todo.where), todo.pairs
+        if self.modules is not None:
+            mine = [stream.id for stream in reader.streams if stream.module in self.modules]
+            rows = rows[np.isin(reader.journal[rows, Column.STREAM], mine)]
+            pairs = pairs[np.isin(reader.journal[pairs[:, 0], Column.STREAM], mine)]
+        if self.steps is not None:
+            start, stop, _ = (*self.steps, 1)[:3]
+            for bound, keep in ((start, np.greater_equal), (stop, np.less)):
+                if bound is not None:
+                    rows = rows[keep(reader.journal[rows, Column.GLOBAL_STEP], bound)]
+                    pairs = pairs[keep(reader.journal[pairs[:, 0], Column.GLOBAL_STEP], bound)]
+        return rows, pairs
+
+
+def shares(
+    reader: TraceReader, todo: Plan, scope: Scope, steps: StepRange | None, part_bytes: int = PART_BYTES
+) -> list[Share]:
+    """Cut what a subscriber reads of a trace into shares of some `part_bytes`, as far as its scope allows.
+
+    Steps are cut from the first on, where a chunk of the largest array begins if that is near, so that a trace that
+    grows keeps all shares but the last. A step that is too large by itself is cut by modules, if nothing is remembered.
+    """
+    whole = [Share(steps=steps)]
+    if todo.bytes <= part_bytes or scope not in KNOWN_SCOPES:
+        return whole
+    if scope == "stream":
+        return [Share(modules=some, steps=steps) for some in _by_modules(reader, todo, whole[0], part_bytes)]
+    found = []
+    for share, nbytes in _by_steps(reader, todo, steps, part_bytes):
+        if scope == "message" and nbytes > 2 * part_bytes:
+            found += [Share(modules=some, steps=share.steps) for some in _by_modules(reader, todo, share, part_bytes)]
+        else:
+            found.append(share)
+    return found
+
+
+def _by_steps(reader: TraceReader, todo: Plan, steps: StepRange | None, part_bytes: int) -> list[tuple[Share, int]]:
+    """Shares of all modules and some steps each, and the bytes of each share."""
+    rows = np.concatenate([np.flatnonzero(todo.where), todo.pairs[:, 0]])
+    sizes = reader.sizes(rows)
+    numbers, place = np.unique(reader.journal[rows, Column.GLOBAL_STEP], return_inverse=True)
+    per_step = np.bincount(place, sizes).astype(np.int64)
+    begins = _begin_chunks(reader, rows, sizes, place, len(numbers))
+    ends = np.cumsum(per_step)
+    stride = stride_of(steps)
+    found = []
+    first = 0
+    while first < len(numbers):
+        before = int(ends[first - 1]) if first else 0
+        last = max(int(np.searchsorted(ends, before + part_bytes, side="right")), first + 1)
+        if last < len(numbers):
+            near = int(np.searchsorted(ends, before + part_bytes // 2, side="right"))
+            aligned = np.flatnonzero(begins[max(near, first + 1) : last + 1])
+            last = max(near, first + 1) + int(aligned[-1]) if len(aligned) else last
+        start = int(numbers[first])
+        stop = int(numbers[last]) if last < len(numbers) else int(numbers[-1]) + 1
+        share = Share(steps=(start, stop) if stride is None else (start, stop, stride))
+        found.append((share, int(ends[last - 1]) - before))
+        first = last
+    return found
+
+
+def _begin_chunks(
+    reader: TraceReader, rows: NDArray[np.int64], sizes: NDArray[np.int64], place: NDArray[np.int64], steps: int
+) -> NDArray[np.bool_]:
+    """Which steps begin a chunk of the array that makes up most of what is read; all steps if there is no array.
+
+    Parameters
+    ----------
+    reader : TraceReader
+    rows, sizes : array (messages,)
+        What is read, and the bytes of each.
+    place : array (messages,)
+        Which step each is of.
+    steps : int
+        How many steps there are.
+    """
+    pools = reader.journal[rows, Column.POOL]
+    if not (pools >= 0).any():
+        return np.ones(steps, np.bool_)
+    weights = np.bincount(pools[pools >= 0], sizes[pools >= 0])
+    largest = np.flatnonzero(pools == int(weights.argmax()))
+    begins = np.zeros(steps, np.bool_)
+    begins[place[largest[reader.begins_chunk(rows[largest])]]] = True
+    return begins
+
+
+def _by_modules(reader: TraceReader, todo: Plan, share: Share, part_bytes: int) -> list[tuple[Module, ...]]:
+    """Groups of modules, in the order of the trace, of some `part_bytes` in all."""
+    rows, pairs = share.rows(reader, todo)
+    rows = np.concatenate([rows, pairs[:, 0]])
+    weights = np.bincount(reader.journal[rows, Column.STREAM], reader.sizes(rows), minlength=len(reader.streams))
+    counts = np.bincount(reader.journal[rows, Column.STREAM], minlength=len(reader.streams))
+    of_module: dict[Module, int] = {}
+    for stream in reader.streams:
+        if counts[stream.id]:
+            of_module[stream.module] = of_module.get(stream.module, 0) + int(weights[stream.id])
+    groups: list[list[Module]] = []
+    filled = part_bytes
+    for module, nbytes in of_module.items():
+        if filled + nbytes > part_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(module)
+        filled += nbytes
+    return [tuple(group) for group in groups]

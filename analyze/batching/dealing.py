@@ -1,0 +1,78 @@
+"""Which units are read together, as tasks, and which share of a batch does which tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any, Final
+
+from analyze import registry
+from analyze.batching.units import Selection, Task, TracePlan, Unit
+
+TASKS_PER_WORKER: Final = 4
+"""Units are done at once only where so many tasks are left for each worker."""
+
+
+def fused(plans: Iterable[TracePlan], selection: Selection, workers: int) -> list[Task]:
+    """Put units that read the same part of a trace together, while enough tasks are left for all workers.
+
+    Two units are not put together if their chains bring two producers of the same kind. The largest task comes first.
+    """
+    produces = cache(lambda spec: frozenset(registry.parse(spec).produces))
+    tasks = [
+        Task(units=tuple(group), run=one.run, selection=selection)
+        for one in plans
+        if one.run is not None
+        for group in _together(one.units, produces)
+    ]
+    tasks = _divided(tasks, TASKS_PER_WORKER * workers)
+    return sorted(tasks, key=lambda task: (-task.bytes, task.units[0].id))
+
+
+def _together(units: Iterable[Unit], produces: Callable[[str], frozenset[str]]) -> list[list[Unit]]:
+    """Units of one trace in groups that read the same and do not collide."""
+    groups: dict[Any, list[list[Unit]]] = {}
+    for unit in units:
+        alike = groups.setdefault((unit.rank, unit.modules, unit.steps), [])
+        fitting = next((group for group in alike if not _collide(unit, group, produces)), None)
+        if fitting is None:
+            alike.append([unit])
+        else:
+            fitting.append(unit)
+    return [group for alike in groups.values() for group in alike]
+
+
+def _divided(tasks: Sequence[Task], wanted: int) -> list[Task]:
+    """Halve the largest of tasks that have several units until there are as many as wanted."""
+    left = sorted(tasks, key=lambda task: -task.bytes * len(task.units))
+    done: list[Task] = []
+    while left and len(left) + len(done) < wanted:
+        task = left.pop(0)
+        if len(task.units) < 2:
+            done.append(task)
+            continue
+        middle = len(task.units) // 2
+        left += [task.only(*task.units[:middle]), task.only(*task.units[middle:])]
+        left.sort(key=lambda one: -one.bytes * len(one.units))
+    return done + left
+
+
+def _collide(unit: Unit, group: Sequence[Unit], produces: Callable[[str], frozenset[str]]) -> bool:
+    """Whether the chain of a unit and those of others have two subscribers that produce the same kind."""
+    there = {spec for other in group for spec in other.chain}
+    new = [spec for spec in unit.chain if spec not in there]
+    kinds = {kind for spec in there for kind in produces(spec)}
+    return any(produces(spec) & kinds for spec in new)
+
+
+def dealt(tasks: Sequence[Task], part: int, parts: int) -> list[Task]:
+    """The tasks of one of several shares of about equal size; all shares together are all tasks."""
+    loads = [0] * parts
+    mine = []
+    for task in tasks:  # the largest first
+        lightest = min(range(parts), key=lambda number: (loads[number], number))
+        # a task costs something even if it reads nothing
+        loads[lightest] += task.bytes + (1 << 20)
+        if lightest == part:
+            mine.append(task)
+    return mine

@@ -1,0 +1,94 @@
+"""How long a batch will take."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from analyze.batching.batch_plan import BatchPlan
+from analyze.batching.engines import cores
+from analyze.batching.folder import folder_at
+from analyze.batching.manifest import read_manifest
+from analyze.batching.units import Task
+from tracer.stores.locations import Anywhere
+
+TRY_AGAIN: Final = 5.0
+"""A part that took fewer seconds than this is tried once more."""
+
+
+def estimate(planned: BatchPlan, out: Anywhere, workers: int | None = None) -> dict[str, Any]:
+    """How long a plan will take, from what its subscribers took before, or take for one part now.
+
+    Parameters
+    ----------
+    planned : BatchPlan
+    out : path or URL
+        The folder whose manifest says how long subscribers took. One that is not in it is tried on its smallest part,
+        and the answers are thrown away.
+    workers : int, optional
+        How many compute at once.
+
+    Returns
+    -------
+    dict
+        ``traces``, ``parts``, ``cached``, ``bytes``, ``seconds`` (of all work), ``wall_seconds`` (with so many
+        workers) and ``measured``: for each subscriber on how many parts.
+    """
+    with folder_at(out) as folder:
+        known = read_manifest(folder).get("seconds", {})
+    alone = [task.only(unit) for task in planned.tasks for unit in task.units]
+    of_spec: dict[str, list[Task]] = {question.spec: [] for question in planned.asked}
+    for task in alone:
+        of_spec[task.units[0].spec].append(task)
+    rates = {spec: _rate(known.get(spec), tasks) for spec, tasks in of_spec.items() if tasks}
+    seconds = [rates[task.units[0].spec].seconds_for(task.bytes) for task in alone]
+    hands = max(cores() if workers is None else workers, 1)
+    loads = [0.0] * min(hands, max(len(seconds), 1))
+    for one in sorted(seconds, reverse=True):
+        loads[loads.index(min(loads))] += one
+    return {
+        "traces": len(planned.traces),
+        "parts": len(alone),
+        "cached": len(planned.cached),
+        "failed": len(planned.failures),
+        "bytes": planned.bytes,
+        "seconds": round(sum(seconds), 3),
+        "wall_seconds": round(max(loads), 3),
+        "workers": hands,
+        "measured": {spec: rate.parts for spec, rate in rates.items()},
+    }
+
+
+class _Rate(NamedTuple):
+    """How long parts of a subscriber took, and how many bytes they read."""
+
+    seconds: float
+    bytes: float
+    parts: int
+
+    def seconds_for(self, nbytes: int) -> float:
+        """How long it takes to answer so many bytes."""
+        return self.seconds / max(self.bytes, 1.0) * nbytes if nbytes else 0.0
+
+
+def _rate(known: Sequence[float] | None, tasks: Sequence[Task]) -> _Rate:
+    """What a manifest says of a subscriber, or what the smallest of its tasks takes now."""
+    if known is not None and known[2]:
+        return _Rate(known[0], known[1], int(known[2]))
+    smallest = min(tasks, key=lambda task: task.bytes)
+    spent = _tried(smallest)
+    if spent < TRY_AGAIN:  # most of which was loading what computes it
+        spent = min(spent, _tried(smallest))
+    return _Rate(spent, smallest.bytes, 1)
+
+
+def _tried(task: Task) -> float:
+    """Seconds that a task takes; its answers are thrown away."""
+    from analyze.batching.tasks import run
+
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        run({"task": task.document(), "out": folder, "replace": True})
+        return time.perf_counter() - began

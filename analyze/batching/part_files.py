@@ -1,0 +1,305 @@
+"""The files of a batch's folder that hold answers: one for each unit, and a trace for the large answers of a unit.
+
+What the rows do not say of the answers stands in the metadata of the Parquet file, so that a file gives back the
+messages that it was made of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import json
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Final, Literal, TypeAlias, final
+
+import numpy as np
+
+from analyze.batching.folder import Folder, folder_at
+from analyze.batching.units import Run, Unit
+from analyze.tables.columns import COLUMNS, Columns, Row, place_of
+from analyze.tables.results import Results
+from analyze.tables.writing import arrow_table
+from tracer.messaging.messages import Message
+from tracer.trace.reader import TraceReader
+
+COMPLETE: Final = ".parquet"
+"""How the name of a part ends that has all answers of a unit."""
+DAMAGED: Final = ".damaged.parquet"
+"""How the name of a part ends that has the answers to what is not damaged."""
+DETAILS: Final = b"tracereel"
+"""Where in the metadata of a Parquet file stands what the rows do not say."""
+RUN_COLUMNS: Final = ("spec", "run_id", "created", "status", "array")
+"""The columns that the table of a batch has besides `analyze.tables.columns.COLUMNS`."""
+ARRAY_NUMBERS: Final = 4096
+"""Answers of more numbers than this go to a results trace of their own, and not number by number into the table."""
+State: TypeAlias = Literal["done", "damaged", "missing"]
+
+
+def state_of(unit_id: str, names: Collection[str]) -> State:
+    """Whether the names in ``parts`` have all answers of a unit, some of them, or none."""
+    if unit_id + COMPLETE in names:
+        return "done"
+    return "damaged" if unit_id + DAMAGED in names else "missing"
+
+
+def done(folder: Folder) -> set[str]:
+    """The ids of the units of which all answers are there."""
+    names = folder.names("parts")
+    return {name.removesuffix(COMPLETE) for name in names if name.endswith(COMPLETE) and not name.endswith(DAMAGED)}
+
+
+def remove_outdated(folder: Folder, units: Collection[Unit]) -> None:
+    """Remove the answers to the questions of some units that were given when the trace or the subscriber was another.
+
+    What was damaged goes, too, once all answers are there.
+    """
+    ids = {unit.id for unit in units}
+    cells = {unit.cell for unit in units}
+    names = folder.names("parts")
+    old = [name for name in names if name.partition("-")[0] in cells and name.partition(".")[0] not in ids]
+    old += [name for name in names if name.endswith(DAMAGED) and name.removesuffix(DAMAGED) + COMPLETE in names]
+    folder.remove([f"parts/{name}" for name in old])
+    for unit_id in {name.partition(".")[0] for name in old} - ids:
+        folder.remove_trace(_arrays_of(unit_id))
+
+
+def _arrays_of(unit_id: str) -> str:
+    """The name of the trace that has the large answers of a unit."""
+    return f"arrays/{unit_id}.zarr"
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+@final
+class PartAnswers:
+    """The answers of a unit until they are written: small ones as rows, large ones as messages.
+
+    Parameters
+    ----------
+    unit : Unit
+    subscriber : str
+        What the subscriber is called in the table.
+    """
+
+    def __init__(self, unit: Unit, subscriber: str) -> None:
+        self._unit, self._subscriber = unit, subscriber
+        self._small = Results()
+        self._large: list[Message] = []
+        # where each large answer stands among all
+        self._large_at: list[int] = []
+        self._count = 0
+
+    def add(self, message: Message) -> None:
+        """Append an answer."""
+        if message.data is not None and message.data.numel() > ARRAY_NUMBERS:
+            self._large.append(message)
+            self._large_at.append(self._count)
+        else:
+            self._small.add(message, self._unit.title, self._subscriber)
+        self._count += 1
+
+    def add_rows(self, results: Results) -> None:
+        """Append answers that stand in the table number by number, however many numbers they have."""
+        self._small.extend(results)
+
+    def extend(self, other: PartAnswers) -> None:
+        """Append the answers of another share of the unit."""
+        self._small.extend(other._small)
+        self._large += other._large
+        self._large_at += [self._count + at for at in other._large_at]
+        self._count += other._count
+
+    def write(self, folder: Folder, run: Run, seconds: float, *, complete: bool, replace: bool) -> int:
+        """Write the answers; how many rows they are.
+
+        Parameters
+        ----------
+        folder : Folder
+        run : Run
+        seconds : float
+            How long they took.
+        complete : bool
+            Whether these are all answers, and not only those to what is not damaged.
+        replace : bool
+            Whether a file that is there is written anew.
+        """
+        if self._large:
+            self._write_large(folder)
+        table = self._table(run)
+        details = self._details(table.num_rows, seconds, complete=complete)
+        data = _parquet(table.replace_schema_metadata({DETAILS: json.dumps(details).encode()}))
+        damaged = f"parts/{self._unit.id}{DAMAGED}"
+        if complete:
+            folder.write(f"parts/{self._unit.id}{COMPLETE}", data, replace=replace)
+            if folder.on_disk:  # on an object store that is a request, and waits for the end of the batch
+                folder.remove([damaged])
+        else:
+            folder.write(damaged, data)
+        return int(table.num_rows)
+
+    def _write_large(self, folder: Folder) -> None:
+        """Write the large answers as a results trace, which is complete before the table names it."""
+        from tracer.trace.writer import TraceWriter
+
+        header = {"results_of": self._unit.title, "subscribers": [self._unit.spec]}
+        with TraceWriter(folder.new_trace(_arrays_of(self._unit.id)), header=header, overwrite=True) as writer:
+            for message in self._large:
+                writer.write(message)
+
+    def _table(self, run: Run) -> Any:
+        """The answers as a `pyarrow.Table`; a large one is one row that names its place in the trace beside."""
+        table: dict[str, Any] = self._small.columns()
+        array = [""] * len(self._small)
+        if self._large:
+            rows = zip(*map(self._row_of_large, self._large), strict=True)
+            for name, more in zip(COLUMNS, rows, strict=True):
+                column = table[name]
+                table[name] = [*(column.tolist() if isinstance(column, np.ndarray) else column), *more]
+            array += [f"{_arrays_of(self._unit.id)}#{number}" for number in range(len(self._large))]
+        of_all = {"spec": self._unit.spec, "run_id": run.run_id, "created": run.created, "status": run.status}
+        table |= {name: [value] * len(array) for name, value in of_all.items()} | {"array": array}
+        return arrow_table(table, *RUN_COLUMNS)
+
+    def _row_of_large(self, message: Message) -> tuple[Any, ...]:
+        """The row of a large answer, which has no value."""
+        return (
+            self._unit.title,
+            self._subscriber,
+            message.kind,
+            place_of(message.key, message.leaf),
+            message.tag,
+            message.rank,
+            message.epoch,
+            message.train_step,
+            message.global_step,
+            message.call,
+            "",
+            None,
+        )
+
+    def _details(self, rows: int, seconds: float, *, complete: bool) -> dict[str, Any]:
+        """What the rows do not say, as JSON values."""
+        unit = self._unit
+        return {
+            "unit": unit.id,
+            "spec": unit.spec,
+            "trace": unit.title,
+            "rank": unit.rank,
+            "modules": unit.modules,
+            "steps": unit.steps,
+            "messages": unit.messages,
+            "bytes": unit.bytes,
+            "rows": rows,
+            "numbers": len(self._small) + sum(one.data.numel() for one in self._large if one.data is not None),
+            "arrays": self._large_at,
+            "structure": self._small.structure(),
+            "seconds": round(seconds, 6),
+            "complete": complete,
+        }
+
+
+def _parquet(table: Any) -> bytes:
+    import pyarrow.parquet as pq
+
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer)
+    return buffer.getvalue()
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@final
+class PartFiles:
+    """The answers of units, in the files of a batch's folder; they are read, one unit after the other, when asked for.
+
+    Parameters
+    ----------
+    out : str
+        The folder.
+    units : sequence of Unit
+        What was asked, in the order in which it is answered; what is not there is left out.
+    """
+
+    def __init__(self, out: str, units: Sequence[Unit]) -> None:
+        self._out, self._units = out, units
+
+    def __len__(self) -> int:
+        """How many rows."""
+        return sum(_details_in(_read(data, []))["numbers"] for data, _ in self._files())
+
+    def __iter__(self) -> Iterator[Row]:
+        return itertools.chain.from_iterable(self._each())
+
+    def messages(self) -> Iterator[Message]:
+        """The answers as messages again."""
+        return itertools.chain.from_iterable(part.messages() for part in self._each())
+
+    def gathered(self) -> Columns:
+        """All answers in memory."""
+        columns = Columns()
+        for part in self._each():
+            columns.extend(part)
+        return columns
+
+    def tables(self) -> Iterator[Any]:
+        """What the files hold, as a `pyarrow.Table` of each unit."""
+        for data, _ in self._files():
+            yield _read(data).replace_schema_metadata(None)
+
+    def _each(self) -> Iterator[Columns]:
+        """The answers of each unit."""
+        return (_answers_in(data, folder) for data, folder in self._files())
+
+    def _files(self) -> Iterator[tuple[bytes, Folder]]:
+        """What the file of each unit holds, and the folder that it is in."""
+        endings = {"done": COMPLETE, "damaged": DAMAGED}
+        with folder_at(self._out) as folder:
+            names = folder.names("parts")
+            for unit in self._units:
+                ending = endings.get(state_of(unit.id, names))
+                data = None if ending is None else folder.read(f"parts/{unit.id}{ending}")
+                if data is not None:
+                    yield data, folder
+
+
+def _read(data: bytes, columns: Sequence[str] | None = None) -> Any:
+    """The Arrow table in the bytes of a file of a part.
+
+    It is read by this thread alone: a thread of Arrow may let go of the bytes when the interpreter is ending, and abort
+    the process.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(pa.BufferReader(data)) as file:
+        return file.read(columns=columns, use_threads=False)
+
+
+def _details_in(table: Any) -> dict[str, Any]:
+    """What the rows do not say: see `PartAnswers.write`."""
+    details: dict[str, Any] = json.loads(table.schema.metadata[DETAILS])
+    return details
+
+
+def _answers_in(data: bytes, folder: Folder) -> Columns:
+    """The answers in the bytes of a file of a part, as they were given, with the numbers of large ones."""
+    table = _read(data, [*COLUMNS, "array"])
+    details = _details_in(table)
+    columns = {name: table.column(name).to_pylist() for name in table.column_names}
+    small = Columns.of({name: columns[name][: columns["array"].count("")] for name in COLUMNS}, details["structure"])
+    if not details["arrays"]:
+        return small
+    place, subscriber = columns["array"][-1].partition("#")[0], columns["subscriber"][-1]
+    whole, messages, done_so_far = Columns(), small.messages(), 0
+    with TraceReader(folder.trace(place)) as reader:
+        for at, message in zip(details["arrays"], reader, strict=True):
+            for one in itertools.islice(messages, at - done_so_far):
+                whole.add(one, details["trace"], subscriber)
+            whole.add(dataclasses.replace(message, rank=details["rank"]), details["trace"], subscriber)
+            done_so_far = at + 1
+    for one in messages:
+        whole.add(one, details["trace"], subscriber)
+    return whole

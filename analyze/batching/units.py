@@ -1,0 +1,283 @@
+"""What a batch is made of, as values: selections, units, tasks, outcomes and failures.
+
+A `Unit` is the share of one subscriber in one trace that is computed and stored as a whole. Its id is made of all that
+its answers depend on, so a unit that is there need not be computed again. A `Task` is what a worker does at once: units
+that read the same messages, which are then read once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+from tracer.errors import TracerError
+from tracer.secrets import masked_text
+from tracer.trace.reader import TraceReader
+from tracer.trace.selection import Steps
+
+SCHEMA: Final = 2
+"""Raised whenever the files of parts change, so that parts of another release are not taken for this one's."""
+Module: TypeAlias = str | None
+"""A module's dotted path; None stands for the network."""
+Pairs: TypeAlias = Literal["all", "first"]
+"""Which runs are compared: each two, or each with the first."""
+StepRange: TypeAlias = tuple[int | None, ...]
+"""Start, stop and perhaps a stride of global steps; None where there is no bound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What is asked of each trace, as the filters of `tracer.replay`."""
+
+    kinds: tuple[str, ...] | None = None
+    modules: tuple[str, ...] | None = None
+    steps: StepRange | None = None
+    tags: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        kinds: str | Iterable[str] | None,
+        modules: str | Iterable[str] | None,
+        steps: Steps | None,
+        tags: str | Iterable[str] | None,
+    ) -> Selection:
+        """The selection that these filters of `tracer.replay` make."""
+        plain = None if steps is None else tuple(None if bound is None else int(bound) for bound in steps)
+        return cls(kinds=_names(kinds), modules=_names(modules), steps=plain, tags=_names(tags))
+
+    def at(self, steps: StepRange | None) -> Selection:
+        """The same of other steps."""
+        return replace(self, steps=steps)
+
+    def filters(self) -> dict[str, Any]:
+        """The arguments of `tracer.replay`."""
+        return {"kinds": self.kinds, "modules": self.modules, "steps": self.steps, "tags": self.tags}
+
+
+def _names(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    return None if value is None else (value,) if isinstance(value, str) else tuple(value)
+
+
+def stride_of(steps: StepRange | None) -> int | None:
+    """The stride of a range of steps; None if it has none."""
+    return None if steps is None or len(steps) < 3 else steps[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """The share of one subscriber in one trace that is computed and stored as a whole.
+
+    Attributes
+    ----------
+    id : str
+        A digest of what it belongs to (trace, rank and subscriber, as text), a dash, and a digest of all that its
+        answers depend on. Units of the same first half answer the same question; those that are no longer planned are
+        out of date.
+    spec : str
+        The subscriber, as `analyze.parse` reads it.
+    chain : tuple of str
+        The subscribers whose answers it takes, producers first, and itself.
+    trace : str
+    rank : int
+    modules : tuple of (str or None), or None
+        Observed messages of these modules only (None among them: of the network); None for all.
+    steps : (start, stop, stride) or None
+        Only these global steps; None for all.
+    messages, bytes : int
+        What it reads.
+    other : str
+        The trace that the layers of `trace` are compared with; empty if nothing is compared.
+    other_rank : int
+        The rank of `other` that `rank` is compared with.
+    """
+
+    id: str
+    spec: str
+    chain: tuple[str, ...]
+    trace: str
+    rank: int
+    modules: tuple[Module, ...] | None
+    steps: StepRange | None
+    messages: int
+    bytes: int
+    other: str = ""
+    other_rank: int = 0
+
+    @property
+    def cell(self) -> str:
+        """What it belongs to: the first half of its id."""
+        return self.id.partition("-")[0]
+
+    @property
+    def title(self) -> str:
+        """What the trace is called in the table; a pair is ``one|other``."""
+        return f"{self.trace}|{self.other}" if self.other else self.trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What the rows of a trace's answers say of the run, and what else is known of the trace."""
+
+    trace: str
+    run_id: str
+    created: str
+    status: str
+    ranks: tuple[int, ...]
+    messages: int
+    problems: tuple[str, ...]
+
+    @classmethod
+    def of(cls, path: str, reader: TraceReader) -> Run:
+        """What a trace says of its run."""
+        header = reader.header
+        return cls(
+            trace=path,
+            run_id=str(header.get("run_id") or ""),
+            created=str(header.get("created") or ""),
+            status=reader.status,
+            ranks=tuple(reader.ranks),
+            messages=len(reader),
+            problems=tuple(reader.problems),
+        )
+
+    @property
+    def ended(self) -> str:
+        """How the run ended, as far as that does not change by looking again."""
+        status = self.status.partition(":")[0]
+        return status if status in ("finished", "failed") else "unfinished"
+
+    def beside(self, other: Run) -> Run:
+        """What is said of two runs that are compared: of each, with a bar between them."""
+        return Run(
+            trace=f"{self.trace}|{other.trace}",
+            run_id=f"{self.run_id}|{other.run_id}",
+            created=f"{self.created}|{other.created}",
+            status=self.status if self.status == other.status else f"{self.status}|{other.status}",
+            ranks=(0,),
+            messages=self.messages + other.messages,
+            problems=(*self.problems, *other.problems),
+        )
+
+
+class Outcome(NamedTuple):
+    """What became of a unit: its status is ``"computed"``, or one of those of `Failure`."""
+
+    unit: str
+    status: str
+    rows: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What was asked and could not be answered, and why, without secrets (see `tracer.secrets`).
+
+    Attributes
+    ----------
+    trace : str
+    spec : str
+        The subscriber; empty if the trace itself could not be opened.
+    rank : int or None
+    unit : str
+        Id of the unit; empty if there was no plan.
+    status : str
+        ``"unplanned"``: it was clear before anything was read; ``"failed"``: the subscriber raised; ``"damaged"``: the
+        trace is damaged, and the answers to what comes before that are there; ``"killed"``: the process that computed
+        it died.
+    reason : str
+        A sentence.
+    where : str
+        The machine, where that is known.
+    traceback : str
+    """
+
+    trace: str
+    spec: str
+    rank: int | None
+    unit: str
+    status: str
+    reason: str
+    where: str = ""
+    traceback: str = ""
+
+    @classmethod
+    def of(cls, unit: Unit, outcome: Outcome, where: str) -> Failure:
+        """What is said of a unit that was not computed."""
+        return cls(
+            trace=unit.title,
+            spec=unit.spec,
+            rank=unit.rank,
+            unit=unit.id,
+            status=outcome.status,
+            reason=outcome.reason,
+            where=where,
+            traceback=outcome.traceback,
+        )
+
+    def __post_init__(self) -> None:
+        for name in ("trace", "reason", "traceback"):  # they are printed and written
+            object.__setattr__(self, name, masked_text(getattr(self, name)))
+
+
+@dataclass(slots=True, kw_only=True)
+class TracePlan:
+    """What is to be done with one trace."""
+
+    run: Run | None
+    units: list[Unit] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Units that one worker computes in one reading of a trace."""
+
+    units: tuple[Unit, ...]
+    run: Run
+    selection: Selection
+
+    @property
+    def bytes(self) -> int:
+        """What it reads, at most."""
+        return max(unit.bytes for unit in self.units)
+
+    def only(self, *units: Unit) -> Task:
+        """The same task of some of its units."""
+        return replace(self, units=units)
+
+    def document(self) -> dict[str, Any]:
+        """The task as JSON values, which `of` reads."""
+        return {
+            "units": [asdict(unit) for unit in self.units],
+            "run": asdict(self.run),
+            "selection": asdict(self.selection),
+        }
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Task:
+        """The task that a document says."""
+        return cls(
+            units=tuple(Unit(**_with_tuples(one)) for one in document["units"]),
+            run=Run(**_with_tuples(document["run"])),
+            selection=Selection(**_with_tuples(document["selection"])),
+        )
+
+
+def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def sentence_of(error: Exception) -> str:
+    """What an error says; of one that is not this project's own, its class comes first."""
+    return str(error) if isinstance(error, TracerError) else f"{type(error).__name__}: {error}"
+
+
+def digest(value: Any) -> str:
+    """A digest of JSON values, in hexadecimal digits."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

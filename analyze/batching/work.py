@@ -1,0 +1,119 @@
+"""The tasks of a batch while an engine computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from analyze.batching.batch_plan import BatchPlan, Progress
+from analyze.batching.engines import Death, Engine
+from analyze.batching.folder import Folder
+from analyze.batching.units import Failure, Outcome, Task, Unit
+
+
+@final
+class Work:
+    """The tasks of a plan while they are computed, and what became of them.
+
+    Parameters
+    ----------
+    planned : BatchPlan
+    folder : Folder
+        Where the answers go.
+    say : callable
+        Is told of each part that is over, and of what is tried again.
+    force : bool
+        Whether parts that are there are written anew.
+
+    Attributes
+    ----------
+    failures : list of Failure
+        What could not be answered, with what was clear when it was planned.
+    computed, parts : int
+        Units that were computed, and all that are to be.
+    seconds : dict of str to list
+        By subscriber: the seconds, the bytes and the parts that were computed.
+    """
+
+    def __init__(self, planned: BatchPlan, folder: Folder, say: Progress, force: bool) -> None:
+        self.failures = list(planned.failures)
+        self.computed = 0
+        self.seconds: dict[str, list[float]] = {}
+        self.parts = sum(len(task.units) for task in planned.tasks)
+        self._planned, self._folder, self._say, self._force = planned, folder, say, force
+        self._done = self._failed = 0
+        self._tasks: dict[str, Task] = {}
+        self._tried: dict[str, int] = {}
+        # what is tried again when nothing else is left, one after the other
+        self._later: list[Task] = []
+
+    def run(self, engine: Engine) -> None:
+        """Compute all tasks."""
+        for task in self._planned.tasks:
+            self._submit(engine, task)
+        while self._tasks or self._later:
+            if not self._tasks:
+                self._submit(engine, self._later.pop(0))
+            key, found = engine.next_done()
+            task = self._tasks.pop(key)
+            if isinstance(found, Death):
+                self._mourn(engine, task, found)
+            else:
+                self._take(task, found)
+
+    def _submit(self, engine: Engine, task: Task) -> None:
+        key = task.units[0].id
+        self._tasks[key] = task
+        engine.submit(key, {"task": task.document(), "out": str(self._folder), "replace": self._force})
+
+    def _mourn(self, engine: Engine, task: Task, death: Death) -> None:
+        """Try again what a worker died of: each unit by itself, and the same once more, perhaps with nothing else."""
+        tried = self._tried.get(task.units[0].id, 0)
+        if len(task.units) > 1:
+            self._say({"event": "retry", "trace": task.run.trace, "reason": death.reason, "parts": len(task.units)})
+            for unit in task.units:
+                self._submit(engine, task.only(unit))
+        elif death.again and not tried:
+            self._tried[task.units[0].id] = tried + 1
+            self._say({"event": "retry", "trace": task.run.trace, "reason": death.reason, "parts": 1})
+            if death.alone:
+                self._later.append(task)
+            else:
+                self._submit(engine, task)
+        else:
+            reason = death.reason + (", twice" if tried else "")
+            self._count(task.units[0], Outcome(task.units[0].id, "killed", reason=reason))
+
+    def _take(self, task: Task, receipt: Mapping[str, Any]) -> None:
+        """Note what became of the units of a task that was done."""
+        units = {unit.id: unit for unit in task.units}
+        for outcome in (Outcome(**one) for one in receipt["outcomes"]):
+            unit = units[outcome.unit]
+            spent = self.seconds.setdefault(unit.spec, [0.0, 0.0, 0.0])
+            for place, amount in enumerate((outcome.seconds, unit.bytes, 1)):
+                spent[place] += amount
+            self._count(unit, outcome, receipt["where"])
+
+    def _count(self, unit: Unit, outcome: Outcome, where: str = "") -> None:
+        """Count a unit that is over, and tell of it."""
+        self._done += 1
+        if outcome.status == "computed":
+            self.computed += 1
+        else:
+            self._failed += 1
+            self.failures.append(Failure.of(unit, outcome, where))
+        event = {
+            "event": "part",
+            "id": unit.id,
+            "trace": unit.title,
+            "subscriber": unit.spec,
+            "rank": unit.rank,
+            "status": outcome.status,
+            "rows": outcome.rows,
+            "seconds": round(outcome.seconds, 4),
+            "bytes": unit.bytes,
+            "done": self._done,
+            "failed": self._failed,
+            "parts": self.parts,
+        }
+        self._say(event | ({"reason": outcome.reason} if outcome.reason else {}))
