@@ -71,8 +71,6 @@ class Process:
 
 OF_SCRIPT = "script "
 """How the `launch` of a recorded script begins, and of the processes that it starts; see `tracer.recording.family`."""
-
-
 _LAUNCH = (
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
