@@ -22,6 +22,7 @@ from tracer import TraceReader, TraceWriter
 from tracer.errors import TraceError, TraceExistsError, TracerError
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.stores.opening import create_store, open_store
+from tracer.trace.commits import Commits
 from tracer.upkeep.verify import verify
 
 FORMATS = (".zarr", ".h5")
@@ -180,7 +181,7 @@ def test_what_was_there_outlives_a_trace_that_cannot_be_begun(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(TraceWriter, "_publish", full)
+    monkeypatch.setattr(Commits, "publish", full)
     with pytest.raises(OSError, match="No space left"):
         TraceWriter(path, part="rank1")
     with pytest.raises(TraceExistsError):
@@ -426,7 +427,7 @@ def test_a_writer_that_failed_holds_nothing(tmp_path: Path, suffix: str, monkeyp
     path = tmp_path / f"run{suffix}"
     writer = TraceWriter(path)
     writer.write(message(0))
-    monkeypatch.setattr(writer, "_publish", lambda: (_ for _ in ()).throw(TraceError("the disk is full")))
+    monkeypatch.setattr(writer._commits, "publish", lambda: (_ for _ in ()).throw(TraceError("the disk is full")))
     with pytest.raises(TraceError, match="the disk is full"):
         writer.commit()
     second = TraceWriter(path, overwrite=True)

@@ -19,9 +19,10 @@ from tracer.errors import MessageError, TraceCorruptError, TraceError, TraceForm
 from tracer.format import journal
 from tracer.format.declarations import declaration, declarations, sealed
 from tracer.format.encodings import ENCODINGS, STORAGE_DTYPES, decode, encode
-from tracer.format.journal import COLUMNS, JOURNAL_BLOCK, row_checksums
+from tracer.format.journal import COLUMNS, JOURNAL_BLOCK, Column, row_checksums
 from tracer.format.names import RESERVED, own_pool, quote
 from tracer.format.process import process_lives, process_start
+from tracer.format.tables import Tables
 from tracer.format.version import FORMAT, check_version
 from tracer.stores.chunks import check_name
 
@@ -237,3 +238,53 @@ def test_another_users_process_that_is_hidden_may_live(monkeypatch: pytest.Monke
     monkeypatch.setattr("tracer.format.process._state_and_start", lambda pid: None)
     assert process_lives(mine | {"start": "1"}) is None
     assert process_lives(mine | {"start": None}) is True  # where no process tells when it began
+
+
+def row(stream: int, pool: int, shape: int, count: int, flags: int, **more: int) -> list[int]:
+    """A row of a journal, but for its checksums."""
+    known = {"STREAM": stream, "POOL": pool, "SHAPE": shape, "COUNT": count, "FLAGS": flags, **more}
+    return [known.get(column.name, 0) for column in Column]
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+def test_rows_that_contradict_the_declarations(gaps: bool) -> None:
+    """Each reason is found, also where declarations are lost; a row may be wrong for several."""
+    tables = Tables(gaps=gaps)
+    first = 7 if gaps else 0
+    named = {"tag": "default", "leaf": "", "rank": 0, "sampling": None}
+    of_data = {"kind": "weights", "network": False, "module": "fc", "dtype": "float32", **named}
+    of_events = {"kind": "batch_started", "network": True, "module": None, "dtype": None, **named}
+    for number, stream in enumerate((of_data, of_events), first):
+        tables.declare("stream", {"id": number, **stream})
+    tables.declare("shape", {"id": first, "shape": [2, 3]})
+    tables.declare("pool", {"id": first, "name": "rank0/pools/weights/float32", "dtype": "float32"})
+    data, event = (first, first, first, 6, 1), (first + 1, -1, -1, 0, 0)
+    wrong = {
+        "stream": [row(first + 2, *data[1:]), row(-1, *data[1:])],
+        "data": [row(first, *event[1:]), row(first + 1, *data[1:])],
+        "pool": [row(first, first + 1, first, 6, 1), row(first, -1, first, 6, 1)],
+        "shape": [row(first, first, first + 1, 6, 1)],
+        "count": [row(first, first, first, 5, 1)],
+        "event": [row(first + 1, first, -1, 0, 0), row(first + 1, -1, -1, 1, 0)],
+        "offset": [row(*data, OFFSET=-1)],
+        "counter": [row(*data, EPOCH=-1)],
+    }
+    for reason, rows in wrong.items():
+        found = dict(tables.contradictions(np.array([row(*data), row(*event), *rows])))
+        assert found.keys() == wrong.keys()
+        assert found[reason].tolist() == [False, False, *(True for _ in rows)], reason
+    assert not any(mask.any() for _, mask in tables.contradictions(np.array([row(*data), row(*event)])))
+
+
+def test_declarations_out_of_order() -> None:
+    """What is complete counts up from 0; of what is damaged, every number is taken once."""
+    whole, damaged = Tables(), Tables(gaps=True)
+    for tables in (whole, damaged):
+        tables.declare("shape", {"id": 0, "shape": []})
+        with pytest.raises(ValueError, match="shape 0 is declared"):
+            tables.declare("shape", {"id": 0, "shape": [1]})
+    damaged.declare("shape", {"id": 5, "shape": [1]})
+    assert damaged.shapes == {0: (), 5: (1,)}
+    for number in (-1, 2**63, True, "1"):
+        with pytest.raises(ValueError, match="is declared"):
+            damaged.declare("shape", {"id": number, "shape": [1]})

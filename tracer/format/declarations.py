@@ -31,8 +31,6 @@ def is_note(line: bytes) -> bool:
 
 
 _SEAL = b',"crc32c":'
-
-
 _LONGEST_LINE = 1 << 14
 """Bytes of the longest lines of which each bit is flipped in turn, which takes a second."""
 

@@ -74,8 +74,6 @@ _NATIVE = (
 
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
-
-
 ENCODINGS: dict[str, Encoding] = {
     **{name: Encoding(name, name, name) for name in _NATIVE},
     "bfloat16": Encoding("bfloat16", "uint16", "float32"),

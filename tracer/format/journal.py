@@ -30,34 +30,20 @@ class Column(IntEnum):
 
 
 COLUMNS = len(Column)
-
-
 MAX_ELEMENTS = 2**60
 """Elements of a message, at most: places in a pool are int64."""
-
-
 MAX_AXES = 63
 """Axes of a message, at most: numpy has 64, and one of them is that of the messages."""
-
-
 HAS_DATA = 1
 """Bit 0 of the column FLAGS: the message carries data, if only an empty tensor."""
-
-
 NONE = -1
 """POOL, SHAPE and CRC32C of a message without data; CRC32C where only chunks have checksums."""
-
-
 JOURNAL_BLOCK = 8192
 """Rows of the journal that are checksummed at once, because more would not stay in a processor's cache."""
-
-
 SHORT = 8 * COLUMNS
 """Bytes of the longest rows whose checksums `checksums` looks up in tables."""
-
-
 _WORTH_TABLES = 5
-"""For how many rows for each of their bytes that takes less time than to ask for one checksum after the other."""
+"""So many rows for each byte of a row make looking up in tables quicker than one checksum after the other."""
 
 
 def _crc_tables() -> tuple[NDArray[np.uint32], list[int]]:

@@ -9,8 +9,6 @@ from tracer.errors import TraceCorruptError, TraceError, TraceFormatError
 
 FORMAT = "tracereel"
 """Root attribute ``format``: what makes a store a trace."""
-
-
 VERSION = 1
 """Root attribute ``format_version``: an integer, raised when older readers would go wrong."""
 

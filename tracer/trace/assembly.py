@@ -83,6 +83,12 @@ def _rest(stream: Stream) -> dict[str, Any]:
 
 
 class _Work:
+    """A journal while the parts of distributed tensors in it are put together.
+
+    `there` are the rows that stay, `own` those that ranks recorded that are looked at, and `borrowed` those that other
+    ranks recorded for them.
+    """
+
     def __init__(
         self,
         journal: NDArray[np.int64],
@@ -94,7 +100,7 @@ class _Work:
         self.streams, self.shapes = list(streams), list(shapes)
         self.only = None if only is None else frozenset(only)
         ranks = np.array([stream.rank for stream in streams] or [0], np.int64)
-        self.rank = ranks[journal[:, Column.STREAM]]  # whose row each is
+        self.rank = ranks[journal[:, Column.STREAM]]  # that each row is of
         self.there = np.ones(len(journal), bool) if only is None else np.isin(self.rank, list(only))
         self.own = self.there.copy()
         self.borrowed = np.zeros(len(journal), bool)

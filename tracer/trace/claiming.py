@@ -29,9 +29,9 @@ from tracer.trace.part import lines_to_the_break, lives
 BEGINNING_SECONDS = 10.0
 """How long a rank waits for others to begin their parts of a new trace."""
 MADE_SECONDS = 1.0
-"""How long any process waits for another that has made a part, and written nothing of it."""
+"""How long any process waits for another that has made a part and not yet written its header."""
 FRESH_SECONDS = 600.0
-"""How long after its end the part of one rank counts as of the same launch as that of another."""
+"""How long after a rank has ended its part counts as one of the launch that another rank belongs to."""
 _LOADED = time.time()
 """When this module was imported: later than the process began, where that cannot be told."""
 
@@ -60,8 +60,6 @@ class Process:
 
 OF_SCRIPT = "script "
 """How the `launch` of a recorded script begins, and of the processes that it starts; see `tracer.recording.family`."""
-
-
 _LAUNCH = (
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
@@ -150,7 +148,7 @@ def claim(
     of_this_launch = [one for one in parts if process.launch is not None and one.launch == process.launch]
     refuse_living(path, [one for one in parts if one in mine or one not in of_this_launch])
     if resume:
-        # a launch can look like the one before it, which ended before this process began
+        # an earlier launch may have had the same environment; its parts were begun before this process
         began = _began()
         former = [one for one in of_this_launch if not one.lives and one.created < began]
         before = [one.attempt for one in parts if one in mine or one in former or one not in of_this_launch]
@@ -158,7 +156,7 @@ def claim(
     if process.related:
         if any(one in mine for one in of_this_launch):
             raise TraceExistsError(f"{path} has a rank {process.rank} of this run already, from an earlier process")
-        if of_this_launch:  # the first of them has made room
+        if of_this_launch:  # the first process of the run has removed what was there
             return 0, run_id_of(path, process)
     if overwrite:
         refuse_link(path)
@@ -166,7 +164,7 @@ def claim(
             mine_to_remove = process.rank == min(ranks) and one.rank not in ranks
             if one.rank == process.rank or process.related or mine_to_remove:
                 remove_part(path, one.name)
-    # a rank may be done before another begins; but a launch can look like one of long ago
+    # a rank may be done before another begins; an old part is of another launch with the same environment
     elif mine or any((one.ended and not one.fresh) or one not in of_this_launch for one in parts):
         raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
     return 0, next((one.run_id for one in of_this_launch if one not in mine), run_id_of(path, process))
@@ -238,14 +236,14 @@ def heads(path: Location) -> list[Head]:
 
 
 def _head(name: str, store: ReadStore) -> Head:
-    """What a part says of itself."""
+    """What the declarations of a part say of it."""
     array = declarations_name(name)
     try:
         lines = declarations(store.read(array, 0, store.length(array)).tobytes())[0]
     except TraceUnreadableError:
         raise
     except TraceCorruptError as error:
-        # a process that was killed as it began left less than that, and a machine that lost power what it had
+        # a process that was killed at its beginning may have left no line, and a machine that lost power only some
         lines = lines_to_the_break(store, name, 0, 0, error)[0] if store.names(array) else []
         if store.names(array) and not lines:
             raise
@@ -283,7 +281,7 @@ def _began() -> float:
 
 
 def refuse_link(path: Location) -> None:
-    """Raise `TraceExistsError` if what is to be overwritten is a link: what it leads to may be anybody's."""
+    """Raise `TraceExistsError` if what is to be overwritten is a link, which may lead to what somebody else made."""
     if not isinstance(path, Url) and os.path.islink(path):
         raise TraceExistsError(f"{path} is a link to {os.path.realpath(path)}, and is not overwritten; give that path")
 
@@ -296,7 +294,7 @@ def refuse_living(path: Location, parts: Sequence[Head]) -> None:
 
 
 def there(path: Location, process: Process) -> list[Head]:
-    """`heads`; of a trace that others are just beginning, as soon as they have written theirs."""
+    """The parts of the trace at `path`, as `heads` has them. Waits for the headers of parts that are just begun."""
     begun = time.monotonic()
     while True:
         waited = time.monotonic() - begun
@@ -307,7 +305,7 @@ def there(path: Location, process: Process) -> list[Head]:
             if not waiting:
                 raise
         else:
-            # one that was killed as it began leaves the same, but not just now
+            # a process that was killed at its beginning leaves a part without a header, too, but no fresh one
             waiting = waiting or (waited < MADE_SECONDS and any(one.fresh for one in found))
             if not waiting or all(one.began for one in found):
                 return found
@@ -325,13 +323,13 @@ class Writing(Protocol):
         """Whether it may still write."""
 
 
-living: weakref.WeakSet[Writing] = weakref.WeakSet()
+WRITERS: weakref.WeakSet[Writing] = weakref.WeakSet()
 """The writers of this process."""
 
 
 def refuse_here(path: Location, rank: int | None) -> None:
     """Raise `TraceExistsError` if this process is recording the trace at `path`, or the part of one rank of it."""
-    for one in living:
+    for one in WRITERS:
         where = part_of(one.part)
         same_rank = rank is None or where is None or where[0] == rank
         if one.writes and same_rank and _absolute(one.path) == _absolute(path):
@@ -339,7 +337,7 @@ def refuse_here(path: Location, rank: int | None) -> None:
 
 
 def _absolute(path: Location) -> str:
-    """The one name of what a path leads to, by whatever way."""
+    """The same name for all paths that lead to the same trace."""
     return str(path) if isinstance(path, Url) else os.path.realpath(path)
 
 

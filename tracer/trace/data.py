@@ -167,7 +167,7 @@ class Data:
 
     def _put_together(self, row: NDArray[np.int64], place: int) -> Group:
         """A tensor of which several ranks recorded parts."""
-        block = self.merged.blocks[int(row[Column.OFFSET])]
+        block = self.merged.wholes[int(row[Column.OFFSET])]
         shape = self.merged.shapes[int(row[Column.SHAPE])]
         dtype = self.merged.streams[int(row[Column.STREAM])].dtype
         assert dtype is not None

@@ -221,8 +221,8 @@ class Merged:
     stores : list of ReadStore
         Of each pool.
     recorded : numpy.ndarray of int64, (rows, columns)
-        The journal before distributed tensors were put together; `blocks` refer to it.
-    blocks : list of Block
+        The journal before distributed tensors were put together; `wholes` refer to it.
+    wholes : list of Block
         How they are put together.
     problems : list of str
         What could not be.
@@ -234,7 +234,7 @@ class Merged:
     pools: list[Pool]
     stores: list[ReadStore]
     recorded: NDArray[np.int64]
-    blocks: list[Block] = field(default_factory=list)
+    wholes: list[Block] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 

@@ -12,7 +12,7 @@ from tracer.format.names import part_name
 from tracer.messaging.messages import Message
 from tracer.stores.locations import Anywhere, Url, location
 from tracer.stores.opening import create_store, refuse_part, remove_part
-from tracer.trace.claiming import check_ours, living, refuse_here
+from tracer.trace.claiming import WRITERS, check_ours, refuse_here
 from tracer.trace.commits import Commits, Due
 from tracer.trace.compression import Compression
 from tracer.trace.header import complete, now, public
@@ -138,7 +138,7 @@ class TraceWriter:
         self._due = Due(commit_bytes, commit_rows, commit_seconds, commit_steps)
         self._pools = Pools(self._commits, codecs, chunk_bytes, own_pool_bytes)
         self._packing = Packing(self._commits, self._pools, self._due)
-        living.add(self)
+        WRITERS.add(self)
         try:
             with self._commits:
                 self._commits.begin(full_header, chunk_bytes)

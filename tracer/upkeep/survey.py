@@ -317,47 +317,40 @@ class Survey:
         rows = rows[np.lexsort((journal[rows, Column.OFFSET], journal[rows, Column.POOL]))]
         pools = journal[rows, Column.POOL]
         for pool in np.unique(pools).tolist():
-            members = rows[pools == pool]
-            array = self._pool(pool)
-            if array is None:
-                good[members] = False
-                self._affected(
-                    "array",
-                    f"pool {self.read.tables.pools[pool].name!r} cannot be read",
-                    self.read.tables.pools[pool].name,
-                    members,
-                )
-                continue
-            offsets, counts = journal[members, Column.OFFSET], journal[members, Column.COUNT]
-            right = [
-                number
-                for number, one in self.streams.items()
-                if one.dtype is not None and ENCODINGS[one.dtype].storage == array.dtype
-            ]
-            beyond = (counts > array.length * array.size - offsets) | ~np.isin(journal[members, Column.STREAM], right)
-            if beyond.any():
-                good[members[beyond]] = False
-                why = f"the data of {int(beyond.sum())} messages is not in pool {array.name!r} where the journal says"
-                self._affected("place", why, array.name, members[beyond])
-            members = members[~beyond]
-            failed = self._failed(array, members)
-            touched = self._touched(array, members)
-            for number in np.flatnonzero(array.state == 0).tolist():
-                if touched[number] or self.chunks.should_be_right(array, number, bool(self.read.tables.ending)):
-                    self.chunks.read(array, number)
-            good[self._lost(array, members[self._touches_damage(array, members)])] = False
-            good[failed] = False
-            for number in failed:
-                start = int(journal[number, Column.OFFSET]) // array.size
-                stop = start - (-int(journal[number, Column.COUNT]) // array.size)
-                self._findings.add(
-                    "data",
-                    f"the data of {self.where([number])} fails its checksum",
-                    array.name,
-                    (start, stop),
-                    1,
-                )
+            good[self._lost_of_pool(pool, rows[pools == pool])] = False
         return good
+
+    def _lost_of_pool(self, pool: int, members: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those of the messages in a pool, in the order of their places, that cannot be read."""
+        array = self._pool(pool)
+        if array is None:
+            name = self.read.tables.pools[pool].name
+            self._affected("array", f"pool {name!r} cannot be read", name, members)
+            return members
+        journal = self.read.journal
+        offsets, counts = journal[members, Column.OFFSET], journal[members, Column.COUNT]
+        right = [
+            number
+            for number, one in self.streams.items()
+            if one.dtype is not None and ENCODINGS[one.dtype].storage == array.dtype
+        ]
+        beyond = (counts > array.length * array.size - offsets) | ~np.isin(journal[members, Column.STREAM], right)
+        misplaced, members = members[beyond], members[~beyond]
+        if len(misplaced):
+            why = f"the data of {len(misplaced)} messages is not in pool {array.name!r} where the journal says"
+            self._affected("place", why, array.name, misplaced)
+        failed = self._failed(array, members)
+        touched = self._touched(array, members)
+        for number in np.flatnonzero(array.state == 0).tolist():
+            if touched[number] or self.chunks.should_be_right(array, number, bool(self.read.tables.ending)):
+                self.chunks.read(array, number)
+        lost = self._lost(array, members[self._touches_damage(array, members)])
+        for number in failed:
+            start = int(journal[number, Column.OFFSET]) // array.size
+            stop = start - (-int(journal[number, Column.COUNT]) // array.size)
+            why = f"the data of {self.where([number])} fails its checksum"
+            self._findings.add("data", why, array.name, (start, stop), 1)
+        return np.concatenate([misplaced, lost, np.array(failed, np.int64)])
 
     def _lost(self, array: Array, members: NDArray[np.int64]) -> NDArray[np.int64]:
         """Those of these messages in damaged chunks that cannot be had in spite of that."""
