@@ -14,16 +14,10 @@ from tracer.format.checksum import joined, without_zeros
 
 CHUNK_LIMIT = 1 << 20
 """Bytes of the largest chunk, save for rows so large that they would fall into more than 64 chunks."""
-
-
 ALIGNED_BYTES = 1 << 17
 """Chunks of this size begin at a page of their file, which costs at most 3.1 % of the space."""
-
-
 CHUNKS_AT_ONCE = 32
 """Most chunks that `RowChunks` gives to be written together."""
-
-
 Piece = tuple[int, int, int]
 
 

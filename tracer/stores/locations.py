@@ -61,12 +61,8 @@ class Url:
 
 Location = Path | Url
 """Where a trace is."""
-
-
 Anywhere = str | os.PathLike[str] | Url
 """What `location` takes."""
-
-
 FIRST_PART = "rank0"
 """The part that the file at a trace's path holds, where each part has a file."""
 _OF_A_PART = re.compile(rf"(?P<stem>.+)\.(?!rank0\.[^.]+$){PART.pattern}(?P<suffix>\.(?i:h5|hdf5))", re.DOTALL)

@@ -21,8 +21,6 @@ DIRECT: int = getattr(os, "O_DIRECT", 0)
 """Flag of files that are written past the page cache: by whole pages, from the beginning of one, and to one."""
 REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT})
 """Errors that say that a file, or what it is written from, is not fit for that; all others are those of the disk."""
-
-
 PIECE = 1 << 19
 """Bytes of one write through the page cache, which ends at a multiple of them in the file.
 
