@@ -19,7 +19,7 @@ ifdef FILE
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(FILE)
 else
-test: lint ## everything that must hold: lint, types, tests, doctests; FILE=tests/test_bus.py only that
+test: lint ## everything that must hold: lint, types, tests, doctests; FILE=tests/messaging/test_bus.py only that
 	$(BIN)/python -m pytest -n 2
 endif
 
@@ -28,7 +28,7 @@ check: lint ## the daily loop: lint, types, and the tests of the files that chan
 
 test-slow: $(INSTALLED) ## what takes minutes: a hundred kills of each format, more damaged traces, random models, the experiment
 	$(BIN)/python -m pytest -n 2 -m slow
-	TRACEREEL_FUZZ_CASES=1000 $(BIN)/python -m pytest -n 2 tests/test_hostile.py -k random
+	TRACEREEL_FUZZ_CASES=1000 $(BIN)/python -m pytest -n 2 tests/trace/test_hostile.py -k random
 
 lint: $(INSTALLED) ## style and types
 	$(BIN)/ruff check .

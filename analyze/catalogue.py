@@ -114,7 +114,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
         "it leaves the crossing direction out",
     ),
 )  # fmt: skip
-"""Where programs that people come from give other numbers; `tests/test_catalogue.py` computes both."""
+"""Where programs that people come from give other numbers; `tests/analyze/metrics/test_catalogue.py` computes both."""
 
 
 FORMER: tuple[Former, ...] = (

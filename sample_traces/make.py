@@ -3,7 +3,7 @@
     python sample_traces/make.py
 
 The samples of a released version are never made again: a later release must read these very files. So this refuses to
-overwrite; a new version of the format gets a folder of its own. ``tests/test_sample_traces.py`` reads them all.
+overwrite; a new version of the format gets a folder of its own. ``tests/trace/test_sample_traces.py`` reads them all.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ CASES = {
     "storage": "--rounds 1 --scale 0.05 --json",
 }
 ELSEWHERE = {
-    "gpu": "it needs one, and tests/test_cuda.py is for that",
+    "gpu": "it needs one, and tests/observing/test_cuda.py is for that",
     "least": "it is what two of the others compare with",
     "metrics": "it calls the four others of metrics",
     "metrics_dynamics": "it trains networks for a minute",

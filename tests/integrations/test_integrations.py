@@ -1,0 +1,69 @@
+"""The callbacks without their libraries: nothing is imported unasked, and what is missing is said in a sentence."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tracer.integrations.recording import Recording
+from tracer.trace.reader import TraceReader
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+def test_a_missing_library_is_one_sentence(library: str) -> None:
+    """The module can be imported; a callback cannot be made."""
+    program = (
+        "import sys\n"
+        f"sys.modules[{library!r}] = None\n"  # as if it were not installed
+        "import tracer\n"
+        f"from tracer.integrations.{library} import TraceCallback\n"
+        "try:\n"
+        "    TraceCallback('run.zarr')\n"
+        "except tracer.TracerError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.stdout.startswith(f"this callback needs {library}, which cannot be imported (")
+    assert done.stdout.endswith(f"pip install 'tracereel[{library}]'\n")
+
+
+def test_tracer_imports_no_library() -> None:
+    """Neither `tracer` nor what records imports a training library."""
+    program = (
+        "import sys, tracer\n"
+        "tracer.record, tracer.Exporter\n"
+        "print(sorted({'accelerate', 'lightning', 'transformers', 'tracer.integrations'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_copies_of_what_records_do_not_record(tmp_path: Path, way: Callable[[Recording], Recording]) -> None:
+    """A trainer may copy or pickle its callbacks at any time; the trace is that of the first."""
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recording = Recording(tmp_path / "run.zarr", {"loss": None})
+    recording.begin(model, [optimizer], 0, 0)
+    other = way(recording)
+    assert not other.active
+    del other
+    gc.collect()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    recording.end()
+    with TraceReader(tmp_path / "run.zarr") as reader:
+        assert reader.status == "finished"
+        assert len([*reader.messages("batch_finished")]) == 1
+    assert not way(recording).active

@@ -1,0 +1,179 @@
+"""``trace record --dry-run``: what it says would be recorded is what a recording then holds, and nothing is made."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tracer
+from tracer.recording.certifying.dry_run import _due, _reached
+
+ROOT = Path(__file__).parents[3]
+
+SCRIPT = """
+import os, sys, torch
+import torch.nn.functional as F
+from torch import nn
+torch.manual_seed(0)
+torch.set_num_threads(1)
+net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(144, 3))
+opt = torch.optim.SGD(net.parameters(), lr=0.01)
+print("training")
+for step in range(int(sys.argv[1])):
+    opt.zero_grad()
+    F.cross_entropy(net(torch.randn(5, 1, 8, 8)), torch.arange(5) % 3).backward()
+    opt.step()
+if "TRACE_REHEARSAL" in os.environ: open("told", "w").write(os.environ["TRACE_REHEARSAL"])
+"""
+
+
+def record(folder: Path, *arguments: str, body: str = SCRIPT) -> subprocess.CompletedProcess[str]:
+    """Run ``trace record`` in a folder and wait."""
+    (folder / "train.py").write_text(textwrap.dedent(body))
+    return subprocess.run(
+        [sys.executable, "-m", "tracereel", "record", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+def test_what_it_says_is_what_is_recorded(tmp_path: Path) -> None:
+    """Streams, shapes, dtypes, counts and bytes are those of the recording; also of steps that come much later."""
+    options = ["--every", "7", "--start", "20", "--stop", "60", "--rows", "2", "--dtype", "float16"]
+    done = record(tmp_path, *options, "--dry-run", "--json", "--run-steps", "100", "train.py", "100")
+    assert done.returncode == 0, done.stderr
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["train.py"]
+    told = json.loads(done.stdout)
+    done = record(tmp_path, *options, "train.py", "100")
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "train.zarr") as trace:
+        real = {(one.kind, one.module): one for one in trace.streams}
+        info = trace.info
+    recorded = len(range(21, 60, 7))
+    assert {(one["kind"], one["module"]) for one in told["streams"]} == set(real)
+    for one in told["streams"]:
+        stream = real[one["kind"], one["module"]]
+        assert (one["dtype"], one["shapes"]) == (stream.dtype, [list(shape) for shape in stream.shapes])
+        assert one["bytes_per_message"] == stream.bytes / stream.count
+        if one["clock"] == "step":
+            assert one["messages_per_recorded_step"] * recorded == stream.count
+            assert (one["every"], one["start"], one["stop"]) == (7, 20, 60)
+        else:
+            assert one["kind"] in ("epoch_started", "epoch_finished")
+    epochs = sum(real[kind, None].count for kind in ("epoch_started", "epoch_finished"))
+    row = 96
+    assert told["bytes_per_run"] == info["bytes"] + (info["messages"] - epochs) * row
+    assert told["bytes_per_recorded_step"] * recorded == told["bytes_per_run"]
+    assert told["bytes_per_step"] == pytest.approx(told["bytes_per_recorded_step"] / 7)
+    assert told["run_steps"] == 100
+    assert told["steps"] == 7
+    assert told["estimated_cpu_ratio"] == pytest.approx(1 + (told["recorded_cpu_ratio"] - 1) / 7)
+
+
+def test_several_captures_and_a_bound(tmp_path: Path) -> None:
+    """Each stream has the steps of the capture that decides on it; a bound is told by the step that it ends before."""
+    (tmp_path / "captures.toml").write_text(
+        '[[capture]]\nkinds = ["activations"]\nmodules = ["0"]\nevery = 5\n[[capture]]\nkinds = ["weights"]\n'
+    )
+    options = ["--config", "captures.toml", "--max-bytes", "2MB"]
+    done = record(tmp_path, *options, "--dry-run", "--json", "train.py", "3000")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert [(one["kind"], one["module"], one["every"]) for one in told["streams"]] == [
+        ("activations", "0", 5),
+        ("weights", "0", 1),
+        ("weights", "3", 1),
+    ]
+    assert told["bytes_per_run"] is None
+    done = record(tmp_path, *options, "train.py", "3000")
+    assert done.returncode == 0, done.stderr
+    with tracer.open(tmp_path / "train.zarr") as trace:
+        (note,) = [one["stopped"] for one in trace.notes if "stopped" in one]
+    assert abs(told["max_bytes_reached_at_step"] - note["global_step"]) <= 1
+    assert 0 < note["global_step"] < 3000
+
+
+def test_for_people(tmp_path: Path) -> None:
+    """A table and a few lines; a script that ends by itself in the first steps tells how many it has."""
+    done = record(tmp_path, "-k", "weights", "-k", "loss", "--every", "3", "--dry-run", "train.py", "5")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == [
+        "kind",
+        "module",
+        "tag",
+        "dtype",
+        "shape",
+        "bytes",
+        "a",
+        "message",
+        "a",
+        "step",
+        "recorded",
+    ]
+    assert any(
+        line.split() == ["weights", "0", "default", "float32", "4×1×3×3", "144", "B", "1", "every", "3"]
+        for line in lines
+    )
+    assert any(line.startswith("a run of 5 steps: ") for line in lines)
+    assert any(line.startswith("overhead, estimated: CPU time ×") for line in lines)
+    assert "training" not in done.stdout
+    assert (tmp_path / "told").read_text() == "dry-run"
+    assert not (tmp_path / "train.zarr").exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("print(1)", "made no optimizer"),
+        ("raise ValueError('bad data')", "ValueError: bad data"),
+    ],
+)
+def test_what_cannot_be_told(body: str, sentence: str, tmp_path: Path) -> None:
+    """A script that fails or trains nothing: a sentence, and exit code 2."""
+    done = record(tmp_path, "--dry-run", "train.py", body=body)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def stream(**changes: Any) -> dict[str, Any]:
+    """A stream as the estimates want it."""
+    told: dict[str, Any] = {"kind": "weights", "module": "0", "leaf": "", "tag": "default", "dtype": "float32"}
+    told |= {"bytes_per_message": 1000, "bytes_per_recorded_step": 1096, "every": 1, "start": 0, "stop": None}
+    return told | changes
+
+
+def test_how_many_steps_are_due() -> None:
+    """By counting."""
+    for every in (1, 2, 7):
+        for start in (0, 1, 14, 50):
+            for stop in (None, start + 1, start + 20):
+                for steps in (0, 1, 15, 60):
+                    counted = [k for k in range(steps) if k % every == 0 and k >= start and (stop is None or k < stop)]
+                    assert _due(stream(every=every, start=start, stop=stop), steps) == len(counted)
+
+
+def test_where_a_bound_is_reached() -> None:
+    """The last number of steps that fit, by adding them up; never, if nothing more comes."""
+    streams = [stream(), stream(kind="biases", every=10, start=5)]
+    least = next(bound for bound in range(0, 10**6, 100) if _reached(streams, 0, bound) > 0)  # type: ignore[operator]
+    for more in (0, 5000, 123_456):
+        step = _reached(streams, 0, least + more)
+        assert step is not None
+        spent = step * 1096 + len(range(10, step, 10)) * 1096
+        again = (step + 1) * 1096 + len(range(10, step + 1, 10)) * 1096
+        assert spent <= more + 1096 + 100 < again + 100 + 1096
+    assert _reached([stream(stop=10)], 0, 10**9) is None

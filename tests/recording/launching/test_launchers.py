@@ -1,0 +1,135 @@
+"""Programs that start training scripts, in the place of a script: recorded, or refused before they run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import tracer
+from tracer.errors import CaptureError
+from tracer.recording.launching.launchers import Launcher, launcher_of, refuse_other_languages
+from tracereel.main import main
+
+ROOT = Path(__file__).parents[3]
+RUN, LAUNCH = "torch.distributed.run", "accelerate.commands.launch"
+
+
+@pytest.mark.parametrize(
+    ("program", "module", "found"),
+    [
+        ("torchrun --standalone x.py -m", None, ("torchrun", RUN, "--standalone x.py -m")),
+        ("/opt/venv/bin/torchrun x.py", None, ("torchrun", RUN, "x.py")),
+        ("python -m torch.distributed.run x.py", None, ("torchrun", RUN, "x.py")),
+        ("/usr/bin/python3.12 -u -B -m torch.distributed.run x.py", None, ("torchrun", RUN, "x.py")),
+        ("--nproc-per-node 2 x.py", RUN, ("torchrun", RUN, "--nproc-per-node 2 x.py")),
+        ("--use-env x.py", "torch.distributed.launch", ("torch.distributed.launch", RUN, "x.py")),
+        ("accelerate launch --cpu x.py", None, ("accelerate launch", LAUNCH, "--cpu x.py")),
+        ("/opt/bin/accelerate launch x.py", None, ("accelerate launch", LAUNCH, "x.py")),
+        ("accelerate-launch x.py", None, ("accelerate launch", LAUNCH, "x.py")),
+        ("python -m accelerate.commands.launch x.py", None, ("accelerate launch", LAUNCH, "x.py")),
+        ("train.py torchrun", None, None),
+        ("torchrun.py", None, None),
+        ("python -m mine", None, None),
+        ("torchrun", "mine", None),
+    ],
+)
+def test_launchers_are_known_by_their_names(
+    program: str, module: str | None, found: tuple[str, str, str] | None
+) -> None:
+    """Whatever folder they are in, and as modules."""
+    expected = None if found is None else Launcher(found[0], found[1], tuple(found[2].split()))
+    assert launcher_of(program.split(), module) == expected
+
+
+@pytest.mark.parametrize(
+    ("program", "sentence"),
+    [
+        ("deepspeed --num_gpus 2 train.py", "deepspeed starts the training in processes that would not be recorded"),
+        ("/usr/bin/mpirun -n 2 python train.py", "`mpirun … trace record [OPTIONS] train.py`"),
+        ("srun -n 2 train.py", "`srun … trace record [OPTIONS] train.py`"),
+        ("uv run train.py", "`uv … trace record [OPTIONS] train.py`"),
+        ("env A=1 python train.py", "`env … trace record [OPTIONS] train.py`"),
+        ("accelerate config", "accelerate config trains nothing"),
+        ("python -m torch.distributed.launch train.py", "use torchrun"),
+        ("python -m deepspeed train.py", "deepspeed starts the training"),
+        ("torchrun --no-python /bin/ls", "with --no-python, torchrun runs any program"),
+        ("torchrun run.sh", "run.sh is a script of sh"),
+        ("run.sh", "run.sh is a script of sh"),
+        (sys.executable, "leave it out: trace record SCRIPT.py"),
+        ("/bin/ls", "/bin/ls is a program, and what is recorded is a Python script or module"),
+        ("ls", "ls is a program: give the script that it starts"),
+    ],
+)
+def test_what_would_not_be_recorded_is_not_run(
+    program: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said before, on stderr, and nothing has begun."""
+    monkeypatch.chdir(tmp_path)
+    # Python, too, could run this
+    (tmp_path / "run.sh").write_text("#!/bin/sh\ntouch = 1\nopen('ran', 'w')\n")
+    done = CliRunner().invoke(main, ["record", *program.split()])
+    assert done.exit_code in (1, 2)
+    assert sentence in done.stderr
+    assert (done.stderr[:7], done.stderr.count("\n")) == ("Error: ", 1)
+    assert {one.name for one in tmp_path.iterdir()} == {"run.sh"}
+
+
+@pytest.mark.parametrize(
+    "head",
+    ["#!/usr/bin/env python", "#!/usr/bin/env -S uv run --script", "#!/bin/sh\n'''exec' /a/python \"$0\" \"$@\"\n'''"],
+)
+def test_scripts_of_python_are_scripts(head: str, tmp_path: Path) -> None:
+    """However they say who runs them: installers begin some as scripts of the shell."""
+    (tmp_path / "train").write_text(f"{head}\npass\n")
+    refuse_other_languages(str(tmp_path / "train"))
+    (tmp_path / "train").write_text(
+        head.replace("'''exec'", "exec").replace("#!/usr/bin/env python", "#! /bin/bash -e")
+    )
+    if "uv" not in head:
+        with pytest.raises(CaptureError, match="is a script of"):
+            refuse_other_languages(str(tmp_path / "train"))
+
+
+def test_the_file_that_launchers_start_hides_nothing(tmp_path: Path) -> None:
+    """The script's own modules are found, though files beside that one are called the same."""
+    names = [path.stem for path in (ROOT / "tracereel").glob("[a-z]*.py")]
+    assert {"errors", "options", "main"} <= set(names)
+    for name in names:
+        (tmp_path / f"{name}.py").write_text("own = True\n")
+    script = tmp_path / "scripts" / "train.py"
+    script.parent.mkdir()
+    script.write_text("".join(f"import {name}; assert {name}.own\n" for name in names))
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tracereel" / "__main__.py"), "record", str(script)],
+        capture_output=True, text=True, check=False, timeout=300,
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "TRACE_DISABLE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_accelerate_is_recorded(tmp_path: Path) -> None:
+    """The script that accelerate starts, with its arguments, and its exit code."""
+    pytest.importorskip("accelerate", reason="needs accelerate: pip install 'tracereel[transformers]'")
+    (tmp_path / "train.py").write_text(
+        "import sys, torch\nfrom accelerate import Accelerator\naccelerator = Accelerator(cpu=True)\n"
+        "net = torch.nn.Linear(3, 2)\nopt = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "net, opt = accelerator.prepare(net, opt)\n"
+        "for _ in range(3):\n"
+        "    accelerator.backward(torch.nn.functional.mse_loss(net(torch.ones(4, 3)), torch.ones(4, 2)))\n"
+        "    opt.step(); opt.zero_grad()\n"
+        "print(sys.argv[1:])\n"
+    )
+    launcher = ["accelerate", "launch", "--cpu", "--num_processes", "1", "--num_machines", "1", "train.py", "--lr", "1"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "cli.py"), "record", "--out", "run.zarr", "-k", "loss", *launcher],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "['--lr', '1']" in done.stdout
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert (trace.status, len(trace.array("loss")[0])) == ("finished", 3)

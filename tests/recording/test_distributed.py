@@ -1,0 +1,769 @@
+"""Ranks: what DistributedDataParallel, FSDP2 and tensor parallelism train is recorded without a word between ranks.
+
+Two processes train under torchrun (`two_ranks.py`), each situation plainly and recorded. The oracles are the plain
+training's own weights and gradients (`full_tensor` of shards), and gradients computed in this process, rank by rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor, nn
+
+import tracer
+from tests.endings import alike, ended
+from tests.recording import two_ranks
+from tracer import Collect, ModuleMessage, TraceReader, TraceWriter
+from tracer.errors import CaptureError, TraceCorruptError, TraceError
+from tracer.format.names import part_name
+from tracer.format.placement import Placement, cover
+from tracer.stores.zarr.documents import write_document
+from tracer.trace import assembly
+from tracereel.main import main
+
+ROOT = Path(__file__).parents[2]
+GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+needs_gloo = pytest.mark.skipif(not GLOO, reason="this build of torch has no torch.distributed with gloo")
+DDP, FSDP = (list(two_ranks.SITUATIONS[which]) for which in ("ddp", "fsdp"))
+
+
+def torchrun(*arguments: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Two processes on this machine."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    for _ in range(3):
+        ran = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
+        # a thread of torch's own that still runs as a process ends, which a script that nobody records meets as well
+        if "terminate called without an active exception" not in ran.stderr:
+            break
+    assert not check or ran.returncode == 0, ran.stderr
+    return ran
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the situations with DistributedDataParallel were trained."""
+    folder = tmp_path_factory.mktemp("ddp")
+    torchrun(str(ROOT / "tests" / "recording" / "two_ranks.py"), "ddp", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where those with distributed tensors were trained."""
+    folder = tmp_path_factory.mktemp("fsdp")
+    torchrun(str(ROOT / "tests" / "recording" / "two_ranks.py"), "fsdp", str(folder))
+    return folder
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, name: str) -> Path:
+    """Where a situation was trained."""
+    found: Path = request.getfixturevalue("ddp" if name in DDP else "fsdp")
+    return found
+
+
+def trace_of(folder: Path, name: str) -> Path:
+    """The trace of a situation."""
+    return folder / f"{name}{two_ranks.FORMATS.get(name, '.zarr')}"
+
+
+def saved(folder: Path, name: str) -> list[dict[str, Any]]:
+    """What each rank saved of a situation."""
+    return [torch.load(folder / f"{name}.{rank}.pt", weights_only=True) for rank in (0, 1)]
+
+
+def streams(parameter: str) -> tuple[str, str, str, str]:
+    """The module of a parameter, and the kinds of its values, gradients and updates."""
+    module, _, attribute = parameter.rpartition(".")
+    return (module, "biases", "bias_gradients", "bias_updates") if attribute == "bias" else (
+        module, "weights", "weight_gradients", "weight_updates"
+    )  # fmt: skip
+
+
+def values(reader: TraceReader, kind: str, module: str | None, **filters: Any) -> list[Tensor]:
+    """The data of a stream, in order."""
+    return [one.data for one in reader.messages(kind, modules=module, **filters) if one.data is not None]
+
+
+@needs_gloo
+@pytest.mark.parametrize("name", [*DDP, *FSDP])
+def test_training_is_the_same_to_the_bit_without_a_collective_of_ours(folder: Path, name: str) -> None:
+    """Outputs, parameters, buffers, gradients, momentum, generators and hooks of each rank, and torch's functions.
+
+    As many collectives; none called by this project.
+
+    Where one rank alone is recorded, a collective of the recorder's would have waited for ever.
+    """
+    for one in saved(folder, name):
+        plain, recorded = one["plain"], one["recorded"]
+        assert plain["final"].keys() == recorded["final"].keys()
+        for parameter, value in plain["final"].items():
+            assert torch.equal(value, recorded["final"][parameter]), parameter
+        assert torch.equal(plain["random"], recorded["random"])
+        assert plain["hooks"] == recorded["hooks"]
+        assert plain["collectives"] == recorded["collectives"] > 0
+        assert one["callers"] == []
+        assert one["different"] == []
+        assert len(plain["outputs"]) >= two_ranks.STEPS
+        assert alike(plain["outputs"], recorded["outputs"])
+
+
+def expected_ranks(name: str) -> list[int]:
+    """The ranks that a situation records."""
+    return {"only_first": [0], "only_second": [1], "only_first_fsdp": [0]}.get(name, [0, 1])
+
+
+@needs_gloo
+@pytest.mark.parametrize("name", [*DDP, *(name for name in FSDP if name != "only_first_fsdp")])
+def test_weights_gradients_and_updates_are_whole(folder: Path, name: str) -> None:
+    """To the bit those of the plain training, under the names of the bare model, for the trace and for each rank."""
+    ranks = expected_ranks(name)
+    (first, *_) = saved(folder, name)
+    steps = [*first["plain"]["steps"], {key: (value, None) for key, value in first["plain"]["whole"].items()}]
+    for rank in (None, *ranks):
+        with TraceReader(trace_of(folder, name), ranks=None if rank is None else [rank]) as reader:
+            assert (reader.problems, reader.status) == ([], "finished")
+            assert reader.ranks == (ranks if rank is None else [rank])
+            for parameter in steps[0]:
+                module, of_value, of_gradient, of_update = streams(parameter)
+                once = 2 if name == "every" and rank is None else 1
+                found = [values(reader, kind, module) for kind in (of_value, of_gradient, of_update)]
+                assert len(found[0]) == len(found[2]) == once * two_ranks.STEPS
+                for step in range(two_ranks.STEPS):
+                    weight, gradient = steps[step][parameter]
+                    after = steps[step + 1][parameter][0]
+                    for place in range(once * step, once * (step + 1)):
+                        assert torch.equal(found[0][place], weight)
+                        assert torch.equal(found[2][place], after - weight)
+                        if gradient is None:
+                            assert found[1] == []
+                        else:
+                            assert torch.equal(found[1][place], gradient)
+
+
+def layers(model: two_ranks.Network, x: Tensor, extra: bool) -> dict[str, Tensor]:
+    """The output of each layer that a forward of the network calls, one by one."""
+    found = {"first": model.first(x)}
+    found["norm"] = model.norm(found["first"])
+    found["act"] = h = model.act(found["norm"])
+    if extra:
+        found["extra"] = model.extra(h)
+        h = h + found["extra"]
+    return found | {"last": model.last(h)}
+
+
+@needs_gloo
+@pytest.mark.parametrize("name", [*DDP, *(name for name in FSDP if name not in ("mixed", "tensor_parallel"))])
+def test_gradients_are_the_mean_of_those_of_the_ranks(folder: Path, name: str) -> None:
+    """As autograd has them here of each rank's batches alone, at the plain training's weights.
+
+    Activations and their gradients are each rank's own, of its own loss; what comes out is what the loop got.
+    """
+    situation = next(of[name] for of in two_ranks.SITUATIONS.values() if name in of)()
+    path = trace_of(folder, name)
+    trained = saved(folder, name)
+    ranks = expected_ranks(name)
+    with TraceReader(path) as reader:
+        for rank in ranks:
+            assert alike(values(reader, "network_output", None, ranks=rank), trained[rank]["plain"]["outputs"])
+        for step, steps in enumerate(trained[0]["plain"]["steps"]):
+            when = (step, step + 1)
+            at = {parameter: value for parameter, (value, _) in steps.items()}
+            gradients: dict[str, list[Tensor]] = {parameter: [] for parameter in at}
+            for rank in (0, 1):
+                last = reader.messages("activations", modules="last", steps=when, ranks=rank)
+                assert [one.call for one in last] == [*range(situation.micro)] * (rank in ranks)
+                for micro in range(situation.micro):
+                    model = two_ranks.Network().double()
+                    model.load_state_dict(at, strict=False)
+                    outputs = layers(model, two_ranks.batch(rank, step, micro), situation.extra)
+                    for one in outputs.values():
+                        one.retain_grad()
+                    outputs["last"].float().square().mean().backward()
+                    for module, output in outputs.items():
+                        for kind, expected in (("activations", output.detach()), ("layer_gradients", output.grad)):
+                            found = values(reader, kind, module, steps=when, ranks=rank)
+                            assert len(found) == situation.micro * (rank in ranks), (kind, module)
+                            if rank in ranks:
+                                torch.testing.assert_close(found[micro], expected, rtol=1e-12, atol=1e-12)
+                    for parameter, tensor in model.named_parameters():
+                        if tensor.grad is not None:
+                            gradients[parameter].append(tensor.grad)
+            for parameter, parts in gradients.items():
+                module, _, of_gradient, _ = streams(parameter)
+                found = values(reader, of_gradient, module, steps=when)
+                assert len(found) == (2 if name == "every" else 1) * bool(parts)
+                for one in found:
+                    mean = sum(parts[1:], parts[0]) / 2
+                    if name == "only_first_fsdp":  # there are its rows only, which are the first
+                        mean = mean[: -(-len(mean) // 2)]
+                    torch.testing.assert_close(one, mean, rtol=1e-7, atol=1e-10)
+
+
+@needs_gloo
+@pytest.mark.parametrize("name", ["mixed", "tensor_parallel"])
+def test_activations_in_lower_precision_and_in_parts(fsdp: Path, name: str) -> None:
+    """As autograd has them here: in the precision of the forward; of what is cut into columns those of the rank."""
+    trained = saved(fsdp, name)
+    lower = torch.bfloat16 if name == "mixed" else torch.float64
+    with TraceReader(trace_of(fsdp, name)) as reader:
+        for rank, one in enumerate(trained):
+            assert alike(values(reader, "network_output", None, ranks=rank), one["plain"]["outputs"])
+            for step, steps in enumerate(one["plain"]["steps"]):
+                model = two_ranks.Plain().to(lower)
+                model.load_state_dict({parameter: value for parameter, (value, _) in steps.items()})
+                x = two_ranks.batch(rank if name == "mixed" else 0, step).to(lower)
+                outputs = {"up": model.up(x)}
+                outputs["act"] = model.act(outputs["up"])
+                outputs["down"] = model.down(outputs["act"])
+                for output in outputs.values():
+                    output.retain_grad()
+                outputs["down"].float().square().mean().backward()
+                for module, output in outputs.items():
+                    own = slice(None) if name == "mixed" or module == "down" else slice(3 * rank, 3 * rank + 3)
+                    for kind, expected in (("activations", output.detach()), ("layer_gradients", output.grad)):
+                        (found,) = values(reader, kind, module, steps=(step, step + 1), ranks=rank)
+                        assert expected is not None
+                        torch.testing.assert_close(found, expected[:, own])
+
+
+@needs_gloo
+def test_replicated_weights_are_recorded_once(ddp: Path) -> None:
+    """By the lowest rank that is recorded; activations, gradients of activations and outputs by each."""
+    once = {kind for name in ("x.weight", "x.bias") for kind in streams(name)[1:]}
+    for name in DDP:
+        path = trace_of(ddp, name)
+        ranks = expected_ranks(name)
+        with TraceReader(path, assemble=False) as reader:
+            by = {kind: {one.rank for one in reader.streams if one.kind == kind and one.count} for kind in once}
+            each = {one.rank for one in reader.streams if one.kind == "activations" and one.count}
+            assert len({part.header["run_id"] for part in reader._parts.shown}) == 1
+        assert each == set(ranks)
+        assert all(of == (set(ranks) if name == "every" else {ranks[0]}) for of in by.values()), name
+        assert tracer.verify(path).complete
+
+
+@needs_gloo
+def test_a_replay_of_any_rank_has_the_weights(ddp: Path, tmp_path: Path) -> None:
+    """In the order of a live run, as that rank's own; also of a copy, and from the command line."""
+    path, copy = trace_of(ddp, "ddp"), tmp_path / "copy.h5"
+    tracer.convert(path, copy)
+    heard = []
+    for source in (path, copy):
+        for rank in (0, 1):
+            found = Collect("*")
+            tracer.replay(source, found, rank=rank)
+            heard.append([(one.kind, one.key, one.global_step, one.call) for one in found])
+            assert {one.rank for one in found} == {rank}
+    # both ranks do the same, so what one of them recorded in full is the order of the other
+    assert heard[0] == heard[1] == heard[2] == heard[3]
+    with TraceReader(path, assemble=False) as reader:
+        assert heard[0] == [(m.kind, m.key, m.global_step, m.call) for m in reader.messages(ranks=0) if m.rank == 0]
+    ran = subprocess.run(
+        [sys.executable, "-m", "tracereel", "replay", str(path), "-s", "norm:kind=weights", "--json"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    rows = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert {row["rank"] for row in rows} == {0, 1}
+    by_rank = [[row["value"] for row in rows if row["rank"] == rank] for rank in (0, 1)]
+    assert by_rank[0] == by_rank[1]
+    assert len(by_rank[0]) == 4 * two_ranks.STEPS
+
+
+@needs_gloo
+@pytest.mark.parametrize("name", ["live", "live_fsdp"])
+def test_a_replay_tells_what_was_live(folder: Path, name: str) -> None:
+    """Each rank's own messages, in their order, to the bit: of shards, where they are not put together."""
+    for rank, one in enumerate(saved(folder, name)):
+        found = Collect("*")
+        with TraceReader(trace_of(folder, name), assemble=name == "live") as reader:
+            tracer.replay(reader, found, rank=rank)
+        live = one["recorded"]["heard"]
+        assert [(m.kind, m.key, m.global_step, m.call, m.leaf, m.rank) for m in found] == [m[:-1] for m in live]
+        for message, (*_, data) in zip(found, live, strict=True):
+            assert (message.data is None and data is None) or torch.equal(message.data, data)
+        assert {"weights", "weight_gradients", "activations"} <= {m[0] for m in live}
+
+
+@needs_gloo
+def test_parts_as_they_were_recorded(fsdp: Path) -> None:
+    """Without assembly each rank has its shard; a rank that has nothing of a tensor has an empty one."""
+    path = trace_of(fsdp, "fsdp")
+    (first, second) = saved(fsdp, "fsdp")
+    with TraceReader(path, assemble=False) as reader:
+        shapes = {(one.rank, one.module): one.shapes for one in reader.streams if one.kind == "weights"}
+        assert [shapes[rank, "first"] for rank in (0, 1)] == [[(3, 4)], [(2, 4)]]
+        assert [shapes[rank, "last"] for rank in (0, 1)] == [[(1, 5)], [(0, 5)]]
+        sampling = next(s.sampling for s in reader.streams if (s.kind, s.module, s.rank) == ("weights", "first", 1))
+        assert sampling is not None
+        assert sampling["placement"] == {
+            "replicas": [1], "shape": [5, 4], "mesh": {"shape": [2], "names": ["shard"]},
+            "placements": sampling["placement"]["placements"], "offsets": [3, 0], "sizes": [2, 4],
+        }  # fmt: skip
+        for rank, one in enumerate((first, second)):
+            after = values(reader, "weights", "first", ranks=rank, steps=(2, 3))[0]
+            after += values(reader, "weight_updates", "first", ranks=rank, steps=(2, 3))[0]
+            torch.testing.assert_close(after, one["plain"]["final"]["first.weight"], rtol=0, atol=1e-15)
+    with pytest.raises(CaptureError, match="nothing of rank 2"):
+        TraceReader(path).of_rank(2)
+
+
+@needs_gloo
+def test_shards_by_columns(fsdp: Path) -> None:
+    """Tensor parallelism cuts along both axes, and leaves some parameters whole on every rank."""
+    with TraceReader(trace_of(fsdp, "tensor_parallel"), assemble=False) as reader:
+        shapes = {(one.kind, one.module, one.rank): one.shapes[0] for one in reader.streams if one.shapes}
+    assert shapes["weights", "up", 0] == shapes["weights", "up", 1] == (3, 4)
+    assert shapes["weights", "down", 0] == shapes["weights", "down", 1] == (2, 3)
+    assert shapes["biases", "down", 0] == (2,)
+    assert ("biases", "down", 1) not in shapes
+
+
+@needs_gloo
+def test_a_missing_rank_is_told_and_the_shards_of_the_other_are_read(fsdp: Path, tmp_path: Path) -> None:
+    """Nothing can be put together, so there are parts; what only ranks of their own have is there as always."""
+    for name in ("only_first_fsdp", "fsdp"):
+        path = tmp_path / trace_of(fsdp, name).name
+        copy = shutil.copytree if path.suffix == ".zarr" else shutil.copy
+        copy(trace_of(fsdp, name), path)
+        with TraceReader(path) as reader:
+            assert any("not all ranks' parts are there" in problem for problem in reader.problems)
+            assert any("nothing of rank 1" in problem for problem in reader.problems) is (name == "fsdp")
+            assert [one.shape for one in values(reader, "weights", "first")] == [(3, 4)] * two_ranks.STEPS
+            plain = saved(fsdp, name)[0]["plain"]
+            before, gradients = zip(*(step["first.weight"] for step in plain["steps"]), strict=True)
+            after = [*before[1:], plain["whole"]["first.weight"]]
+            assert alike(values(reader, "weights", "first"), [one[:3] for one in before])
+            assert alike(values(reader, "weight_gradients", "first"), [one[:3] for one in gradients])
+            moved = [(new - old)[:3] for old, new in zip(before, after, strict=True)]
+            assert alike(values(reader, "weight_updates", "first"), moved)
+            (stream,) = [one for one in reader.streams if (one.kind, one.module) == ("weights", "first")]
+            assert stream.sampling is not None
+            assert stream.sampling["placement"]["shape"] == [5, 4]
+        heard = Collect("weights")
+        tracer.replay(path, heard, rank=0)
+        assert len(heard) > 0
+
+
+@needs_gloo
+def test_the_same_names_as_on_one_process(ddp: Path, fsdp: Path, tmp_path: Path) -> None:
+    """A trace of the bare model has the streams of every other, so that they can be laid side by side."""
+    model = two_ranks.Network().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    path = tmp_path / "one.zarr"
+    with tracer.record(path, model, optimizer):
+        for step in range(2):
+            optimizer.zero_grad()
+            model(two_ranks.batch(0, step)).square().mean().backward()
+            optimizer.step()
+
+    def names(reader: TraceReader) -> set[tuple[str, str | None]]:
+        return {(one.kind, one.module) for one in reader.streams if one.count}
+
+    with TraceReader(path) as reader:
+        expected = names(reader)
+        structure = [one["name"] for one in reader.header["model"]["parameters"]]
+    for name in ("ddp", "static", "compiled", "late", "fsdp", "fsdp_late", "checkpointed", "hybrid"):
+        with TraceReader(trace_of(ddp if name in DDP else fsdp, name)) as reader:
+            assert names(reader) == expected, name
+            assert [one["name"] for one in reader.header["model"]["parameters"]] == structure, name
+
+
+@needs_gloo
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")  # of torch
+def test_a_sharded_model_on_one_rank(tmp_path: Path) -> None:
+    """The one part is the whole; a probe, whose forward would wait for other ranks, is refused before it runs."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        ends = []
+        for record in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+            fully_shard(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            before = model[0].weight._local_tensor.clone()
+            with contextlib.ExitStack() as stack:
+                if record:
+                    run = stack.enter_context(tracer.record(tmp_path / "run.zarr", model, optimizer, strict=True))
+                    with pytest.raises(CaptureError, match="a pass of one rank waits for all others"):
+                        run.probe("fixed", torch.ones(2, 3))
+                output = model(torch.ones(2, 3))
+                output.sum().backward()
+                optimizer.step()
+            ends.append({name: two_ranks.here(value) for name, value in ended(model, [optimizer]).items()})
+        assert ends[0].keys() == ends[1].keys()
+        assert [name for name, value in ends[0].items() if not alike(value, ends[1][name])] == []
+    finally:
+        torch.distributed.destroy_process_group()
+    with TraceReader(tmp_path / "run.zarr") as reader:
+        assert reader.problems == []
+        assert torch.equal(values(reader, "weights", "0")[0], before)
+        assert alike(values(reader, "weight_gradients", "0"), [ends[0]["0.weight.grad"]])
+        assert alike(values(reader, "weight_updates", "0"), [ends[0]["0.weight"] - before])
+        assert alike(values(reader, "network_output", None), [output.detach()])
+
+
+def test_ranks_that_begin_at_once(tmp_path: Path) -> None:
+    """Each writes the attributes of the root; none finds that another has taken its file away."""
+    with ThreadPoolExecutor(4) as threads:
+        made = [threads.submit(write_document, tmp_path, {"attributes": {"n": n}}, False) for n in range(400)]
+        for one in made:
+            one.result()
+    assert [file.name for file in tmp_path.iterdir()] == ["zarr.json"]
+
+
+# -- trace record -----------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+ddp = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    ddp(torch.full((2, 3), float(dist.get_rank() + step))).square().mean().backward()
+    optimizer.step()
+torch.save([*model.state_dict().values(), torch.get_rng_state()], f"{sys.argv[1]}.{dist.get_rank()}")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the script saved how each rank ended that nobody recorded."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "train.py").write_text(SCRIPT)
+    torchrun(str(folder / "train.py"), str(folder / "ended"))
+    return folder / "ended"
+
+
+def as_one_process() -> list[dict[Any, Tensor]]:
+    """Each step of the script, whose gradients are the mean of the ranks': by kind, and by module or rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = []
+    for step in range(3):
+        optimizer.zero_grad()
+        had = {("weights", module): model.get_submodule(module).weight.detach().clone() for module in ("0", "2")}
+        for rank in (0, 1):
+            loss = model(torch.full((2, 3), float(rank + step))).square().mean()
+            (loss / 2).backward()
+            had["loss", rank] = loss.detach()
+        had |= {("weight_gradients", module): model.get_submodule(module).weight.grad.clone() for module in ("0", "2")}
+        steps.append(had)
+        optimizer.step()
+    return steps
+
+
+@needs_gloo
+@pytest.mark.parametrize(
+    "form",
+    ["torchrun", "--module torch.distributed.run", "torchrun inside", "torchrun by its path", "python"],
+)
+def test_trace_record_under_torchrun(tmp_path: Path, form: str, alone: Path) -> None:
+    """The launcher around the recorder, or the recorder around the launcher: one trace with a part for each rank.
+
+    The script ends as it does without either, to the bit; the weights are those of one process with all the batches.
+    """
+    script, path, end = tmp_path / "train.py", tmp_path / "run.zarr", tmp_path / "ended"
+    script.write_text(SCRIPT)
+    options = ["record", "--out", str(path), "-k", "weights", "-k", "weight_gradients", "-k", "loss"]
+    if form == "torchrun":
+        torchrun("-m", "tracereel", *options, str(script), str(end))
+    else:
+        launcher = {
+            "torchrun inside": ["torchrun"],
+            "torchrun by its path": [str(tmp_path / "bin" / "torchrun")],  # there may be none: what counts is the name
+            "python": [sys.executable, "-u", "-m", "torch.distributed.run"],
+        }.get(form, form.split())
+        launcher += ["--standalone", "--nproc-per-node", "2"]
+        (tmp_path / "tracereel.py").write_text("raise SystemExit('a script of the user that is called so, too')")
+        ran = subprocess.run(
+            [sys.executable, str(ROOT / "cli.py"), *options, *launcher, str(script), str(end)],
+            cwd=tmp_path, capture_output=True, text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stderr
+    with TraceReader(path) as reader:
+        assert (reader.ranks, reader.problems, reader.status) == ([0, 1], [], "finished")
+        assert {(one.kind, one.module, one.rank) for one in reader.streams} == {
+            *((kind, module, 0) for kind in ("weights", "weight_gradients") for module in ("0", "2")),
+            *(("loss", None, rank) for rank in (0, 1)),
+        }
+        assert [len(reader.array("weights", module)[0]) for module in ("0", "2")] == [3, 3]
+        steps = as_one_process()
+        for kind, of in steps[0]:
+            found = values(reader, kind, None, ranks=of) if kind == "loss" else values(reader, kind, of)
+            torch.testing.assert_close(found, [step[kind, of] for step in steps])
+    for rank in (0, 1):
+        one, other = (torch.load(f"{where}.{rank}", weights_only=True) for where in (end, alone))
+        assert alike(one, other)
+
+
+def test_options_are_checked(tmp_path: Path) -> None:
+    """Before anything is made."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(CaptureError, match="replicated is 'once' or 'every'"):
+        tracer.record(tmp_path / "run.zarr", model, replicated="twice").__enter__()  # type: ignore[arg-type]
+    assert not (tmp_path / "run.zarr").exists()
+
+
+# -- parts of all sorts -----------------------------------------------------------------------------------------------
+
+
+def write_parts(
+    path: Path,
+    boxes: list[tuple[list[int], list[int]]],
+    shape: list[int],
+    *,
+    steps: int = 2,
+    missing: int | None = None,
+) -> np.ndarray[Any, Any]:
+    """A trace whose ranks hold these parts (offsets, sizes) of a matrix of the numbers from 0; the matrix.
+
+    `missing`: a rank that was killed before its last step.
+    """
+    whole = torch.arange(int(np.prod(shape)), dtype=torch.float32).reshape(shape)
+    for rank, (offsets, sizes) in enumerate(boxes):
+        at = tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
+        placement = {"replicas": [rank], "shape": shape, "offsets": offsets, "sizes": sizes}
+        header = {"ranks": [*range(len(boxes))]}
+        with TraceWriter(path, header=header, part=part_name(rank)) as writer:
+            for step in range(steps - (rank == missing)):
+                where = {"global_step": step, "train_step": step, "epoch": 0, "rank": rank}
+                data = whole[at] + 100 * step
+                message = ModuleMessage(kind="weights", module="fc", data=data.contiguous(), **where)
+                writer.write(message, {"placement": placement})
+    found: np.ndarray[Any, Any] = whole.numpy()
+    return found
+
+
+@pytest.mark.parametrize("lost", ["missing", "torn"])
+def test_a_copy_says_what_the_original_had_lost(tmp_path: Path, lost: str) -> None:
+    """The ranks that can be read are copied; the command tells, exits with 3, and the copy, of one part, has a note."""
+    path, copy = tmp_path / "run.zarr", tmp_path / "copy.h5"
+    write_parts(path, [([0, 0], [2, 3]), ([2, 0], [1, 3])], [3, 3])
+    if lost == "missing":
+        shutil.rmtree(path / "rank1")
+    else:
+        (journal,) = (path / "rank1" / "journal" / "c").glob("*/*")
+        journal.write_bytes(journal.read_bytes()[:100])
+    sentence = "nothing of rank 1" if lost == "missing" else "rank 1 cannot be read"
+    told = CliRunner().invoke(main, ["cat", str(path)])
+    assert (told.exit_code, sentence in told.stderr) == (0, True), told.output
+    told = CliRunner().invoke(main, ["convert", str(path), str(copy)])
+    assert (told.exit_code, sentence in told.stderr) == (3, True), told.output
+    with TraceReader(copy) as reader:
+        notes = [note["problem"]["why"] for note in reader.notes if "problem" in note]
+        assert any(sentence in why for why in notes)
+        assert len(reader) == 2
+    told = CliRunner().invoke(main, ["convert", "--json", str(path), str(tmp_path / "other.zarr")])
+    assert (told.exit_code, json.loads(told.stdout)["problems"]) == (3, notes), told.output
+
+
+def splits(shape: list[int], generator: np.random.Generator) -> Iterator[tuple[list[int], list[int]]]:
+    """A random grid of blocks, some empty."""
+    cuts = [sorted([0, size, *generator.integers(0, size + 1, 2).tolist()]) for size in shape]
+    spans = [list(itertools.pairwise(one)) for one in cuts]
+    for block in np.ndindex(*(len(one) for one in spans)):
+        chosen = [spans[axis][place] for axis, place in enumerate(block)]
+        yield [begin for begin, _ in chosen], [end - begin for begin, end in chosen]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
+def test_any_blocks_are_put_together(tmp_path: Path, suffix: str, seed: int) -> None:
+    """Random grids of up to 9 ranks, in any order, empty blocks and copies among them; read in every way."""
+    generator = np.random.default_rng(seed)
+    shape = generator.integers(1, 7, 2).tolist()
+    boxes = list(splits(shape, generator))
+    boxes = [boxes[place] for place in generator.permutation(len(boxes))]
+    path = tmp_path / f"run{suffix}"
+    whole = write_parts(path, boxes, shape)
+    with TraceReader(path) as reader:
+        assert reader.problems == []
+        steps, data = reader.array("weights", "fc")
+        assert steps.tolist() == [0, 1]
+        assert isinstance(data, np.ndarray)
+        np.testing.assert_array_equal(data, [whole, whole + 100])
+        for batch in reader.arrays():
+            np.testing.assert_array_equal(batch.data[0], whole + 100 * reader.journal[batch.rows[0], 5])
+        assert len(reader) == 2
+    last = len(boxes) - 1
+    with TraceReader(path, ranks=[last]) as reader:
+        assert [(one.rank, one.global_step) for one in reader] == [(last, 0), (last, 1)]
+    with TraceReader(path, assemble=False) as reader:
+        assert len(reader) == 2 * len(boxes)
+
+
+def test_ranks_that_change_during_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step has parts of its own, as after restarts with more or fewer ranks; in several goes."""
+    monkeypatch.setattr(assembly, "TABLE", 50)
+    path, size, steps = tmp_path / "run.zarr", 12, 30
+    with TraceWriter(path) as writer:
+        for step in range(steps):
+            cuts = [0, *range(1 + step % 5, size, 1 + step % 5), size]
+            for rank, (begin, end) in enumerate(itertools.pairwise(cuts)):
+                placement = {"replicas": [rank], "shape": [size], "offsets": [begin], "sizes": [end - begin]}
+                where = {"global_step": step, "train_step": step, "epoch": 0, "rank": rank}
+                data = torch.arange(float(begin), float(end)) + 100 * step
+                message = ModuleMessage(kind="weights", module="fc", data=data, **where)
+                writer.write(message, {"placement": placement})
+    with TraceReader(path) as reader:
+        assert reader.problems == []
+        found, data = reader.array("weights", "fc")
+        assert found.tolist() == [*range(steps)]
+        np.testing.assert_array_equal(data, np.arange(12.0) + 100 * np.arange(steps)[:, None])
+
+
+def test_a_step_that_a_killed_rank_did_not_finish(tmp_path: Path) -> None:
+    """It is left out and told, and the steps before it are whole."""
+    path = tmp_path / "run.zarr"
+    write_parts(path, [([0, 0], [3, 4]), ([3, 0], [2, 4])], [5, 4], steps=3, missing=1)
+    with TraceReader(path) as reader:
+        assert reader.array("weights", "fc")[0].tolist() == [0, 1]
+        assert reader.problems == [
+            f"{path}: 1 messages of weights are of distributed tensors of which not all ranks' parts are there"
+        ]
+    with TraceReader(path, assemble=False) as reader:
+        assert len(reader) == 5
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [([0, 0], [3, 4]), ([2, 0], [3, 4])],
+        [([0, 0], [3, 4])],
+        [([0, 0], [5, 2]), ([0, 0], [3, 4])],
+    ],
+)
+def test_overlaps_and_gaps_are_never_put_together(tmp_path: Path, boxes: list[tuple[list[int], list[int]]]) -> None:
+    """They stay parts, and a problem says so."""
+    path = tmp_path / "run.zarr"
+    write_parts(path, boxes, [5, 4])
+    with TraceReader(path) as reader:
+        assert len(reader) == 2 * len(boxes)
+        assert "not all ranks' parts are there" in reader.problems[0]
+
+
+HOSTILE: list[Any] = [
+    *(3, [], "Shard(0)", {}, {"replicas": []}, {"replicas": [-1]}, {"replicas": [True]}, {"replicas": "01"}),
+    {"replicas": [0], "shape": [5, 4], "offsets": [-1, 0], "sizes": [3, 4]},
+    {"replicas": [0], "shape": [5, 4], "offsets": [3, 0], "sizes": [3, 4]},
+    {"replicas": [0], "shape": [5, 4], "offsets": [0], "sizes": [3, 4]},
+    {"replicas": [0], "shape": [5, 4], "offsets": [0, 0]},
+    {"replicas": [0], "offsets": [0, 0], "sizes": [3, 4]},
+    {"replicas": [0], "shape": [2**40, 2**40], "offsets": [0, 0], "sizes": [3, 4]},
+    {"replicas": [0], "shape": [1.5, 4], "offsets": [0, 0], "sizes": [1, 4]},
+    {"replicas": [0], "shape": [1] * 65, "offsets": [0] * 65, "sizes": [1] * 65},
+]
+
+
+@pytest.mark.parametrize("placement", HOSTILE, ids=repr)
+def test_placements_that_make_no_sense_are_damage(tmp_path: Path, placement: Any) -> None:
+    """A typed error when the trace is opened; `verify` names it."""
+    path = tmp_path / "run.zarr"
+    with TraceWriter(path) as writer:
+        where = {"global_step": 0, "train_step": 0, "epoch": 0}
+        writer.write(
+            ModuleMessage(kind="weights", module="fc", data=torch.ones(3, 4), **where), {"placement": placement}
+        )
+    with pytest.raises(TraceCorruptError, match="a declaration is damaged"):
+        TraceReader(path)
+    assert {one.check for one in tracer.verify(path).problems} >= {"declaration"}
+
+
+def test_a_huge_whole_takes_no_memory(tmp_path: Path) -> None:
+    """A part that says it is one of 2**59 elements, or lies about its own size, allocates nothing."""
+    path = tmp_path / "run.zarr"
+    for rank, size in enumerate((2**58, 2**58)):
+        placement = {"replicas": [rank], "shape": [2**59], "offsets": [rank * size], "sizes": [size]}
+        with TraceWriter(path, header={"ranks": [0, 1]}, part=part_name(rank)) as writer:
+            where = {"global_step": 0, "train_step": 0, "epoch": 0, "rank": rank}
+            message = ModuleMessage(kind="weights", module="fc", data=torch.ones(8), **where)
+            writer.write(message, {"placement": placement})
+    with TraceReader(path) as reader:
+        assert [one.data.shape for one in reader if one.data is not None] == [(8,), (8,)]
+        assert "not all ranks' parts are there" in reader.problems[0]
+
+
+def test_parts_in_the_same_place_are_refused(tmp_path: Path) -> None:
+    """A small pool that many parts claim would be blown up to a large whole."""
+    path = tmp_path / "run.h5"
+    write_parts(path, [([0], [4]), ([4], [4])], [8], steps=1)
+    with TraceReader(path) as reader:
+        recorded = reader._merged.recorded
+        recorded[1] = recorded[0]
+        with pytest.raises(TraceCorruptError, match="in the same place of a pool"):
+            next(iter(reader.messages()))
+
+
+def test_too_many_parts_are_not_put_together() -> None:
+    """A bound on the work: no run has so many ranks that hold parts of one tensor."""
+    assert cover([5000], [((one,), (1,)) for one in range(5000)]) is None
+    assert cover([4096], [((one,), (1,)) for one in range(4096)]) == [*range(4096)]
+
+
+def test_samples_of_parts_stay_parts(tmp_path: Path) -> None:
+    """What was chosen among the elements of each part is not a part of the whole."""
+    path = tmp_path / "run.zarr"
+    for rank in (0, 1):
+        placement = {"replicas": [rank], "shape": [8], "offsets": [4 * rank], "sizes": [4]}
+        for_stream = {"placement": placement, "shape": [4], "elements": {"count": 2, "of": 4, "seed": 0}}
+        with TraceWriter(path, header={"ranks": [0, 1]}, part=part_name(rank)) as writer:
+            where = {"global_step": 0, "train_step": 0, "epoch": 0, "rank": rank}
+            writer.write(ModuleMessage(kind="weights", module="fc", data=torch.ones(2), **where), for_stream)
+    with TraceReader(path) as reader:
+        assert (len(reader), reader.problems) == (2, [])
+
+
+def test_placements_round_trip() -> None:
+    """What is written is what is read; the rest of it is for people."""
+    told = {"replicas": [3, 1], "shape": [5, 4], "offsets": [3, 0], "sizes": [2, 4], "mesh": {"names": ["x"]}}
+    assert Placement.parse(told) == Placement((1, 3), (5, 4), (3, 0), (2, 4))
+    assert Placement.parse({"replicas": [0, 1]}) == Placement((0, 1))
+
+
+def test_the_page_names_every_situation() -> None:
+    """docs/semantics.md says of each situation that is trained here what is recorded of it."""
+    page = (ROOT / "docs" / "semantics.md").read_text(encoding="utf-8")
+    _, _, section = page.partition("## Ranks")
+    section = section.partition("\n## ")[0]
+    assert set(re.findall(r"`two_ranks: (\w+)`", section)) == {*DDP, *FSDP}
+
+
+def test_an_error_is_of_this_project(tmp_path: Path) -> None:
+    """Of a trace whose other rank is damaged, one rank is still read."""
+    path = tmp_path / "run.h5"
+    write_parts(path, [([0], [4]), ([4], [4])], [8])
+    other = tmp_path / "run.rank1.h5"
+    other.write_bytes(other.read_bytes()[:100])
+    with TraceReader(path, ranks=[0]) as reader:
+        assert [one.shape for one in values(reader, "weights", "fc")] == [(4,), (4,)]
+        assert reader.problems
+    path.unlink()
+    with pytest.raises(TraceError):
+        TraceReader(path)

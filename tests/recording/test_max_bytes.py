@@ -1,0 +1,357 @@
+"""``max_bytes``: a trace stays below its bound, ends with a whole step and says so, and the training goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import tracer
+from tracer import Capture, CaptureError, Collect, MessageBus, Recorder, TraceWriter
+from tracer.messaging.messages import NetworkMessage
+from tracer.recording.budget import ARRAY_BYTES, BASE_BYTES, ROW_BYTES, STREAM_BYTES, Budget
+from tracereel.main import main
+
+ROOT = Path(__file__).parents[2]
+FORMATS = ("zarr", "h5")
+
+
+def training(width: int = 16, layers: int = 2) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[int], None]]:
+    """A model, its optimizer, and a function that trains some steps."""
+    torch.manual_seed(1)
+    model = nn.Sequential(*[part for _ in range(layers) for part in (nn.Linear(width, width), nn.Dropout(0.1))])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            optimizer.zero_grad()
+            model(torch.randn(8, width)).square().mean().backward()
+            optimizer.step()
+
+    return model, optimizer, steps
+
+
+def bounded(path: Path, bound: int | str, count: int, **settings: Any) -> tuple[nn.Module, list[str]]:
+    """Train so many steps, recorded within a bound; the model and what was warned about."""
+    model, optimizer, steps = training(settings.pop("width", 16), settings.pop("layers", 2))
+    with (
+        warnings.catch_warnings(record=True) as warned,
+        tracer.record(path, model, optimizer, max_bytes=bound, **settings),
+    ):
+        warnings.simplefilter("always")
+        steps(count)
+    return model, [str(one.message) for one in warned]
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+@pytest.mark.parametrize(
+    ("width", "layers", "bound", "settings"),
+    [
+        (16, 2, 4_000_000, {}),
+        (16, 2, 4_000_000, {"commit_steps": 1}),
+        (128, 2, 8_000_000, {}),
+        (160, 2, 8_000_000, {"commit_seconds": 0.0}),
+        (8, 20, 8_000_000, {}),
+    ],
+)
+def test_a_trace_stays_below_its_bound(
+    suffix: str, width: int, layers: int, bound: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """On the disk, with all that is not data; and it is not much less, so that the bound can be used."""
+    _, warned = bounded(tmp_path / f"run.{suffix}", bound, 600, width=width, layers=layers, **settings)
+    with tracer.open(tmp_path / f"run.{suffix}") as trace:
+        told = trace.info
+    assert told["stored_bytes"] <= bound
+    assert told["stored_bytes"] >= 0.3 * bound
+    assert told["status"] == "finished"
+    assert len(warned) == 1
+    (note,) = [one["stopped"] for one in told["notes"] if "stopped" in one]
+    assert note == {"by": "max_bytes", "max_bytes": bound, "global_step": told["steps"][1] + 1}
+    assert f"before global step {note['global_step']}" in warned[0]
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+@pytest.mark.parametrize("elements", [32768, 32769, 65536], ids=["a page more", "nearly two", "256 KiB"])
+def test_padding_counts(suffix: str, elements: int, tmp_path: Path) -> None:
+    """Large messages begin at pages of their file: what lies between them is of the bound, too."""
+    path = tmp_path / f"run.{suffix}"
+    model = torch.nn.Linear(elements, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.ones(1, elements)
+    with pytest.warns(RuntimeWarning, match="max_bytes"), tracer.record(path, model, optimizer, max_bytes=40_000_000):
+        for _ in range(200):
+            optimizer.zero_grad()
+            model(inputs).sum().backward()
+            optimizer.step()
+    files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
+    assert 30_000_000 < sum(one.stat().st_size for one in files) <= 40_000_000
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_the_last_step_is_whole(suffix: str, tmp_path: Path) -> None:
+    """Every step that is there has all its messages, with the values of an unbounded recording, and none is missing."""
+    bounded(tmp_path / f"run.{suffix}", 3_000_000, 300)
+    model, optimizer, steps = training()
+    with tracer.record(tmp_path / f"whole.{suffix}", model, optimizer):
+        steps(300)
+    with tracer.open(tmp_path / f"run.{suffix}") as trace, tracer.open(tmp_path / f"whole.{suffix}") as whole:
+        found, expected = list(trace), list(whole)
+        last = trace.info["steps"][1]
+    assert 10 < last < 290
+    expected = [one for one in expected if one.global_step <= last and one.kind != "epoch_finished"]
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.kind, one.key, one.global_step, one.call) == (other.kind, other.key, other.global_step, other.call)
+        assert (one.data is None) == (other.data is None)
+        if one.data is not None and other.data is not None:
+            assert torch.equal(one.data, other.data)
+    assert set(Counter(one.global_step for one in found if one.global_step).values()) == {
+        sum(1 for one in found if one.global_step == last)
+    }
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_last_step_without_room_is_told(suffix: str, tmp_path: Path) -> None:
+    """A run may end with the very step that there is no room for, which is found out when it is closed."""
+    bounded(tmp_path / f"long.{suffix}", 3_000_000, 300)
+    with tracer.open(tmp_path / f"long.{suffix}") as trace:
+        (told,) = [note for note in trace.notes if "stopped" in note]
+        first_without_room = told["stopped"]["global_step"]
+    for count, notes in ((first_without_room, []), (first_without_room + 1, [told])):
+        path = tmp_path / f"{count}.{suffix}"
+        _, warned = bounded(path, 3_000_000, count)
+        with tracer.open(path) as trace:
+            assert [note for note in trace.notes if "stopped" in note] == notes
+            assert trace.info["steps"] == [0, first_without_room - 1]
+        assert len(warned) == len(notes)
+
+
+def test_training_and_receivers_go_on_unhindered(tmp_path: Path) -> None:
+    """Parameters are those of a training without a recorder; hooks are gone when nobody listens any more."""
+    plain, _, steps = training()
+    steps(300)
+    model, _ = bounded(tmp_path / "run.zarr", 3_000_000, 300)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+
+    model, optimizer, steps = training()
+    heard = Collect("weights")
+    with (
+        pytest.warns(RuntimeWarning, match="max_bytes"),
+        tracer.record(tmp_path / "other.zarr", model, optimizer, receivers=[heard], max_bytes=3_000_000),
+    ):
+        steps(300)
+        assert not model[0]._forward_hooks  # activations were for the recorder only
+    assert {one.global_step for one in heard.messages} == set(range(300))
+
+    with (
+        pytest.warns(RuntimeWarning, match="max_bytes"),
+        tracer.record(tmp_path / "third.zarr", model, optimizer, max_bytes=3_000_000) as run,
+    ):
+        steps(300)
+        with tracer.open(tmp_path / "third.zarr") as trace:  # complete before the training ends
+            assert trace.status == "finished"
+        assert run.global_step == 300
+
+
+def test_a_warning_that_is_an_error_leaves_a_closed_trace(tmp_path: Path) -> None:
+    """Under ``-W error`` the recorder is taken off the bus as one that failed; the trace is whole all the same."""
+    model, optimizer, steps = training()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*no longer listens.*")
+        with tracer.record(tmp_path / "run.zarr", model, optimizer, max_bytes=3_000_000):
+            steps(300)
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert trace.status == "finished"
+        assert any("stopped" in one for one in trace.notes)
+
+
+def test_a_bound_below_the_first_step(tmp_path: Path) -> None:
+    """There is a trace that holds nothing and says why."""
+    _, warned = bounded(tmp_path / "run.zarr", "1kB", 3)
+    assert "before global step 0" in warned[0]
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert len(trace) == 0
+        assert trace.status == "finished"
+
+
+def test_a_bound_that_is_not_reached(tmp_path: Path) -> None:
+    """Nothing is missing, not even the last step, and nothing is said."""
+    _, warned = bounded(tmp_path / "run.zarr", "1GiB", 5)
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert trace.info["steps"] == [0, 4]
+        assert not any("stopped" in one for one in trace.notes)
+        assert trace.header["recording"]["max_bytes"] == 1 << 30
+    assert not warned
+
+
+def test_attempts_share_a_bound(tmp_path: Path) -> None:
+    """What a first attempt wrote, a second one cannot; together they stay below the bound."""
+    bound, path = 5_000_000, tmp_path / "run.zarr"
+    model, optimizer, steps = training()
+    with tracer.record(path, model, optimizer, max_bytes=bound):
+        steps(60)
+    with (
+        pytest.warns(RuntimeWarning, match="max_bytes"),
+        tracer.record(path, model, optimizer, resume=True, first_step=60, max_bytes=bound),
+    ):
+        steps(1000)
+    with tracer.open(path) as trace:
+        told = trace.info
+    assert told["stored_bytes"] <= bound
+    assert told["steps"][1] > 60
+    alone = tmp_path / "alone.zarr"
+    bounded(alone, bound, 1060)
+    assert tracer.open(alone).info["steps"][1] > told["steps"][1]
+
+
+def test_ranks_have_equal_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks each may take half, so that no word between them is needed."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model, optimizer, steps = training()
+    with (
+        pytest.warns(RuntimeWarning, match="max_bytes"),
+        tracer.record(tmp_path / "run.zarr", model, optimizer, max_bytes=8_000_000) as run,
+    ):
+        steps(600)
+        assert run.recorder is not None
+        assert run.recorder.budget is not None
+        assert run.recorder.budget.max_bytes == 4_000_000
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert trace.info["stored_bytes"] <= 4_000_000
+
+
+def test_what_a_step_costs() -> None:
+    """A message costs its data and its row; its stream and its array cost once; a step is paid as a whole."""
+
+    def message(kind: str, step: int, size: int) -> NetworkMessage:
+        return NetworkMessage(
+            kind=kind, global_step=step, train_step=step, epoch=0, data=torch.zeros(size, dtype=torch.float64)
+        )
+
+    budget = Budget(BASE_BYTES + 2 * (STREAM_BYTES + ARRAY_BYTES) + 3 * ROW_BYTES + 8 * (10 + 20 + 30))
+    for kind, step, size in (("loss", 0, 10), ("input_data", 0, 20), ("loss", 1, 30)):
+        assert len(budget.over(step)) == (2 if step else 0)
+        budget.hold((message(kind, step, size), None, 0, 0))
+    budget.hold((message("loss", 0, 0), None, 0, 0))  # one that looks back belongs to the step that is open
+    assert not budget.over(0)
+    assert budget.over(2) == []
+    assert budget.stopped == 1  # by one row
+
+
+def test_a_recorder_with_a_budget_of_its_own(tmp_path: Path) -> None:
+    """Wired by hand it stops as well, and takes what comes after without a word."""
+    bus, stopped = MessageBus(), list[int]()
+    recorder = Recorder(TraceWriter(tmp_path / "run.zarr"), budget=Budget(500_000), stopped=stopped.append)
+    bus.register(recorder)
+    for step in range(2000):
+        bus.publish_network_message(step, step, 0, "loss", torch.zeros(100))
+    bus.close()
+    assert len(stopped) == 1
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert [one.global_step for one in trace] == list(range(stopped[0]))
+        assert 0 < stopped[0] < 1000
+
+
+@pytest.mark.parametrize("bound", [0, -5, 2.5, True, "many", "0MB"])
+def test_what_is_no_bound(bound: Any, tmp_path: Path) -> None:
+    """It is an error before anything is made, which names what was given."""
+    model, optimizer, _ = training()
+    with pytest.raises(CaptureError, match="is not a size such as"):
+        tracer.record(tmp_path / "run.zarr", model, optimizer, max_bytes=bound)
+    assert not (tmp_path / "run.zarr").exists()
+
+
+SCRIPT = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(600):
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(torch.randn(5, 16)), torch.zeros(5, 2)).backward()
+    optimizer.step()
+print(step)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "environment"),
+    [
+        (["--max-bytes", "4MB"], {}),
+        ([], {"TRACE_MAX_BYTES": "4MB"}),
+        (["--max-bytes", "1GB"], {"TRACE_MAX_BYTES": "4MB"}),
+    ],
+)
+def test_trace_record_is_bounded(options: list[str], environment: dict[str, str], tmp_path: Path) -> None:
+    """The script runs to its end, and ``info`` says where the recording stopped, for people and as JSON."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "tracereel", "record", *options, "train.py"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, "599\n"), done.stderr
+    assert "max_bytes" in done.stderr
+    runner = CliRunner()
+    told = json.loads(runner.invoke(main, ["info", str(tmp_path / "train.zarr"), "--json"]).stdout)
+    last = told["steps"][1]
+    assert 10 < last < 590
+    assert told["stored_bytes"] <= 4_000_000
+    lines = runner.invoke(main, ["info", str(tmp_path / "train.zarr")]).stdout.splitlines()
+    assert f"stopped     at max_bytes (4,000,000): nothing from step {last + 1} on" in lines
+
+
+def test_captures_that_thin_out_make_a_bound_last(tmp_path: Path) -> None:
+    """Recording one step in ten reaches ten times as far, about."""
+    reach = []
+    for every in (1, 10):
+        path = tmp_path / f"{every}.zarr"
+        bounded(path, 4_000_000, 3000 if every == 10 else 600, capture=Capture(every=every))
+        reach.append(tracer.open(path).info["steps"][1])
+    assert 8 <= reach[1] / reach[0] <= 12
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_bound_that_a_later_attempt_did_not_have_is_not_told(tmp_path: Path, suffix: str) -> None:
+    """Where an attempt with more room recorded what the first left out, nothing is said of the first's bound."""
+    path = tmp_path / f"run.{suffix}"
+    bounded(path, 3_000_000, 300)
+    with tracer.TraceReader(path) as trace:
+        (stopped,) = [note["stopped"] for note in trace.notes if "stopped" in note]
+    first = stopped["global_step"]
+    model, optimizer, steps = training()
+    with tracer.record(path, model, optimizer, resume=True, first_step=first):
+        steps(5)
+    with tracer.TraceReader(path) as trace:
+        assert not [note for note in trace.notes if "stopped" in note]
+        assert {message.global_step for message in trace.messages(kinds=["weights"])} == set(range(first + 5))
+    shown = CliRunner().invoke(main, ["info", str(path)])
+    assert first > 2
+    assert "nothing from step" not in shown.output
+    # what is missing between the attempts is still told
+    again = tmp_path / f"other.{suffix}"
+    bounded(again, 3_000_000, 300)
+    with tracer.record(again, model, optimizer, resume=True, first_step=first + 3):
+        steps(1)
+    with tracer.TraceReader(again) as trace:
+        assert [note for note in trace.notes if "stopped" in note]

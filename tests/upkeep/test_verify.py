@@ -1,0 +1,282 @@
+"""`verify` names what is wrong with a trace and where, and finds nothing wrong with one that is whole."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import h5py
+import pytest
+import torch
+
+from tracer.errors import TraceFormatError, TraceNotFoundError
+from tracer.messaging.messages import ModuleMessage, NetworkMessage
+from tracer.stores.hdf5.places import ChunkPlaces
+from tracer.trace.writer import TraceWriter
+from tracer.upkeep.findings import CHECKS
+from tracer.upkeep.recover import recover
+from tracer.upkeep.survey_tables import SurveyedTables
+from tracer.upkeep.verify import verify
+
+FORMATS = (".zarr", ".h5")
+every_format = pytest.mark.parametrize("suffix", FORMATS)
+
+
+def weight(step: int) -> torch.Tensor:
+    """What the module ``fc`` has in a step."""
+    return torch.full((30, 20), 3.25 + step)
+
+
+def write(path: Path, steps: int = 6) -> Path:
+    """A run with a large stream, which has a pool of its own, a small one and events."""
+    with TraceWriter(path, own_pool_bytes=2000, chunk_bytes=64) as writer:
+        for step in range(steps):
+            where = {"global_step": step, "train_step": step, "epoch": 0}
+            writer.write(NetworkMessage(kind="batch_started", **where))
+            writer.write(ModuleMessage(kind="weights", module="fc", data=weight(step), **where))
+            writer.write(NetworkMessage(kind="loss", data=torch.tensor(1.5 + step, dtype=torch.float64), **where))
+    return path
+
+
+def flip(path: Path, needle: bytes, mask: int = 4) -> None:
+    """Flip a bit, or several, in the midst of the first place where these bytes are."""
+    for file in [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file()):
+        data = bytearray(file.read_bytes())
+        place = data.find(needle)
+        if place >= 0:
+            data[place + len(needle) // 2] ^= mask
+            file.write_bytes(data)
+            return
+    raise AssertionError("these bytes are nowhere")
+
+
+@every_format
+def test_a_whole_trace(tmp_path: Path, suffix: str) -> None:
+    """Nothing is wrong with a trace as it was written, and the report says how much was checked."""
+    path = write(tmp_path / f"run{suffix}")
+    report = verify(path)
+    assert (report.problems, report.intact, report.complete, report.status) == ([], True, True, "finished")
+    assert (report.messages, report.damaged) == (18, 0)
+    assert report.bytes >= 6 * (2400 + 8) + 18 * 88
+    # the header, three streams, two shapes, two pools, the status, and in HDF5 the pools for what comes late
+    assert report.declarations >= 9
+    assert report.describe()["checks"] == CHECKS
+
+
+@every_format
+def test_damaged_data(tmp_path: Path, suffix: str) -> None:
+    """A flipped bit in a message's data is told with the array, the row and the message."""
+    path = write(tmp_path / f"run{suffix}")
+    flip(path, weight(3).numpy().tobytes())
+    report = verify(path)
+    [problem] = report.problems
+    assert (problem.check, problem.array) == ({".zarr": "chunk", ".h5": "data"}[suffix], "rank0/weights/fc")
+    assert (problem.rows, problem.messages) == ((3, 4), 1)
+    assert "weights of fc in step 3" in str(problem)
+    assert (report.intact, report.complete, report.damaged, report.messages) == (False, False, 1, 18)
+
+
+@every_format
+def test_damaged_declarations(tmp_path: Path, suffix: str) -> None:
+    """A declaration that cannot be parsed is told, and every message that needs it counts as damaged."""
+    path = write(tmp_path / f"run{suffix}")
+    flip(path, b'{"stream":{"id":2,', 7)
+    report = verify(path)
+    assert {problem.array for problem in report.problems} >= {"rank0/declarations"}
+    assert report.damaged >= 6
+    assert not report.intact
+
+
+@pytest.mark.parametrize("name", ["journal", "declarations", "weights/fc", "pools/loss/float64"])
+def test_missing_shards(tmp_path: Path, name: str) -> None:
+    """A shard that is gone is told, and is not taken for zeros."""
+    path = write(tmp_path / "run.zarr")
+    shutil.rmtree(path / "rank0" / name / "c")
+    report = verify(path)
+    assert f"rank0/{name}" in {problem.array for problem in report.problems}
+    assert not report.intact
+    assert report.damaged == {"journal": 18, "declarations": 18, "weights/fc": 6, "pools/loss/float64": 6}[name]
+
+
+@pytest.mark.parametrize(
+    "name", ["", "rank0", "rank0/journal", "rank0/declarations", "rank0/pools", "rank0/weights/fc"]
+)
+def test_damaged_zarr_json(tmp_path: Path, name: str) -> None:
+    """A zarr.json that is no JSON is told; the messages are there all the same."""
+    path = write(tmp_path / "run.zarr")
+    (path / name / "zarr.json").write_text("{")
+    report = verify(path)
+    assert not report.intact
+    assert (report.messages, report.damaged) == (18, 0)
+
+
+@pytest.mark.parametrize("place", [3, 9, 15, 30, 40])
+def test_damaged_superblock(tmp_path: Path, place: int) -> None:
+    """An HDF5 file that nothing opens any more, because of one byte, is told to be damaged, and all of it is found."""
+    path = write(tmp_path / "run.h5")
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0xFF
+    path.write_bytes(data)
+    report = verify(path)
+    assert [problem.check for problem in report.problems] == ["store"]
+    assert (report.messages, report.damaged) == (18, 0)
+
+
+@every_format
+def test_interrupted(tmp_path: Path, suffix: str) -> None:
+    """What a killed writer committed is intact, and the trace is not complete."""
+    path = tmp_path / f"run{suffix}"
+    program = (
+        "import os, signal, sys, torch\n"
+        "from tracer import NetworkMessage, TraceWriter\n"
+        "writer = TraceWriter(sys.argv[1])\n"
+        "for step in range(4):\n"
+        "    where = dict(global_step=step, train_step=step, epoch=0)\n"
+        "    writer.write(NetworkMessage(kind='loss', data=torch.tensor(1.0), **where))\n"
+        "    writer.commit()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, path], check=False, cwd=Path(__file__).parents[2])
+    assert done.returncode == -signal.SIGKILL
+    report = verify(path)
+    assert (report.status, report.intact, report.complete, report.messages) == ("interrupted", True, False, 4)
+
+
+@every_format
+def test_while_it_is_recorded(tmp_path: Path, suffix: str) -> None:
+    """What is committed of a trace that is being written can be checked, and is complete as far as it goes."""
+    with TraceWriter(tmp_path / f"run{suffix}") as writer:
+        for step in range(3):
+            where = {"global_step": step, "train_step": step, "epoch": 0}
+            writer.write(NetworkMessage(kind="loss", data=torch.tensor(1.0), **where))
+            writer.commit()
+            report = verify(writer.path)
+            assert (report.status, report.complete, report.messages) == ("recording", True, step + 1)
+
+
+@every_format
+def test_a_run_that_ends_while_it_is_verified(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written between two looks is no damage: a Zarr trace is looked at again, HDF5 shows one moment."""
+    path = tmp_path / f"run{suffix}"
+    writer = TraceWriter(path)
+    plainly, looks = SurveyedTables._read_declarations, []
+
+    def write_step(step: int) -> None:
+        where = {"global_step": step, "train_step": step, "epoch": 0}
+        writer.write(ModuleMessage(kind="weights", module=f"fc{step}", data=weight(step), **where))
+
+    def late(self: SurveyedTables) -> None:
+        looks.append(self)
+        if len(looks) == 1:
+            write_step(1)
+            writer.finish()
+        plainly(self)
+
+    write_step(0)
+    writer.commit()
+    monkeypatch.setattr(SurveyedTables, "_read_declarations", late)
+    report = verify(path)
+    expected = ([], 2, "finished", 2) if suffix == ".zarr" else ([], 1, "recording", 1)
+    assert (report.problems, report.messages, report.status, len(looks)) == expected
+    assert verify(path).complete
+
+
+def test_rows_that_are_zeros(tmp_path: Path) -> None:
+    """A journal of a run that ended has no rows of zeros, which in an unfinished one are not there yet."""
+    path = write(tmp_path / "run.h5")
+    with h5py.File(path, "r+") as file:
+        file["rank0/journal"].resize(20, axis=0)
+    report = verify(path)
+    # they are neither among the rows that the run ended with, nor in a chunk of the file
+    assert [(problem.check, problem.rows) for problem in report.problems] == [("journal", None), ("chunk", (18, 20))]
+
+
+@every_format
+def test_what_is_no_trace(tmp_path: Path, suffix: str) -> None:
+    """Nothing there, something else, or a newer version is an error and no report."""
+    path = tmp_path / f"run{suffix}"
+    with pytest.raises(TraceNotFoundError):
+        verify(path)
+    path.write_text("hello")
+    with pytest.raises(TraceFormatError):
+        verify(path)
+    os.remove(path)
+    if suffix == ".zarr":
+        path.mkdir()
+        with pytest.raises(TraceFormatError):
+            verify(path)
+    else:
+        write(path)
+        with h5py.File(path, "r+") as file:
+            file.attrs["format_version"] = 99
+        with pytest.raises(TraceFormatError, match="99"):
+            verify(path)
+
+
+class Counted:
+    """What is asked of an array's chunks."""
+
+    def __init__(self, dataset: Any, asked: list[Any]) -> None:
+        self.id = self
+        self._dataset = dataset
+        self._asked = asked
+
+    def chunk_iter(self, note: Any) -> None:
+        """As of h5py."""
+        self._asked.append(self._dataset)
+        self._dataset.id.chunk_iter(note)
+
+
+def test_a_damaged_index_takes_no_time_for_each_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HDF5 tries long to read a damaged index, so it is asked once, and again only when the file was written since."""
+    path = tmp_path / "run.h5"
+    with TraceWriter(path, chunk_bytes=8192) as writer:
+        for step in range(600):
+            where = {"global_step": step, "train_step": step, "epoch": 0}
+            writer.write(ModuleMessage(kind="activations", module="fc", data=torch.ones(1024), **where))
+    whole = path.read_bytes()
+    asked: list[Any] = []
+    look = ChunkPlaces._look
+    monkeypatch.setattr(
+        ChunkPlaces, "_look", lambda places, name, dataset, note: look(places, name, Counted(dataset, asked), note)
+    )
+    assert verify(path).intact
+    often, damaged = len(asked), 0
+    for place in (found.start() for found in re.finditer(b"EADB", whole)):
+        path.write_bytes(whole[: place + 40] + bytes([whole[place + 40] ^ 1]) + whole[place + 41 :])
+        os.utime(path, (1e9, 1e9))
+        asked.clear()
+        report = verify(path)
+        damaged = max(damaged, report.damaged)
+        assert len(asked) <= often + 4
+    assert damaged >= 500
+
+
+@pytest.mark.parametrize("before", [1, 3 * 128])
+def test_what_a_killed_writer_had_begun_is_no_damage(tmp_path: Path, before: int) -> None:
+    """Of a shard that no commit knows yet, chunks are there and no index; the array says that it is as long."""
+    path = tmp_path / "run.zarr"
+    writer = TraceWriter(path, chunk_bytes=4096, own_pool_bytes=4096, commit_seconds=1e9)
+
+    def write(module: str, steps: range) -> None:
+        for step in steps:
+            counters = {"global_step": step, "train_step": step, "epoch": 0}
+            writer.write(ModuleMessage(kind="activations", module=module, data=torch.rand(1100), **counters))
+
+    write("a", range(before))
+    writer.commit()
+    write("a", range(before, before + 3))
+    write("b", range(3))
+    for name in ("while", "after"):
+        if name == "after":
+            writer._store.abandon()  # type: ignore[attr-defined]
+        report = verify(path)
+        assert (report.problems, report.messages, report.damaged) == ([], before, 0)
+        loss = recover(path, tmp_path / f"{name}.zarr")
+        assert (loss.saved, loss.lossless, loss.problems) == (before, True, [])
