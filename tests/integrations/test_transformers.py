@@ -337,7 +337,7 @@ def test_a_program_that_dies_closes_the_trace(
         """)
     )
     here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent), *sys.path])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1]), *sys.path])}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     assert status(path) == expected

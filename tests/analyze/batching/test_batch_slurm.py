@@ -1,4 +1,4 @@
-"""Batches on SLURM: a job array, and workers of Dask. Skipped where none answers; ``tests/slurm.sh`` sets one up."""
+"""Batches on SLURM: a job array, and workers of Dask. Skipped where none answers; ``tests/analyze/batching/slurm.sh`` sets one up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 def _why_not() -> str:
     """Why there is no SLURM to run on; empty if there is."""
     if shutil.which("sbatch") is None:
-        return "SLURM is not installed: sudo sh tests/slurm.sh start"
+        return "SLURM is not installed: sudo sh tests/analyze/batching/slurm.sh start"
     done = subprocess.run(["sinfo", "-h", "-o", "%t"], capture_output=True, text=True, check=False)
     if done.returncode:
         return f"no SLURM controller answers: {done.stderr.strip()}"
