@@ -1,4 +1,4 @@
-"""Batches on SLURM: a job array, and workers of Dask. Skipped where none answers; ``tests/analyze/batching/slurm.sh`` sets one up."""
+"""Batches on SLURM: a job array, and workers of Dask. Skipped where none answers; ``slurm.sh`` sets one up."""
 
 from __future__ import annotations
 
