@@ -23,6 +23,7 @@ from numcodecs import blosc
 
 import tracer
 from tracer.errors import CaptureError, TraceCorruptError, TraceFormatError, UnknownNameError
+from tracer.format import encodings
 from tracer.format.encodings import ENCODINGS
 from tracer.format.names import declarations_name, journal_name
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
@@ -526,7 +527,7 @@ def test_damage_reaches_one_chunk(tmp_path: Path, suffix: str, codec: str) -> No
 def facts(message: Message) -> tuple[Any, ...]:
     """All that a message says, comparable."""
     data = message.data
-    bits = None if data is None else (data.dtype, tuple(data.shape), encode(data).tobytes())
+    bits = None if data is None else (data.dtype, tuple(data.shape), encodings.encode(data).tobytes())
     counters = (message.global_step, message.train_step, message.epoch, message.call)
     return (type(message), message.kind, message.key, message.tag, message.leaf, counters, bits)
 
@@ -545,7 +546,7 @@ def message(number: int, dtype: str, shape: tuple[int, ...], seed: int) -> Messa
     rng = np.random.default_rng(seed)
     bits = rng.integers(0, 2 if dtype == "bool" or seed % 3 else 256, size, np.uint8)
     where: dict[str, Any] = {"global_step": number, "train_step": number, "epoch": 0}
-    data = decode(bits.view(encoding.storage), dtype, shape)
+    data = encodings.decode(bits.view(encoding.storage), dtype, shape)
     return ModuleMessage(kind=f"kind{seed % 2}", module=f"m{seed % 3}", data=data, **where)
 
 
