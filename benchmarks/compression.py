@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import tracer
+from tracer.format import encodings
 from tracer.messaging.messages import Message, ModuleMessage
 from tracer.stores.chunks import RowChunks
 from tracer.stores.codecs import CODECS, Codec, decode, encode
@@ -123,7 +124,7 @@ def chunks_of(messages: list[Message]) -> list[tuple[NDArray[np.uint8], int]]:
     found: list[tuple[NDArray[np.uint8], int]] = []
     for message in messages:
         assert isinstance(message.data, Tensor)
-        rows = encode(message.data)[None]
+        rows = encodings.encode(message.data)[None]
         own = rows.nbytes >= OWN_POOL_BYTES
         shape = rows.shape[1:] if own else ()
         key = (message.key, shape) if own else (rows.dtype,)
