@@ -1141,15 +1141,22 @@ def test_streams_that_are_closed(trace: Path, command: tuple[str, ...]) -> None:
 
 def test_verify_says_what_to_do_where_nothing_is_lost(tmp_path: Path) -> None:
     """Of a trace whose messages are all there, though it is damaged, `recover` makes one that is whole."""
-    path = write(tmp_path / "run.h5")
-    data = bytearray(path.read_bytes())
-    data[data.index(b"OHDR") + 30] ^= 1
-    path.write_bytes(data)
+    path = write(tmp_path / "run.zarr")
+    shard = path / "rank0" / "journal" / "c" / "0" / "0"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1  # of the index at the end; the shard has another
+    shard.write_bytes(data)
     told = run("verify", path)
     assert told.exit_code == 3
     assert f"trace recover {path} OUT makes a whole trace of them" in told.stdout
-    assert run("recover", path, tmp_path / "whole.h5").exit_code == 0
-    assert run("verify", tmp_path / "whole.h5").exit_code == 0
+    assert run("recover", path, tmp_path / "whole.zarr").exit_code == 0
+    assert run("verify", tmp_path / "whole.zarr").exit_code == 0
+
+
+def test_a_file_that_begins_wrongly_is_damaged(tmp_path: Path) -> None:
+    """A wrong byte in what tells HDF5 files from others."""
+    path = write(tmp_path / "run.h5")
+    data = bytearray(path.read_bytes())
     data[1] ^= 1
     path.write_bytes(data)
     told = run("info", path)
