@@ -7,12 +7,13 @@ import json
 from dataclasses import asdict, fields
 from typing import Any
 
+import click
 import pytest
 
-import cli
 import tracer
 from tracer import CaptureError
 from tracer.recording.options import Options
+from tracereel.main import main
 
 OF_THE_LAUNCHER = {"probe", "probe_every"}
 
@@ -28,7 +29,8 @@ def test_record_spells_out_every_option() -> None:
 
 def test_the_command_has_the_same_defaults() -> None:
     """What a command line without options gives is what `Options` has by itself."""
-    given = cli.main.commands["record"].make_context("record", ["train.py"]).params
+    parent = click.Context(main, **main.context_settings)
+    given = main.commands["record"].make_context("record", ["train.py"], parent=parent).params
     assert given.keys() >= OF_THE_LAUNCHER
     assert given.pop("compression") == ()  # it is given for each kind
     assert Options.among(given) == Options()
