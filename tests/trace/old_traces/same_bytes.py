@@ -1,0 +1,772 @@
+"""Do two checkouts write the same traces, byte for byte?
+
+    python same_bytes.py A B [--cases GLOB] [--rounds N] [--keep FOLDER]
+
+A and B are each a python executable whose ``import tracer`` gives a checkout, or the folder of a checkout (run with the
+python that runs this), or PYTHON@FOLDER. Each records the same seeded trainings, in a fresh process, while the clock,
+the process id, the host and uuid4 are held still, so that whole files can be compared. Where bytes differ, it is said
+whether they do so in times and ids alone, what differs first, and in which kinds the messages differ, if they do. A
+case whose bytes differ is recorded again (``--rounds``, 3): the writer's thread wakes by a clock, too, and then cuts
+its batches elsewhere.
+
+Ends with 0 if all are equal, else with 1. Needs zarr, h5py and numpy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+FORMATS = (".zarr", ".h5")
+MASKED = {"run_id", "created", "ended", "process", "launch", "argv"}
+"""Members of attributes, header, notes and status that are times and ids."""
+
+
+# ---- recording: in a process of a checkout -------------------------------------------------------------------------
+
+
+def hold_still() -> None:
+    """Times and ids that are the same in every process; nothing of the project is touched."""
+    import datetime as dt
+    import platform
+    import random
+    import uuid
+
+    class Still(dt.datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Still:
+            return cls(2026, 1, 1, tzinfo=tz)
+
+    dt.datetime = Still  # type: ignore[misc]
+    numbers = random.Random(0)
+    uuid.uuid4 = lambda: uuid.UUID(int=numbers.getrandbits(128), version=4)
+    os.getpid = lambda: 2**30  # there is no such process
+    platform.node = lambda: "host"
+    sys.argv = ["train.py"]
+
+
+def record_all(folder: Path, pattern: str) -> None:
+    """Every case, each with a hash of its messages as this checkout reads them."""
+    hold_still()
+    import warnings
+
+    import torch
+
+    import tracer
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    told: dict[str, Any] = {"tracer": tracer.__file__}
+    # what is done for the first time takes long, and the writer's thread would wake meanwhile
+    for make in (mlp, transformer):
+        make(lambda *_, **__: Silent())
+    for name, case in cases().items():
+        if not fnmatch.fnmatch(name, pattern):
+            continue
+        path = folder / name
+        torch.manual_seed(0)
+        try:
+            case(path)
+        except Exception as error:  # noqa: BLE001 - which case it is is told, and the others go on
+            import traceback
+
+            told[name] = f"failed: {type(error).__name__}: {error}"
+            traceback.print_exc()
+        else:
+            told[name] = hash_of_messages(path)
+    (folder / "told.json").write_text(json.dumps(told))
+
+
+class Silent:
+    """Stands for a run that nobody records."""
+
+    recorder = None
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        import contextlib
+
+        return (lambda *_: contextlib.nullcontext()) if name == "tag" else (lambda *_, **__: None)
+
+
+def hash_of_messages(path: Path) -> dict[str, str]:
+    """Of all fields and data of each kind, in order; and of the order of all."""
+    import torch
+
+    import tracer
+
+    hashes: dict[str, Any] = {"(order)": hashlib.sha256()}
+    with tracer.open(path) as reader:
+        for one in reader.messages():
+            fields = (one.kind, one.key, one.tag, one.leaf, one.global_step, one.train_step, one.epoch, one.call)
+            data = one.data
+            whole = hashes.setdefault(one.kind, hashlib.sha256())
+            hashes["(order)"].update(f"{one.kind} {one.key}\n".encode())
+            whole.update(repr((fields, one.rank, data is not None and (data.dtype, tuple(data.shape)))).encode())
+            if data is not None and data.numel():
+                whole.update(data.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return {kind: one.hexdigest() for kind, one in hashes.items()}
+
+
+def safe(run: Any) -> None:
+    """Let the writer's thread write all that waits, and commit."""
+    if run.recorder is not None:
+        run.recorder.wait_until_written()
+        run.recorder.writer.commit()
+
+
+def mlp(record: Callable[..., Any]) -> None:
+    """Two epochs with evaluations, a probe, values of the loop's own, a tag, commits."""
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+    optimizer, criterion = torch.optim.Adam(model.parameters(), lr=0.01), nn.CrossEntropyLoss()
+    with record(model, optimizer, loss=criterion, logs=["learning_rate"]) as run:
+        run.probe("probe", torch.linspace(-1, 1, 24).reshape(4, 6), torch.arange(4) % 3, every=2)
+        for _ in range(2):
+            for step in range(3):
+                optimizer.zero_grad()
+                criterion(model(torch.randn(5 - step, 6)), torch.randint(3, (5 - step,))).backward()
+                optimizer.step()
+                run.log("learning_rate", 0.01)
+                run.log("counts", torch.tensor([step, 1]))
+            model.eval()
+            with torch.no_grad():
+                criterion(model(torch.randn(4, 6)), torch.randint(3, (4,)))
+            model.train()
+            with run.tag("augmented"), torch.no_grad():
+                model(torch.randn(2, 6))
+            run.epoch_finished()
+            safe(run)
+
+
+def cnn(record: Callable[..., Any]) -> None:
+    """Convolutions, normalisation, pooling; activations large enough for pools of their own."""
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(
+        *(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(4, 8, 3, stride=2), nn.Flatten(), nn.Linear(72, 5)),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with record(model, optimizer, loss=nn.functional.cross_entropy) as run:
+        for step in range(4):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(torch.randn(32, 1, 16, 16)), torch.randint(5, (32,))).backward()
+            optimizer.step()
+            if step == 1:
+                safe(run)
+
+
+def transformer(record: Callable[..., Any]) -> None:
+    """Embedded tokens, attention, dropout."""
+    import torch
+    from torch import nn
+
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+    model = nn.Sequential(nn.Embedding(20, 8), nn.TransformerEncoder(layer, 2), nn.Linear(8, 20))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with record(model, optimizer, loss=nn.functional.cross_entropy) as run:
+        for _ in range(3):
+            tokens = torch.randint(20, (3, 7))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            optimizer.step()
+        run.epoch_finished()
+
+
+def autocast(record: Callable[..., Any]) -> None:
+    """In bfloat16, with a scaler of gradients."""
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with record(model, optimizer, loss=nn.functional.mse_loss):
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = nn.functional.mse_loss(model(torch.randn(4, 6)), torch.zeros(4, 2))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+
+def accumulated(record: Callable[..., Any]) -> None:
+    """Gradients of three micro-batches, in double precision."""
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with record(model, optimizer, loss=nn.functional.mse_loss):
+        for _ in range(3):
+            optimizer.zero_grad()
+            for _ in range(3):
+                x = torch.randn(4, 6, dtype=torch.float64)
+                (nn.functional.mse_loss(model(x), torch.zeros(4, 2, dtype=torch.float64)) / 3).backward()
+            optimizer.step()
+
+
+def checkpointed(record: Callable[..., Any]) -> None:
+    """Layers that are computed again in the backward, in both ways."""
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+            self.drop = nn.Dropout(0.2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.tanh(self.first(x))
+            h = h + checkpoint(lambda y: self.drop(self.second(y)), h, use_reentrant=False)
+            h = h + checkpoint(lambda y: self.drop(self.second(y)), h, use_reentrant=True)
+            out: torch.Tensor = self.last(h)
+            return out
+
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with record(model, optimizer, loss=nn.functional.mse_loss):
+        for _ in range(3):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(torch.randn(4, 6)), torch.zeros(4, 2)).backward()
+            optimizer.step()
+
+
+def two_optimizers(record: Callable[..., Any]) -> None:
+    """A generator and a critic."""
+    import torch
+    from torch import nn
+
+    model = nn.ModuleDict(
+        {"make": nn.Linear(3, 4), "judge": nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 1))}
+    )
+    first = torch.optim.Adam(model["judge"].parameters(), lr=0.01)
+    second = torch.optim.SGD(model["make"].parameters(), lr=0.01)
+    criterion = nn.BCEWithLogitsLoss()
+    with record(model, [first, second], loss=criterion):
+        for _ in range(3):
+            fake = model["make"](torch.randn(4, 3))
+            judge_loss = criterion(model["judge"](torch.randn(4, 4)), torch.ones(4, 1))
+            first.zero_grad()
+            (judge_loss + criterion(model["judge"](fake.detach()), torch.zeros(4, 1))).backward()
+            first.step()
+            second.zero_grad()
+            make_loss = criterion(model["judge"](fake), torch.ones(4, 1))
+            make_loss.backward()
+            second.step()
+
+
+def recurrent(record: Callable[..., Any]) -> None:
+    """Several outputs of a layer, one layer used twice, a parameter that is no weight, a layer that is never called."""
+    import torch
+    from torch import nn
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.shared, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 4), nn.Linear(4, 2)
+            self.scale, self.unused = nn.Parameter(torch.ones(4)), nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            h, (_, c) = self.rnn(x)
+            h = self.shared(torch.tanh(self.shared(h[:, -1]))) * self.scale
+            return {"logits": self.head(h), "state": c}
+
+    model = Network()
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01)
+    with record(model, optimizer, loss=nn.functional.cross_entropy):
+        for step in range(3):
+            optimizer.zero_grad()
+            logits = model(torch.randn(4, 3 + step, 3))["logits"]
+            nn.functional.cross_entropy(logits, torch.randint(2, (4,))).backward()
+            optimizer.step()
+
+
+TRAININGS = (mlp, cnn, transformer, autocast, accumulated, checkpointed, two_optimizers, recurrent)
+
+
+def cases() -> dict[str, Callable[[Path], None]]:
+    """Each case by the name of its trace."""
+    import tracer
+
+    found: dict[str, Callable[[Path], None]] = {}
+    every = tracer.Capture(kinds=[*tracer.KINDS])
+    some = (
+        tracer.Capture(kinds=["weights", "weight_gradients", "weight_updates"], elements=7, dtype="bfloat16"),
+        tracer.Capture(kinds=["activations"], rows=3, positions=4, dtype="float16", seed=3),
+        tracer.Capture(kinds=["layer_gradients"], reduce="norm", every=2),
+        tracer.Capture(kinds=["loss", "input_labels", "network_output", "biases"], start=1),
+    )
+    options: dict[str, dict[str, Any]] = {
+        "": {"capture": every},
+        "-zstd": {"capture": every, "compression": "zstd"},
+        "-lz4": {"capture": every, "compression": "lz4"},
+    }
+    special: dict[str, dict[str, Any]] = {
+        "mlp-plain": {"compression": "none"},
+        "mlp-mixed": {"capture": every, "compression": {"weights": "lz4", "activations": "zstd", "loss": "none"}},
+        "cnn-sampled": {"capture": some},
+        "cnn-durable": {"durable": True},
+    }
+    named = {one.__name__: one for one in TRAININGS}
+    for suffix in FORMATS:
+        for name, training in named.items():
+            for ending, settings in options.items():
+                found[f"{name}{ending}{suffix}"] = recorded(training, settings)
+        for name, settings in special.items():
+            found[f"{name}{suffix}"] = recorded(named[name.partition("-")[0]], settings)
+        for name, case in {
+            "direct": direct, "small-chunks": small_chunks, "failed": failed, "bounded": bounded, "resumed": resumed,
+            "ranks": ranks, "converted": converted, "recovered": recovered,
+        }.items():  # fmt: skip
+            found[f"{name}{suffix}"] = case
+    return found
+
+
+def recorded(training: Callable[[Callable[..., Any]], None], settings: dict[str, Any]) -> Callable[[Path], None]:
+    """A training that `tracer.record` records."""
+    import tracer
+
+    def record(path: Path) -> None:
+        def begin(*arguments: Any, **more: Any) -> Any:
+            recording = tracer.record(path, *arguments, commit_seconds=1e6, **{**more, **settings})
+            return Rested(recording)
+
+        training(begin)
+
+    return record
+
+
+class Rested:
+    """A recording whose thread has begun to wait when the training begins."""
+
+    def __init__(self, recording: Any) -> None:
+        self.recording = recording
+
+    def __enter__(self) -> Any:
+        run = self.recording.__enter__()
+        time.sleep(0.05)
+        return run
+
+    def __exit__(self, *error: Any) -> None:
+        self.recording.__exit__(*error)
+
+
+def direct(path: Path) -> None:
+    """Messages of every dtype and of many names, written one by one, with commits and a large and a ragged stream."""
+    writes(path)
+
+
+def small_chunks(path: Path) -> None:
+    """The same in small chunks, compressed."""
+    writes(path, chunk_bytes=2048, own_pool_bytes=512, compression="zstd")
+
+
+def writes(path: Path, **options: Any) -> None:
+    """Messages without a training."""
+    import torch
+
+    import tracer
+
+    names = (
+        *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16"),
+        *("float32", "float64", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"),
+    )
+    with tracer.TraceWriter(path, header={"argv": ["x"]}, commit_seconds=1e6, **options) as writer:
+        for step in range(4):
+            at: dict[str, Any] = {"global_step": step, "train_step": step % 2, "epoch": step // 2}
+            writer.write(tracer.NetworkMessage(kind="batch_started", **at))
+            for name in names:
+                bits = torch.arange(64, dtype=torch.uint8)
+                data = bits.remainder(2).bool() if name == "bool" else bits.view(getattr(torch, name))
+                for leaf, part in (("", data[:4]), ("0", data[0]), ('["a.b"]', data[:0].reshape(2, 0))):
+                    writer.write(tracer.ModuleMessage(kind="activations", module=name, leaf=leaf, data=part, **at))
+            for module in ("", "../x", "Fc", "fC", "ä", "x" * 300, "__init__"):
+                data = torch.full((2,), float(step))
+                writer.write(tracer.ModuleMessage(kind="journal", module=module, tag="a/b", data=data, **at))
+            large = torch.arange(40000).remainder(97 + step).float()
+            writer.write(tracer.ModuleMessage(kind="weights", module="large", data=large.reshape(200, 200), **at))
+            ragged = torch.full((3 - step, 9000), step / 8)
+            writer.write(tracer.ModuleMessage(kind="weights", module="ragged", data=ragged, **at), {"rows": 3})
+            for call in range(300):
+                data = torch.tensor(call / (step + 1))
+                writer.write(tracer.NetworkMessage(kind="loss", data=data, call=call, **at))
+            writer.note({"remark": step})
+            if step < 3:
+                writer.commit()
+
+
+def small() -> tuple[Any, Any]:
+    """A model and an optimizer."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def train(model: Any, optimizer: Any, count: int) -> None:
+    """So many steps."""
+    import torch
+    from torch import nn
+
+    for _ in range(count):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(torch.randn(4, 3)), torch.randint(2, (4,))).backward()
+        optimizer.step()
+
+
+def failed(path: Path) -> None:
+    """A training that fails in the midst of a step."""
+    import tracer
+
+    model, optimizer = small()
+    try:
+        with Rested(tracer.record(path, model, optimizer, commit_seconds=1e6)):
+            train(model, optimizer, 2)
+            raise ValueError("not finite: ä")
+    except ValueError:
+        pass
+
+
+def bounded(path: Path) -> None:
+    """A recording that ends at a bound, before the training does."""
+    import tracer
+
+    model, optimizer = small()
+    capture = tracer.Capture(kinds=["weights", "biases"])
+    with Rested(tracer.record(path, model, optimizer, commit_seconds=1e6, max_bytes=600_000, capture=capture)):
+        train(model, optimizer, 100)
+
+
+def resumed(path: Path) -> None:
+    """Three attempts."""
+    import tracer
+
+    model, optimizer = small()
+    for first in (0, 3, 4):
+        with Rested(tracer.record(path, model, optimizer, resume=True, first_step=first, commit_seconds=1e6)) as run:
+            train(model, optimizer, 4)
+            run.epoch_finished()
+
+
+def ranks(path: Path) -> None:
+    """Two ranks, without a process group."""
+    import tracer
+
+    for rank in range(2):
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "same"}
+        model, optimizer = small()
+        with Rested(tracer.record(path, model, optimizer, commit_seconds=1e6)):
+            train(model, optimizer, 3)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        del os.environ[name]
+
+
+def converted(path: Path) -> None:
+    """A part of a trace of several ranks, from the other format."""
+    import tracer
+
+    source = path.parent / f"source{FORMATS[FORMATS.index(path.suffix) - 1]}"
+    ranks(source)
+    tracer.convert(source, path, kinds=["weights", "activations", "biases"], compression="lz4", chunk_bytes=4096)
+    remove(source)
+
+
+def recovered(path: Path) -> None:
+    """A trace of which all could be saved."""
+    import tracer
+
+    source = path.parent / f"source{path.suffix}"
+    failed(source)
+    tracer.recover(source, path)
+    remove(source)
+
+
+def remove(trace: Path) -> None:
+    """Files of a trace."""
+    for one in trace.parent.glob(f"{trace.stem}*"):
+        shutil.rmtree(one) if one.is_dir() else one.unlink()
+
+
+# ---- comparing ------------------------------------------------------------------------------------------------------
+
+
+def files_of(trace: Path) -> dict[str, bytes]:
+    """The bytes of each file of a trace, by its name; an HDF5 trace of several parts has several."""
+    if trace.is_dir():
+        return {str(one.relative_to(trace)): one.read_bytes() for one in sorted(trace.rglob("*")) if one.is_file()}
+    more = trace.parent.glob(f"{trace.stem}.rank*{trace.suffix}")
+    return {one.name: one.read_bytes() for one in (trace, *sorted(more)) if one.is_file()}
+
+
+def masked(value: Any) -> Any:
+    """Without times and ids."""
+    if isinstance(value, dict):
+        return {key: "***" if key in MASKED else masked(one) for key, one in value.items()}
+    return [masked(one) for one in value] if isinstance(value, list) else value
+
+
+def is_table(array: str, table: str) -> bool:
+    """Whether it is this table of a part, and no kind of that name."""
+    part, _, name = array.partition("/")
+    return part.startswith("rank") and name == table
+
+
+def lines_of(declarations: bytes) -> list[Any]:
+    """Declarations without their checksums, times and ids."""
+    found = []
+    for line in declarations.rstrip(b"\0").splitlines():
+        told = json.loads(line)
+        told.pop("crc32c", None)
+        found.append(masked(told))
+    return found
+
+
+def first_difference(one: Any, other: Any, where: str = "") -> str | None:
+    """The first place where two JSON values differ, and how."""
+    if one == other:
+        return None
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in sorted({*one, *other}):
+            if one.get(key, "(nothing)") != other.get(key, "(nothing)"):
+                return first_difference(one.get(key, "(nothing)"), other.get(key, "(nothing)"), f"{where}.{key}")
+    if isinstance(one, list) and isinstance(other, list):
+        for number, (a, b) in enumerate(zip(one, other, strict=False)):
+            if a != b:
+                return first_difference(a, b, f"{where}[{number}]")
+        return f"{where}: {len(one)} and {len(other)} entries"
+    return f"{where}: {str(one)[:120]} | {str(other)[:120]}"
+
+
+def of_bytes(one: bytes, other: bytes) -> str:
+    """The first byte that differs."""
+    place = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    lengths = f"{len(one)} bytes" if len(one) == len(other) else f"{len(one)} and {len(other)} bytes"
+    return f"byte {place} of {lengths}: {one[place : place + 8].hex()} | {other[place : place + 8].hex()}"
+
+
+def of_journals(one: Any, other: Any) -> str | None:
+    """The columns in which rows differ, and the first of them."""
+    import numpy as np
+
+    columns = ("stream", "pool", "offset", "count", "shape", "global_step", "train_step", "epoch", "call", "flags")
+    names = (*columns, "crc32c", "check")
+    if one.shape != other.shape:
+        return f"{len(one)} and {len(other)} rows"
+    differs = one != other
+    if not differs.any():
+        return None
+    row = int(np.flatnonzero(differs.any(1))[0])
+    column = int(np.flatnonzero(differs[row])[0])
+    which = [names[n] for n in np.flatnonzero(differs.any(0)).tolist()]
+    return f"columns {', '.join(which)}; row {row}, {names[column]}: {one[row, column]} | {other[row, column]}"
+
+
+def in_zarr(one: Path, other: Path) -> Iterator[str]:
+    """How two Zarr traces differ, but for times and ids."""
+    import zarr
+
+    mine, theirs = files_of(one), files_of(other)
+    for name in sorted({*mine, *theirs}):
+        if name not in mine or name not in theirs:
+            yield f"{name}: only in {'A' if name in mine else 'B'}"
+            continue
+        if mine[name] == theirs[name]:
+            continue
+        array = name.partition("/c/")[0].removesuffix("/zarr.json")
+        if is_table(array, "declarations"):
+            # their lengths follow from what is masked
+            tables: list[Any] = [zarr.open_array(path / array, mode="r")[:] for path in (one, other)]
+            told = first_difference(lines_of(tables[0].tobytes()), lines_of(tables[1].tobytes()))
+        elif name.endswith("zarr.json"):
+            told = first_difference(masked(json.loads(mine[name])), masked(json.loads(theirs[name])))
+        elif is_table(array, "journal"):
+            told = of_journals(*(zarr.open_array(path / array, mode="r")[:] for path in (one, other)))
+            told = told or of_bytes(mine[name], theirs[name])
+        else:
+            told = of_bytes(mine[name], theirs[name])
+        if told is not None:
+            yield f"{name}: {told}"
+
+
+def in_hdf5(one: Path, other: Path) -> Iterator[str]:
+    """How two HDF5 traces differ, dataset by dataset and chunk by chunk, but for times and ids."""
+    for name in sorted({*files_of(one), *files_of(other)}):
+        paths = [path.parent / name.replace(one.stem, path.stem, 1) for path in (one, other)]
+        if not all(path.is_file() for path in paths):
+            yield f"{name}: only in {'A' if paths[0].is_file() else 'B'}"
+            continue
+        found = [read_hdf5(path) for path in paths]
+        for item in sorted({*found[0], *found[1]}):
+            mine, theirs = (one_of.get(item) for one_of in found)
+            if mine is None or theirs is None:
+                yield f"{name}/{item}: only in {'A' if theirs is None else 'B'}"
+                continue
+            told = first_difference(mine["about"], theirs["about"])
+            if told is None and is_table(item, "journal"):
+                told = of_journals(mine["rows"], theirs["rows"])
+            if told is None:
+                for chunk in sorted({*mine["chunks"], *theirs["chunks"]}):
+                    raw = [one_of["chunks"].get(chunk, (None, b"")) for one_of in (mine, theirs)]
+                    if raw[0] != raw[1]:
+                        told = f"chunk {chunk}: filters {raw[0][0]} | {raw[1][0]}, {of_bytes(raw[0][1], raw[1][1])}"
+                        break
+            if told is not None:
+                yield f"{name}/{item}: {told}"
+
+
+def read_hdf5(path: Path) -> dict[str, dict[str, Any]]:
+    """Each group and dataset: attributes and settings as JSON, and the raw bytes of each chunk."""
+    import h5py
+
+    found: dict[str, dict[str, Any]] = {}
+
+    def look(name: str, item: Any) -> None:
+        about: dict[str, Any] = {"attributes": masked({key: str(value) for key, value in item.attrs.items()})}
+        chunks: dict[str, tuple[int, bytes]] = {}
+        rows = None
+        if isinstance(item, h5py.Dataset):
+            plist = item.id.get_create_plist()
+            filters = [str(plist.get_filter(number)) for number in range(plist.get_nfilters())]
+            times = (plist.get_alloc_time(), plist.get_fill_time())
+            about |= {"dtype": str(item.dtype), "chunks": item.chunks, "filters": filters, "times": times}
+            if is_table(name, "declarations"):
+                # their lengths follow from what is masked
+                about["lines"] = lines_of(bytes(item[:]))
+            else:
+                about |= {"shape": item.shape, "maxshape": item.maxshape}
+                for number in range(item.id.get_num_chunks()):
+                    at = item.id.get_chunk_info(number).chunk_offset
+                    mask, data = item.id.read_direct_chunk(at)
+                    chunks[str(at)] = (mask, data)
+                rows = item[:] if is_table(name, "journal") else None
+        found[name or "."] = {"about": json.loads(json.dumps(about)), "chunks": chunks, "rows": rows}
+
+    with h5py.File(path, "r") as file:
+        look("", file)
+        file.visititems(look)
+    return found
+
+
+def compare(one: Path, other: Path, limit: int) -> tuple[str, list[str]]:
+    """``equal``, ``equal but for times and ids``, or ``different`` with the first differences."""
+    mine, theirs = files_of(one), files_of(other)
+    if not mine or not theirs:
+        return "different", [
+            f"there is no trace of {' and '.join('AB'[n] for n, x in enumerate((mine, theirs)) if not x)}"
+        ]
+    if [*mine.values()] == [*theirs.values()] and {*mine} == {*theirs}:
+        return f"equal ({len(mine)} files, {sum(map(len, mine.values())):,} bytes)", []
+    found = list((in_zarr if one.is_dir() else in_hdf5)(one, other))
+    if found:
+        return "different", found[:limit] + [f"… and {len(found) - limit} more"] * (len(found) > limit)
+    sizes = {name: (len(mine[name]), len(theirs[name])) for name in mine if mine[name] != theirs[name]}
+    return f"equal but for times and ids (or, in HDF5, where things lie): {sizes}", []
+
+
+def command_of(which: str) -> tuple[list[str], dict[str, str]]:
+    """How to run a checkout's python, and with which variables."""
+    python, _, folder = which.rpartition("@") if "@" in which else ("", "", "")
+    if not python:
+        python, folder = (sys.executable, which) if Path(which).is_dir() else (which, "")
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+    variables.pop("PYTHONPATH", None)
+    for name in [name for name in variables if name.startswith("TRACE_")]:
+        del variables[name]
+    if folder:
+        variables["PYTHONPATH"] = str(Path(folder).resolve())
+    return [python], variables
+
+
+def main() -> int:
+    """Record with both, compare, tell."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkouts", nargs="*", metavar="A B")
+    parser.add_argument("--cases", default="*", help="a glob over the names of cases, such as 'mlp*.h5'")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--differences", type=int, default=3, help="how many are shown of a case")
+    parser.add_argument("--keep", type=Path, help="a new folder for the traces")
+    parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.record is not None:
+        record_all(asked.record, asked.cases)
+        return 0
+    if len(asked.checkouts) != 2:
+        parser.error("two checkouts are compared")
+    base = Path(tempfile.mkdtemp(prefix="same_bytes."))
+    verdicts: dict[str, tuple[str, list[str]]] = {}
+    try:
+        open_cases = [asked.cases]
+        for number in range(asked.rounds):
+            patterns, open_cases = open_cases, []
+            for pattern in patterns:
+                told = []
+                kept = [base / f"{side}{number}" for side in "AB"]
+                for which, target in zip(asked.checkouts, kept, strict=True):
+                    command, variables = command_of(which)
+                    # both at one place, because paths may be written down
+                    place = base / "run"
+                    place.mkdir()
+                    script = [*command, str(Path(__file__).resolve()), "--record", str(place), "--cases", pattern]
+                    subprocess.run(script, check=True, cwd=base, env=variables)
+                    shutil.copytree(place, target, dirs_exist_ok=True)
+                    shutil.rmtree(place)
+                    told.append(json.loads((target / "told.json").read_text()))
+                if number == 0:
+                    print(f"A: {told[0]['tracer']}\nB: {told[1]['tracer']}")
+                for name in sorted({*told[0], *told[1]} - {"tracer"}):
+                    verdict, found = compare(kept[0] / name, kept[1] / name, asked.differences)
+                    if any(str(one.get(name)).startswith("failed: ") for one in told):
+                        verdict = f"different, NOT RECORDED: {told[0].get(name)} | {told[1].get(name)}"
+                    elif told[0].get(name) == told[1].get(name):
+                        verdict += ", messages equal" * (verdict == "different")
+                    else:
+                        mine, theirs = (one.get(name, {}) for one in told)
+                        kinds = sorted(kind for kind in {*mine, *theirs} if mine.get(kind) != theirs.get(kind))
+                        verdict = f"different, MESSAGES DIFFER: {', '.join(kinds)}"
+                    verdicts[name] = verdict, found
+                    if verdict.startswith("different"):
+                        open_cases.append(name)
+            if not open_cases:
+                break
+            if number + 1 < asked.rounds and len(open_cases) > 8:
+                break  # that is no accident of a clock
+        for name, (verdict, found) in sorted(verdicts.items()):
+            print(f"{name:32} {verdict}")
+            for line in found:
+                print(f"    {line}")
+        equal = sum(verdict.startswith("equal") for verdict, _ in verdicts.values())
+        print(f"{equal} of {len(verdicts)} equal")
+        return 0 if equal == len(verdicts) and verdicts else 1
+    finally:
+        if asked.keep is not None:
+            shutil.move(base, asked.keep)
+        shutil.rmtree(base, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
