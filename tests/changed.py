@@ -1,7 +1,8 @@
 """Prints the tests of what changed since the last commit: ``make check`` runs them.
 
-A changed test stands for itself. A changed module stands for its doctests and for the test file of its name; where
-there is none, for the test files that import it.
+A changed test stands for itself. Any other changed file stands for its doctests and for the test files that have its
+name alone, first or last (`exporter.py` for all `test_exporter_*.py`, `losses.py` for `test_exporter_losses.py`);
+where there are none, for the test files that import it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def tests_of(path: Path) -> list[Path]:
     tests = sorted((ROOT / "tests").rglob("test_*.py"))
     if path in tests:
         return [path]
-    named = [test for test in tests if test.stem == f"test_{path.stem}"]
+    named = [test for test in tests if re.fullmatch(rf"test_(\w+_)?{path.stem}|test_{path.stem}_\w+", test.stem)]
     module = re.escape(".".join(path.relative_to(ROOT).with_suffix("").parts))
     importing = [test for test in tests if re.search(rf"\b{module}\b", test.read_text(encoding="utf-8"))]
     with_doctests = [path] if ">>> " in path.read_text(encoding="utf-8") else []

@@ -1,0 +1,497 @@
+"""When a step ends, and which weights, gradients and updates an exporter tells of it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tracer
+from tests.observing.recorded import OPTIMIZERS, check_parameters, data_of, find, mlp, train, watch
+from tracer import CaptureError, Collect, Exporter
+
+# -- weights, gradients, updates ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_bundles_its_own_weights_gradients_and_updates(optimizer: str) -> None:
+    """Step k carries W_k, the gradient that the optimizer used, and W_{k+1} - W_k, to the bit; the last step too."""
+    model = mlp()
+    chosen = OPTIMIZERS[optimizer](model.parameters())
+    exporter, heard = watch(model, chosen)
+    truth = train(model, chosen)
+    exporter.finish()
+    exporter.detach()
+    check_parameters(heard, truth)
+
+
+def test_a_plain_sgd_update_is_the_negative_gradient_times_the_rate() -> None:
+    """In one bundle of one step, update = -lr * gradient: the three kinds belong together."""
+    model, bundles = mlp(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    exporter, _ = watch(model, optimizer)
+    exporter.message_bus.register(
+        tracer.CallbackSubscriber(
+            ["weight_updates", "weight_gradients", "weights"], lambda *got: bundles.append(got), incomplete="strict"
+        )
+    )
+    train(model, optimizer)
+    exporter.detach()
+    assert [(step, key) for *_, step, _, _, key in bundles] == [(step, key) for step in range(4) for key in ("0", "2")]
+    for update, gradient, weights, *_ in bundles:
+        torch.testing.assert_close(update, -0.25 * gradient, rtol=1e-6, atol=1e-7 * float(weights.abs().max()))
+    assert sum(bool(gradient.any()) for _, gradient, *_ in bundles) >= 6
+
+
+def test_clipped_gradients_are_told_as_used() -> None:
+    """The gradient of a step is what the optimizer used: after clipping."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    truth = train(model, optimizer, change=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+    exporter.detach()
+    check_parameters(heard, truth)
+    gradients = [*heard.of("weight_gradients"), *heard.of("bias_gradients")]
+    assert 0 < sum(float(one.data.square().sum()) for one in gradients) <= 4 * 0.01**2 * 1.01
+
+
+def test_accumulated_gradients_are_one_step_of_several_calls() -> None:
+    """Three forwards and backwards before one optimizer step are its calls 0, 1 and 2, with the summed gradient."""
+    model, loss = mlp(), nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer, loss)
+    sums = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        for _ in range(3):
+            loss(model(torch.randn(5, 3)), torch.zeros(5, 2)).backward()
+        sums.append(model[0].weight.grad.clone())
+        optimizer.step()
+    exporter.detach()
+    for kind, module in (("activations", "0"), ("layer_gradients", "2"), ("loss", None), ("input_data", None)):
+        places = [(one.global_step, one.call) for one in find(heard, kind, module)]
+        assert places == [(step, call) for step in range(2) for call in range(3)], kind
+    assert len(heard.of("batch_started")) == len(heard.of("batch_finished")) == 2
+    for got, expected in zip(data_of(heard, "weight_gradients", "0"), sums, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_step_across_the_end_of_an_epoch_keeps_its_counters() -> None:
+    """Accumulation that goes on after `epoch_finished` belongs to the step, and so to the epoch, in which it began."""
+    model, bundles = mlp(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    exporter.message_bus.register(
+        tracer.CallbackSubscriber(
+            ["activations", "weights"], lambda *got: bundles.append(got), incomplete="strict", modules="0"
+        )
+    )
+    for _ in range(2):
+        for part in range(2):
+            model(torch.randn(5, 3)).sum().backward()
+            if part == 0:
+                exporter.epoch_finished()
+        optimizer.step()
+    exporter.detach()
+    counters = {(one.global_step, one.train_step, one.epoch) for one in heard if one.kind == "activations"}
+    assert counters == {(0, 0, 0), (1, 0, 1)}
+    assert len(bundles) == 4
+
+
+def test_lbfgs_closures_are_calls_of_one_step() -> None:
+    """The closures that one step of LBFGS evaluates are the calls of one step, whose update is the whole way."""
+    model, loss = mlp(), nn.MSELoss()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)
+    exporter, heard = watch(model, optimizer, loss)
+    x, y, closures = torch.randn(8, 3), torch.randn(8, 2), []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = loss(model(x), y)
+        value.backward()
+        closures.append(value.item())
+        return value
+
+    before = []
+    for _ in range(2):
+        before.append(model[0].weight.detach().clone())
+        optimizer.step(closure)
+    before.append(model[0].weight.detach().clone())
+    exporter.detach()
+    calls = [(one.global_step, one.call) for one in heard.of("loss")]
+    assert len(calls) == len(closures) > 4
+    assert sorted(calls) == calls
+    assert {step for step, _ in calls} == {0, 1}
+    assert [float(value) for value in data_of(heard, "loss")] == pytest.approx(closures)
+    for step in range(2):
+        assert torch.equal(data_of(heard, "weights", "0")[step], before[step])
+        assert torch.equal(data_of(heard, "weight_updates", "0")[step], before[step + 1] - before[step])
+
+
+class Gan(nn.Module):
+    """Two parts that two optimizers train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Linear(2, 3)
+        self.critic = nn.Linear(3, 1)
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.critic(self.generator(z))
+
+
+def test_of_two_optimizers_the_last_ends_the_step() -> None:
+    """Two optimizers that take turns make one step, in which each parameter has its own weights and update, once."""
+    model = Gan()
+    first = torch.optim.SGD(model.critic.parameters(), lr=0.1)
+    last = torch.optim.SGD(model.generator.parameters(), lr=0.1)
+    exporter, heard = watch(model, (first, last))
+    truth = []
+    for _ in range(3):
+        for optimizer in (first, last):
+            before = {name: p.detach().clone() for name, p in model.named_parameters()}
+            model.zero_grad()
+            model(torch.randn(4, 2)).sum().backward()
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+            optimizer.step()
+            truth.append((before, gradients, {name: p.detach().clone() for name, p in model.named_parameters()}))
+    exporter.detach()
+    assert exporter.global_step == 3
+    assert [one.global_step for one in heard.of("batch_finished")] == [0, 1, 2]
+    for step in range(3):
+        for module, turn in (("critic", 0), ("generator", 1)):
+            before, gradients, after = truth[2 * step + turn]
+            name = f"{module}.weight"
+            (weights,) = data_of(heard, "weights", module, global_step=step)
+            (gradient,) = data_of(heard, "weight_gradients", module, global_step=step)
+            (update,) = data_of(heard, "weight_updates", module, global_step=step)
+            assert torch.equal(weights, before[name])
+            assert torch.equal(gradient, gradients[name])
+            assert torch.equal(update, after[name] - before[name])
+        assert [one.call for one in find(heard, "activations", "critic", global_step=step)] == [0, 1]
+
+
+def test_without_an_optimizer_each_training_forward_is_a_step() -> None:
+    """A loop that moves the weights by hand has a step for each forward, with gradients and updates, the last too."""
+    model = mlp()
+    exporter, heard = watch(model)
+    weights = []
+    for _ in range(3):
+        weights.append(model[0].weight.detach().clone())
+        model.zero_grad()
+        model(torch.randn(5, 3)).square().sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+    weights.append(model[0].weight.detach().clone())
+    exporter.finish()
+    exporter.detach()
+    assert [one.global_step for one in heard.of("batch_finished")] == [0, 1, 2]
+    for step in range(3):
+        assert torch.equal(data_of(heard, "weights", "0")[step], weights[step])
+        update = data_of(heard, "weight_updates", "0")[step]
+        assert torch.equal(update, weights[step + 1] - weights[step])
+        torch.testing.assert_close(update, -0.1 * data_of(heard, "weight_gradients", "0")[step], rtol=1e-5, atol=1e-6)
+
+
+def test_with_an_empty_sequence_the_user_ends_the_step() -> None:
+    """With optimizer=(), two forwards are one step if `step` is called after the second."""
+    model = mlp()
+    exporter, heard = watch(model, ())
+    for _ in range(2):
+        for _ in range(2):
+            model(torch.randn(5, 3)).sum().backward()
+        exporter.step()
+    exporter.detach()
+    assert [(one.global_step, one.call) for one in find(heard, "activations", "0")] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [one.global_step for one in heard.of("batch_finished")] == [0, 1]
+    assert len(data_of(heard, "weight_gradients", "0")) == 2
+
+
+def test_no_forward_seen_is_a_step_all_the_same() -> None:
+    """An optimizer step whose forward was not seen (bypassed) still publishes weights, gradients and updates."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    model.forward(torch.randn(5, 3)).sum()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    exporter.detach()
+    kinds = [one.kind for one in heard if one.key in (None, "0")]
+    assert [kind for kind in kinds if kind.startswith(("epoch", "batch", "weight"))] == [
+        "epoch_started", "batch_started", "weights", "weight_gradients", "weight_updates", "batch_finished",
+    ]  # fmt: skip
+
+
+# -- passes that are not training -----------------------------------------------------------------------------
+
+
+def test_evaluation_passes_are_tagged_and_advance_nothing() -> None:
+    """Passes in eval mode or without gradients carry the tag eval and the current counters; the statistics stay."""
+    model, loss = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer, loss)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss(model(torch.randn(5, 3)), torch.zeros(5, 2)).backward()
+        optimizer.step()
+        statistics = model[1].running_mean.clone()
+        model.eval()
+        for _ in range(2):
+            loss(model(torch.randn(5, 3)), torch.zeros(5, 2))
+        with torch.no_grad():
+            loss(model(torch.randn(6, 3)), torch.zeros(6, 2))
+        model.train()
+        assert torch.equal(model[1].running_mean, statistics)
+        assert exporter.global_step == len(heard.of("batch_finished"))
+    exporter.detach()
+    for kind, module in (("activations", "0"), ("network_output", None), ("input_data", None)):
+        messages = find(heard, kind, module, tag="eval")
+        assert [(one.global_step, one.train_step, one.call) for one in messages] == [
+            (step, step, call) for step in (1, 2) for call in (0, 1, 2)
+        ], kind
+    assert len(heard.of("batch_started")) == 2
+    assert len(find(heard, "activations", "0", tag="default")) == 2
+    assert {one.tag for one in heard.of("loss")} == {"default", "eval"}
+
+
+def test_a_pass_between_two_steps_leaves_the_update_alone() -> None:
+    """An evaluation between backward and step, which zeroed ikkuna's updates, changes no message of training."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(torch.randn(7, 3))
+
+    truth = train(model, optimizer, change=evaluate)
+    exporter.detach()
+    check_parameters(heard, truth)
+    assert all(float(update.abs().max()) > 0 for update in data_of(heard, "weight_updates", "0"))
+
+
+def test_a_named_pass_carries_its_name() -> None:
+    """Inside `tag`, even a pass in training mode with gradients is no step and carries the user's name."""
+    model, loss = mlp(), nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer, loss)
+    with exporter.tag("test"):
+        loss(model(torch.randn(5, 3)), torch.zeros(5, 2)).backward()
+        with exporter.tag("inner"):
+            model(torch.randn(5, 3))
+        exporter.log("score", 3)
+    optimizer.zero_grad()
+    loss(model(torch.randn(5, 3)), torch.zeros(5, 2)).backward()
+    optimizer.step()
+    exporter.detach()
+    assert [one.tag for one in heard.of("network_output")] == ["test", "default"]
+    assert [one.tag for one in find(heard, "activations", "0")] == ["test", "inner", "default"]
+    assert [one.tag for one in heard.of("loss")] == ["test", "default"]
+    assert [one.tag for one in find(heard, "layer_gradients", "0")] == ["test", "default"]
+    assert [one.tag for one in heard.of("score")] == ["test"]
+    assert {one.global_step for one in heard} == {0}
+    for wrong in ("", "default", 3):
+        with pytest.raises(CaptureError, match="tag"), exporter.tag(wrong):
+            pass
+
+
+# -- steps that nobody records --------------------------------------------------------------------------------
+
+
+def test_nothing_is_told_of_the_rest_of_a_step_that_began_unheard() -> None:
+    """A receiver that joins in it, while publishing is switched off and on again, hears the next step."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    exporter.message_bus.unregister(heard)
+    for step in range(4):
+        output = model(torch.ones(5, 3))
+        if step == 2:
+            exporter.message_bus.register(heard)
+            exporter.test()
+            exporter.train()
+        output.sum().backward()
+        optimizer.step()
+    exporter.detach()
+    assert {one.global_step for one in heard if one.kind in ("batch_started", "batch_finished")} == {3}
+    assert exporter.global_step == 4
+
+
+def test_a_step_that_nobody_records_does_not_count_while_switched_off() -> None:
+    """`test` may come in the midst of one; what is done until `train` is not counted."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, _ = watch(model, optimizer, every=100, start=1)
+    exporter.set_loss(F.mse_loss)
+    for step in range(6):
+        loss = F.mse_loss(output := model(torch.ones(5, 3)), torch.zeros_like(output))
+        exporter.train(step != 3)
+        loss.backward()
+        optimizer.step()
+        exporter.train()
+    assert exporter.global_step == 5
+    exporter.detach()
+
+
+def test_a_step_ends_while_no_other_thread_changes_what_it_lets_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may log, or evaluate: a step that ended halfway would be one with the next."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, _ = watch(model, optimizer, every=3)
+    alone: list[bool] = []
+    advance = exporter._parts.steps._advance
+
+    def look() -> None:
+        free = exporter.gate.lock.acquire(blocking=False)
+        if free:
+            exporter.gate.lock.release()
+        alone.append(not free)
+
+    def looked_at() -> None:
+        other = threading.Thread(target=look)
+        other.start()
+        other.join()
+        advance()
+
+    monkeypatch.setattr(exporter._parts.steps, "_advance", looked_at)
+    for _ in range(7):
+        model(torch.ones(5, 3)).sum().backward()
+        optimizer.step()
+    assert alone == [True] * 7
+    exporter.detach()
+
+
+# -- gradient scalers -----------------------------------------------------------------------------------------
+
+
+def test_a_skipped_fused_step_is_an_event() -> None:
+    """A fused step that a GradScaler skipped is an event, has no updates, and advances no counter."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    exporter, heard = watch(model, optimizer)
+    gradients = []
+    for factor in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(4, 3)).sum() * factor).backward()
+        gradients.append(model[2].bias.grad / scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+    exporter.detach()
+    assert [one.global_step for one in heard.of("skipped_step")] == [1]
+    assert [one.global_step for one in heard.of("batch_finished")] == [0, 1]
+    for got, expected in zip(data_of(heard, "bias_gradients", "2"), gradients[::2], strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_a_scaled_gradient_is_told_unscaled() -> None:
+    """With a GradScaler the gradient of a step is the one that the optimizer used: unscaled."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    exporter, heard = watch(model, optimizer)
+    before = model[2].weight.detach().clone()
+    scaler.scale(model(torch.ones(4, 3)).sum()).backward()
+    scaled = model[2].weight.grad.clone()
+    scaler.step(optimizer)
+    exporter.detach()
+    (gradient,) = data_of(heard, "weight_gradients", "2")
+    torch.testing.assert_close(gradient, scaled / 1024)
+    torch.testing.assert_close(before - model[2].weight, 0.5 * gradient)
+
+
+def test_a_scaler_that_is_not_enabled_is_nothing() -> None:
+    """`GradScaler(enabled=False)`, as scripts make it where there is no device: gradients are what they are."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    exporter, heard = watch(model, optimizer)
+    scaler.scale(model(torch.ones(4, 3)).sum()).backward()
+    plain = model[2].weight.grad.clone()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    exporter.detach()
+    (gradient,) = data_of(heard, "weight_gradients", "2")
+    assert torch.equal(gradient, plain)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_scaler_skips_is_an_event(fused: bool) -> None:
+    """Infinite gradients: no update and no clock tick but a ``skipped_step``; torch's own method is back afterwards."""
+    original = torch.amp.GradScaler.step
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    exporter, heard = Exporter(strict=True), Collect()
+    exporter.message_bus.register(heard)
+    exporter.set_model(model)
+    exporter.set_optimizer(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for factor in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(4, 3)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    exporter.detach()
+    assert torch.amp.GradScaler.step is original
+    assert [(one.global_step, one.call) for one in heard.of("input_data")] == [(0, 0), (1, 0), (1, 1)]
+    assert [one.global_step for one in heard.of("skipped_step")] == [1]
+    assert [one.global_step for one in heard.of("weight_updates")] == [0, 1]
+    assert all(bool(one.data.isfinite().all()) for one in heard.of("weight_updates"))
+
+
+# -- optimizers that come and go ------------------------------------------------------------------------------
+
+
+def test_an_optimizer_that_takes_the_place_of_another() -> None:
+    """Given to set_optimizer, each ends steps, whatever number Python gives it; one that is not given is told of."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, _ = watch(model, optimizer)
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).sum().backward()
+            optimizer.step()
+
+    for _ in range(40):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        exporter.set_optimizer(optimizer)
+        steps(2)
+    assert exporter.global_step == 80
+    former, optimizer = optimizer, torch.optim.Adam(model.parameters())
+    exporter.set_optimizer(optimizer)
+    assert [*former._optimizer_step_pre_hooks, *former._optimizer_step_post_hooks] == []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps(20)
+    with pytest.warns(RuntimeWarning, match="20 forwards came since the optimizer that was given stepped last"):
+        exporter.finish()
+    exporter.detach()
+
+
+def test_an_optimizer_without_hooks() -> None:
+    """One that wraps another, as accelerate's does, is looked through; any other is refused with a sentence."""
+
+    class Wrapping(torch.optim.Optimizer):
+        def __init__(self, optimizer: Any) -> None:
+            self.optimizer = optimizer
+
+        def step(self, closure: Any = None) -> None:
+            self.optimizer.step()
+
+    model = nn.Linear(3, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, _ = watch(model, Wrapping(inner))
+    model(torch.randn(4, 3)).sum().backward()
+    Wrapping(inner).step()
+    assert exporter.global_step == 1
+    exporter.detach()
+    with pytest.raises(CaptureError, match="Wrapping takes no hooks, because it does not call"):
+        watch(model, Wrapping(None))
