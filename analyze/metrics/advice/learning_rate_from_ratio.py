@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Unpack, final
 
+from analyze.metrics.checks import check, is_number, is_whole
 from analyze.metrics.inputs import single_number
 from analyze.metrics.metric import Metric, Where
 from analyze.metrics.streams import At
-from tracer.errors import MessageError
 from tracer.messaging.messages import Message
 
 
@@ -48,10 +48,9 @@ def learning_rate_from_ratio(ratios: Iterable[float], *, target: float = 1e-3, m
 
 def _check(target: object, max_factor: object, window: object = 1) -> None:
     for what, number, least in (("target", target, 0), ("max_factor", max_factor, 1)):
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not least < number < math.inf:
-            raise MessageError(f"{what} is a finite number above {least}, not {number!r}")
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise MessageError(f"the window is a positive number of steps, not {window!r}")
+        good = is_number(number) and least < number < math.inf
+        check(good, f"{what} is a finite number above {least}", number)
+    check(is_whole(window, 1), "the window is a positive number of steps", window)
 
 
 @final

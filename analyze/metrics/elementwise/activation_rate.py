@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from analyze.metrics.checks import check, check_word, is_number, is_whole
 from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.streams import Stream, packed, stream_of, unpacked
-from tracer.errors import MessageError
 from tracer.messaging.messages import KINDS, Message
 
 Units: TypeAlias = Literal["auto", "first", "second", "last"]
@@ -93,10 +93,8 @@ def _activity(active: NDArray[np.float64], count: int) -> Activity:
 
 
 def _check(threshold: object, units: object) -> None:
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not threshold >= 0:
-        raise MessageError(f"the threshold of an activation is a number from 0 on, not {threshold!r}")
-    if units not in get_args(Units):
-        raise MessageError(f"units is 'auto', 'first', 'second' or 'last', not {units!r}")
+    check(is_number(threshold) and threshold >= 0, "the threshold of an activation is a number from 0 on", threshold)
+    check_word("units", units, get_args(Units))
 
 
 @final
@@ -165,8 +163,7 @@ class ActivationRate(PerMessage):
         **where: Unpack[Where],
     ) -> None:
         _check(threshold, units)
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-            raise MessageError(f"the window of an activation rate is a positive integer, not {window!r}")
+        check(is_whole(window, 1), "the window of an activation rate is a positive integer", window)
         super().__init__(kind, (f"{kind}_activation_rate", f"{kind}_death_rate"), **where)
         self.threshold, self.units, self.window = threshold, units, window
         of_parameter = kind in KINDS and not KINDS[kind].batched

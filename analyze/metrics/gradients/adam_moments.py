@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from analyze.metrics.checks import check, is_number
 from analyze.metrics.elementwise.norm import norm
 from analyze.metrics.inputs import Array, as_array, as_float64
 from analyze.metrics.metric import PerMessage, Where
@@ -107,8 +108,7 @@ def _check(learning_rate: object, beta1: object, beta2: object, eps: object) -> 
         ("beta2", beta2, 1),
         ("eps", eps, math.inf),
     ):
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < most:
-            raise MessageError(f"{what} is a number from 0 to below {most}, not {number!r}")
+        check(is_number(number) and 0 <= number < most, f"{what} is a number from 0 to below {most}", number)
 
 
 @final

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from analyze.metrics.checks import check, check_word, is_number, is_whole
 from analyze.metrics.gradients.layer_grams import Geometry, layer_grams
 from analyze.metrics.gradients.sample_gram import SampleGram, linear_gram  # noqa: F401 - for the example
 from analyze.metrics.inputs import as_array, as_float64
@@ -240,14 +241,11 @@ class GradientNoise(Metric):
         super().__init__(kinds, [f"{kind}_{what}" for what in whats], **where)
         if len(set(kinds)) != len(kinds):
             raise MessageError(f"gradient noise needs different kinds, not {', '.join(kinds)}")
-        if reduction not in get_args(Reduction):
-            raise MessageError(f"reduction is 'mean' or 'sum', not {reduction!r}")
+        check_word("reduction", reduction, get_args(Reduction))
         for what, number in (("learning_rate", learning_rate), ("eps", eps)):
-            if isinstance(number, bool) or not isinstance(number, (int, float)) or not number >= 0:
-                raise MessageError(f"{what} is a number from 0 on, not {number!r}")
+            check(is_number(number) and number >= 0, f"{what} is a number from 0 on", number)
         for what, size, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
-            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < least):
-                raise MessageError(f"{what} is an integer from {least} on, or None, not {size!r}")
+            check(size is None or is_whole(size, least), f"{what} is an integer from {least} on, or None", size)
         self.kind, self.inputs, self.weights, self.biases, self.loss = kind, inputs, weights, biases, loss
         self.bias, self.reduction, self.learning_rate, self.eps = bias, reduction, learning_rate, eps
         self.stride, self.padding, self.dilation = stride, padding, dilation

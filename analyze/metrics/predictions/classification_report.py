@@ -15,6 +15,7 @@ import scipy
 import torch
 from numpy.typing import NDArray
 
+from analyze.metrics.checks import check, is_whole
 from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import Metric
 from analyze.metrics.predictions.accuracy import IGNORED, class_axis, yes_no
@@ -143,8 +144,7 @@ def correctness(output: Array, labels: Array, ignore_index: int = IGNORED) -> ND
 
 def check_positive(number: object, what: str) -> None:
     """Raise `MessageError` unless `number` is a positive integer."""
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise MessageError(f"{what} is a positive integer, not {number!r}")
+    check(is_whole(number, 1), f"{what} is a positive integer", number)
 
 
 def _empty() -> NDArray[Any]:

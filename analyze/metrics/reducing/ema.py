@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from analyze.metrics.checks import check, is_number
 from analyze.metrics.inputs import Array, real_numbers
 from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.streams import Series, packed_series, series_of, unpacked_series
-from tracer.errors import MessageError
 from tracer.messaging.messages import Message
 
 
@@ -61,8 +61,7 @@ def ema(values: Array, decay: float = 0.9, bias_correction: bool = True) -> NDAr
 
 def check_decay(decay: object) -> None:
     """Raise `MessageError` unless `decay` is a number from 0 to less than 1."""
-    if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
-        raise MessageError(f"the decay of an average is a number from 0 to less than 1, not {decay!r}")
+    check(is_number(decay) and 0 <= decay < 1, "the decay of an average is a number from 0 to less than 1", decay)
 
 
 @dataclass(slots=True, eq=False)

@@ -16,10 +16,10 @@ import scipy
 import torch
 from numpy.typing import NDArray
 
+from analyze.metrics.checks import check, is_number
 from analyze.metrics.inputs import Array
 from analyze.metrics.similarity.covariance import Moments, Triangle, negligible, power_of_two
 from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, frequencies, lowest, multiplicity
-from tracer.errors import MessageError
 
 Status = Literal["ok", "few_samples", "ill_posed", "zero_variance", "nonfinite", "mismatch"]
 STATUSES: tuple[Status, ...] = ("ok", "few_samples", "ill_posed", "zero_variance", "nonfinite", "mismatch")
@@ -34,8 +34,8 @@ _SMALL = 64
 
 def check_threshold(threshold: object) -> None:
     """Raise `MessageError` unless a share of the variance is above 0 and at most 1."""
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 < threshold <= 1:
-        raise MessageError(f"threshold is the share of the variance to keep, above 0 and at most 1, not {threshold!r}")
+    good = is_number(threshold) and 0 < threshold <= 1
+    check(good, "threshold is the share of the variance to keep, above 0 and at most 1", threshold)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

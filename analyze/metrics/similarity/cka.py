@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Unpack, final
+from typing import Any, Literal, Unpack, final, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from analyze.metrics.checks import check, check_word, is_number, is_whole
 from analyze.metrics.inputs import Array
 from analyze.metrics.similarity.bases import Status, centred
 from analyze.metrics.similarity.canonical import refuse, sheets
@@ -28,7 +29,6 @@ from analyze.metrics.similarity.datapoints import (
 )
 from analyze.metrics.similarity.gathering import ByMoments, Gathering
 from analyze.metrics.similarity.similarity import Compared, Kept, Similarity, code
-from tracer.errors import MessageError
 
 Kernel = Literal["linear", "rbf"]
 Estimator = Literal["biased", "debiased", "minibatch"]
@@ -127,14 +127,10 @@ def cka(
 
 
 def _check(kernel: object, estimator: object, bandwidth: object, batch_size: object) -> None:
-    if kernel not in ("linear", "rbf"):
-        raise MessageError(f"kernel is 'linear' or 'rbf', not {kernel!r}")
-    if estimator not in ("biased", "debiased", "minibatch"):
-        raise MessageError(f"estimator is 'biased', 'debiased' or 'minibatch', not {estimator!r}")
-    if isinstance(bandwidth, bool) or not isinstance(bandwidth, (int, float)) or not 0 < bandwidth < math.inf:
-        raise MessageError(f"bandwidth is a positive number, not {bandwidth!r}")
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 4:
-        raise MessageError(f"batch_size is an integer of 4 at least, not {batch_size!r}")
+    check_word("kernel", kernel, get_args(Kernel))
+    check_word("estimator", estimator, get_args(Estimator))
+    check(is_number(bandwidth) and 0 < bandwidth < math.inf, "bandwidth is a positive number", bandwidth)
+    check(is_whole(batch_size, 4), "batch_size is an integer of 4 at least", batch_size)
 
 
 @dataclass

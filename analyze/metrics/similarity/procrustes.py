@@ -12,6 +12,7 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
+from analyze.metrics.checks import check, is_number
 from analyze.metrics.inputs import Array
 from analyze.metrics.similarity.bases import Basis, Status, centred, of_sheet
 from analyze.metrics.similarity.canonical import null_baseline, refuse, sheets
@@ -19,7 +20,6 @@ from analyze.metrics.similarity.cka import UNLIKE, Alignment, AlignmentResult
 from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, check_channels, check_positions
 from analyze.metrics.similarity.gathering import ByMoments, ByTriangle, Gathering
 from analyze.metrics.similarity.similarity import Compared, Kept
-from tracer.errors import MessageError
 
 _CLOSE = 0.99
 """Cosines above which a distance is taken from the residual, because 1 - cosine would lose its digits."""
@@ -126,8 +126,7 @@ def angular(
 
 
 def _check_alpha(alpha: object) -> None:
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 <= alpha <= 1:
-        raise MessageError(f"alpha is a number from 0 to 1, not {alpha!r}")
+    check(is_number(alpha) and 0 <= alpha <= 1, "alpha is a number from 0 to 1", alpha)
 
 
 def _centred_pair(x: Sheet, y: Sheet) -> tuple[list[NDArray[np.float64]], list[float]] | AlignmentResult:

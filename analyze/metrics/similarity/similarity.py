@@ -9,13 +9,14 @@ from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal, Unpack
+from typing import Any, ClassVar, Literal, Unpack, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from analyze.metrics.checks import check, check_word, is_whole
 from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import Metric, Where, Within
 from analyze.metrics.similarity.bases import STATUSES, Basis, Status
@@ -28,7 +29,6 @@ from analyze.metrics.similarity.datapoints import (
     comparable,
 )
 from analyze.metrics.similarity.gathering import Gathering, Layers
-from tracer.errors import MessageError
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.messaging.subscriber import Scope
 
@@ -170,10 +170,8 @@ class Similarity(Metric):
         tag: str | None = "probe",
         **within: Unpack[Within],
     ) -> None:
-        if against not in _SCOPES:
-            raise MessageError(f"against is 'past', 'final' or 'layers', not {against!r}")
-        if calls not in ("apart", "together"):
-            raise MessageError(f"calls is 'apart' or 'together', not {calls!r}")
+        check_word("against", against, _SCOPES)
+        check_word("calls", calls, get_args(Calls))
         check_lag(lag)
         check_channels(channels)
         check_positions(positions, fourier=self.fourier)
@@ -357,8 +355,7 @@ def _pair_of(origin: Origin, one: str, other: str) -> Origin:
 
 def check_lag(lag: object) -> None:
     """Raise `MessageError` unless a lag is a positive integer."""
-    if isinstance(lag, bool) or not isinstance(lag, int) or lag < 1:
-        raise MessageError(f"lag is a positive integer, not {lag!r}")
+    check(is_whole(lag, 1), "lag is a positive integer", lag)
 
 
 def code(status: Status) -> float:

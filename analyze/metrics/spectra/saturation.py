@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Unpack, final
+from typing import Any, Literal, Unpack, final, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from analyze.metrics.checks import check, check_word, is_number
 from analyze.metrics.inputs import Array, answer, as_array
 from analyze.metrics.metric import Metric, Where
 from analyze.metrics.similarity.datapoints import Channels, check_channels
@@ -105,14 +106,13 @@ def saturation(
 
 def check_threshold(threshold: object) -> None:
     """Raise `MessageError` unless a share of the variance is above 0 and at most 1."""
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 < threshold <= 1:
-        raise MessageError(f"threshold is a share of the variance, above 0 and at most 1, not {threshold!r}")
+    good = is_number(threshold) and 0 < threshold <= 1
+    check(good, "threshold is a share of the variance, above 0 and at most 1", threshold)
 
 
 def check_positions(positions: object) -> None:
     """Raise `MessageError` unless `positions` is one of its words."""
-    if positions not in ("datapoints", "mean", "max", "median", "flatten"):
-        raise MessageError(f"positions is 'datapoints', 'mean', 'max', 'median' or 'flatten', not {positions!r}")
+    check_word("positions", positions, get_args(Positions))
 
 
 def arranged(x: NDArray[Any], channels: Channels, positions: Positions) -> NDArray[Any] | None:
@@ -248,8 +248,7 @@ class Saturation(Metric):
         check_threshold(threshold)
         check_channels(channels)
         check_positions(positions)
-        if window not in ("message", "epoch"):
-            raise MessageError(f"window is 'message' or 'epoch', not {window!r}")
+        check_word("window", window, get_args(Window))
         metric = f"{kind}_saturation"
         companions = (f"{metric}_{companion}" for companion in ("k", "trace", "log_det", "status"))
         super().__init__(kind, (metric, *companions), **where)
