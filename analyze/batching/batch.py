@@ -125,26 +125,9 @@ def batch(
         folder.make()
         folder.sweep()
         work = Work(planned, folder, say, force)
-        say(
-            {
-                "event": "planned",
-                "traces": len(planned.traces),
-                "parts": work.parts,
-                "cached": len(planned.cached),
-                "failed": len(planned.failures),
-                "bytes": planned.bytes,
-            }
-        )
+        say({"event": "planned", **planned.counts})
         _compute(planned, work, folder, lambda: _engine(planned, workers, scheduler, slurm, memory))
-        results = BatchResults(
-            out=str(folder),
-            units=planned.units,
-            failures=work.failures,
-            computed=work.computed,
-            cached=len(planned.cached),
-            seconds=time.monotonic() - began,
-            notes=planned.notes,
-        )
+        results = BatchResults(str(folder), planned, work, time.monotonic() - began)
     if table is not None:
         results.to_parquet(table, overwrite=True)
     return results

@@ -76,6 +76,13 @@ class BatchPlan:
         """What is to be read."""
         return sum(task.bytes for task in self.tasks)
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many traces there are; how many parts are to be computed, are there, and cannot be had; and the bytes."""
+        parts = sum(len(task.units) for task in self.tasks)
+        counts = {"traces": len(self.traces), "parts": parts, "cached": len(self.cached)}
+        return counts | {"failed": len(self.failures), "bytes": self.bytes}
+
     def describe(self) -> dict[str, Any]:
         """The plan as JSON values."""
         return {

@@ -49,11 +49,7 @@ def estimate(planned: BatchPlan, out: Anywhere, workers: int | None = None) -> d
     for one in sorted(seconds, reverse=True):
         loads[loads.index(min(loads))] += one
     return {
-        "traces": len(planned.traces),
-        "parts": len(alone),
-        "cached": len(planned.cached),
-        "failed": len(planned.failures),
-        "bytes": planned.bytes,
+        **planned.counts,
         "seconds": round(sum(seconds), 3),
         "wall_seconds": round(max(loads), 3),
         "workers": hands,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, final
 
 from analyze.batching.part_files import PartAnswers
@@ -14,80 +13,58 @@ from tracer.messaging.messages import Message
 from tracer.messaging.subscriber import Subscriber
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OfModules:
-    """A subscriber that hears of some modules only; of what others answer it hears all."""
+@final
+class Timed:
+    """A subscriber that hears of some modules, and how long it took; bus and plan see the subscriber.
 
-    subscriber: Subscriber
-    modules: frozenset[Module]
-    answers: frozenset[str]
+    Parameters
+    ----------
+    subscriber : Subscriber
+    modules : set of str or None, optional
+        The modules that it hears of; None for all.
+    answers : set of str
+        The kinds of other subscribers' answers, which it hears of all modules.
+    """
 
-    @property
-    def name(self) -> str:
-        """What the subscriber is called."""
-        return describe(self.subscriber)
+    def __init__(self, subscriber: Subscriber, modules: Set[Module] | None, answers: Set[str]) -> None:
+        self.subscriber = subscriber
+        self.name = describe(subscriber)
+        self.seconds = 0.0
+        self._modules, self._answers = modules, answers
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.subscriber, name)
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
-        """Whether the subscriber does, if the message is of one of the modules or an answer."""
-        return (kind in self.answers or module in self.modules) and self.subscriber.wants(kind, module, tag, step)
+        known = self._modules is None or kind in self._answers or module in self._modules
+        return known and self.subscriber.wants(kind, module, tag, step)
 
     def receive(self, message: Message) -> Iterable[Message]:
-        """What the subscriber answers."""
-        return self.subscriber.receive(message)
+        return self._measured(self.subscriber.receive(message))
 
     def finish(self) -> Iterable[Message]:
-        """What the subscriber answers."""
-        return self.subscriber.finish()
+        return self._measured(self.subscriber.finish())
 
     def close(self) -> None:
-        """As the subscriber does."""
         self.subscriber.close()
 
+    def _measured(self, answers: Iterable[Message]) -> tuple[Message, ...]:
+        """The answers, which the subscriber works out as they are asked for."""
+        began = time.perf_counter()
+        found = tuple(answers)
+        self.seconds += time.perf_counter() - began
+        return found
 
-def of_modules(chain: Sequence[Subscriber], modules: Iterable[Module] | None) -> list[Receiver]:
+
+def of_modules(chain: Sequence[Subscriber], modules: Iterable[Module] | None) -> list[Timed]:
     """Subscribers that hear of some modules only (all, if None)."""
-    if modules is None:
-        return list(chain)
-    chosen, answers = frozenset(modules), frozenset(kind for one in chain for kind in one.produces)
-    return [OfModules(one, chosen, answers) for one in chain]
+    chosen = None if modules is None else frozenset(modules)
+    answers = frozenset(kind for one in chain for kind in one.produces)
+    return [Timed(one, chosen, answers) for one in chain]
 
 
 @final
-class Timed:
-    """A subscriber, and how long it took; bus and plan see the subscriber."""
-
-    def __init__(self, inner: Receiver) -> None:
-        self.inner = inner
-        self.name = describe(inner)
-        self.seconds = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
-        return self.inner.wants(kind, module, tag, step)
-
-    def receive(self, message: Message) -> Iterable[Message]:
-        began = time.perf_counter()
-        answers = tuple(self.inner.receive(message) or ())
-        self.seconds += time.perf_counter() - began
-        return answers
-
-    def finish(self) -> Iterable[Message]:
-        began = time.perf_counter()
-        answers = tuple(self.inner.finish() or ())
-        self.seconds += time.perf_counter() - began
-        return answers
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-@final
-class Heard:
+class Heard(Receiver):
     """A receiver that keeps what the subscriber of a unit answers.
 
     Parameters
@@ -117,9 +94,3 @@ class Heard:
     def receive(self, message: Message) -> Iterable[Message]:
         self.answers.add(message)
         return ()
-
-    def finish(self) -> Iterable[Message]:
-        return ()
-
-    def close(self) -> None:
-        """Nothing to let go of."""

@@ -19,7 +19,7 @@ import numpy as np
 from analyze import registry
 from analyze.batching.cutting import Share
 from analyze.batching.folder import Folder, folder_at
-from analyze.batching.hearing import Heard, Timed, of_modules
+from analyze.batching.hearing import Heard, of_modules
 from analyze.batching.pairing import identity_of, take
 from analyze.batching.planning import identity
 from analyze.batching.questions import Question, questions
@@ -128,8 +128,7 @@ def _replay(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[
 def _listen(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[Heard], share: Share) -> None:
     """Replay a share of the trace through subscribers that have heard nothing yet."""
     made = {spec: registry.parse(spec) for unit in units for spec in unit.chain}
-    receivers = of_modules(list(made.values()), share.modules)
-    timed = {spec: Timed(one) for spec, one in zip(made, receivers, strict=True)}
+    timed = dict(zip(made, of_modules(list(made.values()), share.modules), strict=True))
     heard += [Heard(unit, made[unit.spec], timed[unit.spec]) for unit in units]
     replay(reader, *timed.values(), *heard, rank=units[0].rank, **task.selection.at(share.steps).filters())
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
@@ -168,11 +169,8 @@ def _below_url(url: Url, *, deep: bool = True) -> Iterator[str]:
         from tracer.stores.objects.client import Objects
     except ImportError as error:
         raise TracerError(f"{url} needs obstore, which is not installed: pip install 'tracereel[s3]'") from error
-    objects = Objects(url)
-    try:
+    with closing(Objects(url)) as objects:
         names = sorted(objects.names())
-    finally:
-        objects.close()
     for name in names:
         if Path(name).suffix.lower() in SUFFIXES:
             if whole_of(name) not in names:

@@ -16,39 +16,6 @@ from numpy.typing import NDArray
 Change: TypeAlias = Callable[[NDArray[Any], np.random.Generator], NDArray[Any]]
 
 
-def _order(x: NDArray[Any], random: np.random.Generator) -> NDArray[Any]:
-    return random.permutation(x.reshape(-1)).reshape(x.shape)
-
-
-def _rows(x: NDArray[Any], random: np.random.Generator) -> NDArray[Any]:
-    return random.permutation(x, axis=0)
-
-
-def _columns(x: NDArray[Any], random: np.random.Generator) -> NDArray[Any]:
-    return random.permutation(x, axis=1)
-
-
-def _sign(x: NDArray[Any], _: np.random.Generator) -> NDArray[Any]:
-    return -x
-
-
-def _scale(x: NDArray[Any], random: np.random.Generator) -> NDArray[Any]:
-    return x * float(2.0 ** random.integers(-8, 9))
-
-
-def _shift(x: NDArray[Any], random: np.random.Generator) -> NDArray[Any]:
-    return x + float(random.integers(-8, 9))
-
-
-def _offset(x: NDArray[Any], random: np.random.Generator) -> NDArray[Any]:
-    return x + random.integers(-8, 9, size=x.shape[1:])
-
-
-def _orthogonal(x: NDArray[Any], random: np.random.Generator) -> NDArray[Any]:
-    turned: NDArray[Any] = x @ _rotation(x.shape[-1], random)
-    return turned
-
-
 def _rotation(size: int, random: np.random.Generator) -> NDArray[Any]:
     return np.linalg.qr(random.standard_normal((size, size)))[0]
 
@@ -61,14 +28,23 @@ def _invertible(x: NDArray[Any], random: np.random.Generator) -> NDArray[Any]:
 
 
 INVARIANCES: Mapping[str, Change] = {
-    "order": _order,  # any permutation of the elements
-    "rows": _rows,  # a permutation of the first axis: datapoints, or output neurons
-    "columns": _columns,  # a permutation of the second axis: neurons, or inputs
-    "sign": _sign,  # multiplication by -1
-    "scale": _scale,  # multiplication by a positive number
-    "shift": _shift,  # one number added to all elements
-    "offset": _offset,  # a vector added to all rows: another mean of each neuron
-    "orthogonal": _orthogonal,  # a rotation or reflection of the last axis
-    "invertible": _invertible,  # any invertible linear map of the last axis
+    # any permutation of the elements
+    "order": lambda x, random: random.permutation(x.reshape(-1)).reshape(x.shape),
+    # a permutation of the first axis: datapoints, or output neurons
+    "rows": lambda x, random: random.permutation(x, axis=0),
+    # a permutation of the second axis: neurons, or inputs
+    "columns": lambda x, random: random.permutation(x, axis=1),
+    # multiplication by -1
+    "sign": lambda x, _: -x,
+    # multiplication by a positive number
+    "scale": lambda x, random: x * float(2.0 ** random.integers(-8, 9)),
+    # one number added to all elements
+    "shift": lambda x, random: x + float(random.integers(-8, 9)),
+    # a vector added to all rows: another mean of each neuron
+    "offset": lambda x, random: x + random.integers(-8, 9, size=x.shape[1:]),
+    # a rotation or reflection of the last axis
+    "orthogonal": lambda x, random: x @ _rotation(x.shape[-1], random),
+    # any invertible linear map of the last axis
+    "invertible": _invertible,
 }
 """Word → function. Of metrics that compare two sets of datapoints, ``rows`` permutes both alike; others change one."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import MessageError
-from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
+from tracer.messaging.messages import Message, message_of
 
 
 class Row(NamedTuple):
@@ -222,10 +222,7 @@ class Columns:
                 data = values.reshape(shape).to(getattr(torch, stream.dtype))
             fields: dict[str, Any] = {name: counter[position] for name, counter in self.counters.items()}
             fields |= {"kind": stream.kind, "tag": stream.tag, "leaf": stream.leaf, "rank": stream.rank, "data": data}
-            if stream.module is None:
-                yield NetworkMessage(**fields)
-            else:
-                yield ModuleMessage(module=stream.module, **fields)
+            yield message_of(stream.module, **fields)
 
     def gathered(self) -> Columns:
         """All answers in memory: these."""

@@ -184,20 +184,8 @@ class RowChunks:
     """
 
     __slots__ = (
-        "_lengths",
-        "_name",
-        "_row_nbytes",
-        "_run",
-        "_runs",
-        "_tail",
-        "_tail_changed",
-        "chunk",
-        "chunk_nbytes",
-        "dtype",
-        "grid",
-        "per_row",
-        "rows",
-        "shape",
+        *("_lengths", "_name", "_row_nbytes", "_run", "_runs", "_tail", "_tail_changed"),
+        *("chunk", "chunk_nbytes", "dtype", "grid", "per_row", "rows", "shape"),
     )
 
     def __init__(self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int) -> None:

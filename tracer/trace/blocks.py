@@ -58,10 +58,11 @@ class Blocks:
 
     def __init__(self, data: Data) -> None:
         self._data = data
+        self._names = [(one.kind, one.module, one.tag, one.leaf, one.rank) for one in data.merged.streams]
 
     def messages(self, selected: NDArray[np.int64], mapped: bool) -> Iterator[Message]:
         """The messages of rows; `mapped` as in `TraceReader.messages`."""
-        streams, journal = self._data.merged.streams, self._data.merged.journal
+        names, journal = self._names, self._data.merged.journal
         for rows, groups in self._blocks(selected, mapped):
             if groups and groups[0].row is not None:
                 groups.reverse()
@@ -72,39 +73,17 @@ class Blocks:
             groups.clear()  # so that the memory can be used for another block as soon as the messages are gone
             fields = journal[rows][:, _FIELDS].tolist()
             for owner, (number, global_step, train_step, epoch, call) in zip(owners, fields, strict=True):
-                stream = streams[number]
+                kind, module, tag, leaf, rank = names[number]
                 data = next(tensors[owner])
-                yield checked(
-                    stream.kind,
-                    stream.module,
-                    global_step,
-                    train_step,
-                    epoch,
-                    stream.tag,
-                    call,
-                    stream.leaf,
-                    stream.rank,
-                    data,
-                )
+                yield checked(kind, module, global_step, train_step, epoch, tag, call, leaf, rank, data)
             tensors.clear()
 
     def _single(self, group: Group) -> Message:
         """A message that was read by itself."""
         assert group.row is not None
         number, global_step, train_step, epoch, call = _fields_of(group.row)
-        stream = self._data.merged.streams[number]
-        return checked(
-            stream.kind,
-            stream.module,
-            global_step,
-            train_step,
-            epoch,
-            stream.tag,
-            call,
-            stream.leaf,
-            stream.rank,
-            _only_tensor(group),
-        )
+        kind, module, tag, leaf, rank = self._names[number]
+        return checked(kind, module, global_step, train_step, epoch, tag, call, leaf, rank, _only_tensor(group))
 
     def arrays(self, selected: NDArray[np.int64]) -> Iterator[Batch]:
         """The data of rows, in batches of one shape."""

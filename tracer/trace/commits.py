@@ -49,7 +49,7 @@ class Commits:
         Asked for notes that should stand in the trace also where nothing else can be written any more.
     """
 
-    def __init__(self, store: WriteStore, part: str, capacity: int) -> None:
+    def __init__(self, store: WriteStore[Any], part: str, capacity: int) -> None:
         self.store = store
         self.part = part
         self.lines: list[bytes] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -79,16 +79,16 @@ class Loss:
     """
 
     source: str
-    path: str | None
-    status: str
-    messages: int
-    saved: int
-    lost: int
-    header: bool
-    notes: int
-    streams: list[LostStream]
+    path: str | None = None
+    status: str = "unknown"
+    messages: int = 0
+    saved: int = 0
+    lost: int = 0
+    header: bool = False
+    notes: int = 0
+    streams: list[LostStream] = field(default_factory=list)
     problems: list[str]
-    lossless: bool
+    lossless: bool = False
 
     def describe(self) -> dict[str, Any]:
         """The loss as JSON."""
@@ -141,7 +141,9 @@ def recover(
         try:
             surveys, elsewhere = stack.enter_context(survey(src))
         except TraceCorruptError as error:
-            raise TraceLostError(f"nothing could be saved: {error}", _all_lost(src, error)) from error
+            raise TraceLostError(
+                f"nothing could be saved: {error}", Loss(source=str(src), problems=[str(error)])
+            ) from error
         last = max(one.attempt for one in surveys)
         status = worst([one.status for one in surveys if one.attempt == last])
         order = in_order([_Order(one, surveys) for one in surveys])
@@ -221,23 +223,6 @@ def _loss(
         streams=[stream for each in zip(surveys, saved, lost, strict=True) for stream in _by_stream(*each)],
         problems=[str(problem) for problem in found],
         lossless=lossless,
-    )
-
-
-def _all_lost(src: Location, why: TraceCorruptError) -> Loss:
-    """The loss of a trace of which not even a journal was found."""
-    return Loss(
-        source=str(src),
-        path=None,
-        status="unknown",
-        messages=0,
-        saved=0,
-        lost=0,
-        header=False,
-        notes=0,
-        streams=[],
-        problems=[str(why)],
-        lossless=False,
     )
 
 

@@ -17,7 +17,7 @@ from tracer.format.journal import HAS_DATA, NONE, Column, checksums
 from tracer.format.names import declarations_name, journal_name, part_of
 from tracer.format.tables import Stream
 from tracer.format.version import check_root
-from tracer.messaging.messages import DEFAULT_TAG, Message, ModuleMessage, NetworkMessage
+from tracer.messaging.messages import DEFAULT_TAG, Message, message_of
 from tracer.stores.locations import Location
 from tracer.stores.opening import STORES
 from tracer.stores.protocols import ReadStore
@@ -203,7 +203,7 @@ class Survey:
             "data": data,
         }
         try:
-            return NetworkMessage(**where) if stream.module is None else ModuleMessage(module=stream.module, **where)
+            return message_of(stream.module, **where)
         except MessageError:
             return None
 

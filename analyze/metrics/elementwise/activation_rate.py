@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, Unpack, final, get_args
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, check_word, is_number, is_whole
@@ -188,23 +187,15 @@ class ActivationRate(PerMessage):
 
     def state_dict(self) -> dict[str, Any]:
         """The counts of the last messages of each stream."""
-        return {
-            "past": packed(
-                {
-                    stream: {
-                        "active": [torch.from_numpy(active) for active, _ in past],
-                        "counts": [size for _, size in past],
-                    }
-                    for stream, past in self._past.items()
-                }
-            )
+        past = {
+            stream: {"active": [active for active, _ in past], "counts": [size for _, size in past]}
+            for stream, past in self._past.items()
         }
+        return {"past": packed(past)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another stopped."""
         self._past = {
-            stream: deque(
-                zip((active.numpy() for active in one["active"]), one["counts"], strict=True), maxlen=self.window
-            )
+            stream: deque(zip(one["active"], one["counts"], strict=True), maxlen=self.window)
             for stream, one in unpacked(state["past"]).items()
         }

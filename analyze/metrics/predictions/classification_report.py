@@ -19,7 +19,7 @@ from analyze.metrics.checks import check, is_whole
 from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import Metric
 from analyze.metrics.predictions.accuracy import IGNORED, class_axis, yes_no
-from analyze.metrics.streams import At
+from analyze.metrics.streams import At, restored, stored
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message, MessageBundle
 
@@ -213,18 +213,13 @@ class Tally:
 
     def state(self) -> dict[str, Any]:
         """As numbers and tensors."""
-        return {
-            name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
-            for name, value in vars(self).items()
-        }
+        told: dict[str, Any] = stored(vars(self))
+        return told
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Tally:
         """One that counted what the other of this `state` has."""
-        tally = cls()
-        for name, value in state.items():
-            setattr(tally, name, value.numpy().copy() if isinstance(value, torch.Tensor) else value)
-        return tally
+        return cls(**restored(state))
 
 
 _ARRAYS = ("of_class", "confusion", "bin_counts", "bin_correct", "bin_confidence")

@@ -23,7 +23,6 @@ from analyze.metrics.similarity.datapoints import (
     Channels,
     Positions,
     Sheet,
-    check_channels,
     check_positions,
     together,
 )
@@ -117,13 +116,10 @@ def cka(
     [0.642471, 0.505767]
     """
     _check(kernel, estimator, bandwidth, batch_size)
-    check_channels(channels)
     check_positions(positions, fourier=False)
     x, y = sheets("cka", x_nd, y_ne, channels, positions, drop_rows)
     found = _aligned(x, y, kernel, estimator, bandwidth, batch_size)
-    if strict:
-        refuse("cka", found)
-    return found
+    return refuse("cka", found) if strict else found
 
 
 def _check(kernel: object, estimator: object, bandwidth: object, batch_size: object) -> None:

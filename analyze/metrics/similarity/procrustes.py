@@ -17,7 +17,7 @@ from analyze.metrics.inputs import Array
 from analyze.metrics.similarity.bases import Basis, Status, centred, of_sheet
 from analyze.metrics.similarity.canonical import null_baseline, refuse, sheets
 from analyze.metrics.similarity.cka import UNLIKE, Alignment, AlignmentResult
-from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, check_channels, check_positions
+from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, check_positions
 from analyze.metrics.similarity.gathering import ByMoments, ByTriangle, Gathering
 from analyze.metrics.similarity.similarity import Compared, Kept
 
@@ -65,13 +65,10 @@ def procrustes(
     >>> round(float(procrustes(x, y)), 6), round(float(procrustes(x, [row[::-1] for row in x])), 12)
     (0.494473, 0.0)
     """
-    check_channels(channels)
     check_positions(positions, fourier=False)
     x, y = sheets("procrustes", x_nd, y_ne, channels, positions, drop_rows)
     found = _procrustes(x, y, normalised)
-    if strict:
-        refuse("procrustes", found)
-    return found
+    return refuse("procrustes", found) if strict else found
 
 
 def angular(
@@ -116,13 +113,10 @@ def angular(
     (0.718546, 0.0)
     """
     _check_alpha(alpha)
-    check_channels(channels)
     check_positions(positions, fourier=False)
     x, y = sheets("angular", x_nd, y_ne, channels, positions, drop_rows)
     found = _angle(x, y, alpha)
-    if strict:
-        refuse("angular", found)
-    return found
+    return refuse("angular", found) if strict else found
 
 
 def _check_alpha(alpha: object) -> None:

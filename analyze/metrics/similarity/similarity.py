@@ -29,7 +29,7 @@ from analyze.metrics.similarity.datapoints import (
     comparable,
 )
 from analyze.metrics.similarity.gathering import Gathering, Layers
-from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
+from tracer.messaging.messages import Message, message_of
 from tracer.messaging.subscriber import Scope
 
 Against = Literal["past", "final", "layers"]
@@ -281,14 +281,8 @@ class Similarity(Metric):
         """The messages of a result: the value and its companions."""
         self.statuses[found.status] += 1
         for kind, number in zip(self.produces, self.numbers(found), strict=False):  # without details, the value only
-            fields = asdict(origin)
-            module = fields.pop("module")
             data = torch.as_tensor(number, dtype=torch.float64, device="cpu").clone()
-            yield (
-                NetworkMessage(kind=kind, data=data, **fields)
-                if module is None
-                else ModuleMessage(kind=kind, module=module, data=data, **fields)
-            )
+            yield message_of(kind=kind, data=data, **asdict(origin))
 
     def state_dict(self) -> dict[str, Any]:
         """What is kept of each stream and of the step that is going on, and how often each status was met."""

@@ -21,7 +21,7 @@ from analyze.metrics.similarity.datapoints import Channels, check_channels
 from analyze.metrics.spectra.spectra import Scatter, Spectrum, Status, code, once, real_neurons, spread
 from analyze.metrics.streams import Series, packed_series, series_of, unpacked_series
 from tracer.errors import MessageError
-from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage, derived
+from tracer.messaging.messages import Message, derived, message_of
 from tracer.messaging.subscriber import Scope
 
 Positions = Literal["datapoints", "mean", "max", "median", "flatten"]
@@ -370,7 +370,7 @@ def _restored(stored: Mapping[str, Any]) -> tuple[Series, _Epoch]:
     key = unpacked_series(stored)
     fields = {field: stored[field] for field in ("kind", "tag", "leaf", "rank", *_COUNTERS)}
     fields["data"] = torch.zeros((), device="cpu")
-    last = NetworkMessage(**fields) if key[0] is None else ModuleMessage(module=key[0], **fields)
+    last = message_of(key[0], **fields)
     if stored["mean"] is None:
         return key, _Epoch(last, None, stored["status"])
     scatter = Scatter(len(stored["mean"]))

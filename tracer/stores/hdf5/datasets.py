@@ -12,7 +12,7 @@ import numpy as np
 from tracer.errors import TraceFormatError
 from tracer.stores.chunks import contiguous, largest_chunk
 from tracer.stores.codecs import CODECS, HDF5_FILTER, Codec, hdf5_options
-from tracer.stores.hdf5.errors import reason
+from tracer.stores.errors import reason
 from tracer.stores.hdf5.virtual import is_virtual
 from tracer.stores.locations import Location
 

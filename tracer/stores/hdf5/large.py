@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 
 from tracer.memory import PAGE
-from tracer.stores.disk.direct import DIRECT, PIECE, REFUSALS, DirectIO, is_aligned, write_all
+from tracer.stores.disk.direct import DIRECT, PIECE, DirectIO, is_aligned, write_all
 
 
 class WrittenFile:
@@ -45,21 +45,14 @@ class WrittenFile:
         size = sum(map(len, aligned))
         whole = size - size % PAGE
         parts = [*aligned[:-1], aligned[-1][: len(aligned[-1]) - size % PAGE]]
-        try:
-            if self._direct_file < 0:
-                # what is open, and not what is at its path by now
-                path = f"/proc/self/fd/{self.descriptor}"
-                self._direct_file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | DIRECT)
-        except OSError:
-            self._direct.give_up()
-            return 0
-        try:
-            return whole if os.pwritev(self._direct_file, parts, place) == whole else 0
-        except OSError as error:
-            if error.errno not in REFUSALS:
-                raise  # through the page cache, nobody would hear of it any more
-            self._direct.give_up()
-            return 0
+        return whole if self._direct.write(self._opened, parts, whole, place) else 0
+
+    def _opened(self) -> int:
+        if self._direct_file < 0:
+            # what is open, and not what is at its path by now
+            path = f"/proc/self/fd/{self.descriptor}"
+            self._direct_file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | DIRECT)
+        return self._direct_file
 
     def close(self) -> None:
         """Close what was opened here, before HDF5 closes the file."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from tracer.stores.disk.files import UNREADABLE
+from tracer.stores.errors import errno_of
 from tracer.stores.hdf5.datasets import Dataset
-from tracer.stores.hdf5.errors import errno_of
 from tracer.stores.protocols import ByteFile
 
 SETTLED_NANOSECONDS: Final = 2_000_000_000

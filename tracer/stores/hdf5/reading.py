@@ -15,9 +15,9 @@ from tracer.format.names import PART
 from tracer.stores.chunks import walk
 from tracer.stores.codecs import OVERHEAD, decode
 from tracer.stores.disk.files import key_of
+from tracer.stores.errors import read_errors, reason
 from tracer.stores.hdf5.attributes import attributes
 from tracer.stores.hdf5.datasets import NOT_FILTERED, Dataset, Inspection
-from tracer.stores.hdf5.errors import read_errors, reason
 from tracer.stores.hdf5.mended import Mended, head_of, pread
 from tracer.stores.hdf5.opening import is_followed, open_both
 from tracer.stores.hdf5.places import ChunkPlaces

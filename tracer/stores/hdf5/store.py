@@ -15,7 +15,7 @@ from tracer.errors import (
     TraceUnreadableError,
 )
 from tracer.stores.disk.files import LocalFile, is_there, make_folder
-from tracer.stores.hdf5.errors import reason, write_errors
+from tracer.stores.errors import OF_HDF5, reason, write_errors
 from tracer.stores.hdf5.files import file_of, files
 from tracer.stores.hdf5.mended import head_of
 from tracer.stores.hdf5.reading import Hdf5ReadStore
@@ -39,7 +39,7 @@ def create(path: Path, *, part: str | None = None, overwrite: bool = False, dura
             raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
         if path.is_symlink() or not path.is_file() or not h5py.is_hdf5(path):
             raise TraceExistsError(f"{path} already exists, and is not an HDF5 file that could be overwritten")
-    with write_errors(path):
+    with write_errors(path, OF_HDF5):
         make_folder(path.parent, durable=durable)
         return Hdf5WriteStore(path, overwrite=overwrite, durable=durable)
 
@@ -52,7 +52,7 @@ def blank(path: Path) -> bool:
 def remove_part(path: Path, part: str) -> None:
     """Remove the file of a part; see `tracer.stores.opening.remove_part`."""
     file = file_of(path, part)
-    with write_errors(file):
+    with write_errors(file, OF_HDF5):
         file.unlink(missing_ok=True)
 
 

@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 
 from tracer.errors import TraceError, TraceExistsError, TraceNotFoundError
 from tracer.memory import PAGE
-from tracer.stores.chunks import ALIGNED_BYTES, RowChunks, check_name
-from tracer.stores.codecs import HDF5_FILTER, Codec, codec_of, encode, hdf5_options
+from tracer.stores.chunks import ALIGNED_BYTES, RowChunks
+from tracer.stores.codecs import HDF5_FILTER, Codec, encode, hdf5_options
 from tracer.stores.disk.files import is_there, sync_file, sync_folder
+from tracer.stores.errors import OF_HDF5, cannot_write, write_errors
 from tracer.stores.hdf5.attributes import set_attribute
 from tracer.stores.hdf5.datasets import NOT_FILTERED
-from tracer.stores.hdf5.errors import ERRORS, cannot_write, write_errors
 from tracer.stores.hdf5.large import WrittenFile
 from tracer.stores.hdf5.superblock import mark_unfinished
 from tracer.stores.protocols import WriteStore
@@ -105,7 +105,7 @@ def _locked(temporary: Path, path: Path) -> int:
         os.close(file)
 
 
-class Hdf5WriteStore(WriteStore):
+class Hdf5WriteStore(WriteStore[_Array]):
     """An HDF5 file being written; see `tracer.stores.protocols.WriteStore`."""
 
     path: Path
@@ -116,7 +116,7 @@ class Hdf5WriteStore(WriteStore):
     def __init__(self, path: Path, *, overwrite: bool = False, durable: bool = False) -> None:
         self.path = path
         self._durable = durable
-        self._arrays: dict[str, _Array] = {}
+        super().__init__()
         self._changed: dict[str, None] = {}
         self._unsealed = path.with_name(f".{path.name}.part")
         self._copy = path.with_name(f".{path.name}.copy")
@@ -140,20 +140,9 @@ class Hdf5WriteStore(WriteStore):
         """Whether the file is not yet in SWMR mode."""
         return not self._sealed
 
-    def create(
-        self,
-        name: str,
-        *,
-        dtype: str,
-        shape: tuple[int, ...],
-        chunk_bytes: int,
-        compression: str | None = None,
-        gapless: bool = False,
-    ) -> None:
-        check_name(name)
+    def make(self, name: str, rows: RowChunks, codec: Codec | None, gapless: bool) -> None:
         if self._sealed:
             raise TraceError(f"{self.path} is sealed: {name!r} should have been made before the first commit")
-        rows, codec = RowChunks(name, dtype, shape, chunk_bytes), codec_of(compression)
         filters: dict[str, Any] = {}
         if codec is not None:
             # unknown to HDF5 unless a plugin brings it, which takes no part in writing whole chunks
@@ -164,17 +153,16 @@ class Hdf5WriteStore(WriteStore):
             properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
             properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
             filters = {"dcpl": properties}
-        self._opened()
         if name in self._file:
             raise TraceError(f"{self.path} already has an array or group {name!r}")
-        with write_errors(self.path):
+        with write_errors(self.path, OF_HDF5):
             dataset = self._file.create_dataset(
-                name, shape=(0, *shape), maxshape=(None, *shape), chunks=rows.chunk, dtype=rows.dtype, **filters
+                name, (0, *rows.shape), rows.dtype, chunks=rows.chunk, maxshape=(None, *rows.shape), **filters
             )
-        self._arrays[name] = _Array(dataset.id, rows, codec)
+        self.arrays[name] = _Array(dataset.id, rows, codec)
 
     def append(self, name: str, rows: NDArray[Any], checksums: list[int] | None = None) -> int:
-        array = self._array(name)
+        array = self.array(name)
         first = array.rows.rows
         write: Callable[[_Array, int, memoryview], None]
         write = self._write_chunk if array.codec is None else self._write_compressed
@@ -186,17 +174,14 @@ class Hdf5WriteStore(WriteStore):
                 array.rows.append(rows, lambda number, pieces: _each(write, array, number, pieces))
         except TraceError:
             raise
-        except ERRORS as error:
+        except OF_HDF5 as error:
             raise cannot_write(self.path, error) from error
         return first
-
-    def length(self, name: str) -> int:
-        return self._array(name).rows.rows
 
     def set_attrs(self, name: str, values: Mapping[str, Any]) -> None:
         if self._sealed:
             raise TraceError(f"{self.path} is sealed: attributes should have been set before the first commit")
-        with write_errors(self.path):
+        with write_errors(self.path, OF_HDF5):
             attrs = self._opened()[name or "/"].attrs
             for key, value in values.items():
                 set_attribute(attrs, key, value)
@@ -206,7 +191,7 @@ class Hdf5WriteStore(WriteStore):
         if self._sealed:
             return
         file = self._opened()
-        with write_errors(self.path):
+        with write_errors(self.path, OF_HDF5):
             file.swmr_mode = True
             file.flush()
             if self._durable:
@@ -225,9 +210,9 @@ class Hdf5WriteStore(WriteStore):
 
     def commit(self) -> None:
         file = self._opened()
-        with write_errors(self.path):
+        with write_errors(self.path, OF_HDF5):
             for name in self._changed:
-                array = self._arrays[name]
+                array = self.arrays[name]
                 tail = array.rows.take_tail()
                 if tail is not None and array.large:
                     self._write_large(array, tail[0], [tail[1]])
@@ -242,7 +227,7 @@ class Hdf5WriteStore(WriteStore):
             if self._sealed and os.fstat(self._written.descriptor).st_nlink == 0:
                 raise TraceNotFoundError(f"{self.path} was removed while it was written")
             for name in self._changed:
-                self._arrays[name].committed = self._arrays[name].length
+                self.arrays[name].committed = self.arrays[name].length
             self._changed.clear()
             if self._durable:
                 os.fsync(file.id.get_vfd_handle())
@@ -259,12 +244,12 @@ class Hdf5WriteStore(WriteStore):
                 self._placed = True
                 self._file = h5py.File(self._unsealed, "r+", **_WRITING)
                 self._written.descriptor = int(self._file.id.get_vfd_handle())
-                for name, array in self._arrays.items():
+                for name, array in self.arrays.items():
                     array.dataset = self._file[name].id
 
     def touch(self) -> None:
         if self._sealed:
-            with write_errors(self.path):
+            with write_errors(self.path, OF_HDF5):
                 os.utime(self.path)
 
     def close(self) -> None:
@@ -273,11 +258,11 @@ class Hdf5WriteStore(WriteStore):
         self.seal()
         self.commit()
         self._written.close()
-        with write_errors(self.path):
+        with write_errors(self.path, OF_HDF5):
             self._file.close()
             if self._durable:
                 sync_file(self.path)
-        self._file = None
+        self._file, self.closed = None, True
 
     def last_words(self, name: str, rows: NDArray[Any]) -> None:
         if self._sealed:
@@ -287,7 +272,7 @@ class Hdf5WriteStore(WriteStore):
             return
         # the space of the file that is given up may be all there is
         self.abandon()
-        with write_errors(self.path):
+        with write_errors(self.path, OF_HDF5):
             try:
                 shutil.copyfile(self.path, self._copy)
                 with h5py.File(self._copy, "r+", libver="latest", locking=False) as file:
@@ -303,7 +288,7 @@ class Hdf5WriteStore(WriteStore):
             return
         if self._sealed:
             self._shorten()
-        file, self._file = self._file, None
+        file, self._file, self.closed = self._file, None, True
         self._written.close()
         # the error that led here is the one to report
         with contextlib.suppress(Exception):
@@ -326,21 +311,14 @@ class Hdf5WriteStore(WriteStore):
     def _shorten(self) -> None:
         """Let arrays be as long as the last commit left them: closing the file writes how long they are."""
         for name in self._changed:
-            array = self._arrays[name]
+            array = self.arrays[name]
             with contextlib.suppress(Exception):
                 array.dataset.set_extent((array.committed, *array.rows.shape))
         self._changed.clear()
 
     def _opened(self) -> Any:
-        if self._file is None:
-            raise TraceError(f"{self.path} is closed")
+        self.check_open()
         return self._file
-
-    def _array(self, name: str) -> _Array:
-        self._opened()
-        if name not in self._arrays:
-            raise TraceError(f"{self.path} has no array {name!r}")
-        return self._arrays[name]
 
     def _resize(self, array: _Array, length: int) -> None:
         if array.length >= length:

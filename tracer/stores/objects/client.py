@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from tracer.errors import TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError, TraceUnreachableError
 from tracer.stores.locations import Url
-from tracer.stores.zarr.format import CONSOLIDATED, DOCUMENT_LIMIT
+from tracer.stores.zarr.format import CONSOLIDATED, DOCUMENT_LIMIT, as_document
 
 try:
     import obstore
@@ -102,13 +102,7 @@ class Objects:
     def document(self, name: str) -> dict[str, Any]:
         """The ``zarr.json`` of an array or group; empty where there is none, or where it is no JSON object."""
         part = self.get(f"{name}/zarr.json" if name else "zarr.json")
-        if part is None or len(part.data) > DOCUMENT_LIMIT:
-            return {}
-        try:
-            document = json.loads(bytes(part.data))
-        except (ValueError, RecursionError):
-            return {}
-        return document if isinstance(document, dict) else {}
+        return {} if part is None else as_document(part.data)
 
     def head(self, name: str = "") -> Mapping[str, Any] | None:
         """What the store says of an object: ``size``, ``last_modified``, ``e_tag``."""

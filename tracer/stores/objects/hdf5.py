@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 from tracer.stores.hdf5.reading import Hdf5ReadStore
 from tracer.stores.hdf5.store import open_file
 from tracer.stores.locations import Url, beside
@@ -19,11 +21,8 @@ def files(url: Url) -> list[Url]:
     if url.is_web:
         return [url]
     folder, _, _ = url.key.rpartition("/")
-    objects = Objects(Url(url.scheme, url.bucket, folder))
-    try:
+    with closing(Objects(Url(url.scheme, url.bucket, folder))) as objects:
         names = objects.names()
-    finally:
-        objects.close()
     found = [Url(url.scheme, url.bucket, f"{folder}/{name}" if folder else name) for name in beside(url, names)]
     return [url, *found] if url.name in names or not found else found
 

@@ -22,7 +22,7 @@ from tracer.stores.objects.client import IN_FLIGHT_BYTES, PARALLEL, Objects
 from tracer.stores.objects.ranges import Chunk, Range, ranges
 from tracer.stores.objects.writing import ObjectArray
 from tracer.stores.zarr.description import ArrayDescription
-from tracer.stores.zarr.format import DOCUMENT_LIMIT, checksum_bytes
+from tracer.stores.zarr.format import DOCUMENT_LIMIT, checksum_bytes, is_group
 from tracer.stores.zarr.reader import EXPANSION, ZarrReader, numbers_in
 from tracer.stores.zarr.shards import MISSING, chunks_begin
 
@@ -130,7 +130,7 @@ class ObjectReadStore(ZarrReader):
         return [
             f"the zarr.json of {repr(name) if name else 'the root'} is not there or not that of a group"
             for name, document in zip(groups, documents, strict=True)
-            if document.get("node_type") != "group" or document.get("zarr_format") != 3
+            if not is_group(document)
         ]
 
     def has_chunk(self, name: str, row: int) -> bool:

@@ -43,19 +43,8 @@ class ArrayDescription:
     """
 
     __slots__ = (
-        *(
-            "chunk",
-            "chunk_nbytes",
-            "codec",
-            "dtype",
-            "foreign",
-            "in_rows",
-            "is_ours",
-            "name",
-            "per_shard",
-            "row_nbytes",
-        ),
-        *("shape", "shard_rows"),
+        *("chunk", "chunk_nbytes", "codec", "dtype", "foreign", "in_rows", "is_ours", "name", "per_shard"),
+        *("row_nbytes", "shape", "shard_rows"),
     )
 
     def __init__(self, path: Location, name: str, document: Mapping[str, Any]) -> None:

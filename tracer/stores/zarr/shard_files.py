@@ -10,7 +10,7 @@ from pathlib import Path
 from tracer.format.checksum import crc32c
 from tracer.memory import PAGE, new_memory
 from tracer.stores.chunks import ALIGNED_BYTES
-from tracer.stores.disk.direct import DIRECT, PIECE, REFUSALS, DirectIO, is_aligned, write_all
+from tracer.stores.disk.direct import DIRECT, PIECE, DirectIO, is_aligned, write_all
 
 OPEN_FILES = 64
 """Shards kept open; models have thousands of streams, and processes may open about a thousand files."""
@@ -149,18 +149,8 @@ class ShardFiles:
             last[end - 4 : end] = checksum.to_bytes(4, "little")
             last[end:] = bytes(padded - end)
             parts += (aligned[:whole], last)
-        try:
-            file = self.open(path, DIRECT)
-        except OSError:
-            self._direct.give_up()
-            return None
-        try:
-            return checksums if os.pwritev(file, parts, offset) == len(run) * (whole + padded) else None
-        except OSError as error:
-            if error.errno not in REFUSALS:
-                raise  # through the page cache, nobody would hear of it any more
-            self._direct.give_up()
-            return None
+        size = len(run) * (whole + padded)
+        return checksums if self._direct.write(lambda: self.open(path, DIRECT), parts, size, offset) else None
 
 
 def _write_pieces(file: int, data: memoryview, offset: int) -> int:

@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 from tracer.errors import TraceNotFoundError
 from tracer.memory import PAGE
 from tracer.stores.chunks import ALIGNED_BYTES, RowChunks
-from tracer.stores.codecs import OVERHEAD, Codec, codec_of, encode
+from tracer.stores.codecs import OVERHEAD, Codec, encode
 from tracer.stores.disk.files import Folder
-from tracer.stores.zarr.documents import cannot_write, disperse, read_document, write_document, write_errors
+from tracer.stores.errors import cannot_write, write_errors
+from tracer.stores.zarr.documents import disperse, read_document, write_document
 from tracer.stores.zarr.format import group_document
 from tracer.stores.zarr.shard_files import ShardFiles
 from tracer.stores.zarr.shards import MISSING, GrowingArray, Shard, chunks_begin
@@ -111,24 +112,19 @@ class ZarrWriteStore(ZarrWriter[_Array]):
         self._publish_group(part)
         disperse(self.path, self._durable)
 
-    def _array_of(
-        self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int, compression: str | None, gapless: bool
-    ) -> _Array:
-        rows = RowChunks(name, dtype, shape, chunk_bytes)
-        return _Array(self.path / name, name, rows, codec_of(compression), gapless=gapless)
-
-    def _make(self, array: _Array, groups: list[str]) -> None:
+    def _make(self, name: str, rows: RowChunks, codec: Codec | None, gapless: bool, groups: list[str]) -> None:
+        array = _Array(self.path / name, name, rows, codec, gapless=gapless)
         with write_errors(self.path):
             for group in groups:
                 self._groups[group] = {}
                 self._publish_group(group)
             array.folder.mkdir(parents=True, exist_ok=True)
             self._files.made(array.folder, self.path)
-            self._arrays[array.name] = array
+            self.arrays[array.name] = array
             self._publish_array(array, array.to_publish())
 
     def append(self, name: str, rows: NDArray[Any], checksums: list[int] | None = None) -> int:
-        array = self._array(name)
+        array = self.array(name)
         first = array.rows.rows
         write = self._write_chunks if array.codec is None else self._write_compressed
         found: list[int] = []
@@ -147,7 +143,7 @@ class ZarrWriteStore(ZarrWriter[_Array]):
         if self._folder is not None and not self._folder.is_there():
             raise TraceNotFoundError(f"{self.path} was removed while it was written")
         with write_errors(self.path):
-            arrays = [array for name in self._changed if (array := self._arrays.get(name)) is not None]
+            arrays = [array for name in self._changed if (array := self.arrays.get(name)) is not None]
             for array in arrays:
                 tail = array.rows.take_tail()
                 if tail is not None and array.codec is None:
@@ -166,7 +162,7 @@ class ZarrWriteStore(ZarrWriter[_Array]):
             for array in arrays:
                 array.full.clear()
             for name in self._changed:
-                changed = self._arrays.get(name)
+                changed = self.arrays.get(name)
                 if changed is None:
                     self._publish_group(name)
                 elif changed.published != changed.to_publish():
@@ -178,11 +174,11 @@ class ZarrWriteStore(ZarrWriter[_Array]):
             os.utime(self._own / "zarr.json")
 
     def close(self) -> None:
-        if not self._closed:
+        if not self.closed:
             self.commit()
             # so that a finished array looks no longer than it is; where that fails, nothing is lost
             with suppress(OSError):
-                for array in self._arrays.values():
+                for array in self.arrays.values():
                     if array.published != array.end:
                         self._publish_array(array, array.end)
             with write_errors(self.path):
@@ -192,7 +188,7 @@ class ZarrWriteStore(ZarrWriter[_Array]):
     def last_words(self, name: str, rows: NDArray[Any]) -> None:
         with write_errors(self.path):
             for other in self._changed:
-                array = self._arrays.get(other)
+                array = self.arrays.get(other)
                 if array is None:
                     continue
                 for shard in array.changed_shards():
@@ -203,7 +199,7 @@ class ZarrWriteStore(ZarrWriter[_Array]):
         self.commit()
 
     def abandon(self) -> None:
-        self._closed = True
+        self.closed = True
         self._files.close()
 
     def discard(self) -> None:
