@@ -233,7 +233,7 @@ class _ObjectFolder(Folder):
             self._objects.delete(names)
 
     def trace(self, name: str) -> Url:
-        return self._url.joinpath(*name.split("/"))
+        return self._url / name
 
     def new_trace(self, name: str) -> Url:
         return self.trace(name)

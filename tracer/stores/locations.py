@@ -51,10 +51,6 @@ class Url:
     def __truediv__(self, name: str) -> Url:
         return Url(self.scheme, self.bucket, f"{self.key}/{name}")
 
-    def joinpath(self, *names: str) -> Url:
-        """As that of a `Path`."""
-        return self / "/".join(names)
-
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}/{self.key}"
 

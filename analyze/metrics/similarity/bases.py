@@ -261,7 +261,7 @@ def of_sheet(sheet: Sheet, threshold: float, *, loadings: bool = False) -> Basis
 
 def spectrum_of(moments: Moments, threshold: float) -> Spectrum | Status:
     """The cut spectrum of the scatter of a layer, or why there is none."""
-    return spectrum_of_scatter(moments.scatter(whole=False), threshold, moments.finite(), moments.negligible())
+    return spectrum_of_scatter(moments.scatter(), threshold, moments.finite(), moments.negligible())
 
 
 def spectrum_of_scatter(

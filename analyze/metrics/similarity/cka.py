@@ -217,7 +217,7 @@ def _by_moments(x: Sheet, y: Sheet, rows: bool) -> _Sums | Status:
             cross_de = add_product(x_moments.take(a_dm), y_moments.take(b_em), cross_de)
     if not (x_moments.finite() and y_moments.finite()):
         return "nonfinite"
-    x_dd, y_ee = x_moments.scatter(whole=False), y_moments.scatter(whole=False)
+    x_dd, y_ee = x_moments.scatter(), y_moments.scatter()
     cross_de = x_moments.unshifted(cross_de, y_moments)
     traces = float(np.trace(x_dd)), float(np.trace(y_ee))
     if traces[0] <= x_moments.negligible() or traces[1] <= y_moments.negligible():
@@ -412,16 +412,6 @@ class ByBatches(Gathering):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another stopped."""
         self.n, self.sums_ll, self.statuses = state["n"], state["sums"].numpy().copy(), list(state["statuses"])
-
-    def merge(self, state: Mapping[str, Any]) -> None:
-        """Add the batches that another one saw."""
-        other = ByBatches(self.kernel, self.bandwidth)
-        other.load_state_dict(state)
-        if not self.statuses:
-            self.load_state_dict(state)
-            return
-        self.n, self.sums_ll = self.n + other.n, self.sums_ll + other.sums_ll
-        self.statuses = [a if a != "ok" else b for a, b in zip(self.statuses, other.statuses, strict=True)]
 
 
 class Alignment(Similarity):

@@ -16,8 +16,8 @@ from torch import nn
 import analyze
 import tracer
 from analyze import catalogue, registry
-from analyze.comparing.invariances import INVARIANCES
 from analyze.metrics import BUILT_IN
+from tests.analyze.metrics.invariances import INVARIANCES
 from tracer import Subscriber
 from tracereel.main import main
 

@@ -1,8 +1,7 @@
 """What can be done to data without changing a metric: the words of `tracer.Subscriber.invariances`, as functions.
 
 Each function takes an array and a random generator and returns an array that a metric of this invariance cannot tell
-from the first, up to rounding. So a class declares its invariances as data, the documentation prints them, and one test
-holds all classes to them.
+from the first, up to rounding. So a class declares its invariances as data, and one test holds all classes to them.
 """
 
 from __future__ import annotations
