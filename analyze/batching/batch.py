@@ -28,8 +28,9 @@ from analyze.batching.manifest import conclude
 from analyze.batching.processes import Processes
 from analyze.batching.units import Pairs
 from analyze.batching.work import Work
-from analyze.tables.writing import PathLike
-from tracer.errors import CaptureError, TracerError
+from analyze.metrics.checks import is_whole
+from analyze.tables.writing import PathLike, not_installed
+from tracer.errors import CaptureError
 from tracer.stores.locations import Anywhere
 from tracer.trace.selection import Steps
 
@@ -142,10 +143,10 @@ def _check(
 ) -> None:
     """Raise what is wrong with the arguments of `batch` that planning does not look at."""
     if find_spec("pyarrow") is None:
-        raise TracerError("a batch needs pyarrow, which is not installed: pip install 'tracereel[tables]'")
+        raise not_installed("a batch", "pyarrow", "tables")
     if scheduler is not None and slurm is not None:
         raise CaptureError("a batch runs on a scheduler or on SLURM: give one of them")
-    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int) or memory < 1):
+    if memory is not None and not is_whole(memory, 1):
         raise CaptureError(f"memory is a positive number of bytes, not {memory!r}")
     if table is not None and Path(table).suffix != ".parquet":
         raise CaptureError(f"{os.fspath(table)}: the table is a file that ends in .parquet")

@@ -17,6 +17,7 @@ from analyze.batching.planning import plan_trace
 from analyze.batching.questions import Question, questions
 from analyze.batching.traces import find_traces
 from analyze.batching.units import Failure, Pairs, Selection, Task, TracePlan, Unit
+from analyze.metrics.checks import is_whole
 from tracer.errors import CaptureError
 from tracer.stores.locations import Anywhere, Url, location
 from tracer.trace.selection import Steps
@@ -127,7 +128,7 @@ def plan_batch(
     Parameters are those of `batch`.
     """
     share = _share(part)
-    if isinstance(part_bytes, bool) or not isinstance(part_bytes, int) or part_bytes < 1:
+    if not is_whole(part_bytes, 1):
         raise CaptureError(f"part_bytes is a positive number of bytes, not {part_bytes!r}")
     selection = Selection.of(kinds, modules, steps, tags)
     found = find_traces(traces, outside=out)

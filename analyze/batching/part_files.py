@@ -17,7 +17,7 @@ import numpy as np
 
 from analyze.batching.folder import Folder, folder_at
 from analyze.batching.units import Run, Unit
-from analyze.tables.columns import COLUMNS, Columns, Row, place_of
+from analyze.tables.columns import COLUMNS, COUNTERS, Columns, Row, Stream
 from analyze.tables.results import Results
 from analyze.tables.writing import arrow_table
 from tracer.messaging.messages import Message
@@ -164,20 +164,8 @@ class PartAnswers:
 
     def _row_of_large(self, message: Message) -> tuple[Any, ...]:
         """The row of a large answer, which has no value."""
-        return (
-            self._unit.title,
-            self._subscriber,
-            message.kind,
-            place_of(message.key, message.leaf),
-            message.tag,
-            message.rank,
-            message.epoch,
-            message.train_step,
-            message.global_step,
-            message.call,
-            "",
-            None,
-        )
+        stream = Stream.of(message, self._unit.title, self._subscriber)
+        return (*stream.words, *(getattr(message, name) for name in COUNTERS), "", None)
 
     def _details(self, rows: int, seconds: float, *, complete: bool) -> dict[str, Any]:
         """What the rows do not say, as JSON values."""

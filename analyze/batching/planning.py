@@ -125,13 +125,5 @@ def identity(
     ended: str,
 ) -> str:
     """A digest of all that the stored answers of a unit depend on."""
-    values = [
-        SCHEMA,
-        path,
-        rank,
-        ended,
-        question.identity,
-        reader.fingerprint(rows),
-        reader.fingerprint(pairs.reshape(-1)),
-    ]
-    return digest(values)[:32]
+    read = [reader.fingerprint(rows), reader.fingerprint(pairs.reshape(-1))]
+    return digest([SCHEMA, path, rank, ended, question.identity, *read])[:32]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final, final
 
 from analyze.batching.engines import Death, Document
+from analyze.metrics.checks import is_whole
 from tracer.errors import CaptureError, TracerError
 
 POLL_SECONDS: Final = 0.2
@@ -46,7 +47,7 @@ class Processes:
     """
 
     def __init__(self, workers: int, memory: int | None = None) -> None:
-        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        if not is_whole(workers, 1):
             raise CaptureError(f"workers is a positive number of processes, or 0 for this one, not {workers!r}")
         self.workers = workers
         self.memory = memory

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
-from tracer.errors import CaptureError, TraceNotFoundError, TracerError, TraceUnreadableError
+from tracer.errors import CaptureError, TraceNotFoundError, TraceUnreadableError
 from tracer.format.version import FORMAT
 from tracer.stores.locations import SCHEMES, Anywhere, Url, location, whole_of
 from tracer.stores.opening import STORES
@@ -165,10 +165,8 @@ def _at_url(text: str) -> Iterator[str]:
 def _below_url(url: Url, *, deep: bool = True) -> Iterator[str]:
     if url.is_web:
         raise CaptureError(f"{url}: an http server has no list of what is there; name each trace")
-    try:
-        from tracer.stores.objects.client import Objects
-    except ImportError as error:
-        raise TracerError(f"{url} needs obstore, which is not installed: pip install 'tracereel[s3]'") from error
+    from tracer.stores.objects.client import Objects  # which may not be installed
+
     with closing(Objects(url)) as objects:
         names = sorted(objects.names())
     for name in names:

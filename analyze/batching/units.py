@@ -253,11 +253,7 @@ class Task:
 
     def document(self) -> dict[str, Any]:
         """The task as JSON values, which `of` reads."""
-        return {
-            "units": [asdict(unit) for unit in self.units],
-            "run": asdict(self.run),
-            "selection": asdict(self.selection),
-        }
+        return asdict(self)
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Task:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tracer.errors import TraceError
 from tracer.format.journal import Column
-from tracer.format.names import part_of
+from tracer.format.names import part_of, rank_and_attempt
 from tracer.format.tables import Stream
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.stores.locations import Location
@@ -37,14 +37,10 @@ class Numbered(Protocol):
 class Begun(Numbered, Protocol):
     """What is known of the beginning of a part."""
 
+    name: str
+
     @property
     def header(self) -> dict[str, Any]: ...
-
-
-class Named(Begun, Protocol):
-    """The same, with its name."""
-
-    name: str
 
 
 def restarted(parts: Iterable[Begun]) -> dict[int, int]:
@@ -56,7 +52,7 @@ def restarted(parts: Iterable[Begun]) -> dict[int, int]:
     return found
 
 
-def foreign_parts(path: Location, parts: Iterable[Named]) -> dict[str, str]:
+def foreign_parts(path: Location, parts: Iterable[Begun]) -> dict[str, str]:
     """The parts that are left out, by name, each with a sentence: another run left them beside the first one.
 
     An attempt goes on with the run of one before it, has its id, and began later. Ranks of the first may have ids of
@@ -91,9 +87,7 @@ def expected_ranks(header: Mapping[str, Any]) -> list[int]:
 
 def unreadable_part(path: Location, name: str, error: TraceError) -> TraceError:
     """Why a part that is there cannot be read, as an error that says whose it is."""
-    where = part_of(name)
-    assert where is not None
-    rank, attempt = where
+    rank, attempt = rank_and_attempt(name)
     of = f" of attempt {attempt}" if attempt else ""
     return type(error)(f"{path}: rank {rank}{of} cannot be read: {str(error).removeprefix(f'{path}: ')}")
 

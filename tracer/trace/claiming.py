@@ -16,7 +16,7 @@ from typing import Protocol
 
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceUnreadableError
 from tracer.format.declarations import declarations
-from tracer.format.names import declarations_name, part_of
+from tracer.format.names import declarations_name, part_of, rank_and_attempt
 from tracer.format.process import process_start
 from tracer.format.version import check_root
 from tracer.stores.locations import Anywhere, Location, Url, location
@@ -253,13 +253,12 @@ def _head(name: str, store: ReadStore) -> Head:
     header = said.get("header", {})
     process, launch, run_id = header.get("process"), header.get("launch"), header.get("run_id")
     wrote = process if isinstance(process, Mapping) else {}
-    where = part_of(name)
-    assert where is not None
+    rank, attempt = rank_and_attempt(name)
     ended = "status" in said
     return Head(
         name=name,
-        rank=where[0],
-        attempt=where[1],
+        rank=rank,
+        attempt=attempt,
         run_id=run_id if isinstance(run_id, str) else None,
         here=(wrote.get("pid"), wrote.get("hostname")) == (os.getpid(), platform.node()),
         pid=wrote.get("pid"),

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tracer.errors import CaptureError, TraceError
 from tracer.format.journal import NONE, Column
-from tracer.format.names import part_of
+from tracer.format.names import part_of, rank_and_attempt
 from tracer.format.tables import Pool, Stream
 from tracer.stores.locations import Location, part_in
 from tracer.stores.opening import open_parts
@@ -95,9 +95,9 @@ class Parts:
         if len(unread) == 1 and len(opened) + len(broken) == 1:
             raise unread[0][2]
         self._tell_apart(found)
-        unread.sort(key=lambda one: _attempt_and_rank(one[0]))
+        unread.sort(key=lambda one: rank_and_attempt(one[0])[::-1])
         unread = [(name, store, unreadable_part(self.path, name, error)) for name, store, error in unread]
-        self.unreadable = {_attempt_and_rank(name)[1]: error for name, _, error in reversed(unread)}
+        self.unreadable = {rank_and_attempt(name)[0]: error for name, _, error in reversed(unread)}
         if not self.shown:
             self._refuse_nothing()
         foreign = foreign_parts(self.path, found)
@@ -293,13 +293,6 @@ def _united(tables: list[Collection[_T]]) -> tuple[list[_T], list[NDArray[np.int
                 table.append(entry)
         ids.append(mine)
     return table, ids
-
-
-def _attempt_and_rank(name: str) -> tuple[int, int]:
-    """Attempt and rank of a part."""
-    where = part_of(name)
-    assert where is not None
-    return where[1], where[0]
 
 
 def _by_attempt(part: Part) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tracer.errors import TraceCorruptError, TraceError, TraceUnreadableError
 from tracer.format.declarations import declarations, unsealed
 from tracer.format.journal import COLUMNS, Column, row_checksums
-from tracer.format.names import declarations_name, journal_name, part_of
+from tracer.format.names import declarations_name, journal_name, rank_and_attempt
 from tracer.format.process import process_lives
 from tracer.format.tables import Stream, Tables
 from tracer.format.version import check_root
@@ -77,9 +77,7 @@ class Part:
         self.path = path
         self.name = name
         self.store = store
-        where = part_of(name)
-        assert where is not None
-        self.rank, self.attempt = where
+        self.rank, self.attempt = rank_and_attempt(name)
         self.attributes = store.attrs()
         try:
             check_root(self.attributes, lambda: store.attrs(name))

@@ -150,7 +150,7 @@ def recover(
         header = next((one.header for one in reversed(surveys) if one.header), None) or {
             name: value for name in ("run_id", "created") if isinstance(value := surveys[0].attributes.get(name), str)
         }
-        with new_trace(src, dst, single(header)) as writer:
+        with new_trace(dst, single(header)) as writer:
             for note in (note for one in surveys for note in one.read.tables.notes):
                 writer.note(note)
             saved = _save(surveys, order, writer, progress)

@@ -14,7 +14,7 @@ from tracer.errors import MessageError, TraceCorruptError, TraceError, TracerErr
 from tracer.format.checksum import crc32c
 from tracer.format.encodings import ENCODINGS, decode
 from tracer.format.journal import HAS_DATA, NONE, Column, checksums
-from tracer.format.names import declarations_name, journal_name, part_of
+from tracer.format.names import declarations_name, journal_name, rank_and_attempt
 from tracer.format.tables import Stream
 from tracer.format.version import check_root
 from tracer.messaging.messages import DEFAULT_TAG, Message, message_of
@@ -69,9 +69,7 @@ class Survey:
     def __init__(self, path: Location, part: str, store: ReadStore, *, tell_store: bool = True) -> None:
         self.path = path
         self.name = part
-        where = part_of(part)
-        assert where is not None
-        self.rank, self.attempt = where
+        self.rank, self.attempt = rank_and_attempt(part)
         self._store = store
         self._findings = Findings(path)
         self._told = set() if tell_store else set(store.problems)

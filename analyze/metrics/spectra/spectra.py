@@ -180,10 +180,10 @@ class Scatter:
 
     def __init__(self, size: int) -> None:
         self.count = 0
+        self.finite = True
         self.mean = np.zeros(size)
         self.rest = np.zeros(size)
         self.products = np.zeros((size, size))
-        self.finite = True
 
     def add(self, x_nd: NDArray[Any]) -> None:
         """Take in a part (n, d) of real numbers."""
