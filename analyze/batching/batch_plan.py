@@ -135,7 +135,9 @@ def plan_batch(
     asked = questions([subscribers] if isinstance(subscribers, str) else subscribers)
     say = progress or (lambda event: None)
     if pairs is not None:
-        from analyze.batching.pairing import plan_pairs  # which loads torch: a mistyped path must not wait for it
+        from analyze.batching.pairing import (
+            plan_pairs,  # here, because it imports torch, and a mistyped path should be told without that wait
+        )
 
         planned = plan_pairs(found, asked, pairs, selection, part_bytes=part_bytes)
         say({"event": "planning", "traces": len(found), "of": len(found)})
@@ -143,7 +145,7 @@ def plan_batch(
         planned = _plans(found, asked, selection, part_bytes, say)
     hands = share[1] if share is not None else cores() if workers is None else max(workers, 1)
     if share is not None:
-        # every share must come to the same whole, so what is there already is looked at only after dealing
+        # all shares must deal the same tasks, so the parts that are there already are left out only afterwards
         _keep(dealt(fused(planned, selection, hands), *share), planned, is_first=share[0] == 0)
     with folder_at(out) as folder:
         there = set() if force else done(folder)
@@ -183,7 +185,7 @@ def _plans(
             made = map(planner, found)
         seen: set[str] = set()
         for number, one in enumerate(made, 1):
-            # a trace that is named in two ways is one
+            # the same trace may be named in two ways
             if one.run is None or one.run.trace not in seen:
                 planned.append(one)
             if one.run is not None:

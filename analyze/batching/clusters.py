@@ -44,7 +44,7 @@ class Dask:
 
     def __init__(self, scheduler: Any, workers: int | None = None, memory: int | None = None) -> None:
         try:
-            # by its name: it has annotations in some places only
+            # by import_module, because mypy would check against its incomplete annotations
             distributed: Any = import_module("distributed")
         except ImportError as error:
             raise TracerError("Dask is not installed: pip install 'tracereel[cluster]'") from error
@@ -105,7 +105,8 @@ class Dask:
 
         self._tries[key] = self._tries.get(key, 0) + 1
         name = f"tracereel-{self._batch}-{self._tries[key]}-{key}"
-        # never a result from an earlier batch: a scheduler that lives on might have one
+        # the key is new in each batch, so that the scheduler never answers with a result that it kept from an earlier
+        # one
         self._results.add(self._client.submit(run, dict(document), key=name, pure=False, retries=0))
         self._left += 1
 
@@ -122,7 +123,7 @@ class Dask:
         except (OSError, TimeoutError, StopIteration) as lost:
             raise self._gone(f" ({type(lost).__name__})") from lost
         if isinstance(error, self._distributed.KilledWorker):
-            # Dask blames each task that was at a worker when it died, also those that only waited there
+            # Dask blames all tasks that a worker had when it died, even those that only waited
             why = "the Dask workers that computed it died one after the other (KilledWorker)"
             return key, Death(why, alone=True)
         if error is None:
@@ -193,7 +194,7 @@ def slurm(options: Mapping[str, Any]) -> Any:
     jobs = given.pop("jobs", 1)
     if not is_whole(jobs, 1):
         raise MessageError(f"jobs is how many jobs of SLURM to start, a positive integer, not {jobs!r}")
-    # a worker computes in one thread: its generators and gradient mode are those of the process
+    # one thread a worker, because torch's random generators and gradient mode belong to the process
     given.setdefault("cores", 1)
     given.setdefault("processes", given["cores"])
     given.setdefault("memory", f"{4 * int(given['cores'])}GB")

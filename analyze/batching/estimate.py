@@ -75,7 +75,7 @@ def _rate(known: Sequence[float] | None, tasks: Sequence[Task]) -> _Rate:
         return _Rate(known[0], known[1], int(known[2]))
     smallest = min(tasks, key=lambda task: task.bytes)
     spent = _tried(smallest)
-    if spent < TRY_AGAIN:  # most of which was loading what computes it
+    if spent < TRY_AGAIN:  # most of the first try may have been imports
         spent = min(spent, _tried(smallest))
     return _Rate(spent, smallest.bytes, 1)
 

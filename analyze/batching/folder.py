@@ -223,7 +223,7 @@ class _ObjectFolder(Folder):
         if replace:
             self._objects.put(name, data)
         else:
-            # another process may have computed the same, which then stays
+            # if another process has put the same answers, those stay
             with contextlib.suppress(TraceExistsError):
                 self._objects.put_new(name, data)
 

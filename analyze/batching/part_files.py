@@ -87,7 +87,7 @@ class PartAnswers:
         self._unit, self._subscriber = unit, subscriber
         self._small = Results()
         self._large: list[Message] = []
-        # where each large answer stands among all
+        # the place of each large answer among all answers
         self._large_at: list[int] = []
         self._count = 0
 
@@ -133,7 +133,9 @@ class PartAnswers:
         damaged = f"parts/{self._unit.id}{DAMAGED}"
         if complete:
             folder.write(f"parts/{self._unit.id}{COMPLETE}", data, replace=replace)
-            if folder.on_disk:  # on an object store that is a request, and waits for the end of the batch
+            if (
+                folder.on_disk
+            ):  # on an object store this would be one more request, so it is done at the end of the batch
                 folder.remove([damaged])
         else:
             folder.write(damaged, data)

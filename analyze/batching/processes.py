@@ -88,7 +88,7 @@ class Processes:
             key, document = self._waiting.popleft()
             worker.key = key
             assert worker.process.stdin is not None
-            # one that has died in the meantime is heard of by the end of its output
+            # if the worker has just died, the end of its output tells
             with contextlib.suppress(OSError):
                 worker.process.stdin.write(json.dumps(document).encode() + b"\n")
                 worker.process.stdin.flush()
@@ -99,7 +99,7 @@ class Processes:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment(),
-            start_new_session=True,  # an interrupt from the keyboard is for this process alone
+            start_new_session=True,  # so that an interrupt from the keyboard reaches this process only
         )
         worker = _Worker(process)
         assert process.stdout is not None

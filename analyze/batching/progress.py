@@ -68,7 +68,7 @@ class Live:
     def _say(self, sentence: str) -> None:
         from rich.text import Text
 
-        self._progress.console.print(Text(sentence))  # Text: a name is not markup
+        self._progress.console.print(Text(sentence))  # as Text, so that brackets in a name are no markup
 
     def _told(self, failed: int) -> str:
         return f"{self._cached} cached  {failed} failed  {self._bytes / 1e6:,.0f} MB"

@@ -97,7 +97,8 @@ def _listed(name: str, lists: tuple[str, ...]) -> Iterator[str]:
     if name in lists:
         raise CaptureError(f"the list of traces {name} lists itself")
     try:
-        # as bytes, because other ends of lines than these two may be in a name; a byte order mark is no part of one
+        # split at \n only, because a name may have any other character that ends lines for Python; utf-8-sig drops a
+        # mark
         lines = Path(name).read_bytes().decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
@@ -165,7 +166,7 @@ def _at_url(text: str) -> Iterator[str]:
 def _below_url(url: Url, *, deep: bool = True) -> Iterator[str]:
     if url.is_web:
         raise CaptureError(f"{url}: an http server has no list of what is there; name each trace")
-    from tracer.stores.objects.client import Objects  # which may not be installed
+    from tracer.stores.objects.client import Objects  # here, because obstore may not be installed
 
     with closing(Objects(url)) as objects:
         names = sorted(objects.names())

@@ -221,7 +221,7 @@ class Failure:
         )
 
     def __post_init__(self) -> None:
-        for name in ("trace", "reason", "traceback"):  # they are printed and written
+        for name in ("trace", "reason", "traceback"):  # these are printed and written to files
             object.__setattr__(self, name, masked_text(getattr(self, name)))
 
 

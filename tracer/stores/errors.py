@@ -38,7 +38,7 @@ def read_errors(path: Location, what: str) -> Iterator[None]:
         yield
     except TraceError:
         raise
-    except Exception as error:  # h5py lets out nearly everything on damaged metadata
+    except Exception as error:  # on damaged metadata h5py raises almost anything
         why = f"{path}: {what} cannot be read: {reason(error)}"
         raise (TraceUnreadableError if errno_of(error) in UNREADABLE else TraceCorruptError)(why) from error
 

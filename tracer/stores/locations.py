@@ -109,7 +109,7 @@ def location(path: Anywhere) -> Location:
 def _check_name(path: str | bytes) -> None:
     try:
         os.lstat(path)
-    except ValueError as error:  # it has a null
+    except ValueError as error:  # it has a null character
         raise TraceFormatError(f"{path!r} is no path: {error}") from None
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:

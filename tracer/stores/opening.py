@@ -211,7 +211,7 @@ def open_parts(path: Anywhere, *, damaged: bool = False) -> tuple[list[tuple[str
                 raise
             broken[file.name] = error
             continue
-        # of a damaged store the names of groups may be lost, too
+        # in a damaged store the names of the parts may be lost, too
         found = store.parts() or ([part_in(file.name)] if damaged else [])
         twice = {name for name, _ in parts}.intersection(found)
         if not found or twice:

@@ -77,7 +77,7 @@ def this_process(environment: Mapping[str, str] = os.environ) -> Process:
     Process(rank=0, size=1, launch=None)
     """
     rank, size = 0, 1
-    distributed = sys.modules.get("torch.distributed")  # which a program that uses it has imported
+    distributed = sys.modules.get("torch.distributed")  # not imported here: a program that uses it has imported it
     if (
         distributed is not None
         and environment is os.environ
@@ -164,7 +164,8 @@ def claim(
             mine_to_remove = process.rank == min(ranks) and one.rank not in ranks
             if one.rank == process.rank or process.related or mine_to_remove:
                 remove_part(path, one.name)
-    # a rank may be done before another begins; an old part is of another launch with the same environment
+    # Parts of this launch are no reason to refuse: one rank may be done before another begins. But a part that ended
+    # long ago is of an earlier launch that had the same environment.
     elif mine or any((one.ended and not one.fresh) or one not in of_this_launch for one in parts):
         raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
     return 0, next((one.run_id for one in of_this_launch if one not in mine), run_id_of(path, process))
@@ -243,7 +244,7 @@ def _head(name: str, store: ReadStore) -> Head:
     except TraceUnreadableError:
         raise
     except TraceCorruptError as error:
-        # a process that was killed at its beginning may have left no line, and a machine that lost power only some
+        # a process that was killed as it began left no line; a machine that lost power may have kept some of the lines
         lines = lines_to_the_break(store, name, 0, 0, error)[0] if store.names(array) else []
         if store.names(array) and not lines:
             raise
@@ -304,7 +305,7 @@ def there(path: Location, process: Process) -> list[Head]:
             if not waiting:
                 raise
         else:
-            # a process that was killed at its beginning leaves a part without a header, too, but no fresh one
+            # a part without a header is waited for only while it is fresh: its process may have been killed as it began
             waiting = waiting or (waited < MADE_SECONDS and any(one.fresh for one in found))
             if not waiting or all(one.began for one in found):
                 return found

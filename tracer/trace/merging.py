@@ -103,7 +103,7 @@ class Parts:
         foreign = foreign_parts(self.path, found)
         self.problems += foreign.values()
         again = restarted(part for part in found if part.name not in foreign)
-        # an attempt that was killed as it began, where the next one began with the first step, is as good as none
+        # an attempt that was killed before its first message, and that a later one took the place of, is not told of
         empty = [one.name for one in self.shown if not one.header and _in_vain(one.name, one.store, again)]
         self.shown = [one for one in self.shown if one.name not in foreign and one.name not in empty]
         self.lending = [one for one in self.lending if one.name not in foreign]
@@ -240,7 +240,7 @@ class Merged:
 
 def merged(parts: Parts) -> Merged:
     """Make one journal, and one table of streams, shapes and pools, of those of the parts."""
-    # those of other ranks only if they can have anything for these
+    # other ranks' parts are read only if they may hold shards or replicas of tensors of these ranks
     lent = any(stream.placement is not None for part in parts.lending for stream in part.streams)
     read = sorted([*parts.shown, *parts.lending], key=_by_attempt) if lent else parts.shown
     journal, streams, shapes = _joined(read, [part for part in parts.all if part not in read])
@@ -264,7 +264,7 @@ def _joined(parts: list[Part], others: list[Part]) -> tuple[NDArray[np.int64], l
         tables = parts[0].tables
         return parts[0].journal.view(), list(tables.streams.values()), list(tables.shapes.values())
     number, row = in_order(parts, others)
-    # what several attempts declare is one stream
+    # a stream that several attempts declare is one stream
     streams, stream_ids = _united([part.tables.streams.values() for part in parts])
     shapes, shape_ids = _united([part.tables.shapes.values() for part in parts])
     pools = [np.arange(len(part.tables.pools)) for part in parts]
@@ -287,7 +287,7 @@ def _united(tables: list[Collection[_T]]) -> tuple[list[_T], list[NDArray[np.int
     for one in tables:
         mine = np.zeros(len(one), np.int64)
         for place, entry in enumerate(one):
-            # a sampling is a dictionary, which cannot be a key
+            # by repr: the sampling of a stream is a dictionary, so the stream is no key
             mine[place] = numbers.setdefault(repr(entry), len(table))
             if mine[place] == len(table):
                 table.append(entry)

@@ -1,4 +1,4 @@
-"""`convert`: a trace into another format, with other chunks, or a part of it, message by message."""
+"""`convert`: copies a trace or a part of it, message by message, into another format or with other chunks."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def convert(
         with new_trace(dst, single(reader.header) | began, **options) as writer:
             for note in reader.notes:
                 writer.note(note)
-            for problem in problems:  # the copy has one part, and could not say itself what it lacks
+            for problem in problems:  # the copy has one part, so its reader cannot see which parts are missing
                 writer.note({"problem": {"what": str(src), "why": problem, "count": 1}})
             for done, (stream, message) in enumerate(
                 zip(

@@ -166,7 +166,7 @@ class Survey:
         if name.startswith((f"{self.name}/pools/", f"{self.name}/late/")):
             row = ()
         else:
-            # rows of a pool of its own all have the shape of the messages in it
+            # in a pool of one stream, a row has the shape of the messages
             mine = self.read.sound & (self.read.journal[:, Column.POOL] == number)
             shapes = np.unique(self.read.journal[mine, Column.SHAPE])
             if len(shapes) == 1:
@@ -273,9 +273,10 @@ class Survey:
         """Whether the tables, which say what there is, are as they were written."""
         read = self.read
         if read.zeros is not None and self._findings.of_check("store"):
-            # of a file that was cut off, what is not there reads as zeros
+            # a file that was cut off reads as zeros behind its end
             return False
-        # checksums of lines and rows tell so, too, where the last line, which counts the rows, is there
+        # so they are if all lines follow each other by their checksums, and all rows that the last line counts are
+        # right
         if read.chained and read.tables.ending.get("messages") == len(read.journal) and read.certain.all():
             return True
         return not self._findings.of_check("declaration") and not self._findings.of_array(*self.chunks.tables)
@@ -302,7 +303,7 @@ class Survey:
         """As `TraceReader.status`; ``"unknown"`` where that is damaged."""
         if self.read.tables.ending:
             return str(self.read.tables.ending.get("status", "finished"))
-        # a lost line may have been the one that says it
+        # the line with the status may be among those that are lost
         if self._findings.of_array(declarations_name(self.name)):
             return "unknown"
         return "recording" if self.header and lives(self.header.get("process"), self._store) else "interrupted"

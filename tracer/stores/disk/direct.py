@@ -33,7 +33,7 @@ def write_all(file: int, parts: Sequence[Any], size: int, offset: int) -> None:
     """Write buffers of so many bytes together one after the other; `OSError` where that is not possible."""
     written = os.pwritev(file, parts, offset)
     if written != size:
-        # a short write is what a full disk looks like before the next one fails
+        # on a full disk a write is short before the next one fails
         rest = b"".join(bytes(part) for part in parts)
         while written < size:
             step = os.pwrite(file, rest[written:], offset + written)
@@ -107,7 +107,7 @@ class DirectIO:
             return data
         bounce = self._bounce
         if bounce is None or bounce.nbytes < len(data):
-            # page-aligned, as all that is so large
+            # allocated at pages, as all memory of this size
             bounce = self._bounce = new_memory(len(data))
         bounce[: len(data)] = np.frombuffer(data, np.uint8)
         return bounce.data[: len(data)]

@@ -1,4 +1,4 @@
-"""Large chunks are written to their places in an HDF5 file without HDF5, and past the page cache where nobody waits."""
+"""Writes large chunks to their places in an HDF5 file without HDF5; past the page cache where nobody waits for them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class WrittenFile:
         self.descriptor = descriptor
         """That of HDF5, which closes it; -1 while it is closed."""
         self._direct = DirectIO()
-        # the file once more, to be written past the page cache
+        # the same file, opened once more to be written past the page cache
         self._direct_file = -1
         _written.add(self)
 
     def write(self, pieces: Sequence[memoryview], place: int, apart: int, *, unhurried: bool) -> None:
         """Write chunks to places that are so many bytes apart; if `unhurried`, past the page cache where it serves."""
         past_cache = unhurried and self._direct.serves(self.descriptor)
-        # together, where they lie side by side, in whole pages
+        # in one write, if the chunks follow each other and consist of whole pages
         together = past_cache and len(pieces[0]) == apart and all(map(is_aligned, pieces))
         if together and self._write_past_cache(pieces, place) == len(pieces) * apart:
             return
@@ -49,7 +49,7 @@ class WrittenFile:
 
     def _opened(self) -> int:
         if self._direct_file < 0:
-            # what is open, and not what is at its path by now
+            # the file that is open, since another one may be at its path by now
             path = f"/proc/self/fd/{self.descriptor}"
             self._direct_file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | DIRECT)
         return self._direct_file

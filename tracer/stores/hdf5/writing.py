@@ -50,13 +50,13 @@ class _Array:
         self.rows = rows
         self.codec = codec
         self.large = _is_large(rows, codec)
-        # the first chunk for which room was made last, and where it begins; -1 where that is not known
+        # the number of the first chunk of the room that was made last, and its offset; -1 if the offset is not known
         self.first = 0
         self.place = -1
-        # how many times what is thought to be its place was compared with what HDF5 says
+        # how often the place that was worked out was compared with the one that HDF5 says
         self.tried = 0
         self.length = 0
-        # the last chunk that was published before it was full
+        # the number of the last chunk that a commit wrote before it was full
         self.plain = -1
         self.committed = 0
 
@@ -79,8 +79,8 @@ _WRITING: dict[str, Any] = {
     "locking": False,
     "alignment_threshold": ALIGNED_BYTES,
     "alignment_interval": PAGE,
-    # Larger than usual, so that fewer index blocks take the places that chunks are thought to have (`_make_room`), but
-    # no more than a page: what was not written to takes room when a disk is full, and the trace has to say that it is.
+    # Larger than by default, so that blocks of metadata are less often where `_make_room` expects a chunk. Not larger
+    # than a page, because metadata must still be written when the disk is full, to say so in the trace.
     "meta_block_size": PAGE,
 }
 
@@ -96,7 +96,7 @@ def _locked(temporary: Path, path: Path) -> int:
                 raise TraceExistsError(f"{path} is being recorded by another process") from None
             except OSError:  # a file system without locks
                 return file
-            # it may have got its name, or been removed, before it was locked
+            # before it was locked, its writer may have renamed or removed it
             if os.path.exists(temporary) and os.path.samestat(os.fstat(file), os.stat(temporary)):
                 return file
         except BaseException:
@@ -121,9 +121,9 @@ class Hdf5WriteStore(WriteStore[_Array]):
         self._unsealed = path.with_name(f".{path.name}.part")
         self._copy = path.with_name(f".{path.name}.copy")
         self._sealed = False
-        # whether what is at the path is of this store, and not yet what it overwrites
+        # whether the file at the path is this store's, and no longer the one that it overwrites
         self._placed = False
-        # held until the file is at its path, where others see that it is being written
+        # held until the file is at its path, where its flags tell others that it is being written
         self._lock = _locked(self._unsealed, path)
         try:
             if not overwrite and is_there(path):
@@ -145,7 +145,7 @@ class Hdf5WriteStore(WriteStore[_Array]):
             raise TraceError(f"{self.path} is sealed: {name!r} should have been made before the first commit")
         filters: dict[str, Any] = {}
         if codec is not None:
-            # unknown to HDF5 unless a plugin brings it, which takes no part in writing whole chunks
+            # HDF5 need not know the filter: chunks are compressed here, and written as they are
             options = hdf5_options(codec, rows.dtype.itemsize, rows.chunk_nbytes)
             filters = {"compression": HDF5_FILTER, "compression_opts": options, "allow_unknown_filter": True}
         elif _is_large(rows, codec):
@@ -167,7 +167,7 @@ class Hdf5WriteStore(WriteStore[_Array]):
         write: Callable[[_Array, int, memoryview], None]
         write = self._write_chunk if array.codec is None else self._write_compressed
         self._changed[name] = None
-        try:  # and no `with`: a large message is some ten calls of Python, most of them cold, and this would be five
+        try:  # not `with write_errors`: that would be five calls more for each message, and a message is some ten
             if array.large:
                 array.rows.append(rows, lambda number, pieces: self._write_large(array, number, pieces))
             else:
@@ -221,7 +221,7 @@ class Hdf5WriteStore(WriteStore[_Array]):
                 elif tail is not None:
                     self._write_compressed(array, *tail, last=True)
                 self._resize(array, array.rows.rows)
-            if self._durable:  # before what leads to it
+            if self._durable:  # data must be on the disk before the metadata that leads to it
                 os.fsync(file.id.get_vfd_handle())
             file.flush()
             if self._sealed and os.fstat(self._written.descriptor).st_nlink == 0:
@@ -232,7 +232,8 @@ class Hdf5WriteStore(WriteStore[_Array]):
             if self._durable:
                 os.fsync(file.id.get_vfd_handle())
             if not self._sealed:
-                # a file that is not in SWMR mode cannot be opened after a kill, but a copy of a closed one can
+                # After a kill, a file that is not in SWMR mode cannot be opened. So the file is closed, and a copy is
+                # put at the path.
                 self._written.descriptor = -1
                 file.close()
                 shutil.copyfile(self._unsealed, self._copy)
@@ -270,7 +271,7 @@ class Hdf5WriteStore(WriteStore[_Array]):
             self.append(name, rows)
             self.commit()
             return
-        # the space of the file that is given up may be all there is
+        # removes the file that is being written, whose space may be the only one left on the disk
         self.abandon()
         with write_errors(self.path, OF_HDF5):
             try:
@@ -290,14 +291,14 @@ class Hdf5WriteStore(WriteStore[_Array]):
             self._shorten()
         file, self._file, self.closed = self._file, None, True
         self._written.close()
-        # the error that led here is the one to report
+        # errors are left out, because the one that led here is reported
         with contextlib.suppress(Exception):
             file.close()
         with contextlib.suppress(OSError):
             if self._sealed:
                 mark_unfinished(self.path)
             else:
-                # nothing in it was committed that is not in the copy at the path
+                # all that was committed is in the copy at the path
                 self._unsealed.unlink(missing_ok=True)
                 self._copy.unlink(missing_ok=True)
         self._unlock()
@@ -379,7 +380,8 @@ class Hdf5WriteStore(WriteStore[_Array]):
 
     def _write_chunk(self, array: _Array, number: int, data: memoryview, filter_mask: int = 0) -> None:
         start = self._start(array, number)
-        # a chunk cannot be written beyond the length; its rows mean nothing before the journal refers to them
+        # HDF5 writes no chunk beyond the length. The rows behind the data are never read: the journal does not refer to
+        # them.
         self._resize(array, start[0] + 1)
         array.dataset.write_direct_chunk(start, data, filter_mask)
 

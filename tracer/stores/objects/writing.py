@@ -84,7 +84,7 @@ class ObjectWriteStore(ZarrWriter[ObjectArray]):
         self._changed[""] = None
         self._flying: OrderedDict[Future[Any], int] = OrderedDict()
         self._touched = "" if part is None else part
-        # of two writers one is refused; the number tells whose object it is
+        # The random number tells the writers apart: of two that make the same trace, one is refused.
         writer = json.dumps(group_document({WRITER: uuid.uuid4().hex})).encode()
         if part is not None:
             self._groups[part] = {}
@@ -101,7 +101,7 @@ class ObjectWriteStore(ZarrWriter[ObjectArray]):
             except TraceExistsError:
                 if part is None:
                     raise
-                # another rank made it, which says there what this one will say, too: that one may have been killed
+                # Another rank made the root. This one writes the same attributes there: the other may have been killed.
 
     def chunk_size(self, shape: tuple[int, ...], chunk_bytes: int, gapless: bool) -> int:
         return chunk_bytes if gapless or shape else max(1, chunk_bytes // CHUNK_FRACTION)
@@ -134,19 +134,19 @@ class ObjectWriteStore(ZarrWriter[ObjectArray]):
             if tail is not None:
                 self._add(array, *tail)
             if array.shard is not None and array.shard.changed:
-                # that of an array without gaps goes on to grow
+                # the shard of an array without gaps goes on to grow, so a copy of it is put
                 data = array.shard.sealed()
                 self._put(array.shard_name(array.shard.number), bytes(data) if array.gapless else data)
             if array.gapless:
                 gapless.append(array)
                 continue
-            # the next rows go into another shard, because this one is there and objects do not change
+            # objects do not change, so the next rows begin another shard
             array.shard = None
             array.rows.skip(-(-array.rows.rows // array.shard_rows) * array.shard_rows)
             if array.to_publish() > array.published:
                 self._put_array(array, array.to_publish())
         self._land()
-        # their length says what is there, so it comes after that
+        # their length is put after their shards, because readers trust it
         for array in gapless:
             if array.published != array.end:
                 self._put_array(array, array.end)

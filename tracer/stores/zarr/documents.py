@@ -26,7 +26,7 @@ def damaged_groups(path: Path) -> list[str]:
             folders.clear()
         elif not is_group(document):
             if not _anything(Path(folder)):
-                folders.clear()  # a process was killed as it made this
+                folders.clear()  # a folder without the file: a process was killed as it made it
                 continue
             name = os.path.relpath(folder, path)
             why = "is not that of a group or an array" if "zarr.json" in files else "is not there"
@@ -48,7 +48,7 @@ def read_document(folder: Path) -> dict[str, Any]:
         finally:
             os.close(file)
     except OSError as error:
-        if error.errno in UNREADABLE:  # what may not be read is neither damaged nor missing
+        if error.errno in UNREADABLE:  # a file that may not be read is neither damaged nor missing
             raise TraceUnreadableError(f"cannot read {folder / 'zarr.json'}: {error.strerror or error}") from error
         return {}
     return as_document(data)
@@ -63,7 +63,7 @@ def disperse(path: Path, durable: bool) -> None:
 
 def write_document(folder: Path, document: Mapping[str, Any], durable: bool, anew: bool = True) -> None:
     """Write the ``zarr.json`` of a folder, all of it or nothing; unless it is there already, if not `anew`."""
-    # two ranks of a run may write the root at the same time
+    # a random name, because two ranks may write the root at the same time
     temporary = f"{folder}/.zarr.json.{os.getpid()}.{os.urandom(4).hex()}.part"
     data = as_bytes(document, folder)
     file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
@@ -89,7 +89,7 @@ def _put(temporary: str, place: str, anew: bool) -> None:
         try:
             with suppress(FileExistsError):
                 os.link(temporary, place)
-        except OSError:  # a file system without links
+        except OSError:  # the file system has no links
             anew = not os.path.exists(place)
     if anew:
         os.replace(temporary, place)

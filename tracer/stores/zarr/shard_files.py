@@ -30,12 +30,12 @@ class ShardFiles:
     def __init__(self, *, durable: bool) -> None:
         self._durable = durable
         self._direct = DirectIO()
-        # the ends of chunks, their checksums, and zeros: all that is in their last pages
+        # buffers for the last page of each chunk: its end, its checksum, and zeros
         self._last_pages = new_memory(16 * PAGE)
-        # files and folders that changed since the last `sync`; filled only where the disk has to be waited for
+        # files and folders that changed since the last `sync`; only kept if the store is durable
         self._unsynced: dict[str, None] = {}
         self._files: OrderedDict[str, int] = OrderedDict()
-        # the same, opened to be written past the page cache
+        # the same files, opened once more to be written past the page cache
         self._direct_files: OrderedDict[str, int] = OrderedDict()
 
     def open(self, path: str, flags: int = 0) -> int:
@@ -160,7 +160,7 @@ def _write_pieces(file: int, data: memoryview, offset: int) -> int:
     """
     nbytes = len(data)
     start = checksum = 0
-    # where the first piece ends; the last one takes the checksum along
+    # pieces end at multiples of PIECE in the file; the last one is written together with the checksum
     stop = PIECE - offset % PIECE
     while stop < nbytes:
         checksum = crc32c(data[start:stop], checksum)

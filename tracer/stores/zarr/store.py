@@ -37,7 +37,7 @@ def create(path: Path, *, part: str | None = None, overwrite: bool = False, dura
         if mine.exists():
             shutil.rmtree(mine)
         if part is not None:
-            # another process may make the directory and its root at the same time, but nobody else this part
+            # other processes may make the directory and its root at the same time, but this part is ours alone
             make_folder(path, durable=durable)
             write_document(path, group_document({}), durable, anew=False)
         else:

@@ -1,4 +1,4 @@
-"""What all stores share that write Zarr traces: the names of arrays and groups, and their attributes."""
+"""The base of the stores that write Zarr traces: the names of arrays and groups, and their attributes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ZarrWriter(WriteStore[A]):
         self._groups: dict[str, dict[str, Any]] = {"": {}}
         # arrays and groups with something to publish
         self._changed: dict[str, None] = {}
-        # whether the root has attributes that another process set
+        # whether another process has made the root, and has set its attributes
         self._joined = False
 
     def make(self, name: str, rows: RowChunks, codec: Codec | None, gapless: bool) -> None:
