@@ -40,8 +40,10 @@ docs: $(INSTALLED) ## what is made of the metrics: docs/metrics.md, what `trace 
 	mv docs/metrics.md.new docs/metrics.md
 	$(BIN)/python -c 'from analyze.catalogue import descriptions; print(descriptions(), end="")' > descriptions.new
 	mv descriptions.new analyze/descriptions.json
-	$(BIN)/python -c 'from analyze.catalogue import stub; print(stub(), end="")' > stub.new
-	mv stub.new analyze/__init__.pyi
+	for package in tracer analyze; do \
+	  $(BIN)/python -c "import $$package; from analyze.catalogue import stub; print(stub($$package), end='')" > stub.new; \
+	  mv stub.new $$package/__init__.pyi; \
+	done
 
 bench: $(INSTALLED) ## what recording and storing cost, measured in one run
 	$(BIN)/python benchmarks/overhead.py

@@ -6,7 +6,8 @@ import doctest
 import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import analyze
@@ -14,16 +15,8 @@ from analyze import registry
 from analyze.metrics import BUILT_IN
 
 HEADINGS = (
-    "Formula",
-    "Needs",
-    "Cost",
-    "Invariant to",
-    "Edge values",
-    "Memory",
-    "Numerics",
-    "Found by",
-    "Source",
-    "Formerly",
+    *("Formula", "Needs", "Cost", "Invariant to", "Edge values", "Memory"),
+    *("Numerics", "Found by", "Source", "Formerly"),
 )
 """The headings of a metric's Notes, in their order."""
 
@@ -256,28 +249,37 @@ def descriptions() -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def stub() -> str:
-    """The file ``analyze/__init__.pyi``: where type checkers and editors find each public name of the package."""
+def stub(package: ModuleType) -> str:
+    """The file ``__init__.pyi`` of `tracer` or `analyze`: where type checkers and editors find each public name."""
+    aliases: Mapping[str, str] = vars(package).get("ALIASES", {})
     homes: dict[str, list[str]] = {}
-    for name, home in analyze.HOMES.items():
+    for name, home in package.HOMES.items():
         homes.setdefault(home, []).append(name)
     return "\n".join(
         (
             '"""Made by `make docs` from the public names of the package, for type checkers and editors."""\n',
-            *(_import(home, names) for home, names in sorted(homes.items())),
+            *(_import(home, names, aliases) for home, names in sorted(homes.items())),
             "",
+            *(["__version__: str", "ALIASES: dict[str, str]"] if aliases else ()),
             "HOMES: dict[str, str]",
             "__all__ = [",
-            *(f'    "{name}",' for name in sorted(analyze.HOMES, key=_kind_of_name)),
+            *(f'    "{name}",' for name in sorted(package.HOMES, key=_kind_of_name)),
             "]\n",
         )
     )
 
 
-def _import(home: str, names: list[str]) -> str:
-    ordered = sorted(names, key=_kind_of_name)
-    line = f"from {home} import {', '.join(ordered)}"
-    return line if len(line) <= 120 else "\n".join((f"from {home} import (", *(f"    {one}," for one in ordered), ")"))
+def _import(home: str, names: list[str], aliases: Mapping[str, str]) -> str:
+    own = sorted((name for name in names if name not in aliases), key=_place_in_import)
+    others = [f"from {home} import {aliases[name]} as {name}" for name in names if name in aliases]
+    line = f"from {home} import {', '.join(own)}"
+    own = [line] if len(line) <= 120 else [f"from {home} import (", *(f"    {one}," for one in own), ")"]
+    return "\n".join([*own, *others])
+
+
+def _place_in_import(name: str) -> tuple[bool, bool, str]:
+    """As `_kind_of_name`, whatever the case of the letters."""
+    return (*_kind_of_name(name)[:2], name.casefold())
 
 
 def _kind_of_name(name: str) -> tuple[bool, bool, str]:

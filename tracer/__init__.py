@@ -1,143 +1,57 @@
 """Record a training run once; ask it anything later.
 
-The names below are imported when they are first used, so that ``import tracer`` costs nothing.
+A public name is imported when it is first used, so that ``import tracer`` costs nothing. The types of all these names
+stand in ``__init__.pyi``, which `make docs` writes.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 # not when it is used: what a program has called at its end, from now on, may still end what it records
 from tracer.recording import termination as _termination  # noqa: F401
 from tracer.version import __version__ as __version__
 
-if TYPE_CHECKING:
-    from tracer.errors import (
-        CaptureError,
-        MessageError,
-        TraceCorruptError,
-        TraceError,
-        TraceExistsError,
-        TraceFormatError,
-        TraceLostError,
-        TraceNotFoundError,
-        TracerError,
-        TraceUnreachableError,
-        TraceUnreadableError,
-        UnknownNameError,
-    )
-    from tracer.messaging.actor import Actor
-    from tracer.messaging.bus import Collect, MessageBus, Receiver, get_default_bus
-    from tracer.messaging.messages import KINDS, Message, MessageBundle, ModuleMessage, NetworkMessage, derived
-    from tracer.messaging.subscriber import CallbackSubscriber, Subscriber
-    from tracer.messaging.subscription import Subscription, SynchronizedSubscription
-    from tracer.observing.capture import Capture
-    from tracer.observing.exporter import Exporter
-    from tracer.recording.certifying.certify import certify
-    from tracer.recording.recorder import Recorder
-    from tracer.recording.recording import record
-    from tracer.recording.run import Run
-    from tracer.replaying.plan import plan
-    from tracer.replaying.replay import replay
-    from tracer.trace.certificate import Certificate
-    from tracer.trace.reader import TraceReader
-    from tracer.trace.reader import TraceReader as open  # noqa: A004 - tracer.open(path), as in gzip.open
-    from tracer.trace.writer import TraceWriter
-    from tracer.upkeep.convert import convert
-    from tracer.upkeep.recover import recover
-    from tracer.upkeep.verify import verify
-
-_HOMES = {
-    "messaging.actor": ("Actor",),
-    "messaging.bus": ("Collect", "MessageBus", "Receiver", "get_default_bus"),
-    "observing.capture": ("Capture",),
-    "recording.certifying.certify": ("certify",),
-    "errors": (
-        "CaptureError",
-        "MessageError",
-        "TraceCorruptError",
-        "TraceError",
-        "TraceExistsError",
-        "TraceFormatError",
-        "TraceLostError",
-        "TraceNotFoundError",
-        "TraceUnreachableError",
-        "TraceUnreadableError",
-        "TracerError",
-        "UnknownNameError",
+_OF_HOME = {
+    "tracer.errors": (
+        *("CaptureError", "MessageError", "TraceCorruptError", "TraceError", "TraceExistsError", "TraceFormatError"),
+        *("TraceLostError", "TraceNotFoundError", "TraceUnreachableError", "TraceUnreadableError", "TracerError"),
+        *("UnknownNameError",),
     ),
-    "observing.exporter": ("Exporter",),
-    "messaging.messages": ("KINDS", "Message", "MessageBundle", "ModuleMessage", "NetworkMessage", "derived"),
-    "trace.reader": ("TraceReader",),
-    "recording.recorder": ("Recorder",),
-    "recording.recording": ("record",),
-    "recording.run": ("Run",),
-    "replaying.plan": ("plan",),
-    "replaying.replay": ("replay",),
-    "messaging.subscriber": ("CallbackSubscriber", "Subscriber"),
-    "messaging.subscription": ("Subscription", "SynchronizedSubscription"),
-    "upkeep.verify": ("verify",),
-    "upkeep.convert": ("convert",),
-    "upkeep.recover": ("recover",),
-    "trace.certificate": ("Certificate",),
-    "trace.writer": ("TraceWriter",),
+    "tracer.messaging.actor": ("Actor",),
+    "tracer.messaging.bus": ("Collect", "MessageBus", "Receiver", "get_default_bus"),
+    "tracer.messaging.messages": ("KINDS", "Message", "MessageBundle", "ModuleMessage", "NetworkMessage", "derived"),
+    "tracer.messaging.subscriber": ("CallbackSubscriber", "Subscriber"),
+    "tracer.messaging.subscription": ("Subscription", "SynchronizedSubscription"),
+    "tracer.observing.capture": ("Capture",),
+    "tracer.observing.exporter": ("Exporter",),
+    "tracer.recording.certifying.certify": ("certify",),
+    "tracer.recording.recorder": ("Recorder",),
+    "tracer.recording.recording": ("record",),
+    "tracer.recording.run": ("Run",),
+    "tracer.replaying.plan": ("plan",),
+    "tracer.replaying.replay": ("replay",),
+    "tracer.trace.certificate": ("Certificate",),
+    "tracer.trace.reader": ("TraceReader", "open"),
+    "tracer.trace.writer": ("TraceWriter",),
+    "tracer.upkeep.convert": ("convert",),
+    "tracer.upkeep.recover": ("recover",),
+    "tracer.upkeep.verify": ("verify",),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+HOMES: dict[str, str] = {name: home for home, names in _OF_HOME.items() for name in names}
+"""Public name → its module."""
 
-__all__ = [
-    "KINDS",
-    "Actor",
-    "CallbackSubscriber",
-    "Capture",
-    "CaptureError",
-    "Certificate",
-    "Collect",
-    "Exporter",
-    "Message",
-    "MessageBundle",
-    "MessageBus",
-    "MessageError",
-    "ModuleMessage",
-    "NetworkMessage",
-    "Receiver",
-    "Recorder",
-    "Run",
-    "Subscriber",
-    "Subscription",
-    "SynchronizedSubscription",
-    "TraceCorruptError",
-    "TraceError",
-    "TraceExistsError",
-    "TraceFormatError",
-    "TraceLostError",
-    "TraceNotFoundError",
-    "TraceReader",
-    "TraceUnreachableError",
-    "TraceUnreadableError",
-    "TraceWriter",
-    "TracerError",
-    "UnknownNameError",
-    "certify",
-    "convert",
-    "derived",
-    "get_default_bus",
-    "open",
-    "plan",
-    "record",
-    "recover",
-    "replay",
-    "verify",
-]
+ALIASES = {"open": "TraceReader"}
+"""What a public name is called in its module, where that is another name; `tracer.open` is used as ``gzip.open`` is."""
+
+__all__ = sorted(HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "open":
-        value = import_module("tracer.trace.reader").TraceReader
-    elif name in _HOME_OF:
-        value = getattr(import_module(f"tracer.{_HOME_OF[name]}"), name)
-    else:
+    if name not in HOMES:
         raise AttributeError(f"module 'tracer' has no attribute {name!r}")
+    value = getattr(import_module(HOMES[name]), ALIASES.get(name, name))
     globals()[name] = value
     return value
 

@@ -26,22 +26,8 @@ _HEADS = frozenset({"key", "token", "pass"})
 _ORDINARY = frozenset(
     {
         *("pad", "padding", "eos", "bos", "eot", "sep", "cls", "unk", "mask", "special", "start", "end", "begin"),
-        *(
-            "stop",
-            "image",
-            "video",
-            "audio",
-            "text",
-            "new",
-            "next",
-            "last",
-            "first",
-            "prompt",
-            "num",
-            "n",
-            "max",
-            "min",
-        ),
+        *("stop", "image", "video", "audio", "text", "new", "next", "last", "first", "prompt", "num", "n", "max"),
+        *("min",),
         *("per", "sort", "sorting", "order", "label", "target", "input", "output", "feature", "batch", "column", "row"),
         *("primary", "monitor", "metric", "query", "value", "hot", "cache", "per", "forward", "backward", "single"),
         *("two", "multi", "one", "decoder", "encoder", "loss", "dict", "config", "group", "state"),
@@ -50,19 +36,8 @@ _ORDINARY = frozenset(
 """``--pad-token``, ``--sort-key``, ``--forward-pass``: words of machine learning before what else would be a secret."""
 _QUALIFIERS = frozenset(
     {
-        *(
-            "access",
-            "api",
-            "auth",
-            "secret",
-            "private",
-            "shared",
-            "signing",
-            "encryption",
-            "client",
-            "account",
-            "refresh",
-        ),
+        *("access", "api", "auth", "secret", "private", "shared", "signing", "encryption", "client", "account"),
+        *("refresh",),
         *("bearer", "security", "service", "ssh", "hf", "wandb", "openai", "github", "aws", "azure"),
     }
 )

@@ -28,8 +28,9 @@ from analyze.batching.manifest import conclude
 from analyze.batching.processes import Processes
 from analyze.batching.units import Pairs
 from analyze.batching.work import Work
-from analyze.tables.writing import PathLike
-from tracer.errors import CaptureError, TracerError
+from analyze.metrics.checks import is_whole
+from analyze.tables.writing import PathLike, not_installed
+from tracer.errors import CaptureError
 from tracer.stores.locations import Anywhere
 from tracer.trace.selection import Steps
 
@@ -125,26 +126,9 @@ def batch(
         folder.make()
         folder.sweep()
         work = Work(planned, folder, say, force)
-        say(
-            {
-                "event": "planned",
-                "traces": len(planned.traces),
-                "parts": work.parts,
-                "cached": len(planned.cached),
-                "failed": len(planned.failures),
-                "bytes": planned.bytes,
-            }
-        )
+        say({"event": "planned", **planned.counts})
         _compute(planned, work, folder, lambda: _engine(planned, workers, scheduler, slurm, memory))
-        results = BatchResults(
-            out=str(folder),
-            units=planned.units,
-            failures=work.failures,
-            computed=work.computed,
-            cached=len(planned.cached),
-            seconds=time.monotonic() - began,
-            notes=planned.notes,
-        )
+        results = BatchResults(str(folder), planned, work, time.monotonic() - began)
     if table is not None:
         results.to_parquet(table, overwrite=True)
     return results
@@ -159,10 +143,10 @@ def _check(
 ) -> None:
     """Raise what is wrong with the arguments of `batch` that planning does not look at."""
     if find_spec("pyarrow") is None:
-        raise TracerError("a batch needs pyarrow, which is not installed: pip install 'tracereel[tables]'")
+        raise not_installed("a batch", "pyarrow", "tables")
     if scheduler is not None and slurm is not None:
         raise CaptureError("a batch runs on a scheduler or on SLURM: give one of them")
-    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int) or memory < 1):
+    if memory is not None and not is_whole(memory, 1):
         raise CaptureError(f"memory is a positive number of bytes, not {memory!r}")
     if table is not None and Path(table).suffix != ".parquet":
         raise CaptureError(f"{os.fspath(table)}: the table is a file that ends in .parquet")

@@ -17,6 +17,7 @@ from analyze.batching.planning import plan_trace
 from analyze.batching.questions import Question, questions
 from analyze.batching.traces import find_traces
 from analyze.batching.units import Failure, Pairs, Selection, Task, TracePlan, Unit
+from analyze.metrics.checks import is_whole
 from tracer.errors import CaptureError
 from tracer.stores.locations import Anywhere, Url, location
 from tracer.trace.selection import Steps
@@ -76,6 +77,13 @@ class BatchPlan:
         """What is to be read."""
         return sum(task.bytes for task in self.tasks)
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many traces there are; how many parts are to be computed, are there, and cannot be had; and the bytes."""
+        parts = sum(len(task.units) for task in self.tasks)
+        counts = {"traces": len(self.traces), "parts": parts, "cached": len(self.cached)}
+        return counts | {"failed": len(self.failures), "bytes": self.bytes}
+
     def describe(self) -> dict[str, Any]:
         """The plan as JSON values."""
         return {
@@ -120,14 +128,16 @@ def plan_batch(
     Parameters are those of `batch`.
     """
     share = _share(part)
-    if isinstance(part_bytes, bool) or not isinstance(part_bytes, int) or part_bytes < 1:
+    if not is_whole(part_bytes, 1):
         raise CaptureError(f"part_bytes is a positive number of bytes, not {part_bytes!r}")
     selection = Selection.of(kinds, modules, steps, tags)
     found = find_traces(traces, outside=out)
     asked = questions([subscribers] if isinstance(subscribers, str) else subscribers)
     say = progress or (lambda event: None)
     if pairs is not None:
-        from analyze.batching.pairing import plan_pairs  # which loads torch: a mistyped path must not wait for it
+        from analyze.batching.pairing import (
+            plan_pairs,  # here, because it imports torch, and a mistyped path should be told without that wait
+        )
 
         planned = plan_pairs(found, asked, pairs, selection, part_bytes=part_bytes)
         say({"event": "planning", "traces": len(found), "of": len(found)})
@@ -135,7 +145,7 @@ def plan_batch(
         planned = _plans(found, asked, selection, part_bytes, say)
     hands = share[1] if share is not None else cores() if workers is None else max(workers, 1)
     if share is not None:
-        # every share must come to the same whole, so what is there already is looked at only after dealing
+        # all shares must deal the same tasks, so the parts that are there already are left out only afterwards
         _keep(dealt(fused(planned, selection, hands), *share), planned, is_first=share[0] == 0)
     with folder_at(out) as folder:
         there = set() if force else done(folder)
@@ -175,7 +185,7 @@ def _plans(
             made = map(planner, found)
         seen: set[str] = set()
         for number, one in enumerate(made, 1):
-            # a trace that is named in two ways is one
+            # the same trace may be named in two ways
             if one.run is None or one.run.trace not in seen:
                 planned.append(one)
             if one.run is not None:

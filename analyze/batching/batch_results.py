@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any, final
 
+from analyze.batching.batch_plan import BatchPlan
 from analyze.batching.part_files import PartFiles
-from analyze.batching.units import Failure, Unit
+from analyze.batching.work import Work
 from analyze.tables.results import Results
 from analyze.tables.writing import PathLike, arrow_schema, new_file, not_installed
 
@@ -25,38 +26,31 @@ class BatchResults(Results):
     ----------
     out : str
         The folder.
+    planned : BatchPlan
+    work : Work
+        What became of it.
+    seconds : float
+        How long it took.
+
+    Attributes
+    ----------
     units : list of Unit
         What was asked, in the order of the traces, subscribers and ranks.
     failures : list of Failure
         What could not be answered, and why.
     computed, cached : int
         Units that were computed, and that were there already.
-    seconds : float
     notes : list of str
         What is to be known of the traces: a run that did not finish, parts of a trace that are missing. What was read
         of them is answered.
     """
 
-    def __init__(
-        self,
-        *,
-        out: str,
-        units: list[Unit],
-        failures: list[Failure],
-        computed: int,
-        cached: int,
-        seconds: float,
-        notes: list[str],
-    ) -> None:
-        self._parts = PartFiles(out, units)
+    def __init__(self, out: str, planned: BatchPlan, work: Work, seconds: float) -> None:
+        self._parts = PartFiles(out, planned.units)
         super().__init__(self._parts)
-        self.out = out
-        self.units = units
-        self.failures = failures
-        self.computed = computed
-        self.cached = cached
-        self.seconds = seconds
-        self.notes = notes
+        self.out, self.seconds = out, seconds
+        self.units, self.notes, self.cached = planned.units, planned.notes, len(planned.cached)
+        self.failures, self.computed = work.failures, work.computed
 
     @property
     def complete(self) -> bool:

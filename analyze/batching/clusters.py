@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from analyze.batching.engines import Death, Document, cores
+from analyze.metrics.checks import is_whole
 from tracer.errors import MessageError, TracerError
 
 CONNECT_SECONDS: Final = 30.0
 """How long a Dask scheduler may take to answer."""
 WORKERS_SECONDS: Final = 300.0
 """How long Dask may take until it has a worker."""
-
-
 RECEIPT_SECONDS: Final = 60.0
 """How long the receipt of a finished task may take before this process looks whether the scheduler is still there."""
 
@@ -45,7 +44,7 @@ class Dask:
 
     def __init__(self, scheduler: Any, workers: int | None = None, memory: int | None = None) -> None:
         try:
-            # by its name: it has annotations in some places only
+            # by import_module, because mypy would check against its incomplete annotations
             distributed: Any = import_module("distributed")
         except ImportError as error:
             raise TracerError("Dask is not installed: pip install 'tracereel[cluster]'") from error
@@ -106,7 +105,8 @@ class Dask:
 
         self._tries[key] = self._tries.get(key, 0) + 1
         name = f"tracereel-{self._batch}-{self._tries[key]}-{key}"
-        # never a result from an earlier batch: a scheduler that lives on might have one
+        # the key is new in each batch, so that the scheduler never answers with a result that it kept from an earlier
+        # one
         self._results.add(self._client.submit(run, dict(document), key=name, pure=False, retries=0))
         self._left += 1
 
@@ -121,22 +121,22 @@ class Dask:
             status = future.status
             error = future.exception(timeout=RECEIPT_SECONDS) if status == "error" else None
         except (OSError, TimeoutError, StopIteration) as lost:
-            raise TracerError(
-                f"the Dask scheduler at {self._name} is gone with {self._left} tasks left; what is done is kept: run "
-                f"the same again ({type(lost).__name__})"
-            ) from lost
+            raise self._gone(f" ({type(lost).__name__})") from lost
         if isinstance(error, self._distributed.KilledWorker):
-            # Dask blames each task that was at a worker when it died, also those that only waited there
+            # Dask blames all tasks that a worker had when it died, even those that only waited
             why = "the Dask workers that computed it died one after the other (KilledWorker)"
             return key, Death(why, alone=True)
         if error is None:
             if self._client.status != "running":
-                raise TracerError(
-                    f"the Dask scheduler at {self._name} is gone with {self._left} tasks left; what is done is kept: "
-                    "run the same again"
-                )
+                raise self._gone()
             return key, Death(f"Dask gave it up ({status})")
         return key, Death(f"Dask could not run it: {type(error).__name__}: {error}")
+
+    def _gone(self, why: str = "") -> TracerError:
+        return TracerError(
+            f"the Dask scheduler at {self._name} is gone with {self._left} tasks left; what is done is kept: run the "
+            f"same again{why}"
+        )
 
     def _receipt(self, future: Any) -> Document | None:
         """The receipt of a task, if there is one. If the worker that held it died, Dask computes the task again."""
@@ -192,9 +192,9 @@ def slurm(options: Mapping[str, Any]) -> Any:
         raise TracerError("dask-jobqueue is not installed: pip install 'tracereel[cluster]'") from error
     given = dict(options)
     jobs = given.pop("jobs", 1)
-    if isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1:
+    if not is_whole(jobs, 1):
         raise MessageError(f"jobs is how many jobs of SLURM to start, a positive integer, not {jobs!r}")
-    # a worker computes in one thread: its generators and gradient mode are those of the process
+    # one thread a worker, because torch's random generators and gradient mode belong to the process
     given.setdefault("cores", 1)
     given.setdefault("processes", given["cores"])
     given.setdefault("memory", f"{4 * int(given['cores'])}GB")

@@ -71,7 +71,7 @@ def dealt(tasks: Sequence[Task], part: int, parts: int) -> list[Task]:
     mine = []
     for task in tasks:  # the largest first
         lightest = min(range(parts), key=lambda number: (loads[number], number))
-        # a task costs something even if it reads nothing
+        # each task has a cost of its own, whatever it reads
         loads[lightest] += task.bytes + (1 << 20)
         if lightest == part:
             mine.append(task)

@@ -49,11 +49,7 @@ def estimate(planned: BatchPlan, out: Anywhere, workers: int | None = None) -> d
     for one in sorted(seconds, reverse=True):
         loads[loads.index(min(loads))] += one
     return {
-        "traces": len(planned.traces),
-        "parts": len(alone),
-        "cached": len(planned.cached),
-        "failed": len(planned.failures),
-        "bytes": planned.bytes,
+        **planned.counts,
         "seconds": round(sum(seconds), 3),
         "wall_seconds": round(max(loads), 3),
         "workers": hands,
@@ -79,7 +75,7 @@ def _rate(known: Sequence[float] | None, tasks: Sequence[Task]) -> _Rate:
         return _Rate(known[0], known[1], int(known[2]))
     smallest = min(tasks, key=lambda task: task.bytes)
     spent = _tried(smallest)
-    if spent < TRY_AGAIN:  # most of which was loading what computes it
+    if spent < TRY_AGAIN:  # most of the first try may have been imports
         spent = min(spent, _tried(smallest))
     return _Rate(spent, smallest.bytes, 1)
 

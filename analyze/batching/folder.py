@@ -223,7 +223,7 @@ class _ObjectFolder(Folder):
         if replace:
             self._objects.put(name, data)
         else:
-            # another process may have computed the same, which then stays
+            # if another process has put the same answers, those stay
             with contextlib.suppress(TraceExistsError):
                 self._objects.put_new(name, data)
 
@@ -233,7 +233,7 @@ class _ObjectFolder(Folder):
             self._objects.delete(names)
 
     def trace(self, name: str) -> Url:
-        return self._url.joinpath(*name.split("/"))
+        return self._url / name
 
     def new_trace(self, name: str) -> Url:
         return self.trace(name)

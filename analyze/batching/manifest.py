@@ -37,7 +37,7 @@ def conclude(folder: Folder, planned: BatchPlan, work: Work, state: str) -> None
 
 def _lines(failures: Sequence[Failure]) -> bytes:
     lines = "".join(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in failures)
-    return lines.encode(errors="backslashreplace")  # a path that is no UTF-8 reads back as what it is
+    return lines.encode(errors="backslashreplace")  # so that a path that is no UTF-8 can be written
 
 
 def read_manifest(folder: Folder) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from analyze.batching.folder import Folder, folder_at
 from analyze.batching.units import Run, Unit
-from analyze.tables.columns import COLUMNS, Columns, Row, place_of
+from analyze.tables.columns import COLUMNS, COUNTERS, Columns, Row, Stream
 from analyze.tables.results import Results
 from analyze.tables.writing import arrow_table
 from tracer.messaging.messages import Message
@@ -87,7 +87,7 @@ class PartAnswers:
         self._unit, self._subscriber = unit, subscriber
         self._small = Results()
         self._large: list[Message] = []
-        # where each large answer stands among all
+        # the place of each large answer among all answers
         self._large_at: list[int] = []
         self._count = 0
 
@@ -133,7 +133,9 @@ class PartAnswers:
         damaged = f"parts/{self._unit.id}{DAMAGED}"
         if complete:
             folder.write(f"parts/{self._unit.id}{COMPLETE}", data, replace=replace)
-            if folder.on_disk:  # on an object store that is a request, and waits for the end of the batch
+            if (
+                folder.on_disk
+            ):  # on an object store this would be one more request, so it is done at the end of the batch
                 folder.remove([damaged])
         else:
             folder.write(damaged, data)
@@ -164,20 +166,8 @@ class PartAnswers:
 
     def _row_of_large(self, message: Message) -> tuple[Any, ...]:
         """The row of a large answer, which has no value."""
-        return (
-            self._unit.title,
-            self._subscriber,
-            message.kind,
-            place_of(message.key, message.leaf),
-            message.tag,
-            message.rank,
-            message.epoch,
-            message.train_step,
-            message.global_step,
-            message.call,
-            "",
-            None,
-        )
+        stream = Stream.of(message, self._unit.title, self._subscriber)
+        return (*stream.words, *(getattr(message, name) for name in COUNTERS), "", None)
 
     def _details(self, rows: int, seconds: float, *, complete: bool) -> dict[str, Any]:
         """What the rows do not say, as JSON values."""

@@ -67,7 +67,7 @@ def _plan_trace(
             except Exception as error:  # noqa: BLE001 - as above
                 failures.append(unplanned(path, question.spec, rank, sentence_of(error)))
         planned.units += units
-        # a rank may have been recorded in part, such as without the weights, which are the same in all
+        # what one rank lacks is no failure if another has it: weights that all ranks share are recorded by one of them
         planned.failures += failures if units else failures + lacking
     return planned
 
@@ -125,13 +125,5 @@ def identity(
     ended: str,
 ) -> str:
     """A digest of all that the stored answers of a unit depend on."""
-    values = [
-        SCHEMA,
-        path,
-        rank,
-        ended,
-        question.identity,
-        reader.fingerprint(rows),
-        reader.fingerprint(pairs.reshape(-1)),
-    ]
-    return digest(values)[:32]
+    read = [reader.fingerprint(rows), reader.fingerprint(pairs.reshape(-1))]
+    return digest([SCHEMA, path, rank, ended, question.identity, *read])[:32]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final, final
 
 from analyze.batching.engines import Death, Document
+from analyze.metrics.checks import is_whole
 from tracer.errors import CaptureError, TracerError
 
 POLL_SECONDS: Final = 0.2
@@ -46,7 +47,7 @@ class Processes:
     """
 
     def __init__(self, workers: int, memory: int | None = None) -> None:
-        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        if not is_whole(workers, 1):
             raise CaptureError(f"workers is a positive number of processes, or 0 for this one, not {workers!r}")
         self.workers = workers
         self.memory = memory
@@ -87,7 +88,7 @@ class Processes:
             key, document = self._waiting.popleft()
             worker.key = key
             assert worker.process.stdin is not None
-            # one that has died in the meantime is heard of by the end of its output
+            # if the worker has just died, the end of its output tells
             with contextlib.suppress(OSError):
                 worker.process.stdin.write(json.dumps(document).encode() + b"\n")
                 worker.process.stdin.flush()
@@ -98,7 +99,7 @@ class Processes:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment(),
-            start_new_session=True,  # an interrupt from the keyboard is for this process alone
+            start_new_session=True,  # so that an interrupt from the keyboard reaches this process only
         )
         worker = _Worker(process)
         assert process.stdout is not None

@@ -5,22 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from types import TracebackType
-from typing import IO, Any, Protocol, final
+from typing import IO, Any, final
 
 from analyze.tables.escapes import in_json
-
-
-class Display(Protocol):
-    """Is called with what `analyze.batch` tells; a context manager."""
-
-    def __call__(self, event: Mapping[str, Any]) -> None: ...
-
-    def __enter__(self) -> Display: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
 
 @final
@@ -81,7 +68,7 @@ class Live:
     def _say(self, sentence: str) -> None:
         from rich.text import Text
 
-        self._progress.console.print(Text(sentence))  # Text: a name is not markup
+        self._progress.console.print(Text(sentence))  # as Text, so that brackets in a name are no markup
 
     def _told(self, failed: int) -> str:
         return f"{self._cached} cached  {failed} failed  {self._bytes / 1e6:,.0f} MB"
@@ -94,6 +81,6 @@ class Live:
         self._progress.stop()
 
 
-def display(stream: IO[str]) -> Display:
+def display(stream: IO[str]) -> Lines | Live:
     """What suits a stream: with NO_COLOR, nothing is drawn on a terminal either."""
     return Live(stream) if stream.isatty() and not os.environ.get("NO_COLOR") else Lines(stream)

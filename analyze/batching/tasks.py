@@ -10,23 +10,26 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, final
 
 import numpy as np
 
 from analyze import registry
 from analyze.batching.cutting import Share
 from analyze.batching.folder import Folder, folder_at
-from analyze.batching.hearing import Heard, Timed, of_modules
 from analyze.batching.pairing import identity_of, take
+from analyze.batching.part_files import PartAnswers
 from analyze.batching.planning import identity
 from analyze.batching.questions import Question, questions
 from analyze.batching.units import Module, Outcome, Selection, Task, Unit, sentence_of, stride_of
 from analyze.comparing.compare import compare
 from tracer.errors import TraceCorruptError, TraceError
 from tracer.format.journal import Column
+from tracer.messaging.bus import Receiver, describe
+from tracer.messaging.messages import Message
+from tracer.messaging.subscriber import Subscriber
 from tracer.replaying.plan import Plan, plan
 from tracer.replaying.replay import replay
 from tracer.trace.reader import TraceReader
@@ -51,7 +54,7 @@ def run(document: Mapping[str, Any]) -> dict[str, Any]:
     """
     import torch
 
-    torch.set_num_threads(1)  # a worker has one processor; what else would do it differs from engine to engine
+    torch.set_num_threads(1)  # a worker has one processor; set here, because not every engine sets it
     task = Task.of(document["task"])
     with folder_at(document["out"]) as folder:
         outcomes = _run(task, folder, bool(document["replace"]))
@@ -64,7 +67,7 @@ def _run(task: Task, folder: Folder, replace: bool) -> list[Outcome]:
         outcomes = _attempt(task, task.units, folder, replace)
         if all(one.status == "computed" for one in outcomes):
             return outcomes
-    # one that fails must not take those with it that only happened to be read together with it
+    # Each unit by itself, so that one that fails does not take the others with it.
     return [outcome for unit in task.units for outcome in _attempt(task, (unit,), folder, replace)]
 
 
@@ -77,7 +80,7 @@ def _attempt(task: Task, units: Sequence[Unit], folder: Folder, replace: bool) -
     is_kept = bool(heard) and (status == "computed" or (status == "damaged" and len(units) == 1))
     if not is_kept:
         return [Outcome(unit.id, status, 0, spent / len(units), reason, told) for unit in units]
-    # reading is for all of them
+    # the time of reading is shared by all units
     shared = max(spent - sum(one.seconds for one in heard), 0.0) / len(units)
     outcomes = []
     for unit, one in zip(units, heard, strict=True):
@@ -104,7 +107,7 @@ def _hear(task: Task, units: Sequence[Unit], heard: list[Heard]) -> tuple[str, s
                 else:
                     _replay(task, units, whole.of_rank(units[0].rank), heard)
             except TraceCorruptError as error:
-                reason = str(error)  # what was published before is right
+                reason = str(error)  # the answers to what came before the damage are right
                 if len(units) == 1 and not units[0].other:
                     reason += _salvage(task, units[0], whole.of_rank(units[0].rank), heard)
                 return "damaged", reason, ""
@@ -128,8 +131,7 @@ def _replay(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[
 def _listen(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[Heard], share: Share) -> None:
     """Replay a share of the trace through subscribers that have heard nothing yet."""
     made = {spec: registry.parse(spec) for unit in units for spec in unit.chain}
-    receivers = of_modules(list(made.values()), share.modules)
-    timed = {spec: Timed(one) for spec, one in zip(made, receivers, strict=True)}
+    timed = dict(zip(made, of_modules(list(made.values()), share.modules), strict=True))
     heard += [Heard(unit, made[unit.spec], timed[unit.spec]) for unit in units]
     replay(reader, *timed.values(), *heard, rank=units[0].rank, **task.selection.at(share.steps).filters())
 
@@ -159,7 +161,7 @@ def _salvage(task: Task, unit: Unit, reader: TraceReader, heard: list[Heard]) ->
                 continue
             lost += end - begin
             if pieces.modules is None:
-                continue  # nothing is kept of damaged steps; of a damaged module, what comes before the damage
+                continue  # a damaged step has no answers; a damaged module keeps those before the damage
         if heard:
             heard[0].answers.extend(said[0].answers)
         else:
@@ -236,3 +238,86 @@ def _changed(unit: Unit) -> TraceError:
     return TraceError(
         f"{unit.title} or the source of {unit.spec} is not what it was when the batch was planned: plan it again"
     )
+
+
+@final
+class Timed:
+    """Wraps a subscriber: it hears of some modules only, and its time is measured. All else is the subscriber's.
+
+    Parameters
+    ----------
+    subscriber : Subscriber
+    modules : set of str or None, optional
+        The modules that it hears of; None for all.
+    answers : set of str
+        The kinds of other subscribers' answers, which it hears of all modules.
+    """
+
+    def __init__(self, subscriber: Subscriber, modules: Set[Module] | None, answers: Set[str]) -> None:
+        self.subscriber = subscriber
+        self.name = describe(subscriber)
+        self.seconds = 0.0
+        self._modules, self._answers = modules, answers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.subscriber, name)
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        known = self._modules is None or kind in self._answers or module in self._modules
+        return known and self.subscriber.wants(kind, module, tag, step)
+
+    def receive(self, message: Message) -> Iterable[Message]:
+        return self._measured(self.subscriber.receive(message))
+
+    def finish(self) -> Iterable[Message]:
+        return self._measured(self.subscriber.finish())
+
+    def close(self) -> None:
+        self.subscriber.close()
+
+    def _measured(self, answers: Iterable[Message]) -> tuple[Message, ...]:
+        """The answers, which the subscriber works out as they are asked for."""
+        began = time.perf_counter()
+        found = tuple(answers)
+        self.seconds += time.perf_counter() - began
+        return found
+
+
+def of_modules(chain: Sequence[Subscriber], modules: Iterable[Module] | None) -> list[Timed]:
+    """Subscribers that hear of some modules only (all, if None)."""
+    chosen = None if modules is None else frozenset(modules)
+    answers = frozenset(kind for one in chain for kind in one.produces)
+    return [Timed(one, chosen, answers) for one in chain]
+
+
+@final
+class Heard(Receiver):
+    """A receiver that keeps what the subscriber of a unit answers.
+
+    Parameters
+    ----------
+    unit : Unit
+    subscriber : Subscriber
+    timed : Timed, optional
+        What measures the subscriber, where messages are replayed through it.
+    """
+
+    passive = True
+    name = "results"
+
+    def __init__(self, unit: Unit, subscriber: Subscriber, timed: Timed | None = None) -> None:
+        self.answers = PartAnswers(unit, describe(subscriber))
+        self._kinds = frozenset(subscriber.produces)
+        self._timed = timed
+
+    @property
+    def seconds(self) -> float:
+        """How long the subscriber took, where that was measured."""
+        return 0.0 if self._timed is None else self._timed.seconds
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        return kind in self._kinds
+
+    def receive(self, message: Message) -> Iterable[Message]:
+        self.answers.add(message)
+        return ()

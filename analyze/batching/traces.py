@@ -7,11 +7,12 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
-from tracer.errors import CaptureError, TraceNotFoundError, TracerError, TraceUnreadableError
+from tracer.errors import CaptureError, TraceNotFoundError, TraceUnreadableError
 from tracer.format.version import FORMAT
 from tracer.stores.locations import SCHEMES, Anywhere, Url, location, whole_of
 from tracer.stores.opening import STORES
@@ -96,7 +97,8 @@ def _listed(name: str, lists: tuple[str, ...]) -> Iterator[str]:
     if name in lists:
         raise CaptureError(f"the list of traces {name} lists itself")
     try:
-        # as bytes, because other ends of lines than these two may be in a name; a byte order mark is no part of one
+        # split at \n only, because a name may have any other character that ends lines for Python; utf-8-sig drops a
+        # mark
         lines = Path(name).read_bytes().decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
@@ -164,15 +166,10 @@ def _at_url(text: str) -> Iterator[str]:
 def _below_url(url: Url, *, deep: bool = True) -> Iterator[str]:
     if url.is_web:
         raise CaptureError(f"{url}: an http server has no list of what is there; name each trace")
-    try:
-        from tracer.stores.objects.client import Objects
-    except ImportError as error:
-        raise TracerError(f"{url} needs obstore, which is not installed: pip install 'tracereel[s3]'") from error
-    objects = Objects(url)
-    try:
+    from tracer.stores.objects.client import Objects  # here, because obstore may not be installed
+
+    with closing(Objects(url)) as objects:
         names = sorted(objects.names())
-    finally:
-        objects.close()
     for name in names:
         if Path(name).suffix.lower() in SUFFIXES:
             if whole_of(name) not in names:

@@ -221,7 +221,7 @@ class Failure:
         )
 
     def __post_init__(self) -> None:
-        for name in ("trace", "reason", "traceback"):  # they are printed and written
+        for name in ("trace", "reason", "traceback"):  # these are printed and written to files
             object.__setattr__(self, name, masked_text(getattr(self, name)))
 
 
@@ -253,11 +253,7 @@ class Task:
 
     def document(self) -> dict[str, Any]:
         """The task as JSON values, which `of` reads."""
-        return {
-            "units": [asdict(unit) for unit in self.units],
-            "run": asdict(self.run),
-            "selection": asdict(self.selection),
-        }
+        return asdict(self)
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Task:

@@ -44,7 +44,7 @@ class Work:
         self._done = self._failed = 0
         self._tasks: dict[str, Task] = {}
         self._tried: dict[str, int] = {}
-        # what is tried again when nothing else is left, one after the other
+        # tasks to be tried again alone, when all others are done
         self._later: list[Task] = []
 
     def run(self, engine: Engine) -> None:

@@ -19,6 +19,7 @@ import scipy
 from numpy.typing import NDArray
 
 from analyze.comparing.compare import aligned, observed
+from analyze.metrics.checks import check_word
 from analyze.metrics.inputs import Array
 from analyze.metrics.similarity.bases import STATUSES, Basis, Status, basis, check_threshold
 from analyze.metrics.similarity.canonical import Average, null_baseline
@@ -160,12 +161,9 @@ class Bases:
         scratch: str | Path | None = None,
     ) -> None:
         check_threshold(threshold)
-        if average not in ("mean", "square"):
-            raise MessageError(f"average is 'mean' or 'square', not {average!r}")
-        if dtype not in ("float64", "float32"):
-            raise MessageError(f"dtype is 'float64' or 'float32', not {dtype!r}")
-        if positions not in ("datapoints", "pooled"):
-            raise MessageError(f"positions is 'datapoints' or 'pooled', not {positions!r}")
+        check_word("average", average, ("mean", "square"))
+        check_word("dtype", dtype, ("float64", "float32"))
+        check_word("positions", positions, ("datapoints", "pooled"))
         self.threshold, self.average, self.channels, self.positions = threshold, average, channels, positions
         self.dtype = np.dtype(dtype)
         self.keys: list[Hashable] = []

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from analyze.metrics.inputs import answer
-from tracer.messaging.messages import Message, MessageBundle, ModuleMessage, NetworkMessage
+from tracer.messaging.messages import Message, MessageBundle, message_of
 
 Stream: TypeAlias = tuple[str | None, str, int, str, int]
 """Module (None for the network), tag, call, leaf and rank: what tells the streams of one kind apart."""
@@ -52,15 +54,40 @@ def unpacked_series(state: Mapping[str, Any]) -> Series:
     return state["module"], state["tag"], state["leaf"], state["rank"]
 
 
+def stored(value: Any) -> Any:
+    """What is remembered as a state holds it: arrays as tensors of their own, also within lists and mappings.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> stored({"counts": [np.array([1, 2])], "steps": 3})
+    {'counts': [tensor([1, 2])], 'steps': 3}
+    """
+    if isinstance(value, (np.ndarray, np.generic)):
+        return torch.from_numpy(np.array(value, order="C"))
+    if isinstance(value, Mapping):
+        return {name: stored(one) for name, one in value.items()}
+    return [stored(one) for one in value] if isinstance(value, list) else value
+
+
+def restored(value: Any) -> Any:
+    """What `stored` has made a state of."""
+    if isinstance(value, Tensor):
+        return value.numpy().copy()
+    if isinstance(value, Mapping):
+        return {name: restored(one) for name, one in value.items()}
+    return [restored(one) for one in value] if isinstance(value, list) else value
+
+
 def packed(memory: Mapping[Stream, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A memory by stream as plain values: one dictionary for each stream.
+    """A memory by stream as a state holds it: one dictionary for each stream, with its arrays as tensors.
 
     Examples
     --------
     >>> packed({("fc", "default", 0, "", 0): {"length": 2.5}})
     [{'module': 'fc', 'tag': 'default', 'call': 0, 'leaf': '', 'rank': 0, 'length': 2.5}]
     """
-    return [{**dict(zip(_FIELDS, stream, strict=True)), **values} for stream, values in memory.items()]
+    return [{**dict(zip(_FIELDS, stream, strict=True)), **stored(values)} for stream, values in memory.items()]
 
 
 def unpacked(state: Iterable[Mapping[str, Any]]) -> dict[Stream, dict[str, Any]]:
@@ -73,7 +100,7 @@ def unpacked(state: Iterable[Mapping[str, Any]]) -> dict[Stream, dict[str, Any]]
     """
     return {
         (one["module"], one["tag"], one["call"], one["leaf"], one["rank"]): {
-            name: value for name, value in one.items() if name not in _FIELDS
+            name: restored(value) for name, value in one.items() if name not in _FIELDS
         }
         for one in state
     }
@@ -105,9 +132,7 @@ class At:
         """An answer about a series."""
         module, tag, leaf, rank = series
         where = {"global_step": self.global_step, "train_step": self.train_step, "epoch": self.epoch}
-        if module is None:
-            return NetworkMessage(kind=kind, **where, tag=tag, leaf=leaf, rank=rank, data=data)
-        return ModuleMessage(kind=kind, module=module, **where, tag=tag, leaf=leaf, rank=rank, data=data)
+        return message_of(module, kind=kind, **where, tag=tag, leaf=leaf, rank=rank, data=data)
 
     def network_message(self, kind: str, tag: str, data: Tensor | float) -> Message:
         """An answer about the whole network."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import MessageError
-from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
+from tracer.messaging.messages import Message, message_of
 
 
 class Row(NamedTuple):
@@ -59,11 +59,6 @@ def _finite(value: Any) -> Any:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def place_of(module: str | None, leaf: str) -> str:
-    """The column ``module`` of an answer."""
-    return (module or "") + (f"#{leaf}" if leaf else "")
-
-
 class Stream(NamedTuple):
     """What all answers of one series have in common."""
 
@@ -76,10 +71,17 @@ class Stream(NamedTuple):
     rank: int
     dtype: str | None
 
+    @classmethod
+    def of(cls, message: Message, trace: str, subscriber: str) -> Stream:
+        """The stream of an answer."""
+        dtype = None if message.data is None else str(message.data.dtype).removeprefix("torch.")
+        fields = (message.kind, message.key, message.tag, message.leaf, message.rank)
+        return cls(trace, subscriber, *fields, dtype)
+
     @property
     def place(self) -> str:
         """The column ``module``."""
-        return place_of(self.module, self.leaf)
+        return (self.module or "") + (f"#{self.leaf}" if self.leaf else "")
 
     @property
     def words(self) -> tuple[str, str, str, str, str, int]:
@@ -144,16 +146,7 @@ class Columns:
         data = message.data
         if data is not None and data.is_complex():
             raise MessageError(f"results hold real numbers, but {message.kind} of {message.key!r} is {data.dtype}")
-        stream = Stream(
-            trace,
-            subscriber,
-            message.kind,
-            message.key,
-            message.tag,
-            message.leaf,
-            message.rank,
-            None if data is None else str(data.dtype).removeprefix("torch."),
-        )
+        stream = Stream.of(message, trace, subscriber)
         counters = (message.epoch, message.train_step, message.global_step, message.call)
         shape: tuple[int, ...] = (0,) if data is None else tuple(data.shape)
         values = array("d")
@@ -222,10 +215,7 @@ class Columns:
                 data = values.reshape(shape).to(getattr(torch, stream.dtype))
             fields: dict[str, Any] = {name: counter[position] for name, counter in self.counters.items()}
             fields |= {"kind": stream.kind, "tag": stream.tag, "leaf": stream.leaf, "rank": stream.rank, "data": data}
-            if stream.module is None:
-                yield NetworkMessage(**fields)
-            else:
-                yield ModuleMessage(module=stream.module, **fields)
+            yield message_of(stream.module, **fields)
 
     def gathered(self) -> Columns:
         """All answers in memory: these."""

@@ -14,7 +14,7 @@ from analyze.tables.series import Series, series_of
 from analyze.tables.tensorboard import Clock, write_events
 from analyze.tables.writing import PathLike, not_installed, write_csv, write_jsonl, write_parquet, write_trace
 from tracer.errors import UnknownNameError
-from tracer.messaging.bus import describe
+from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.messages import Message
 
 
@@ -257,7 +257,7 @@ class Results:
 
 
 @final
-class Sink:
+class Sink(Receiver):
     """A receiver that adds what given subscribers answer to results; it asks for nothing itself.
 
     Parameters
@@ -288,10 +288,3 @@ class Sink:
         """Add the message to the results."""
         self.results.add(message, self.trace, self.producers[message.kind])
         return ()
-
-    def finish(self) -> Iterable[Message]:
-        """Nothing to add."""
-        return ()
-
-    def close(self) -> None:
-        """Nothing to let go of; the results stay."""

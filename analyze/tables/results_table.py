@@ -156,48 +156,30 @@ _RARE: Final = ("not finite", "index")
 
 
 _N: Final = _Column(("n",), lambda one: (str(one.n),))
-
-
+_FIRST: Final = _Column(("first",), lambda one: (number(one.first),))
+_LAST: Final = _Column(("last",), lambda one: (number(one.last),))
+_MIN: Final = _Column(("min", "at"), lambda one: (number(one.min), _at(one.min_step)))
+_MAX: Final = _Column(("max", "at"), lambda one: (number(one.max), _at(one.max_step)))
 _TREND: Final = _Column(("trend",), lambda one: (one.trend,), left=True)
-
-
 _STRANGE: Final = _Column(
     ("not finite",), lambda one: (", ".join(_strange(one)).replace(", from", " from"),), left=True
 )
-
-
 _TREND_AND_STRANGE: Final = _Column(("trend",), lambda one: (one.trend, *_strange(one)), left=True)
 
 
+def _line(column: _Column, line: int) -> _Column:
+    """One line of a column, as a column of its own."""
+    return _Column((column.heading[line],), lambda one: (column.cell(one)[line],))
+
+
 _FORMS: Final[tuple[tuple[_Column, ...], ...]] = (
-    (
-        _N,
-        _Column(("first",), lambda one: (number(one.first),)),
-        _Column(("last",), lambda one: (number(one.last),)),
-        _Column(("min",), lambda one: (number(one.min),)),
-        _Column(("at",), lambda one: (_at(one.min_step),)),
-        _Column(("max",), lambda one: (number(one.max),)),
-        _Column(("at",), lambda one: (_at(one.max_step),)),
-        _TREND,
-        _STRANGE,
-    ),
-    (
-        _N,
-        _Column(("first",), lambda one: (number(one.first),)),
-        _Column(("last",), lambda one: (number(one.last),)),
-        _Column(("min", "at"), lambda one: (number(one.min), _at(one.min_step))),
-        _Column(("max", "at"), lambda one: (number(one.max), _at(one.max_step))),
-        _TREND_AND_STRANGE,
-    ),
+    (_N, _FIRST, _LAST, *(_line(column, line) for column in (_MIN, _MAX) for line in (0, 1)), _TREND, _STRANGE),
+    (_N, _FIRST, _LAST, _MIN, _MAX, _TREND_AND_STRANGE),
     (
         _Column(("first", "last"), lambda one: (number(one.first), number(one.last))),
-        _Column(("min", "at"), lambda one: (number(one.min), _at(one.min_step))),
-        _Column(("max", "at"), lambda one: (number(one.max), _at(one.max_step))),
-        _TREND_AND_STRANGE,
+        *(_MIN, _MAX, _TREND_AND_STRANGE),
     ),
 )
-
-
 _ROWS: Final = (
     _Column(("epoch",), lambda one: (str(one.epoch),)),
     _Column(("step",), lambda one: (str(one.global_step),)),

@@ -41,6 +41,14 @@ def part_of(name: str) -> tuple[int, int] | None:
     return None if match is None else (int(match["rank"]), int(match["attempt"] or 0))
 
 
+def rank_and_attempt(part: str) -> tuple[int, int]:
+    """Rank and attempt of a part; raises `ValueError` for a name that is none of a part."""
+    found = part_of(part)
+    if found is None:
+        raise ValueError(f"{part!r} is no name of a part")
+    return found
+
+
 def journal_name(part: str) -> str:
     """The name of a part's journal."""
     return f"{part}/journal"

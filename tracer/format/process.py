@@ -1,4 +1,4 @@
-"""Whether a process that wrote a name into a trace still lives."""
+"""Whether the process that wrote a trace still runs."""
 
 from __future__ import annotations
 

@@ -42,9 +42,11 @@ class Receiver(Protocol):
 
     def finish(self) -> Iterable[Message]:
         """Give the last answers, when the run or the replay ends."""
+        return ()
 
     def close(self) -> None:
         """Let go of files and threads."""
+        return  # most receivers have none
 
 
 class MessageBus:
@@ -348,7 +350,7 @@ class MessageBus:
         )
 
 
-class Collect:
+class Collect(Receiver):
     """A receiver that keeps what it hears in a list.
 
     Parameters
@@ -381,13 +383,6 @@ class Collect:
         """Keep the message."""
         self.messages.append(message)
         return ()
-
-    def finish(self) -> Iterable[Message]:
-        """Nothing to add."""
-        return ()
-
-    def close(self) -> None:
-        """Nothing to let go of; what was heard stays."""
 
     def of(self, kind: str) -> list[Message]:
         """The messages of one kind, in order."""

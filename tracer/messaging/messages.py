@@ -441,6 +441,11 @@ class MessageBundle:
         return f"MessageBundle({', '.join(self.kinds)}; has {', '.join(self.messages) or 'nothing'})"
 
 
+def message_of(module: str | None, **fields: Any) -> Message:
+    """A message about a module, or about the network (None), with these further fields."""
+    return NetworkMessage(**fields) if module is None else ModuleMessage(module=module, **fields)
+
+
 def derived(source: Message | MessageBundle, kind: str, data: Tensor | float) -> Message:
     """The answer to a message or bundle: a message of `kind` with the counters, tag and module of its `source`.
 
@@ -469,6 +474,4 @@ def derived(source: Message | MessageBundle, kind: str, data: Tensor | float) ->
         if isinstance(data, torch.Tensor)
         else torch.as_tensor(data, dtype=torch.float64, device="cpu"),
     }
-    if source.key is None:
-        return NetworkMessage(**fields)
-    return ModuleMessage(module=source.key, **fields)
+    return message_of(source.key, **fields)

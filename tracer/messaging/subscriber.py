@@ -46,8 +46,8 @@ class Subscriber(ABC):
     version : int
         Raised whenever the same messages would give other answers than before, so that stored results are renewed.
     invariances : tuple of str
-        What can be done to the data of its messages without changing an answer beyond rounding; the words are those of
-        `analyze.comparing.invariances`, whose functions the tests apply.
+        What can be done to the data of its messages without changing an answer beyond rounding; each word is a
+        function in ``tests/analyze/metrics/invariances.py``, which holds the class to it.
     same_inputs : bool
         Whether answers compare what is said of the same inputs at several steps, as of a probe. An object may need
         less than its class.

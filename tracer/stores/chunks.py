@@ -1,4 +1,4 @@
-"""How rows fall into chunks: the arithmetic that every chunked store shares."""
+"""How the rows of an array are cut into chunks: the arithmetic that Zarr and HDF5 stores share."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from tracer.errors import TraceError
 from tracer.format.checksum import joined, without_zeros
 
 CHUNK_LIMIT = 1 << 20
-"""Bytes of the largest chunk, save for rows so large that they would fall into more than 64 chunks."""
+"""Bytes of the largest chunk. Only a row of more than 64 such chunks is cut into larger ones."""
 ALIGNED_BYTES = 1 << 17
 """Chunks of this size begin at a page of their file, which costs at most 3.1 % of the space."""
 CHUNKS_AT_ONCE = 32
 """Most chunks that `RowChunks` gives to be written together."""
 Piece = tuple[int, int, int]
+"""A chunk's number, where its bytes begin in the bytes of the rows, and how many they are; see `walk`."""
 
 
 def check_name(name: str) -> None:
@@ -39,8 +40,8 @@ def check_name(name: str) -> None:
 def chunk_shape(itemsize: int, shape: tuple[int, ...], chunk_bytes: int) -> tuple[int, ...]:
     """Shape of the chunks of an array whose rows have `shape`.
 
-    A chunk is several whole rows, one row, or a part of one row that is contiguous in it (so it is written without
-    being copied together).
+    A chunk is several whole rows, one row, or a part of one row. Such a part is contiguous in memory, so that it can be
+    written without a copy.
 
     Examples
     --------
@@ -67,15 +68,15 @@ def chunk_shape(itemsize: int, shape: tuple[int, ...], chunk_bytes: int) -> tupl
 
 def largest_chunk(row_nbytes: int) -> int:
     """Bytes of the largest chunk that `chunk_shape` makes of rows of so many bytes."""
-    # more than 256 chunks in a row would not leave the index of a shard within one page of 4096 bytes
+    # the index of a shard has 16 bytes for each chunk and must fit into a page: a row has 256 chunks at most
     return max(CHUNK_LIMIT, -(-row_nbytes // 64))
 
 
 def walk(shape: tuple[int, ...], chunk: tuple[int, ...], item: int, start: int, stop: int) -> Iterator[Piece]:
     """Where the bytes of rows ``start`` to ``stop`` of an array are in its chunks.
 
-    Every chunk (as `chunk_shape` makes them) is contiguous in its row or rows, so its bytes are one range of the rows'
-    bytes; those of a padded chunk at the end of a run are shorter than the chunk.
+    Every chunk that `chunk_shape` makes is contiguous in its row or rows, so its bytes are one range of the rows'
+    bytes. Where an axis is no multiple of the chunk's, the last chunk along it is padded, and its range is shorter.
 
     Yields
     ------
@@ -143,7 +144,7 @@ def row_checksums(chunks: Sequence[int], lengths: Sequence[int], chunk_nbytes: i
 
 
 def rows_ahead(rows: int, least: int) -> int:
-    """How many rows the ``zarr.json`` of a pool says there are while it grows: `least`, doubled until all fit.
+    """How many rows the ``zarr.json`` of a growing pool claims, so that it is rarely rewritten: `least`, doubled.
 
     Examples
     --------
@@ -164,7 +165,7 @@ def contiguous(chunk: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 
 class RowChunks:
-    """Cuts the rows appended to one array into chunks, and keeps those of the last chunk until it is full.
+    """Cuts the rows that are appended to an array into chunks, and keeps the rows of the last one until it is full.
 
     Chunks are numbered in C order over the grid of chunks.
 
@@ -184,20 +185,8 @@ class RowChunks:
     """
 
     __slots__ = (
-        "_lengths",
-        "_name",
-        "_row_nbytes",
-        "_run",
-        "_runs",
-        "_tail",
-        "_tail_changed",
-        "chunk",
-        "chunk_nbytes",
-        "dtype",
-        "grid",
-        "per_row",
-        "rows",
-        "shape",
+        *("_lengths", "_name", "_row_nbytes", "_run", "_runs", "_tail", "_tail_changed"),
+        *("chunk", "chunk_nbytes", "dtype", "grid", "per_row", "rows", "shape"),
     )
 
     def __init__(self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int) -> None:
@@ -214,7 +203,7 @@ class RowChunks:
         self.chunk_nbytes = math.prod(self.chunk) * self.dtype.itemsize
         self.rows = 0
         self._row_nbytes = math.prod(shape) * self.dtype.itemsize
-        # a split row is so many runs, each cut into chunks; the last chunk of each run may stick out and is padded
+        # a row of several chunks is cut into runs of bytes, and each run into chunks, the last of which may be padded
         split = [axis for axis, count in enumerate(self.grid) if count > 1]
         self._run = math.prod(shape[split[-1] :]) * self.dtype.itemsize if split else self._row_nbytes
         self._runs = self._row_nbytes // self._run
@@ -227,7 +216,7 @@ class RowChunks:
     def append(self, rows: NDArray[Any], write: Callable[[int, list[memoryview]], None]) -> None:
         """Take `rows` (n, ...), and call `write` with the chunks that are now full, and the number of the first.
 
-        They follow each other, at most `CHUNKS_AT_ONCE` of them. The bytes are valid during the call only.
+        A call gets at most `CHUNKS_AT_ONCE` chunks, whose numbers follow each other. It must not keep their memory.
         """
         if rows.shape[1:] != self.shape or rows.ndim != len(self.shape) + 1:
             raise TraceError(f"rows of shape {rows.shape[1:]} do not fit array {self._name!r} with {self.shape}")

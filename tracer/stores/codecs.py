@@ -1,7 +1,8 @@
-"""The codecs that chunks can be compressed with: by name, what they write, and what is checked before they decode.
+"""The codecs that can compress chunks: their parameters, how they encode, and what is checked before they decode.
 
-All are those of Blosc, which Zarr and HDF5 both know: a chunk becomes one buffer of its first version. It is encoded
-and decoded here, and not by the libraries of the formats, because those cost more than the codec.
+All of them are compressors of Blosc 1, which both Zarr and HDF5 support. A compressed chunk is one buffer of Blosc: a
+header of 16 bytes, then the compressed bytes. Chunks are encoded and decoded here instead of by the Zarr and HDF5
+libraries, whose own work on each chunk takes longer than the codec.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from numpy.typing import NDArray
 from tracer.errors import UnknownNameError
 
 OVERHEAD = 16
-"""Bytes of a buffer's header: so much larger than a chunk it is at most."""
+"""Bytes of the header of a compressed chunk. A chunk that does not compress grows by these, and never by more."""
 _HEADER = struct.Struct("<BBBBIII")
 _STORED = 2
-"""Bit of a header's flags: the numbers stand in the buffer as they are, because they cannot be compressed."""
+"""Bit of the header's flags: the chunk did not compress, so its bytes follow the header unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,9 @@ class Codec:
     inner : str
         Blosc's name of the compressor.
     level : int
-        How much time it takes.
+        Blosc's level of compression, from 0 to 9; higher ones are slower.
     shuffle : str
-        What is done before: the bits or bytes of the same significance are put together.
+        Blosc's name of what is done before compressing: bits or bytes of the same significance are put side by side.
     """
 
     name: str
@@ -53,12 +54,12 @@ class Codec:
 
     @property
     def code(self) -> int:
-        """Blosc's number of the compressor, as it is given to it; HDF5's filter has it as a parameter."""
+        """The number by which the compressor is chosen, which HDF5's filter has as a parameter."""
         return {"lz4": 1, "zstd": 5}[self.inner]
 
     @property
     def format_code(self) -> int:
-        """Blosc's number of the compressor's format, as it stands in a header."""
+        """The number that the header of a compressed chunk has for the compressor."""
         return {"lz4": 1, "zstd": 4}[self.inner]
 
 
@@ -68,7 +69,7 @@ CODECS: Mapping[str, Codec] = MappingProxyType(
         "zstd": Codec("zstd", "zstd", 1, "shuffle"),
     }
 )
-"""Every codec, by name. A name never changes what it means: files refer to it by its parameters."""
+"""Every codec, by name. The parameters of a name never change, because files have the parameters and not the name."""
 
 
 def codec_of(name: str | None) -> Codec | None:
@@ -81,10 +82,10 @@ def codec_of(name: str | None) -> Codec | None:
 
 
 def load() -> None:
-    """Import the library that compresses now, and not when the first chunk is full.
+    """Import the library that compresses now, instead of when the first chunk is full.
 
-    That may be as late as when a program ends, where an import is late: of Python 3.11 it changes the exit status of a
-    program that SIGINT interrupted.
+    The first chunk may be full only when the program ends. In Python 3.11 an import at that time changes the exit
+    status of a program that SIGINT interrupted.
     """
     _blosc()
 
@@ -94,31 +95,32 @@ def _blosc() -> ModuleType:
     # only where something is compressed
     from numcodecs import blosc
 
-    # As zarr-python sets it. By default, calls from the main thread share one pool of threads behind a lock; a training
-    # has better uses for its processors, and threads do not survive a fork.
+    # As zarr-python sets it. By default Blosc compresses in threads of its own, behind a lock. Those would take
+    # processors from the training, and they do not survive a fork.
     blosc.use_threads = False
     return blosc  # type: ignore[no-any-return]
 
 
 def encode(codec: Codec, data: memoryview, itemsize: int) -> bytes:
-    """A chunk of items of so many bytes, compressed; at most `OVERHEAD` bytes longer than it was."""
-    # Blosc takes the size of the items from the array. In blocks of its own choice it compresses up to 40 % less.
+    """Compress a chunk whose items have `itemsize` bytes; the result is at most `OVERHEAD` bytes longer."""
+    # Blosc takes the size of the items from the array. The last argument makes the whole chunk one block: in smaller
+    # ones, which Blosc would choose, it compresses up to 40 % less.
     items = np.frombuffer(data, f"V{itemsize}")
     encoded: bytes = _blosc().compress(items, codec.inner.encode(), codec.level, codec.shuffle_code, len(data))
     return encoded
 
 
 def decoded_size(stored: bytes | NDArray[np.uint8]) -> int:
-    """How many bytes a compressed chunk says it has when it is decoded; 0 if it is none."""
+    """How many bytes a compressed chunk decodes to, as its header says; 0 if it has no such header."""
     header = bytes(stored[:OVERHEAD])
     return int(_HEADER.unpack(header)[4]) if len(header) == OVERHEAD and header[0] == 2 else 0
 
 
 def decode(codec: Codec, stored: NDArray[np.uint8], out: NDArray[np.uint8], itemsize: int) -> bool:
-    """Decode a chunk into `out`, which has its size; whether that is possible.
+    """Decode a chunk into `out`, which has the size of a decoded chunk; returns False where that is not possible.
 
-    What the buffer says of itself is checked first: that it is one of this codec, complete, and decodes to exactly this
-    size. The decoders check every length on the way, too.
+    The header is checked first: the chunk must be of this codec, complete, and decode to exactly this size. While they
+    decode, Blosc's decoders check every length again.
     """
     if len(stored) < OVERHEAD:
         return False

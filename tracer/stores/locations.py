@@ -51,10 +51,6 @@ class Url:
     def __truediv__(self, name: str) -> Url:
         return Url(self.scheme, self.bucket, f"{self.key}/{name}")
 
-    def joinpath(self, *names: str) -> Url:
-        """As that of a `Path`."""
-        return self / "/".join(names)
-
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}/{self.key}"
 
@@ -113,7 +109,7 @@ def location(path: Anywhere) -> Location:
 def _check_name(path: str | bytes) -> None:
     try:
         os.lstat(path)
-    except ValueError as error:  # it has a null
+    except ValueError as error:  # it has a null character
         raise TraceFormatError(f"{path!r} is no path: {error}") from None
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:

@@ -25,7 +25,7 @@ class Backend(Protocol):
     Of those that are only read, `create` and `remove_part` are not called.
     """
 
-    def create(self, path: Any, *, part: str | None, overwrite: bool, durable: bool) -> WriteStore:
+    def create(self, path: Any, *, part: str | None, overwrite: bool, durable: bool) -> WriteStore[Any]:
         """As `create_store`."""
 
     def open(self, path: Any, *, damaged: bool) -> ReadStore:
@@ -99,7 +99,7 @@ def check_writable(path: Location) -> None:
 
 def create_store(
     path: Anywhere, *, part: str | None = None, overwrite: bool = False, durable: bool = False
-) -> WriteStore:
+) -> WriteStore[Any]:
     """Make a store at `path`, in the format that its suffix names. Parent directories are made.
 
     Parameters
@@ -211,7 +211,7 @@ def open_parts(path: Anywhere, *, damaged: bool = False) -> tuple[list[tuple[str
                 raise
             broken[file.name] = error
             continue
-        # of a damaged store the names of groups may be lost, too
+        # in a damaged store the names of the parts may be lost, too
         found = store.parts() or ([part_in(file.name)] if damaged else [])
         twice = {name for name, _ in parts}.intersection(found)
         if not found or twice:

@@ -8,16 +8,28 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tracer.errors import TraceError
 from tracer.memory import new_memory
+from tracer.stores.chunks import RowChunks, check_name
+from tracer.stores.codecs import Codec, codec_of
 from tracer.stores.locations import Location
 
 
-class WriteStore(ABC):
+class Growing(Protocol):
+    """What every store knows of an array that it writes."""
+
+    rows: RowChunks
+
+
+A = TypeVar("A", bound=Growing)
+
+
+class WriteStore(ABC, Generic[A]):
     """A store being written, by one thread of one process."""
 
     path: Location
@@ -38,7 +50,12 @@ class WriteStore(ABC):
         """Whether `create` and `set_attrs` still work: at any time, unless a store `seals`."""
         return True
 
-    @abstractmethod
+    closed: bool = False
+    """Whether it writes nothing any more."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, A] = {}
+
     def create(
         self,
         name: str,
@@ -75,6 +92,30 @@ class WriteStore(ABC):
         UnknownNameError
             If there is no such codec.
         """
+        self.check_open()
+        check_name(name)
+        rows = RowChunks(name, dtype, shape, self.chunk_size(shape, chunk_bytes, gapless))
+        self.make(name, rows, codec_of(compression), gapless)
+
+    def chunk_size(self, shape: tuple[int, ...], chunk_bytes: int, gapless: bool) -> int:
+        """Bytes of the chunks of an array for which `create` was given `chunk_bytes`."""
+        return chunk_bytes
+
+    @abstractmethod
+    def make(self, name: str, rows: RowChunks, codec: Codec | None, gapless: bool) -> None:
+        """Make an array of no rows; see `create`."""
+
+    def array(self, name: str) -> A:
+        """An array that was made; `TraceError` if there is none, or the store is closed."""
+        self.check_open()
+        if name not in self.arrays:
+            raise TraceError(f"{self.path} has no array {name!r}")
+        return self.arrays[name]
+
+    def check_open(self) -> None:
+        """Raise `TraceError` if the store is closed."""
+        if self.closed:
+            raise TraceError(f"{self.path} is closed")
 
     @abstractmethod
     def append(self, name: str, rows: NDArray[Any], checksums: list[int] | None = None) -> int:
@@ -95,9 +136,9 @@ class WriteStore(ABC):
             If they do not fit the array, or cannot be written (disk full).
         """
 
-    @abstractmethod
     def length(self, name: str) -> int:
         """Rows of an array, with those not yet committed."""
+        return self.array(name).rows.rows
 
     @abstractmethod
     def set_attrs(self, name: str, values: Mapping[str, Any]) -> None:

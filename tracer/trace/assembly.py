@@ -100,7 +100,7 @@ class _Work:
         self.streams, self.shapes = list(streams), list(shapes)
         self.only = None if only is None else frozenset(only)
         ranks = np.array([stream.rank for stream in streams] or [0], np.int64)
-        self.rank = ranks[journal[:, Column.STREAM]]  # that each row is of
+        self.rank = ranks[journal[:, Column.STREAM]]  # the rank of each row
         self.there = np.ones(len(journal), bool) if only is None else np.isin(self.rank, list(only))
         self.own = self.there.copy()
         self.borrowed = np.zeros(len(journal), bool)
@@ -120,7 +120,7 @@ class _Work:
         found: dict[str, list[int]] = {}
         for number, one in enumerate(self.streams):
             place = one.placement
-            # what was chosen, or made, of each part by itself is no part of the whole any more
+            # a sample or a reduction of each shard is no part of the whole tensor
             if place is None or place.sizes is None or place.offsets is None or set(_rest(one)) - {"dtype"}:
                 continue
             if not len(self.rows_of(number)):
@@ -142,14 +142,14 @@ class _Work:
         member = np.searchsorted(np.array(family), found[:, Column.STREAM])
         steps, group = np.unique(found[:, [Column.GLOBAL_STEP, Column.CALL]], axis=0, return_inverse=True)
         group = group.reshape(-1)
-        # a row that is not as large as its stream says is no part
+        # a row of another shape than its stream declares is left out
         expected = np.array([self.shape_ids.get(sizes, -1) for _, sizes in boxes], np.int64)
         usable = np.flatnonzero(found[:, Column.SHAPE] == expected[member])
         usable = usable[np.argsort(group[usable], kind="stable")]
         complete = np.zeros(len(steps), bool)
         chosen: list[tuple[NDArray[np.int64], list[int], list[int]]] = []
         height = max(1, TABLE // len(family))
-        # some steps at a time: streams that hardly ever occur would make one large table of nothing
+        # some steps at a time, because a table of all steps would be large and mostly empty
         for begin in range(0, len(steps), height):
             low, high = np.searchsorted(group[usable], [begin, begin + height]).tolist()
             mine = usable[low:high]
@@ -210,7 +210,7 @@ class _Work:
         self.journal[first, Column.CRC32C] = np.arange(len(first))
         self.journal[first, Column.SHAPE] = self.shape_ids[shape]
         parts = table[:, needed]
-        # read as what they become, since their own streams are not there any more
+        # The parts are read with the stream of the whole, because their own streams are dropped.
         self.wholes.append((parts, next(iter(numbers.values()))))
         self.journal[first, Column.COUNT] = self.recorded[parts, Column.COUNT].sum(axis=1)
         self.blocks.append(Block(parts, [boxes[one][0] for one in needed], [boxes[one][1] for one in needed]))
@@ -263,7 +263,7 @@ class _Work:
             for kind, count in self.broken.items()
         ]
         journal = self.journal[rows]
-        # without the streams that others stand for
+        # drop the streams whose rows others stand for
         kept = np.array([self.only is None or one.rank in self.only for one in self.streams], bool)
         kept[np.unique(self.recorded[:, Column.STREAM])] = False
         kept[np.unique(journal[:, Column.STREAM])] = True

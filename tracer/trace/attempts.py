@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tracer.errors import TraceError
 from tracer.format.journal import Column
-from tracer.format.names import part_of
+from tracer.format.names import part_of, rank_and_attempt
 from tracer.format.tables import Stream
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.stores.locations import Location
@@ -37,14 +37,10 @@ class Numbered(Protocol):
 class Begun(Numbered, Protocol):
     """What is known of the beginning of a part."""
 
+    name: str
+
     @property
     def header(self) -> dict[str, Any]: ...
-
-
-class Named(Begun, Protocol):
-    """The same, with its name."""
-
-    name: str
 
 
 def restarted(parts: Iterable[Begun]) -> dict[int, int]:
@@ -56,7 +52,7 @@ def restarted(parts: Iterable[Begun]) -> dict[int, int]:
     return found
 
 
-def foreign_parts(path: Location, parts: Iterable[Named]) -> dict[str, str]:
+def foreign_parts(path: Location, parts: Iterable[Begun]) -> dict[str, str]:
     """The parts that are left out, by name, each with a sentence: another run left them beside the first one.
 
     An attempt goes on with the run of one before it, has its id, and began later. Ranks of the first may have ids of
@@ -91,9 +87,7 @@ def expected_ranks(header: Mapping[str, Any]) -> list[int]:
 
 def unreadable_part(path: Location, name: str, error: TraceError) -> TraceError:
     """Why a part that is there cannot be read, as an error that says whose it is."""
-    where = part_of(name)
-    assert where is not None
-    rank, attempt = where
+    rank, attempt = rank_and_attempt(name)
     of = f" of attempt {attempt}" if attempt else ""
     return type(error)(f"{path}: rank {rank}{of} cannot be read: {str(error).removeprefix(f'{path}: ')}")
 
@@ -107,21 +101,21 @@ def missing(path: Location, names: Collection[str], headers: Iterable[Mapping[st
     expected = {rank for header in headers for rank in expected_ranks(header)}
     there = {where for name in names if (where := part_of(name)) is not None}
     ranks, attempts = {rank for rank, _ in there}, {attempt for _, attempt in there}
-    # of a file of one part that was opened by its own name, the others are elsewhere
+    # a file of one part may be opened by its own name; then the other parts are not looked for
     if any(path.stem.endswith(f".{name}") for name in names):
         return []
     told = []
     if expected - ranks:
         listed = ", ".join(map(str, sorted(expected - ranks)))
         told.append(f"{path} has nothing of rank {listed}, of the {len(expected)} ranks that were recorded")
-    # each attempt has the number after the last one that is there
+    # attempts are numbered one after the other, so a number that is missing is an attempt that is gone
     gone = sorted(set(range(max(attempts, default=0))) - attempts)
     if gone:
         told.append(f"{path} has nothing of attempt {', '.join(map(str, gone))}, and goes on with later ones")
     began = {number: first_step(one, number) for one in headers if type(number := one.get("attempt", 0)) is int}
     for attempt in sorted(attempts & began.keys()):
         if any(began[later] <= began[attempt] for later in began if later > attempt):
-            continue  # nothing of it counts
+            continue  # a later attempt began at the same step or before, so no message of this one counts
         of_it = {rank for one in headers if one.get("attempt", 0) == attempt for rank in expected_ranks(one)}
         gone = sorted(rank for rank in of_it & ranks if (rank, attempt) not in there)
         if gone:
@@ -198,7 +192,7 @@ def in_order(parts: Sequence[Written], others: Sequence[Written] = ()) -> tuple[
         mine = np.flatnonzero(counts)
         numbers.append(np.full(len(mine), number))
         rows.append(mine)
-        # an evaluation may look back at an earlier step, and still comes where it came
+        # an evaluation of an earlier step stays where it was recorded, so the clock never runs back
         clocks.append(np.maximum.accumulate(steps[mine]))
         ranks.append(np.full(len(mine), part.rank))
     order = np.lexsort((np.concatenate(ranks), np.concatenate(clocks)))

@@ -58,53 +58,32 @@ class Blocks:
 
     def __init__(self, data: Data) -> None:
         self._data = data
+        self._names = [(one.kind, one.module, one.tag, one.leaf, one.rank) for one in data.merged.streams]
 
     def messages(self, selected: NDArray[np.int64], mapped: bool) -> Iterator[Message]:
         """The messages of rows; `mapped` as in `TraceReader.messages`."""
-        streams, journal = self._data.merged.streams, self._data.merged.journal
+        names, journal = self._names, self._data.merged.journal
         for rows, groups in self._blocks(selected, mapped):
             if groups and groups[0].row is not None:
                 groups.reverse()
-                while groups:  # the memory of each can be used again as soon as its message is gone
+                while groups:  # one by one, so that the memory of a message is used again as soon as nobody holds it
                     yield self._single(groups.pop())
                 continue
             owners, tensors = _in_order(groups, len(rows))
-            groups.clear()  # so that the memory can be used for another block as soon as the messages are gone
+            groups.clear()  # else the groups would hold the memory of the block
             fields = journal[rows][:, _FIELDS].tolist()
             for owner, (number, global_step, train_step, epoch, call) in zip(owners, fields, strict=True):
-                stream = streams[number]
+                kind, module, tag, leaf, rank = names[number]
                 data = next(tensors[owner])
-                yield checked(
-                    stream.kind,
-                    stream.module,
-                    global_step,
-                    train_step,
-                    epoch,
-                    stream.tag,
-                    call,
-                    stream.leaf,
-                    stream.rank,
-                    data,
-                )
+                yield checked(kind, module, global_step, train_step, epoch, tag, call, leaf, rank, data)
             tensors.clear()
 
     def _single(self, group: Group) -> Message:
         """A message that was read by itself."""
         assert group.row is not None
         number, global_step, train_step, epoch, call = _fields_of(group.row)
-        stream = self._data.merged.streams[number]
-        return checked(
-            stream.kind,
-            stream.module,
-            global_step,
-            train_step,
-            epoch,
-            stream.tag,
-            call,
-            stream.leaf,
-            stream.rank,
-            _only_tensor(group),
-        )
+        kind, module, tag, leaf, rank = self._names[number]
+        return checked(kind, module, global_step, train_step, epoch, tag, call, leaf, rank, _only_tensor(group))
 
     def arrays(self, selected: NDArray[np.int64]) -> Iterator[Batch]:
         """The data of rows, in batches of one shape."""
@@ -136,7 +115,7 @@ class Blocks:
             return selected, whole
         arrays: dict[int, NDArray[Any]] = {}
         for batch in self.arrays(selected):
-            # copies, because an array that is kept should not keep what was read with it
+            # copies: a view would keep the whole block in memory
             arrays |= zip(batch.rows.tolist(), map(np.array, batch.data), strict=True)
         carrying = [row for row in selected.tolist() if row in arrays]
         return np.array(carrying, np.int64), [arrays[row] for row in carrying]
@@ -149,7 +128,7 @@ class Blocks:
         The list of groups is emptied when the next block is asked for.
         """
         readers = max((store.readers for store in self._data.stores), default=1)
-        # what several threads fetch at once comes into memory of its own
+        # threads that fetch several blocks at once need memory for each
         memory = Memory() if readers == 1 else None
         files = MappedFiles() if mapped else None
         blocks = self._cut(selected, alone=memory is not None)
@@ -158,7 +137,7 @@ class Blocks:
         # Without a thread as long as the data is there at once: two threads would only get into each other's way, and
         # one block of memory, used again and again, stays in the processor's cache.
         for rows, large in left if readers == 1 or len(blocks) == 1 else ():
-            # how long it worked, which takes a system call, is of interest only after a block that took long
+            # the time of the processor costs a system call, so it is measured only after a block that took long
             worked = time.thread_time() if slow else None
             began = time.perf_counter()
             groups = self._data.read(rows, memory, large, files)
@@ -166,7 +145,7 @@ class Blocks:
             if worked is not None:
                 waited -= time.thread_time() - worked
             yield rows, groups
-            groups.clear()  # before the next block is read, so that it can have the memory
+            groups.clear()  # frees the memory for the next block
             slow = slow + 1 if waited > SLOW_SECONDS / (2 if len(rows) == 1 else 1) else 0
             if slow == SLOW_BLOCKS:
                 break
@@ -258,9 +237,9 @@ def _tensors(group: Group) -> Iterator[Tensor]:
     few = group.whole_nbytes * len(data) <= _KEPT * data.nbytes
     from_numpy = torch.from_numpy
     for begin in range(0, len(data), _KEPT):
-        # a message that is kept should not keep a block that is many times its size
+        # a copy, if the block is many times larger: whoever keeps the message would keep the block
         part = data[begin : begin + _KEPT] if few else data[begin : begin + _KEPT].copy()
-        # an index with an ellipsis gives arrays of scalars, too
+        # with an ellipsis, because a plain index would give numpy scalars in place of arrays without axes
         rows = part if part.ndim > 1 else [part[number, ...] for number in range(len(part))]
         if encoding.bits is None:
             yield from map(from_numpy, rows)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceUnreadableError
 from tracer.format.declarations import declarations
-from tracer.format.names import declarations_name, part_of
+from tracer.format.names import declarations_name, part_of, rank_and_attempt
 from tracer.format.process import process_start
 from tracer.format.version import check_root
 from tracer.stores.locations import Anywhere, Location, Url, location
@@ -77,7 +77,7 @@ def this_process(environment: Mapping[str, str] = os.environ) -> Process:
     Process(rank=0, size=1, launch=None)
     """
     rank, size = 0, 1
-    distributed = sys.modules.get("torch.distributed")  # which a program that uses it has imported
+    distributed = sys.modules.get("torch.distributed")  # not imported here: a program that uses it has imported it
     if (
         distributed is not None
         and environment is os.environ
@@ -164,7 +164,8 @@ def claim(
             mine_to_remove = process.rank == min(ranks) and one.rank not in ranks
             if one.rank == process.rank or process.related or mine_to_remove:
                 remove_part(path, one.name)
-    # a rank may be done before another begins; an old part is of another launch with the same environment
+    # Parts of this launch are no reason to refuse: one rank may be done before another begins. But a part that ended
+    # long ago is of an earlier launch that had the same environment.
     elif mine or any((one.ended and not one.fresh) or one not in of_this_launch for one in parts):
         raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
     return 0, next((one.run_id for one in of_this_launch if one not in mine), run_id_of(path, process))
@@ -243,7 +244,7 @@ def _head(name: str, store: ReadStore) -> Head:
     except TraceUnreadableError:
         raise
     except TraceCorruptError as error:
-        # a process that was killed at its beginning may have left no line, and a machine that lost power only some
+        # a process that was killed as it began left no line; a machine that lost power may have kept some of the lines
         lines = lines_to_the_break(store, name, 0, 0, error)[0] if store.names(array) else []
         if store.names(array) and not lines:
             raise
@@ -253,13 +254,12 @@ def _head(name: str, store: ReadStore) -> Head:
     header = said.get("header", {})
     process, launch, run_id = header.get("process"), header.get("launch"), header.get("run_id")
     wrote = process if isinstance(process, Mapping) else {}
-    where = part_of(name)
-    assert where is not None
+    rank, attempt = rank_and_attempt(name)
     ended = "status" in said
     return Head(
         name=name,
-        rank=where[0],
-        attempt=where[1],
+        rank=rank,
+        attempt=attempt,
         run_id=run_id if isinstance(run_id, str) else None,
         here=(wrote.get("pid"), wrote.get("hostname")) == (os.getpid(), platform.node()),
         pid=wrote.get("pid"),
@@ -305,7 +305,7 @@ def there(path: Location, process: Process) -> list[Head]:
             if not waiting:
                 raise
         else:
-            # a process that was killed at its beginning leaves a part without a header, too, but no fresh one
+            # a part without a header is waited for only while it is fresh: its process may have been killed as it began
             waiting = waiting or (waited < MADE_SECONDS and any(one.fresh for one in found))
             if not waiting or all(one.began for one in found):
                 return found

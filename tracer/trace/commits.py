@@ -49,7 +49,7 @@ class Commits:
         Asked for notes that should stand in the trace also where nothing else can be written any more.
     """
 
-    def __init__(self, store: WriteStore, part: str, capacity: int) -> None:
+    def __init__(self, store: WriteStore[Any], part: str, capacity: int) -> None:
         self.store = store
         self.part = part
         self.lines: list[bytes] = []
@@ -121,7 +121,7 @@ class Commits:
         told = ending(status, ended, self.committed)
         self.declare("status", told)
         self.publish()
-        # nothing may follow the status
+        # the status is the last line: after it, a failure must write nothing more
         self._at_rest = False
         if self.store.can_create:
             self.store.set_attrs(self.part, {"status": told["status"]})
@@ -140,7 +140,7 @@ class Commits:
             return
         self.failed = error
         if self._at_rest:
-            # best effort: without it, the trace reads as one that is still being recorded, until this process ends
+            # if this fails, too, the trace reads as one that is being recorded until this process ends
             with contextlib.suppress(Exception):
                 self._say_why(error)
         self.store.abandon()

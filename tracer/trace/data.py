@@ -95,7 +95,7 @@ class Data:
         self.stores = stores
         self._verify = verify
         streams = merged.streams
-        # by stream: the logical dtype, and the one in which it is stored
+        # by stream: the dtype of torch, the name of the dtype in which it is stored, and that dtype
         self._kept_as: list[tuple[str, str, np.dtype[Any]]] = []
         for stream in streams:
             storage = ENCODINGS[stream.dtype].storage if stream.dtype else ""
@@ -105,7 +105,7 @@ class Data:
         self._storages = np.array([storage for _, storage, _ in self._kept_as])
         numbers = {name: number for number, name in enumerate(ENCODINGS)}
         self._dtype_ids = np.array([numbers.get(stream.dtype or "", 0) for stream in streams], np.int64)
-        # of the pools that were read: elements in a row, and rows
+        # for each pool that was read from: how many elements a row has, and how many rows there are
         self._sizes_of: dict[int, tuple[int, int]] = {}
 
     def sizes(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -182,7 +182,7 @@ class Data:
         found: dict[int, NDArray[Any]] = {}
         for group in self._read_rows(parts, None):
             found |= zip(group.places.tolist(), group.data, strict=True)
-        # read before there is memory for all of it: what the parts say of their size may not be true
+        # memory for the whole comes after the parts are read: a damaged trace may claim any size
         data = np.empty((1, *shape), ENCODINGS[dtype].storage)
         for number, (offsets, sizes) in enumerate(zip(block.offsets, block.sizes, strict=True)):
             at = [slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True)]
@@ -217,7 +217,7 @@ class Data:
         spans: Iterable[tuple[int, int]] = ((0, 1),)
         if len(places) > 1:
             before = np.maximum.accumulate(ends)[:-1]
-            # a chunk that none of them lies in need not be there
+            # a chunk between two messages may be missing, so a range never spans a chunk in which no message lies
             height = store.chunk_rows(name) * row_size
             apart = offsets[1:] // height > (before - 1) // height + 1
             cuts = np.flatnonzero(apart | (offsets[1:] > before + GAP_BYTES // item)) + 1
@@ -233,7 +233,8 @@ class Data:
     def _read_range(self, rows: NDArray[np.int64], one: _Range, memory: Memory | None) -> list[Group]:
         """The messages in a part of a pool."""
         out = None if memory is None else memory.take(one.nbytes)
-        # the messages' own checksums do, where each has one; what is wrong, the store knows
+        # Where each message has a checksum, those of the chunks are not looked at. If one of them is wrong, the store
+        # reads again, and its error says which chunk is damaged.
         own = bool((rows[one.places, Column.CRC32C] != NONE).all())
         whole = one.store.read(one.name, one.low, one.high, out, verify=not own).reshape(-1)
         try:
@@ -301,7 +302,8 @@ class Data:
         low, high = offset // size, -(-(offset + count) // size)
         nbytes = (high - low) * size * kept_as.itemsize
         begin = offset - low * size
-        # a row of its own has the checksum that its chunks make up; of others, its own is compared first
+        # The checksum of a message that is a whole row follows from those of its chunks. Any other is read without
+        # those first, and compared with its own.
         own_row = begin == 0 and count == size
         for verify in (True,) if own_row or checksum == NONE else (False, True):
             found: list[int] = []
@@ -325,7 +327,7 @@ class Data:
             first = int(starts[0])
             yield self._verified(rows, places, whole[first : first + int(counts[0])], whole.nbytes)
             return
-        # dtype and shape in one number
+        # a number for each pair of dtype and shape
         like = self._dtype_ids[rows[places, Column.STREAM]] * len(self.merged.shapes) + rows[places, Column.SHAPE]
         for what in np.unique(like).tolist():
             chosen = np.flatnonzero(like == what) if (like != what).any() else slice(None)
@@ -371,7 +373,7 @@ class Data:
         if not size:
             name, dtype, _ = self.merged.pools[pool]
             store = self.merged.stores[pool]
-            length, size = store.length(name), math.prod(store.row_shape(name))  # the length is looked up anew
+            length, size = store.length(name), math.prod(store.row_shape(name))  # asks the store for the present length
             if store.dtype(name) != dtype or size < 1:
                 raise TraceCorruptError(f"{self._path}: pool {name!r} is not of the dtype {dtype} that was declared")
             self._sizes_of[pool] = size, length

@@ -40,7 +40,7 @@ def complete(header: Mapping[str, Any]) -> dict[str, Any]:
 
 def public(told: Mapping[str, Any]) -> dict[str, Any]:
     """A header or a note as it is written: without secrets (see `tracer.secrets`)."""
-    with contextlib.suppress(RecursionError):  # it is no JSON, which is said elsewhere
+    with contextlib.suppress(RecursionError):  # it is nested too deeply for JSON, which is refused when it is written
         return {name: value if name in _NAMES else masked({name: value})[name] for name, value in told.items()}
     return dict(told)
 

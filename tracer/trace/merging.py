@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tracer.errors import CaptureError, TraceError
 from tracer.format.journal import NONE, Column
-from tracer.format.names import part_of
+from tracer.format.names import part_of, rank_and_attempt
 from tracer.format.tables import Pool, Stream
 from tracer.stores.locations import Location, part_in
 from tracer.stores.opening import open_parts
@@ -95,15 +95,15 @@ class Parts:
         if len(unread) == 1 and len(opened) + len(broken) == 1:
             raise unread[0][2]
         self._tell_apart(found)
-        unread.sort(key=lambda one: _attempt_and_rank(one[0]))
+        unread.sort(key=lambda one: rank_and_attempt(one[0])[::-1])
         unread = [(name, store, unreadable_part(self.path, name, error)) for name, store, error in unread]
-        self.unreadable = {_attempt_and_rank(name)[1]: error for name, _, error in reversed(unread)}
+        self.unreadable = {rank_and_attempt(name)[0]: error for name, _, error in reversed(unread)}
         if not self.shown:
             self._refuse_nothing()
         foreign = foreign_parts(self.path, found)
         self.problems += foreign.values()
         again = restarted(part for part in found if part.name not in foreign)
-        # an attempt that was killed as it began, where the next one began with the first step, is as good as none
+        # an attempt that was killed before its first message, and that a later one took the place of, is not told of
         empty = [one.name for one in self.shown if not one.header and _in_vain(one.name, one.store, again)]
         self.shown = [one for one in self.shown if one.name not in foreign and one.name not in empty]
         self.lending = [one for one in self.lending if one.name not in foreign]
@@ -240,7 +240,7 @@ class Merged:
 
 def merged(parts: Parts) -> Merged:
     """Make one journal, and one table of streams, shapes and pools, of those of the parts."""
-    # those of other ranks only if they can have anything for these
+    # other ranks' parts are read only if they may hold shards or replicas of tensors of these ranks
     lent = any(stream.placement is not None for part in parts.lending for stream in part.streams)
     read = sorted([*parts.shown, *parts.lending], key=_by_attempt) if lent else parts.shown
     journal, streams, shapes = _joined(read, [part for part in parts.all if part not in read])
@@ -264,7 +264,7 @@ def _joined(parts: list[Part], others: list[Part]) -> tuple[NDArray[np.int64], l
         tables = parts[0].tables
         return parts[0].journal.view(), list(tables.streams.values()), list(tables.shapes.values())
     number, row = in_order(parts, others)
-    # what several attempts declare is one stream
+    # a stream that several attempts declare is one stream
     streams, stream_ids = _united([part.tables.streams.values() for part in parts])
     shapes, shape_ids = _united([part.tables.shapes.values() for part in parts])
     pools = [np.arange(len(part.tables.pools)) for part in parts]
@@ -287,19 +287,12 @@ def _united(tables: list[Collection[_T]]) -> tuple[list[_T], list[NDArray[np.int
     for one in tables:
         mine = np.zeros(len(one), np.int64)
         for place, entry in enumerate(one):
-            # a sampling is a dictionary, which cannot be a key
+            # by repr: the sampling of a stream is a dictionary, so the stream is no key
             mine[place] = numbers.setdefault(repr(entry), len(table))
             if mine[place] == len(table):
                 table.append(entry)
         ids.append(mine)
     return table, ids
-
-
-def _attempt_and_rank(name: str) -> tuple[int, int]:
-    """Attempt and rank of a part."""
-    where = part_of(name)
-    assert where is not None
-    return where[1], where[0]
 
 
 def _by_attempt(part: Part) -> tuple[int, int]:

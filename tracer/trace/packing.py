@@ -48,12 +48,13 @@ class Packing:
         self._due = due
         self.bytes = 0
         """Bytes of data that were written."""
-        # of the runs of a batch: what the journal says of each message, where it begins, and the checksums
+        # For each run of a batch, which is messages that are written together: what the journal says of all of them,
+        # where the first one begins, and the checksum of each.
         self._entries = [(NONE, 0, NONE, 0)]
         self._offsets = [0]
         self._checksums: list[NDArray[np.int64] | list[int]] = [[NONE]]
         self._waiting: list[Place] = []
-        # bytes of its data
+        # bytes of data of the batch
         self._nbytes = 0
 
     def write(self, messages: Iterator[tuple[Message, Mapping[str, Any] | None]]) -> bool:
@@ -64,7 +65,7 @@ class Packing:
         commits, due = self._commits, self._due
         limit = min(_BATCH_BYTES if commits.committed else FIRST_BYTES, due.most_bytes - due.bytes)
         most = min(_BATCH_ROWS, due.most_rows - commits.rows)
-        # what is noted of each message, one after the other
+        # `_FIELDS` numbers for each message
         flat: list[int] = []
         self._nbytes = 0
         try:
@@ -123,7 +124,7 @@ class Packing:
             except (TracerError, MemoryError):
                 raise
             except Exception as error:
-                if self._commits.failed is not None:  # it is not this message's fault
+                if self._commits.failed is not None:  # the store has failed, whatever the message
                     raise
                 raise MessageError(f"a trace cannot hold this message: {summary(error)}") from error
             flat += (
@@ -178,7 +179,7 @@ class Packing:
                 offset, checksum = self._offsets[number] + at * size, int(self._checksums[number][at])
                 self._commits.enter((stream, pool, offset, size, shape, *counters, flags, checksum, 0))
             return
-        # array, because numpy converts a list of numbers five times slower
+        # by way of an `array`: numpy converts a list five times slower
         noted = np.frombuffer(array("q", flat), np.int64).reshape(count, _FIELDS)
         numbers, places = noted[:, 1], noted[:, 2]
         entries = np.array(self._entries, np.int64)[numbers]

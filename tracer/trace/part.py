@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tracer.errors import TraceCorruptError, TraceError, TraceUnreadableError
 from tracer.format.declarations import declarations, unsealed
 from tracer.format.journal import COLUMNS, Column, row_checksums
-from tracer.format.names import declarations_name, journal_name, part_of
+from tracer.format.names import declarations_name, journal_name, rank_and_attempt
 from tracer.format.process import process_lives
 from tracer.format.tables import Stream, Tables
 from tracer.format.version import check_root
@@ -77,16 +77,14 @@ class Part:
         self.path = path
         self.name = name
         self.store = store
-        where = part_of(name)
-        assert where is not None
-        self.rank, self.attempt = where
+        self.rank, self.attempt = rank_and_attempt(name)
         self.attributes = store.attrs()
         try:
             check_root(self.attributes, lambda: store.attrs(name))
         except TraceError as error:
             raise type(error)(f"{path} cannot be read: {error}") from None
         self.tables = Tables()
-        # the journal in memory that grows by doubling, and how many rows of it there are
+        # memory for the journal, which is doubled when it is full, and how many rows are in it
         self._rows = np.empty((0, COLUMNS), np.int64)
         self._length = 0
         # bytes of the declarations that were read, and the checksum of the last line
@@ -171,7 +169,8 @@ class Part:
         rows = self._new_rows()
         lines = self._new_lines()
         if any(what == "status" for what, _ in lines):
-            # the run may have ended between the two; where rows are complete when they are there, only read others
+            # The run may have ended between the two reads, so the rows are read again. Where a chunk is never seen half
+            # written, only the rows that came since are.
             known = len(rows) if self.store.checksums_chunks else 0
             rows = np.concatenate([rows[:known], self._new_rows(known)])
         self._declare_all(lines)
@@ -296,7 +295,7 @@ def rows_to_the_break(store: ReadStore, part: str, start: int, error: TraceCorru
     """
     pieces = [np.zeros((0, COLUMNS), np.int64)]
     for low, high, rows in _pieces(store, journal_name(part), start):
-        # no row is zeros
+        # zeros stand for rows that are lost: no row consists of zeros
         pieces.append(np.zeros((high - low, COLUMNS), np.int64) if rows is None else rows)
     journal = np.concatenate(pieces)
     written: NDArray[np.bool_] = np.asarray(journal.any(axis=1))

@@ -21,7 +21,7 @@ PACKED_BYTES: Final = 32768
 """Messages up to this size are copied together before they are written."""
 _MOST_OWN_AXES: Final = 31
 """Axes of a message that may have an array of its own: in HDF5 it has 32 at most, one of them that of the messages."""
-# the dtypes of which torch.stack copies the bits
+# the dtypes that torch.stack copies bit by bit
 _STACKED: Final = frozenset(
     {
         *("bool", "uint8", "int8", "int16", "int32", "int64"),
@@ -54,7 +54,7 @@ class Place:
         self.own = pool.row == shape and bool(shape)
         self.count = math.prod(shape)
         self.nbytes = self.count * encoding.dtype.itemsize
-        # pool, count, shape, flags: what the journal says of each
+        # what the journal says of each message: pool, count, shape and flags
         self.entry = (pool.id, self.count, shape_id, HAS_DATA)
         self.number = -1
         self.tensors: list[Tensor] = []
@@ -70,11 +70,11 @@ class OpenStream:
         self.id = number
         self.encoding = encoding
         self.sampling = sampling
-        # until its first message decided whether it has a pool of its own
+        # True until the first message, which decides whether the stream has a pool of its own
         self.fresh = True
         self.own: OpenPool | None = None
         self.shared: OpenPool | None = None
-        # of the last message: most streams have but one shape
+        # those of the last message, kept because most streams have one shape only
         self.shape: tuple[int, ...] | None = None
         self.place: Place | None = None
         self.packs = False
@@ -189,11 +189,12 @@ class Pools:
     def _own_pool(self, stream: OpenStream, message: Message, row: tuple[int, ...]) -> OpenPool:
         assert stream.encoding is not None
         name = own_pool(self._part, message.kind, message.key, message.tag, message.leaf)
-        # taken by an earlier id of this stream, or on a file system that ignores case by another stream
+        # The name may be taken: by an earlier id of this stream, or, on a file system that ignores case, by another
+        # stream.
         if name.casefold() in self._taken:
             name = f"{name}%~{stream.id}"
         self._taken.add(name.casefold())
-        # one row a chunk: rows are at least as large as the chunks of shared pools should be
+        # one row a chunk: rows of own pools are at least as large as the chunks of shared pools
         codec = self._codec(message.kind, stream.encoding.name)
         return self._declare_pool(name, stream.encoding.storage, row, 1, codec)
 
@@ -205,7 +206,7 @@ class Pools:
         if pool is not None:
             return pool
         if self._store.can_create:
-            # the dtypes that share a pool differ in what auto says; the first one decides
+            # a shared pool has one codec, but "auto" depends on the dtype: that of the first message decides
             codec = self._codec(message.kind, stream.encoding.name)
             return self._declare_pool(name, storage, (), self._chunk_bytes, codec)
         return self._pools[late_pool(self._part, storage)]

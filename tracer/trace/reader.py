@@ -79,7 +79,7 @@ class TraceReader:
         """Where the trace is."""
         self._parts = Parts.open(self.path, None if ranks is None else {int(rank) for rank in ranks}, assemble)
         try:
-            # what is being written may be in two states at once, which only a checksum tells
+            # a chunk may be rewritten while it is read, and only a checksum tells
             self._verify = verify or not self.status.startswith(("finished", "failed"))
             for store in self._parts.stores:
                 store.verifies = self._verify
@@ -424,7 +424,7 @@ class TraceReader:
         ]
         digest.update(json.dumps([attempts, streams, shapes], default=str).encode())
         digest.update(np.ascontiguousarray(journal).tobytes())
-        if (journal[:, Column.POOL] == WHOLE).any():  # such rows point to those of the parts
+        if (journal[:, Column.POOL] == WHOLE).any():  # such rows refer to the recorded rows of the parts
             digest.update(np.ascontiguousarray(self._merged.recorded).tobytes())
         return digest.hexdigest()
 
@@ -486,7 +486,7 @@ class TraceReader:
         return same
 
     def __reduce__(self) -> Any:
-        # a deep copy has files of its own, also in another process
+        # a copy opens the files again, so that it can be used in another process, too
         again = functools.partial(
             TraceReader, ranks=self._parts.only, assemble=self._parts.assemble, verify=self._verify
         )

@@ -128,7 +128,7 @@ class TraceWriter:
                     remove_part(self.path, one.name)
         self.part = part_name(0) if part is None else part
         """The part of the trace that it writes."""
-        if isinstance(self.path, Url):  # what waits for a commit to an object store waits in memory
+        if isinstance(self.path, Url):  # an object store keeps in memory what is not committed yet
             commit_bytes = min(commit_bytes, REMOTE_COMMIT_BYTES)
         self._finished = False
         self._store = create_store(self.path, part=part, overwrite=overwrite, durable=durable)

@@ -1,4 +1,4 @@
-"""`convert`: a trace into another format, with other chunks, or a part of it, message by message."""
+"""`convert`: copies a trace or a part of it, message by message, into another format or with other chunks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from tracer.errors import CaptureError, TraceError, TraceExistsError, UnknownNameError
 from tracer.format.journal import Column
+from tracer.stores.errors import write_errors
 from tracer.stores.locations import Anywhere, Location, Url, location
 from tracer.stores.opening import exists, remove
 from tracer.trace.claiming import check_target
@@ -125,10 +126,10 @@ def convert(
             status = "interrupted"
         began = {name: info[name] for name in ("run_id", "created") if name in reader.header}
         options = {"chunk_bytes": chunk_bytes, "own_pool_bytes": own_pool_bytes, "compression": codecs.choice}
-        with new_trace(src, dst, single(reader.header) | began, **options) as writer:
+        with new_trace(dst, single(reader.header) | began, **options) as writer:
             for note in reader.notes:
                 writer.note(note)
-            for problem in problems:  # the copy has one part, and could not say itself what it lacks
+            for problem in problems:  # the copy has one part, so its reader cannot see which parts are missing
                 writer.note({"problem": {"what": str(src), "why": problem, "count": 1}})
             for done, (stream, message) in enumerate(
                 zip(
@@ -185,47 +186,45 @@ def check_paths(src: Location, dst: Location) -> None:
 
 
 @contextmanager
-def new_trace(src: Location, dst: Location, header: Mapping[str, Any], **options: Any) -> Iterator[TraceWriter]:
+def new_trace(dst: Location, header: Mapping[str, Any], **options: Any) -> Iterator[TraceWriter]:
     """Write a trace that is at `dst` when the block ends without an error, and nowhere before that or otherwise.
 
     At a URL it is there while it is written, because nothing can be renamed there: it has no status until it is
     complete, and is removed after an error. The block finishes the writer.
     """
-    check_paths(src, dst)
     if isinstance(dst, Url):
         writer = TraceWriter(dst, header=header, **options)
-        try:
+        with _removed_after_an_error(dst), writer:
             yield writer
-        except BaseException as error:
-            writer.__exit__(type(error), error, None)
-            with contextlib.suppress(TraceError):
-                remove(dst)
-            raise
-        return
-    made: Path | None = None
+    else:
+        with _moved_to(dst) as made, TraceWriter(made, header=header, **options) as writer:
+            yield writer
+
+
+@contextmanager
+def _removed_after_an_error(trace: Url) -> Iterator[None]:
     try:
-        try:
-            dst.parent.mkdir(parents=True, exist_ok=True)
-            # beside it, so that it can be moved there as a whole
-            made = Path(tempfile.mkdtemp(prefix=f".{dst.name[:100]}.", dir=dst.parent))
-        except OSError as error:
-            raise TraceError(f"cannot write {dst}: {error.strerror or error}") from error
-        writer = TraceWriter(made / dst.name, header=header, **options)
-        try:
-            yield writer
-        except BaseException as error:
-            # closes what is open, as well as that goes
-            writer.__exit__(type(error), error, None)
-            raise
+        yield
+    except BaseException:
+        with contextlib.suppress(TraceError):
+            remove(trace)
+        raise
+
+
+@contextmanager
+def _moved_to(dst: Path) -> Iterator[Path]:
+    """A path in a new folder beside `dst`, from which what is made there is moved to `dst` as a whole."""
+    with write_errors(dst):
+        dst.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{dst.name[:100]}.", dir=dst.parent))
+    try:
+        yield folder / dst.name
         if os.path.lexists(dst):
             raise TraceExistsError(f"{dst} was made by somebody else in the meantime, and is not overwritten")
-        try:
-            os.rename(made / dst.name, dst)
-        except OSError as error:
-            raise TraceError(f"cannot write {dst}: {error.strerror or error}") from error
+        with write_errors(dst):
+            os.rename(folder / dst.name, dst)
     finally:
-        if made is not None:
-            shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_ranks(reader: TraceReader, ranks: Collection[int]) -> None:

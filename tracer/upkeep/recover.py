@@ -1,11 +1,11 @@
-"""`recover`: what can be had of a damaged trace, in a new one, and what was lost, as numbers."""
+"""`recover`: saves the whole messages of a damaged trace in a new one, and counts those that are lost."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -79,16 +79,16 @@ class Loss:
     """
 
     source: str
-    path: str | None
-    status: str
-    messages: int
-    saved: int
-    lost: int
-    header: bool
-    notes: int
-    streams: list[LostStream]
+    path: str | None = None
+    status: str = "unknown"
+    messages: int = 0
+    saved: int = 0
+    lost: int = 0
+    header: bool = False
+    notes: int = 0
+    streams: list[LostStream] = field(default_factory=list)
     problems: list[str]
-    lossless: bool
+    lossless: bool = False
 
     def describe(self) -> dict[str, Any]:
         """The loss as JSON."""
@@ -141,14 +141,16 @@ def recover(
         try:
             surveys, elsewhere = stack.enter_context(survey(src))
         except TraceCorruptError as error:
-            raise TraceLostError(f"nothing could be saved: {error}", _all_lost(src, error)) from error
+            raise TraceLostError(
+                f"nothing could be saved: {error}", Loss(source=str(src), problems=[str(error)])
+            ) from error
         last = max(one.attempt for one in surveys)
         status = worst([one.status for one in surveys if one.attempt == last])
         order = in_order([_Order(one, surveys) for one in surveys])
         header = next((one.header for one in reversed(surveys) if one.header), None) or {
             name: value for name in ("run_id", "created") if isinstance(value := surveys[0].attributes.get(name), str)
         }
-        with new_trace(src, dst, single(header)) as writer:
+        with new_trace(dst, single(header)) as writer:
             for note in (note for one in surveys for note in one.read.tables.notes):
                 writer.note(note)
             saved = _save(surveys, order, writer, progress)
@@ -161,7 +163,7 @@ def recover(
             ended = surveys[-1].read.tables.ending.get("ended")
             final = "interrupted" if loss.status == "recording" else loss.status
             if not loss.lossless:
-                # a trace that says that it is finished is complete
+                # the status "finished" would say that nothing is missing
                 final = f"failed: recovered with {loss.lost} of {loss.messages} messages lost; the status was {final}"
             writer.finish(final, ended=ended if isinstance(ended, str) else None)
         return loss
@@ -184,7 +186,7 @@ def _save(
             saved[number][row] = True
         if progress is not None and done % 100 == 0:
             progress(done, len(rows))
-    # chunks and messages that were found damaged only now
+    # damage that was met only while messages were read
     for one in surveys:
         one.tell_damage()
     return saved
@@ -203,7 +205,7 @@ def _loss(
     numbers, rows = order
     total = len(rows) + sum(one.read.absent for one in surveys)
     kept = int(sum(mask.sum() for mask in saved))
-    # what is of another run is not lost
+    # parts of another run are left out, and do not count as lost
     whole = all(problem.check == "foreign" for problem in elsewhere)
     lossless = whole and all(one.told_all for one in surveys) and kept == total
     found = dict.fromkeys([*elsewhere, *(problem for one in surveys for problem in one.problems)])
@@ -224,30 +226,13 @@ def _loss(
     )
 
 
-def _all_lost(src: Location, why: TraceCorruptError) -> Loss:
-    """The loss of a trace of which not even a journal was found."""
-    return Loss(
-        source=str(src),
-        path=None,
-        status="unknown",
-        messages=0,
-        saved=0,
-        lost=0,
-        header=False,
-        notes=0,
-        streams=[],
-        problems=[str(why)],
-        lossless=False,
-    )
-
-
 class _Order:
-    """A survey, as `in_order` needs it: rows that cannot be read stay where they are, in the step before them."""
+    """A survey, as `in_order` needs it: a row that cannot be read is taken to be of the step of the row before it."""
 
     def __init__(self, survey: Survey, surveys: Sequence[Survey]) -> None:
         self.rank, self.attempt = survey.rank, survey.attempt
         self.journal = survey.read.journal.copy()
-        # what a row says of its step is certain also where its stream is not known
+        # the step of a row is right even where its stream is not known: the row has a checksum
         certain = survey.read.certain
         before = np.maximum.accumulate(np.where(certain, np.arange(len(certain)), -1))
         steps = np.where(before >= 0, survey.read.journal[before, Column.GLOBAL_STEP], 0)
@@ -274,7 +259,7 @@ def _by_stream(survey: Survey, saved: NDArray[np.bool_], lost: NDArray[np.int64]
     if survey.read.absent:
         rank, count = survey.rank, survey.read.absent
         found.append(LostStream(kind=UNKNOWN, module=None, tag="", leaf="", rank=rank, saved=0, lost=count, steps=None))
-    # rows that contradict the declarations are not to be believed in what they say of their stream
+    # a row that contradicts the declarations may name a wrong stream
     ids = np.where(survey.read.sound, survey.read.journal[:, Column.STREAM], -1)
     for number in np.unique(ids[lost]).tolist():
         steps = survey.read.journal[lost[ids[lost] == number], Column.GLOBAL_STEP]

@@ -14,10 +14,10 @@ from tracer.errors import MessageError, TraceCorruptError, TraceError, TracerErr
 from tracer.format.checksum import crc32c
 from tracer.format.encodings import ENCODINGS, decode
 from tracer.format.journal import HAS_DATA, NONE, Column, checksums
-from tracer.format.names import declarations_name, journal_name, part_of
+from tracer.format.names import declarations_name, journal_name, rank_and_attempt
 from tracer.format.tables import Stream
 from tracer.format.version import check_root
-from tracer.messaging.messages import DEFAULT_TAG, Message, ModuleMessage, NetworkMessage
+from tracer.messaging.messages import DEFAULT_TAG, Message, message_of
 from tracer.stores.locations import Location
 from tracer.stores.opening import STORES
 from tracer.stores.protocols import ReadStore
@@ -69,9 +69,7 @@ class Survey:
     def __init__(self, path: Location, part: str, store: ReadStore, *, tell_store: bool = True) -> None:
         self.path = path
         self.name = part
-        where = part_of(part)
-        assert where is not None
-        self.rank, self.attempt = where
+        self.rank, self.attempt = rank_and_attempt(part)
         self._store = store
         self._findings = Findings(path)
         self._told = set() if tell_store else set(store.problems)
@@ -168,7 +166,7 @@ class Survey:
         if name.startswith((f"{self.name}/pools/", f"{self.name}/late/")):
             row = ()
         else:
-            # rows of a pool of its own all have the shape of the messages in it
+            # in a pool of one stream, a row has the shape of the messages
             mine = self.read.sound & (self.read.journal[:, Column.POOL] == number)
             shapes = np.unique(self.read.journal[mine, Column.SHAPE])
             if len(shapes) == 1:
@@ -203,7 +201,7 @@ class Survey:
             "data": data,
         }
         try:
-            return NetworkMessage(**where) if stream.module is None else ModuleMessage(module=stream.module, **where)
+            return message_of(stream.module, **where)
         except MessageError:
             return None
 
@@ -275,9 +273,10 @@ class Survey:
         """Whether the tables, which say what there is, are as they were written."""
         read = self.read
         if read.zeros is not None and self._findings.of_check("store"):
-            # of a file that was cut off, what is not there reads as zeros
+            # a file that was cut off reads as zeros behind its end
             return False
-        # checksums of lines and rows tell so, too, where the last line, which counts the rows, is there
+        # so they are if all lines follow each other by their checksums, and all rows that the last line counts are
+        # right
         if read.chained and read.tables.ending.get("messages") == len(read.journal) and read.certain.all():
             return True
         return not self._findings.of_check("declaration") and not self._findings.of_array(*self.chunks.tables)
@@ -304,7 +303,7 @@ class Survey:
         """As `TraceReader.status`; ``"unknown"`` where that is damaged."""
         if self.read.tables.ending:
             return str(self.read.tables.ending.get("status", "finished"))
-        # a lost line may have been the one that says it
+        # the line with the status may be among those that are lost
         if self._findings.of_array(declarations_name(self.name)):
             return "unknown"
         return "recording" if self.header and lives(self.header.get("process"), self._store) else "interrupted"

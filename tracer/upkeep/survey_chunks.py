@@ -158,9 +158,9 @@ class Chunks:
             try:
                 rows = self._store.read(array.name, start, stop)
             except TraceCorruptError:
-                # the last chunk of a trace that is being written may just have been written anew
+                # the writer may just have rewritten the last chunk
                 length = self._store.length(array.name)
-                # what follows the last message in it, nobody needs, and an array that is closed becomes shorter
+                # rows after the last message are not needed, and an array that is closed becomes shorter
                 end = min(array.needed if start < array.needed < stop else stop, max(length, start + 1))
                 rows = self._store.read(array.name, start, end)
                 if end < stop:

@@ -76,7 +76,7 @@ class SurveyedTables:
         self._chunks = chunks
         self._findings = findings
         self._names = (journal, declarations)
-        # bytes of lines in which a flipped bit was looked for
+        # how many bytes of damaged lines were searched for a flipped bit so far
         self._searched = 0
         self.journal, readable, self.zeros = self._read_journal()
         self._read_declarations()
@@ -91,7 +91,7 @@ class SurveyedTables:
         self.sound = self.certain
         for reason, wrong in self.tables.contradictions(self.journal):
             self.sound = self._refuse(self.sound, wrong, WRONG[reason])
-        # what the last declaration says is certain, what the array itself says in Zarr is not
+        # the length in the last declaration is certain; the one that a Zarr array claims may be too large
         ends = [one.rows[1] for one in findings.problems if one.array == journal and one.rows is not None]
         had = ending.get("messages", max(ends, default=0))
         self.absent = max(0, had - len(self.journal)) if type(had) is int and had < MOST_ROWS else 0
@@ -114,10 +114,10 @@ class SurveyedTables:
             parts.append(np.zeros((stop - start, COLUMNS), np.int64) if chunk is None else chunk)
             masks.append(np.full(stop - start, chunk is not None))
         journal, readable = np.concatenate(parts), np.concatenate(masks)
-        # the length may have reached the disk before the rows, in HDF5; those are zeros, which no row is
+        # in HDF5 the length may have reached the disk before the rows, which are zeros then; no row consists of zeros
         told = ~readable | journal.any(axis=1)
         end = len(journal) - int(told[::-1].argmax()) if told.any() else 0
-        # where the description of the array was damaged, they are the rest of its last chunk
+        # such zeros are also the rest of the last chunk where the array's own length is lost
         zeros = (end, len(journal)) if end < len(journal) and not self._findings.of_array(array.name) else None
         return journal[:end], readable[:end], zeros
 
@@ -127,7 +127,7 @@ class SurveyedTables:
             return
         place = 0
         damaged = broken = False
-        # a damaged line tells all the same what the next one is continued from, so not all that follow are lost
+        # even a damaged line has the checksum that the next one continues from, so the lines after it can be checked
         before = {0}
         lines = deque(self._lines(array))
         while lines:
@@ -145,7 +145,7 @@ class SurveyedTables:
             why = "is damaged" if found is None else self._declare(found)
             if not why:
                 self.declarations += 1
-            elif not damaged:  # the rest of a line that began in damage says nothing new
+            elif not damaged:  # the rest of a line that was reported already
                 self._findings.add("declaration", f"the line at byte {start} {why}", array.name, (start, place))
             damaged = False
         if not self.tables.header:
@@ -159,9 +159,9 @@ class SurveyedTables:
             chunk = self._chunks.read(array, number)
             if chunk is None:
                 chunk = self._chunks.unverified(array, number)  # each line has a checksum of its own
-            # a line feed ends the line that the damage begins in, and the second one makes an empty line
+            # the first line feed ends the line in which the damage begins; the second one makes an empty line
             data += b"\n\n" if chunk is None else chunk.data
-            self._chunks.forget(array, number)  # all of them are in `data`
+            self._chunks.forget(array, number)  # its bytes are in `data` now
         del data[data.rfind(b"\n") + 1 :]
         return list(map(bytes, data.split(b"\n")[:-1]))
 
@@ -184,7 +184,7 @@ class SurveyedTables:
         for following in ([], [lines[0]] if lines else []):
             text = b"".join(one + b"\n" for one in (line, *following))
             self._searched += len(text)
-            # in long ones it takes long
+            # trying each bit of a long line would take long
             found = None if self._searched > SEARCHED_BYTES else as_they_were(text, before)
             if found is not None:
                 self._findings.add(

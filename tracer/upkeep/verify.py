@@ -105,7 +105,7 @@ def verify(path: Anywhere) -> Report:
         began = time.time()
         with survey(path) as (surveys, elsewhere):
             report = _report(location(path), surveys, elsewhere)
-            # what a run writes meanwhile is read in part before and in part after
+            # a run that is being recorded changes while it is read
             if report.intact or not left or not any(one.written_since(began) for one in surveys):
                 break
     return report
@@ -158,7 +158,7 @@ def _begun(surveys: list[Survey]) -> list[Survey]:
 def _report(path: Location, surveys: list[Survey], elsewhere: list[Problem]) -> Report:
     """Read everything, and tell what is wrong."""
     damaged = sum(one.check_all() for one in surveys)
-    # what is wrong with the root is told of each part in it
+    # each part reports what is wrong with the root, so it is said once
     problems = list(dict.fromkeys([*elsewhere, *(problem for one in surveys for problem in one.problems)]))
     if not problems:
         try:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack, final
 
+from analyze.metrics.checks import check, is_number, is_whole
 from analyze.metrics.inputs import single_number
 from analyze.metrics.metric import OneNumber, Within
-from tracer.errors import MessageError
 from tracer.messaging.messages import Message
 
 
@@ -52,10 +52,8 @@ def freeze(similarities: Sequence[Sequence[float]], *, threshold: float = 0.99, 
 
 
 def _check(threshold: object, patience: object) -> None:
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not threshold > 0:
-        raise MessageError(f"the threshold of freezing is a positive number, not {threshold!r}")
-    if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
-        raise MessageError(f"the patience of freezing is a positive integer, not {patience!r}")
+    check(is_number(threshold) and threshold > 0, "the threshold of freezing is a positive number", threshold)
+    check(is_whole(patience, 1), "the patience of freezing is a positive integer", patience)
 
 
 @final

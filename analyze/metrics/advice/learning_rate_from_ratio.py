@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Unpack, final
 
+from analyze.metrics.checks import check, is_number, is_whole
 from analyze.metrics.inputs import single_number
-from analyze.metrics.metric import Metric, Where
+from analyze.metrics.metric import Where
+from analyze.metrics.steps import OfSteps
 from analyze.metrics.streams import At
-from tracer.errors import MessageError
 from tracer.messaging.messages import Message
 
 
@@ -48,14 +50,21 @@ def learning_rate_from_ratio(ratios: Iterable[float], *, target: float = 1e-3, m
 
 def _check(target: object, max_factor: object, window: object = 1) -> None:
     for what, number, least in (("target", target, 0), ("max_factor", max_factor, 1)):
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not least < number < math.inf:
-            raise MessageError(f"{what} is a finite number above {least}, not {number!r}")
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise MessageError(f"the window is a positive number of steps, not {window!r}")
+        good = is_number(number) and least < number < math.inf
+        check(good, f"{what} is a finite number above {least}", number)
+    check(is_whole(window, 1), "the window is a positive number of steps", window)
+
+
+@dataclass
+class _Window(At):
+    """The steps of a window so far, which stands at the last of them, and the ratios that were heard."""
+
+    steps: int = 1
+    ratios: list[float] = field(default_factory=list)
 
 
 @final
-class LearningRateFromRatio(Metric):
+class LearningRateFromRatio(OfSteps[_Window]):
     r"""Learning rate from the update/weight ratio: the factor :math:`\tau / \bar r` that would bring it to its target.
 
     Answers ``{kind}_learning_rate_factor``, for the whole network and after each `window` steps, when a later step
@@ -110,6 +119,8 @@ class LearningRateFromRatio(Metric):
 
     name = "learning_rate_from_ratio"
     scope = "everything"
+    gathered = _Window
+    stored_as = "windows"
 
     def __init__(
         self,
@@ -123,40 +134,32 @@ class LearningRateFromRatio(Metric):
         _check(target, max_factor, window)
         super().__init__(kind, f"{kind}_learning_rate_factor", **where)
         self.target, self.window, self.max_factor = target, window, max_factor
-        self._windows: dict[str, dict[str, Any]] = {}
 
-    def compute(self, message: Message) -> Iterator[Message]:
-        """Keep one ratio; answer if the step before was the last of a window and this one begins another."""
-        at = At.of(message).counters()
-        now = self._windows.get(message.tag)
-        if now is not None and now["at"] != at:
-            if now["steps"] == self.window:
-                yield self._answer(message.tag, now)
-                now = None
-            else:
-                now["steps"] += 1
-        if now is None:
-            now = self._windows[message.tag] = {"steps": 1, "ratios": []}
-        now["at"] = at
+    def is_over(self, now: _Window, message: Message) -> bool:
+        """Whether a ratio begins another step, after the last one of the window."""
+        return now.steps == self.window and now.counters() != At.of(message).counters()
+
+    def hear(self, now: _Window, message: Message) -> None:
+        """Keep one ratio, and count its step if it is a new one."""
+        if now.counters() != At.of(message).counters():
+            now.steps += 1
+            now.move_to(message)
         ratio = single_number(message.data)
         if ratio is not None:
-            now["ratios"].append(ratio)
+            now.ratios.append(ratio)
 
-    def conclude(self) -> Iterator[Message]:
-        """Answer for the windows that are complete."""
-        windows, self._windows = self._windows, {}
-        for tag, last in windows.items():
-            if last["steps"] == self.window:
-                yield self._answer(tag, last)
+    def numbers(self, over: _Window) -> list[float]:
+        """The factor, if the window is complete."""
+        if over.steps < self.window:
+            return []
+        return [learning_rate_from_ratio(over.ratios, target=self.target, max_factor=self.max_factor)]
 
-    def state_dict(self) -> dict[str, Any]:
-        """The ratios of the windows that are going on, by tag."""
-        return {"windows": {tag: {**now, "ratios": list(now["ratios"])} for tag, now in self._windows.items()}}
+    def pack(self, now: _Window) -> dict[str, Any]:
+        """What is known of a window as plain values."""
+        return {"steps": now.steps, "ratios": list(now.ratios), "at": now.counters()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
-        self._windows = {tag: {**now, "ratios": list(now["ratios"])} for tag, now in state["windows"].items()}
-
-    def _answer(self, tag: str, over: Mapping[str, Any]) -> Message:
-        factor = learning_rate_from_ratio(over["ratios"], target=self.target, max_factor=self.max_factor)
-        return At(*over["at"]).network_message(self.produces[0], tag, factor)
+    def unpack(self, told: Mapping[str, Any]) -> _Window:
+        """What `pack` has packed."""
+        window = _Window(*told["at"])
+        window.steps, window.ratios = told["steps"], list(told["ratios"])
+        return window

@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, Unpack, final, get_args
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from analyze.metrics.checks import check, check_word, is_number, is_whole
 from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.streams import Stream, packed, stream_of, unpacked
-from tracer.errors import MessageError
 from tracer.messaging.messages import KINDS, Message
 
 Units: TypeAlias = Literal["auto", "first", "second", "last"]
@@ -93,10 +92,8 @@ def _activity(active: NDArray[np.float64], count: int) -> Activity:
 
 
 def _check(threshold: object, units: object) -> None:
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not threshold >= 0:
-        raise MessageError(f"the threshold of an activation is a number from 0 on, not {threshold!r}")
-    if units not in get_args(Units):
-        raise MessageError(f"units is 'auto', 'first', 'second' or 'last', not {units!r}")
+    check(is_number(threshold) and threshold >= 0, "the threshold of an activation is a number from 0 on", threshold)
+    check_word("units", units, get_args(Units))
 
 
 @final
@@ -165,8 +162,7 @@ class ActivationRate(PerMessage):
         **where: Unpack[Where],
     ) -> None:
         _check(threshold, units)
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-            raise MessageError(f"the window of an activation rate is a positive integer, not {window!r}")
+        check(is_whole(window, 1), "the window of an activation rate is a positive integer", window)
         super().__init__(kind, (f"{kind}_activation_rate", f"{kind}_death_rate"), **where)
         self.threshold, self.units, self.window = threshold, units, window
         of_parameter = kind in KINDS and not KINDS[kind].batched
@@ -191,23 +187,15 @@ class ActivationRate(PerMessage):
 
     def state_dict(self) -> dict[str, Any]:
         """The counts of the last messages of each stream."""
-        return {
-            "past": packed(
-                {
-                    stream: {
-                        "active": [torch.from_numpy(active) for active, _ in past],
-                        "counts": [size for _, size in past],
-                    }
-                    for stream, past in self._past.items()
-                }
-            )
+        past = {
+            stream: {"active": [active for active, _ in past], "counts": [size for _, size in past]}
+            for stream, past in self._past.items()
         }
+        return {"past": packed(past)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another stopped."""
         self._past = {
-            stream: deque(
-                zip((active.numpy() for active in one["active"]), one["counts"], strict=True), maxlen=self.window
-            )
+            stream: deque(zip(one["active"], one["counts"], strict=True), maxlen=self.window)
             for stream, one in unpacked(state["past"]).items()
         }

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Unpack, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from analyze.metrics.elementwise.norm import norm
@@ -124,10 +123,8 @@ class Distance(PerMessage):
 
     def state_dict(self) -> dict[str, Any]:
         """The first tensor of each stream."""
-        return {
-            "first": packed({stream: {"data": torch.from_numpy(first.copy())} for stream, first in self._first.items()})
-        }
+        return {"first": packed({stream: {"data": first} for stream, first in self._first.items()})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another stopped."""
-        self._first = {stream: one["data"].numpy() for stream, one in unpacked(state["first"]).items()}
+        self._first = {stream: one["data"] for stream, one in unpacked(state["first"]).items()}

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from analyze.metrics.checks import check, is_whole
 from analyze.metrics.elementwise.moments import (
     ABSOLUTE,
     COUNT,
@@ -29,7 +30,6 @@ from analyze.metrics.elementwise.moments import (
     moments,
 )
 from analyze.metrics.inputs import Array, as_array
-from tracer.errors import MessageError
 
 
 class Formula(NamedTuple):
@@ -106,5 +106,4 @@ def statistic(x: Array, name: str, ddof: int = 1) -> float:
 
 def check_ddof(ddof: object) -> None:
     """Raise `MessageError` unless `ddof` is an integer from 0 on."""
-    if isinstance(ddof, bool) or not isinstance(ddof, int) or ddof < 0:
-        raise MessageError(f"ddof is an integer from 0 on, not {ddof!r}")
+    check(is_whole(ddof, 0), "ddof is an integer from 0 on", ddof)

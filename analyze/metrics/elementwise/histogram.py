@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, Unpack, final
+from typing import Any, Literal, NamedTuple, Unpack, final, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from analyze.metrics.checks import check, check_word, is_number, is_whole
 from analyze.metrics.elementwise.moments import BLOCK, extremes
 from analyze.metrics.elementwise.sketch import sketch
 from analyze.metrics.elementwise.statistics import statistics
@@ -107,13 +108,10 @@ def _counted(values: NDArray[Any], edges: NDArray[np.float64], divisor: float) -
 
 
 def _check(bins: object, low: Any, high: Any, method: object) -> None:
-    if method not in ("exact", "sketch"):
-        raise MessageError(f"method is 'exact' or 'sketch', not {method!r}")
-    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
-        raise MessageError(f"the number of bins is a positive integer, not {bins!r}")
+    check_word("method", method, get_args(Method))
+    check(is_whole(bins, 1), "the number of bins is a positive integer", bins)
     for name, end in (("low", low), ("high", high)):
-        if end is not None and (isinstance(end, bool) or not isinstance(end, (int, float)) or not math.isfinite(end)):
-            raise MessageError(f"{name} is a finite number or None, not {end!r}")
+        check(end is None or (is_number(end) and math.isfinite(end)), f"{name} is a finite number or None", end)
     if low is not None and high is not None and not low < high:
         raise MessageError(f"a histogram's low is below its high, but they are {low!r} and {high!r}")
 

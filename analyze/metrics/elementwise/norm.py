@@ -7,11 +7,11 @@ from typing import Unpack, final
 
 import numpy as np
 
+from analyze.metrics.checks import check, is_number
 from analyze.metrics.elementwise.formulas import statistic
 from analyze.metrics.elementwise.sharing import shared
 from analyze.metrics.inputs import Array, as_array, blocks
 from analyze.metrics.metric import OneNumber, Where
-from tracer.errors import MessageError
 from tracer.messaging.messages import Message
 
 
@@ -70,8 +70,7 @@ _SHARED = {1: "norm1", 2: "norm2", math.inf: "norminf"}
 
 def check_order(order: object) -> None:
     """Raise `MessageError` unless `order` is a positive number or infinity."""
-    if isinstance(order, bool) or not isinstance(order, (int, float)) or not order > 0:
-        raise MessageError(f"the order of a norm is a positive number or inf, not {order!r}")
+    check(is_number(order) and order > 0, "the order of a norm is a positive number or inf", order)
 
 
 def suffix(order: float) -> str:

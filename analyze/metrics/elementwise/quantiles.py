@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from analyze.metrics.checks import check, is_number
 from analyze.metrics.elementwise.moments import BLOCK, buffer
 from analyze.metrics.inputs import Array, as_array, as_float64
 from analyze.metrics.metric import PerMessage, Where
@@ -71,8 +72,7 @@ def check_probabilities(probabilities: Iterable[float]) -> tuple[float, ...]:
     """The probabilities as a tuple; `MessageError` unless each is from 0 to 1 and there is one."""
     wanted = tuple(probabilities) if isinstance(probabilities, Iterable) else (probabilities,)
     for one in wanted:
-        if isinstance(one, bool) or not isinstance(one, (int, float)) or not 0 <= one <= 1:
-            raise MessageError(f"the probability of a quantile is a number from 0 to 1, not {one!r}")
+        check(is_number(one) and 0 <= one <= 1, "the probability of a quantile is a number from 0 to 1", one)
     if not wanted:
         raise MessageError("quantiles need at least one probability")
     return wanted

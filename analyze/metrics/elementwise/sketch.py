@@ -1,19 +1,17 @@
-"""A histogram of any numbers in bins of equal relative width, which can be merged: the canonical one.
+"""A histogram of any numbers in bins of equal relative width, whatever the range of the data.
 
 A float32 number is counted under its upper 16 bits, which are its sign, its exponent and 7 bits of its mantissa (and
-so a bfloat16). That takes one pass, whatever the range of the data, and two such histograms of different data add up.
-A bin is at most 1/128 of its numbers wide, so that a quantile from its middle is off by 0.4 % at most.
+so a bfloat16). That takes one pass. A bin is at most 1/128 of its numbers wide.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from analyze.metrics.elementwise.moments import BLOCK, buffer, extremes
@@ -49,18 +47,6 @@ class Sketch:
         """How many numbers are finite."""
         return int(self.counts.sum()) + self.zeros
 
-    def merge(self, other: Sketch) -> Sketch:
-        """That of the numbers of both; exactly what counting them together gives."""
-        return Sketch(
-            self.counts + other.counts,
-            self.zeros + other.zeros,
-            self.nan + other.nan,
-            self.positive_infinities + other.positive_infinities,
-            self.negative_infinities + other.negative_infinities,
-            min(self.low, other.low),
-            max(self.high, other.high),
-        )
-
     def bins(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
         """The bins that hold something, in rising order: their least number, their greatest, and how many they hold.
 
@@ -74,17 +60,6 @@ class Sketch:
             lows, highs, counts = np.append(lows, 0.0), np.append(highs, 0.0), np.append(counts, self.zeros)
         order = np.lexsort((highs, lows))
         return lows[order].clip(self.low, self.high), highs[order].clip(self.low, self.high), counts[order]
-
-    def quantiles(self, probabilities: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The finite numbers below which these shares of them lie, each to 0.4 %; NaN if there are none."""
-        lows, highs, counts = self.bins()
-        if not len(counts):
-            return np.full(len(probabilities), np.nan)
-        ranks = np.round(np.asarray(probabilities) * (self.finite - 1))
-        place = np.searchsorted(np.cumsum(counts), ranks, side="right")
-        found = (lows[place] + highs[place]) / 2
-        found[ranks == 0], found[ranks == self.finite - 1] = self.low, self.high
-        return found
 
     def histogram(self, edges: NDArray[np.float64]) -> NDArray[np.int64]:
         """How many finite numbers lie between edges; those of a bin with an edge in it are taken for evenly spread.
@@ -106,23 +81,6 @@ class Sketch:
             cumulated[-1] = max(cumulated[-1], before[last])
         whole_numbers = np.round(cumulated).astype(np.int64)
         return whole_numbers[1:] - whole_numbers[:-1]
-
-    def state(self) -> dict[str, Any]:
-        """As plain values and tensors; only the bins that hold something."""
-        keys = np.flatnonzero(self.counts)
-        rest = ("zeros", "nan", "positive_infinities", "negative_infinities", "low", "high")
-        return {
-            "keys": torch.from_numpy(keys),
-            "counts": torch.from_numpy(self.counts[keys]),
-            **{name: getattr(self, name) for name in rest},
-        }
-
-    @classmethod
-    def of_state(cls, state: Mapping[str, Any]) -> Sketch:
-        """From what `state` gave."""
-        counts = np.zeros(65536, np.int64)
-        counts[state["keys"].numpy()] = state["counts"].numpy()
-        return cls(counts, **{name: value for name, value in state.items() if name not in ("keys", "counts")})
 
 
 def sketch(x: Array) -> Sketch:

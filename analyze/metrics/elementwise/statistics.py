@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from typing import Any, Literal, Unpack, final
+from typing import Any, Literal, Unpack, final, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from analyze.metrics.checks import check_word
 from analyze.metrics.elementwise.formulas import FORMULAS, check_ddof, derive, needs_of
 from analyze.metrics.elementwise.moments import moments, moments_of_channels, moments_of_tensors
 from analyze.metrics.elementwise.norm import norm
@@ -123,10 +124,8 @@ def _parameter(name: str) -> re.Match[str] | None:
 
 
 def _check(per: str, ddof: object, precision: str) -> None:
-    if per not in ("tensor", "channel"):
-        raise MessageError(f"per is 'tensor' or 'channel', not {per!r}")
-    if precision not in ("double", "single"):
-        raise MessageError(f"precision is 'double' or 'single', not {precision!r}")
+    check_word("per", per, get_args(Per))
+    check_word("precision", precision, ("double", "single"))
     check_ddof(ddof)
 
 
@@ -329,8 +328,7 @@ class Statistics(PerMessage):
     ) -> None:
         names = check_names(which)
         _check(per, ddof, precision)
-        if channels not in ("auto", "outputs", "first", "last"):
-            raise MessageError(f"channels is 'auto', 'outputs', 'first' or 'last', not {channels!r}")
+        check_word("channels", channels, get_args(Channels))
         super().__init__(kind, [f"{kind}_statistics_{name}" for name in names], **where)
         self.which, self.per, self.channels, self.ddof, self.precision = names, per, channels, ddof, precision
 

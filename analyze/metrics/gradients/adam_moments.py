@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Unpack, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from analyze.metrics.checks import check, is_number
 from analyze.metrics.elementwise.norm import norm
 from analyze.metrics.inputs import Array, as_array, as_float64
 from analyze.metrics.metric import PerMessage, Where
@@ -107,8 +107,7 @@ def _check(learning_rate: object, beta1: object, beta2: object, eps: object) -> 
         ("beta2", beta2, 1),
         ("eps", eps, math.inf),
     ):
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < most:
-            raise MessageError(f"{what} is a number from 0 to below {most}, not {number!r}")
+        check(is_number(number) and 0 <= number < most, f"{what} is a number from 0 to below {most}", number)
 
 
 @final
@@ -190,22 +189,8 @@ class AdamMoments(PerMessage):
 
     def state_dict(self) -> dict[str, Any]:
         """The moments of each stream, and of how many gradients they are."""
-        return {
-            "memories": packed(
-                {
-                    stream: {
-                        "first": torch.from_numpy(np.array(one.first)),
-                        "second": torch.from_numpy(np.array(one.second)),
-                        "steps": one.steps,
-                    }
-                    for stream, one in self._memories.items()
-                }
-            )
-        }
+        return {"memories": packed({stream: vars(one) for stream, one in self._memories.items()})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another stopped."""
-        self._memories = {
-            stream: _Memory(one["first"].numpy(), one["second"].numpy(), one["steps"])
-            for stream, one in unpacked(state["memories"]).items()
-        }
+        self._memories = {stream: _Memory(**one) for stream, one in unpacked(state["memories"]).items()}

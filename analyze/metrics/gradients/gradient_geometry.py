@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Unpack, final
 
-import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from analyze.metrics.elementwise.norm import norm
@@ -128,12 +126,8 @@ class GradientGeometry(Metric):
 
     def state_dict(self) -> dict[str, Any]:
         """The last tensor of each stream."""
-        return {"last": packed({stream: {"data": _tensor(last)} for stream, last in self._last.items()})}
+        return {"last": packed({stream: {"data": last} for stream, last in self._last.items()})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another stopped."""
-        self._last = {stream: one["data"].numpy() for stream, one in unpacked(state["last"]).items()}
-
-
-def _tensor(array: NDArray[Any]) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
+        self._last = {stream: one["data"] for stream, one in unpacked(state["last"]).items()}

@@ -7,7 +7,7 @@ those of a layer from its inputs and the gradients of its outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias, Unpack, final, get_args
 
@@ -15,10 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from analyze.metrics.checks import check, check_word, is_number, is_whole
 from analyze.metrics.gradients.layer_grams import Geometry, layer_grams
 from analyze.metrics.gradients.sample_gram import SampleGram, linear_gram  # noqa: F401 - for the example
 from analyze.metrics.inputs import as_array, as_float64
-from analyze.metrics.metric import Metric, Where
+from analyze.metrics.metric import Where
+from analyze.metrics.steps import OfSteps
 from analyze.metrics.streams import At
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message
@@ -136,7 +138,7 @@ class _Step(At):
 
 
 @final
-class GradientNoise(Metric):
+class GradientNoise(OfSteps[_Step]):
     r"""Signal and noise in the gradient of each batch: the norm, inner-product and orthogonality tests, and more.
 
     From per-sample gradients :math:`g_b`, of which no one is stored or recorded: of a layer with inputs a and output
@@ -213,6 +215,7 @@ class GradientNoise(Metric):
     """
 
     name = "gradient_noise"
+    gathered = _Step
     scope = "step"
     bundled = False
     spoiled_by = ("elements", "reduce")
@@ -240,63 +243,40 @@ class GradientNoise(Metric):
         super().__init__(kinds, [f"{kind}_{what}" for what in whats], **where)
         if len(set(kinds)) != len(kinds):
             raise MessageError(f"gradient noise needs different kinds, not {', '.join(kinds)}")
-        if reduction not in get_args(Reduction):
-            raise MessageError(f"reduction is 'mean' or 'sum', not {reduction!r}")
+        check_word("reduction", reduction, get_args(Reduction))
         for what, number in (("learning_rate", learning_rate), ("eps", eps)):
-            if isinstance(number, bool) or not isinstance(number, (int, float)) or not number >= 0:
-                raise MessageError(f"{what} is a number from 0 on, not {number!r}")
+            check(is_number(number) and number >= 0, f"{what} is a number from 0 on", number)
         for what, size, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
-            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < least):
-                raise MessageError(f"{what} is an integer from {least} on, or None, not {size!r}")
+            check(size is None or is_whole(size, least), f"{what} is an integer from {least} on, or None", size)
         self.kind, self.inputs, self.weights, self.biases, self.loss = kind, inputs, weights, biases, loss
         self.bias, self.reduction, self.learning_rate, self.eps = bias, reduction, learning_rate, eps
         self.stride, self.padding, self.dilation = stride, padding, dilation
-        self._steps: dict[str, _Step] = {}
 
-    def compute(self, message: Message) -> Iterator[Message]:
-        """Keep one message; answer for the step before if this one begins another."""
-        now = self._steps.get(message.tag)
-        if now is not None and now.global_step != message.global_step:
-            yield from self._answers(message.tag, now)
-            now = None
-        if now is None:
-            now = self._steps[message.tag] = _Step.of(message)
+    def hear(self, now: _Step, message: Message) -> None:
+        """Keep one message."""
         # other leaves are of modules with several inputs or outputs, or of a second backward
         if message.data is not None and not message.leaf:
             now.heard.setdefault(message.kind, {}).setdefault(message.key, {})[message.call] = message.data
 
-    def conclude(self) -> Iterator[Message]:
-        """Answer for the last step of each tag."""
-        steps, self._steps = self._steps, {}
-        for tag, last in steps.items():
-            yield from self._answers(tag, last)
+    def pack(self, now: _Step) -> dict[str, Any]:
+        """The counters of a step, and one entry for each message that was heard of it."""
+        heard = [
+            {"kind": kind, "module": module, "call": call, "data": data}
+            for kind, of_kind in now.heard.items()
+            for module, calls in of_kind.items()
+            for call, data in calls.items()
+        ]
+        return {"at": now.counters(), "heard": heard}
 
-    def state_dict(self) -> dict[str, Any]:
-        """What was heard of the steps that are going on."""
-        return {
-            "steps": {
-                tag: {
-                    "at": now.counters(),
-                    "heard": [
-                        {"kind": kind, "module": module, "call": call, "data": data}
-                        for kind, of_kind in now.heard.items()
-                        for module, calls in of_kind.items()
-                        for call, data in calls.items()
-                    ],
-                }
-                for tag, now in self._steps.items()
-            }
-        }
+    def unpack(self, told: Mapping[str, Any]) -> _Step:
+        """What `pack` has packed."""
+        now = _Step(*told["at"])
+        for one in told["heard"]:
+            now.heard.setdefault(one["kind"], {}).setdefault(one["module"], {})[one["call"]] = one["data"]
+        return now
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
-        self._steps = {}
-        for tag, told in state["steps"].items():
-            now = self._steps[tag] = _Step(*told["at"])
-            for one in told["heard"]:
-                now.heard.setdefault(one["kind"], {}).setdefault(one["module"], {})[one["call"]] = one["data"]
-
-    def _answers(self, tag: str, over: _Step) -> Iterator[Message]:
+    def numbers(self, over: _Step) -> list[float]:
+        """The board of a step, and how much of its gradients it is of."""
         losses = over.heard.get(self.loss, {}).get(None, {})
         passes = self._passes(over, len(losses))
         grams: list[SampleGram] = []
@@ -331,13 +311,11 @@ class GradientNoise(Metric):
             if self.reduction == "sum" and grams:
                 value /= len(grams[0].gram)
             found = gradient_noise(grams, loss=value, learning_rate=self.learning_rate, eps=self.eps)
-            numbers = [
+            return [
                 *found,
                 covered / elements if elements else math.nan,
                 float(np.sqrt(np.float64(wrong) / right)) if grams else math.nan,
             ]
-        for kind, number in zip(self.produces, numbers, strict=True):
-            yield over.network_message(kind, tag, number)
 
     def _passes(self, over: _Step, losses: int) -> int:
         """How many forward passes the step accumulated: one for each loss, unless every pass has several losses."""

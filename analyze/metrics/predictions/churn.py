@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from analyze.metrics.inputs import Array, as_array
-from analyze.metrics.metric import Metric
+from analyze.metrics.steps import OfSteps
 from analyze.metrics.streams import At
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message
@@ -85,7 +85,7 @@ class _Pass(At):
 
 
 @final
-class Churn(Metric):
+class Churn(OfSteps[_Pass]):
     r"""Prediction churn: the share of datapoints whose predicted class changed since the pass before.
 
     Answers ``{kind}_churn``: a float64 scalar from 0 to 1, without unit, for each pass (all forward passes of one tag
@@ -132,6 +132,8 @@ class Churn(Metric):
     """
 
     name = "churn"
+    gathered = _Pass
+    stored_as = "passes"
     scope = "stream"
     same_inputs = True
     invariances = ("rows",)
@@ -146,58 +148,42 @@ class Churn(Metric):
     ) -> None:
         super().__init__(kind, f"{kind}_churn", tag=tag, subsample=subsample)
         self.class_axis = class_axis
-        self._passes: dict[str, _Pass] = {}
 
-    def compute(self, message: Message) -> Iterator[Message]:
-        """Keep the predictions of one batch; answer with the churn of the pass before if this begins another."""
-        one = self._passes.get(message.tag)
-        if one is not None and one.global_step != message.global_step:
-            yield from self._answer(message.tag, one)
-            one.before, one.now = one.now, {}
-        if one is None:
-            one = self._passes[message.tag] = _Pass.of(message)
-        one.move_to(message)
+    def following(self, over: _Pass, message: Message) -> _Pass:
+        """The predictions of the pass that is over become those of the one before."""
+        over.before, over.now = over.now, {}
+        return over
+
+    def hear(self, now: _Pass, message: Message) -> None:
+        """Keep the predictions of one batch."""
+        now.move_to(message)
         try:
-            one.now[message.call, message.leaf] = predictions(as_array(message.data), self.class_axis)
+            now.now[message.call, message.leaf] = predictions(as_array(message.data), self.class_axis)
         except MessageError:  # no scores of classes: nothing to compare, the replay goes on
-            one.now[message.call, message.leaf] = np.zeros(0, np.int64)
+            now.now[message.call, message.leaf] = np.zeros(0, np.int64)
 
-    def conclude(self) -> Iterator[Message]:
-        """Answer with the churn of the last pass of each tag."""
-        passes, self._passes = self._passes, {}
-        for tag, last in passes.items():
-            yield from self._answer(tag, last)
+    def pack(self, now: _Pass) -> dict[str, Any]:
+        """The predictions of the last passes of a tag."""
+        before = None if now.before is None else _listed(now.before)
+        return {"at": now.counters(), "before": before, "now": _listed(now.now)}
 
-    def state_dict(self) -> dict[str, Any]:
-        """The predictions of the last passes of each tag."""
-        return {
-            "passes": {
-                tag: {
-                    "at": one.counters(),
-                    "before": None if one.before is None else _listed(one.before),
-                    "now": _listed(one.now),
-                }
-                for tag, one in self._passes.items()
-            }
-        }
+    def unpack(self, told: Mapping[str, Any]) -> _Pass:
+        """What `pack` has packed."""
+        one = _Pass(*told["at"])
+        one.before = None if told["before"] is None else _by_batch(told["before"])
+        one.now = _by_batch(told["now"])
+        return one
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
-        self._passes = {}
-        for tag, told in state["passes"].items():
-            one = self._passes[tag] = _Pass(*told["at"])
-            one.before = None if told["before"] is None else _by_batch(told["before"])
-            one.now = _by_batch(told["now"])
-
-    def _answer(self, tag: str, over: _Pass) -> Iterator[Message]:
+    def numbers(self, over: _Pass) -> tuple[float, ...]:
+        """The churn of a pass; nothing of the first one."""
         if over.before is None:
-            return
+            return ()
         changed = total = 0
         for batch, classes in over.now.items():
             earlier = over.before.get(batch)
             if earlier is not None and earlier.shape == classes.shape:
                 changed, total = changed + int(np.count_nonzero(earlier != classes)), total + classes.size
-        yield over.network_message(self.produces[0], tag, changed / total if total else math.nan)
+        return (changed / total if total else math.nan,)
 
 
 def _listed(batches: Mapping[tuple[int, str], NDArray[np.int64]]) -> list[dict[str, Any]]:

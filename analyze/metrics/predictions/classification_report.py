@@ -15,10 +15,11 @@ import scipy
 import torch
 from numpy.typing import NDArray
 
+from analyze.metrics.checks import check, check_word, is_whole
 from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import Metric
 from analyze.metrics.predictions.accuracy import IGNORED, class_axis, yes_no
-from analyze.metrics.streams import At
+from analyze.metrics.streams import At, restored, stored
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message, MessageBundle
 
@@ -82,10 +83,7 @@ def classification_report(
     >>> found.accuracy, found.top_k_accuracy, found.confusion.tolist(), found.class_accuracy.tolist(), found.margin
     (0.6666666666666666, 1.0, [[1, 0], [1, 1]], [1.0, 0.5], 0.0)
     """
-    check_positive(k, "k")
-    check_positive(bins, "the number of bins")
-    if outputs not in get_args(Outputs):
-        raise MessageError(f"outputs is 'logits' or 'probabilities', not {outputs!r}")
+    _check(k, bins, outputs)
     tally = Tally()
     tally.add(output, labels, k, bins, outputs, ignore_index)
     return tally.report()
@@ -141,10 +139,10 @@ def correctness(output: Array, labels: Array, ignore_index: int = IGNORED) -> ND
     return np.where(counted, right, -1).astype(np.int8)
 
 
-def check_positive(number: object, what: str) -> None:
-    """Raise `MessageError` unless `number` is a positive integer."""
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise MessageError(f"{what} is a positive integer, not {number!r}")
+def _check(k: object, bins: object, outputs: object) -> None:
+    check(is_whole(k, 1), "k is a positive integer", k)
+    check(is_whole(bins, 1), "the number of bins is a positive integer", bins)
+    check_word("outputs", outputs, get_args(Outputs))
 
 
 def _empty() -> NDArray[Any]:
@@ -210,21 +208,6 @@ class Tally:
             self.entropy / n,
             n,
         )
-
-    def state(self) -> dict[str, Any]:
-        """As numbers and tensors."""
-        return {
-            name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
-            for name, value in vars(self).items()
-        }
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Tally:
-        """One that counted what the other of this `state` has."""
-        tally = cls()
-        for name, value in state.items():
-            setattr(tally, name, value.numpy().copy() if isinstance(value, torch.Tensor) else value)
-        return tally
 
 
 _ARRAYS = ("of_class", "confusion", "bin_counts", "bin_correct", "bin_confidence")
@@ -358,20 +341,9 @@ class ClassificationReport(Metric):
         tag: str | None = "!default",
         subsample: int = 1,
     ) -> None:
-        check_positive(k, "k")
-        check_positive(bins, "the number of bins")
-        if outputs not in get_args(Outputs):
-            raise MessageError(f"outputs is 'logits' or 'probabilities', not {outputs!r}")
+        _check(k, bins, outputs)
         check_per(per)
-        whats = (
-            "accuracy",
-            f"top{k}_accuracy",
-            "class_accuracy",
-            "confusion",
-            "calibration_error",
-            "margin",
-            "entropy",
-        )
+        whats = [name.replace("top_k", f"top{k}") for name in Report._fields[:-1]]
         super().__init__((kind, labels), [f"{kind}_{what}" for what in whats], tag=tag, subsample=subsample)
         self.kind, self.labels, self.k, self.bins, self.outputs = kind, labels, k, bins, outputs
         self.per, self.ignore_index = per, ignore_index
@@ -401,12 +373,7 @@ class ClassificationReport(Metric):
         """The counts of the passes that are going on."""
         return {
             "passes": [
-                {
-                    "tag": tag,
-                    "number": number,
-                    "at": one.counters(),
-                    "tally": one.tally.state(),
-                }
+                {"tag": tag, "number": number, "at": one.counters(), "tally": stored(vars(one.tally))}
                 for (tag, number), one in self._passes.items()
             ]
         }
@@ -414,9 +381,7 @@ class ClassificationReport(Metric):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting where another stopped."""
         self._passes = {}
-        for one in state["passes"]:
-            now = self._passes[one["tag"], one["number"]] = _Pass(*one["at"])
-            now.tally = Tally.of(one["tally"])
+        self.merge(state)
 
     def merge(self, state: Mapping[str, Any]) -> None:
         """Count together with another that heard other batches; passes that only one of them heard stand side by side.
@@ -429,7 +394,7 @@ class ClassificationReport(Metric):
         for one in state["passes"]:
             at = one["tag"], one["number"]
             mine = self._passes.setdefault(at, _Pass(*one["at"]))
-            mine.tally.plus(Tally.of(one["tally"]))
+            mine.tally.plus(Tally(**restored(one["tally"])))
             mine.global_step, mine.train_step, mine.epoch = max(
                 [mine.global_step, mine.train_step, mine.epoch], list(one["at"][:3])
             )
@@ -444,5 +409,4 @@ class ClassificationReport(Metric):
 
 def check_per(per: object) -> None:
     """Raise `MessageError` unless `per` is a word for what is pooled."""
-    if per not in get_args(Per):
-        raise MessageError(f"per is 'pass' or 'epoch', not {per!r}")
+    check_word("per", per, get_args(Per))

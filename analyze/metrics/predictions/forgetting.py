@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from analyze.metrics.inputs import Array, as_array
-from analyze.metrics.metric import Metric
 from analyze.metrics.predictions.accuracy import IGNORED
 from analyze.metrics.predictions.classification_report import Per, check_per, correctness
-from analyze.metrics.streams import At
+from analyze.metrics.steps import OfSteps
+from analyze.metrics.streams import At, restored, stored
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message, MessageBundle
 
@@ -117,7 +117,7 @@ class _Tag(At):
 
 
 @final
-class Forgetting(Metric):
+class Forgetting(OfSteps[_Tag]):
     r"""Forgetting events: :math:`\sum_i [\mathrm{correct}_i^{(t-1)}]\,[\neg\,\mathrm{correct}_i^{(t)}]`.
 
     Answers for each pass, as soon as a later pass of that tag begins or the run ends, float64 scalars:
@@ -180,6 +180,8 @@ class Forgetting(Metric):
     """
 
     name = "forgetting"
+    gathered = _Tag
+    stored_as = "tags"
     scope = "stream"
     same_inputs = True
     invariances = ("rows",)
@@ -200,21 +202,23 @@ class Forgetting(Metric):
         kinds = (kind, labels) if ids is None else (kind, labels, ids)
         super().__init__(kinds, [f"{kind}_{what}" for what in whats], tag=tag, subsample=subsample)
         self.kind, self.labels, self.ids, self.per, self.ignore_index = kind, labels, ids, per, ignore_index
-        self._tags: dict[str, _Tag] = {}
 
-    def compute(self, bundle: MessageBundle) -> Iterator[Message]:
-        """Take one batch; answer with what the pass before showed if this batch begins another."""
-        one = self._tags.get(bundle.tag)
-        if one is None:
-            one = self._tags[bundle.tag] = _Tag.of(bundle)
-        elif (one.epoch != bundle.epoch) if self.per == "epoch" else (one.global_step != bundle.global_step):
-            yield from self._answers(bundle.tag, one)
-            one.forgotten, one.fits = 0, True
-        one.move_to(bundle)
+    def is_over(self, now: _Tag, bundle: MessageBundle) -> bool:
+        """Whether a batch begins another pass, or epoch."""
+        return now.epoch != bundle.epoch if self.per == "epoch" else super().is_over(now, bundle)
+
+    def following(self, over: _Tag, bundle: MessageBundle) -> _Tag:
+        """All that is known of the datapoints, and nothing of the pass that begins."""
+        over.forgotten, over.fits = 0, True
+        return over
+
+    def hear(self, now: _Tag, bundle: MessageBundle) -> None:
+        """Take one batch."""
+        now.move_to(bundle)
         try:
-            one.forgotten += self._present(one, bundle)
+            now.forgotten += self._present(now, bundle)
         except MessageError:  # shapes that do not fit: nothing is known of this pass, the replay goes on
-            one.fits = False
+            now.fits = False
 
     def _present(self, one: _Tag, bundle: MessageBundle) -> int:
         correct = correctness(bundle[self.kind], bundle[self.labels], self.ignore_index)
@@ -234,9 +238,9 @@ class Forgetting(Metric):
 
     def conclude(self) -> Iterator[Message]:
         """Answer with what the last pass of each tag showed, and the counts of every datapoint."""
-        tags, self._tags = self._tags, {}
+        tags, self.steps = self.steps, {}
         for tag, last in tags.items():
-            yield from self._answers(tag, last)
+            yield from self.answers(tag, last)
             counts = [learning.counts() for _, learning in sorted(last.batches.items())]
             if last.slots and counts:  # by id, not by when they came first
                 order = np.argsort(np.array(list(last.slots)), kind="stable")
@@ -245,43 +249,27 @@ class Forgetting(Metric):
             all_counts = np.concatenate([np.zeros(0, np.int64), *counts])
             yield last.network_message(self.produces[4], tag, torch.from_numpy(all_counts))
 
-    def state_dict(self) -> dict[str, Any]:
+    def pack(self, now: _Tag) -> dict[str, Any]:
         """What is known of each datapoint, and what the pass that is going on has shown."""
-        return {
-            "tags": {
-                tag: {
-                    "at": one.counters(),
-                    "forgotten": one.forgotten,
-                    "fits": one.fits,
-                    "ids": list(one.slots),
-                    "batches": [
-                        {
-                            "call": call,
-                            "leaf": leaf,
-                            **{name: torch.from_numpy(value.copy()) for name, value in vars(learning).items()},
-                        }
-                        for (call, leaf), learning in one.batches.items()
-                    ],
-                }
-                for tag, one in self._tags.items()
-            }
-        }
+        batches = [
+            {"call": call, "leaf": leaf, **stored(vars(learning))} for (call, leaf), learning in now.batches.items()
+        ]
+        told = {"forgotten": now.forgotten, "fits": now.fits, "ids": list(now.slots), "batches": batches}
+        return {"at": now.counters(), **told}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
-        self._tags = {}
-        for tag, told in state["tags"].items():
-            one = self._tags[tag] = _Tag(*told["at"])
-            one.forgotten, one.fits = told["forgotten"], told["fits"]
-            one.slots = {known: slot for slot, known in enumerate(told["ids"])}
-            for batch in told["batches"]:
-                learning = one.batches[batch["call"], batch["leaf"]] = _Learning()
-                for name in ("last", "learned", "events"):
-                    setattr(learning, name, batch[name].numpy().copy())
+    def unpack(self, told: Mapping[str, Any]) -> _Tag:
+        """What `pack` has packed."""
+        one = _Tag(*told["at"])
+        one.forgotten, one.fits = told["forgotten"], told["fits"]
+        one.slots = {known: slot for slot, known in enumerate(told["ids"])}
+        for batch in restored(told["batches"]):
+            learning = one.batches[batch.pop("call"), batch.pop("leaf")] = _Learning()
+            vars(learning).update(batch)
+        return one
 
-    def _answers(self, tag: str, over: _Tag) -> Iterator[Message]:
+    def numbers(self, over: _Tag) -> list[float]:
+        """What a pass showed."""
         learnings = list(over.batches.values())
         counts = np.concatenate([np.zeros(0, np.int64), *(one.events[one.last >= 0] for one in learnings)])
         values = over.forgotten, float(counts.mean()) if counts.size else math.nan, *_shares(learnings)
-        for kind, value in zip(self.produces[:4], values, strict=True):
-            yield over.network_message(kind, tag, value if over.fits else math.nan)
+        return [value if over.fits else math.nan for value in values]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, final
 
 from analyze.metrics.inputs import Array
-from analyze.metrics.metric import Metric
 from analyze.metrics.predictions.accuracy import IGNORED, counts
+from analyze.metrics.steps import OfSteps
 from analyze.metrics.streams import At
 from tracer.errors import MessageError
-from tracer.messaging.messages import Message, MessageBundle
+from tracer.messaging.messages import MessageBundle
 
 
 def test_accuracy(  # the registry name; no test
@@ -60,7 +60,7 @@ class _Pass(At):
 
 
 @final
-class TestAccuracy(Metric):
+class TestAccuracy(OfSteps[_Pass]):
     r"""Accuracy of each evaluation pass: correct / total over all its batches, not the mean of the batches' accuracies.
 
     A pass is all forward passes of one tag at one global step. Answers ``test_accuracy``: a float64 scalar from 0 to
@@ -117,6 +117,8 @@ class TestAccuracy(Metric):
 
     __test__ = False  # pytest takes classes called Test... for tests
     name = "test_accuracy"
+    gathered = _Pass
+    stored_as = "passes"
     scope = "step"
     mergeable = True
     invariances = ("rows",)
@@ -133,16 +135,9 @@ class TestAccuracy(Metric):
     ) -> None:
         super().__init__((kind, labels), "test_accuracy", tag=tag, subsample=subsample)
         self.kind, self.labels, self.ignore_index, self.threshold = kind, labels, ignore_index, threshold
-        self._passes: dict[str, _Pass] = {}
 
-    def compute(self, bundle: MessageBundle) -> Iterator[Message]:
-        """Count one batch; answer with the accuracy of the pass before if this batch begins another."""
-        now = self._passes.get(bundle.tag)
-        if now is not None and now.global_step != bundle.global_step:
-            yield self._answer(bundle.tag, now)
-            now = None
-        if now is None:
-            now = self._passes[bundle.tag] = _Pass.of(bundle)
+    def hear(self, now: _Pass, bundle: MessageBundle) -> None:
+        """Count one batch."""
         now.train_step, now.epoch = bundle.train_step, bundle.epoch
         try:
             correct, total = counts(
@@ -153,20 +148,6 @@ class TestAccuracy(Metric):
         else:
             now.correct, now.total = now.correct + correct, now.total + total
 
-    def conclude(self) -> Iterator[Message]:
-        """Answer with the accuracy of the last pass of each tag."""
-        passes, self._passes = self._passes, {}
-        for tag, last in passes.items():
-            yield self._answer(tag, last)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The counts of the passes that are going on, by tag."""
-        return {"passes": {tag: asdict(now) for tag, now in self._passes.items()}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting where another stopped."""
-        self._passes = {tag: _Pass(**now) for tag, now in state["passes"].items()}
-
     def merge(self, state: Mapping[str, Any]) -> None:
         """Count together with another that heard other batches of the same passes.
 
@@ -176,7 +157,7 @@ class TestAccuracy(Metric):
             If the two are in the middle of different passes of one tag: no counts say which answers come first.
         """
         for tag, other in state["passes"].items():
-            mine = self._passes.setdefault(tag, _Pass(**{**other, "correct": 0, "total": 0}))
+            mine = self.steps.setdefault(tag, _Pass(**{**other, "correct": 0, "total": 0}))
             if mine.global_step != other["global_step"]:
                 raise MessageError(
                     f"the passes of tag {tag!r} at global steps {mine.global_step} and {other['global_step']} are two"
@@ -187,6 +168,6 @@ class TestAccuracy(Metric):
                 (mine.train_step, mine.epoch), (other["train_step"], other["epoch"]), key=lambda at: (at[1], at[0])
             )
 
-    def _answer(self, tag: str, over: _Pass) -> Message:
-        value = over.correct / over.total if over.fits and over.total else float("nan")
-        return over.network_message(self.produces[0], tag, value)
+    def numbers(self, over: _Pass) -> tuple[float]:
+        """The accuracy of a pass."""
+        return (over.correct / over.total if over.fits and over.total else float("nan"),)

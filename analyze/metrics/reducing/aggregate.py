@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Unpack, final
 
+from analyze.metrics.checks import check, is_whole
 from analyze.metrics.elementwise.statistics import StatisticsResult
 from analyze.metrics.inputs import Array, answer, real_numbers
 from analyze.metrics.metric import Metric, Where
 from analyze.metrics.reducing.reducers import Reducer, check_reductions
 from analyze.metrics.streams import At, Series, packed_series, series_of, unpacked_series
-from tracer.errors import MessageError
 from tracer.messaging.messages import Message
 
 BOX = "mean+std+min+q0.25+median+q0.75+max"
@@ -53,10 +53,8 @@ def aggregate(values: Array, which: str | Iterable[str] = BOX) -> StatisticsResu
 
 def check_window(over: object) -> None:
     """Raise `MessageError` unless `over` is ``"epoch"``, ``"run"`` or a positive integer."""
-    if over in ("epoch", "run"):
-        return
-    if isinstance(over, bool) or not isinstance(over, int) or over < 1:
-        raise MessageError(f"over is 'epoch', 'run' or a positive number of steps, not {over!r}")
+    good = over in ("epoch", "run") or is_whole(over, 1)
+    check(good, "over is 'epoch', 'run' or a positive number of steps", over)
 
 
 @dataclass

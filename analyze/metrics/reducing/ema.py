@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Unpack, final
 
 import numpy as np
@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from analyze.metrics.checks import check, is_number
 from analyze.metrics.inputs import Array, real_numbers
 from analyze.metrics.metric import PerMessage, Where
-from analyze.metrics.streams import Series, packed_series, series_of, unpacked_series
-from tracer.errors import MessageError
+from analyze.metrics.streams import Series, packed_series, restored, series_of, stored, unpacked_series
 from tracer.messaging.messages import Message
 
 
@@ -61,8 +61,7 @@ def ema(values: Array, decay: float = 0.9, bias_correction: bool = True) -> NDAr
 
 def check_decay(decay: object) -> None:
     """Raise `MessageError` unless `decay` is a number from 0 to less than 1."""
-    if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
-        raise MessageError(f"the decay of an average is a number from 0 to less than 1, not {decay!r}")
+    check(is_number(decay) and 0 <= decay < 1, "the decay of an average is a number from 0 to less than 1", decay)
 
 
 @dataclass(slots=True, eq=False)
@@ -182,15 +181,7 @@ class EMA(PerMessage):
 
     def state_dict(self) -> dict[str, Any]:
         """The average of each stream."""
-        return {
-            "averages": [
-                {
-                    **packed_series(key),
-                    **{name: torch.tensor(getattr(one, name), device="cpu") for name in ("total", "first", "count")},
-                }
-                for key, one in self._averages.items()
-            ]
-        }
+        return {"averages": [{**packed_series(key), **stored(asdict(one))} for key, one in self._averages.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another of the same parameters stopped."""
@@ -201,7 +192,7 @@ class EMA(PerMessage):
         """Take what another heard after this one."""
         for one in state["averages"]:
             key = unpacked_series(one)
-            later = _Average(*(one[name].numpy().copy() for name in ("total", "first", "count")))
+            later = _Average(*(restored(one[name]) for name in ("total", "first", "count")))
             before = self._averages.get(key)
             if before is not None and before.total.shape == later.total.shape:
                 before.merge(later, self.decay)

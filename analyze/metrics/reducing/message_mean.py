@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Unpack, final
 
 from analyze.metrics.inputs import single_number
-from analyze.metrics.metric import Metric, Where
+from analyze.metrics.metric import Where
 from analyze.metrics.reducing.reducers import Reducer, check_reductions
+from analyze.metrics.steps import OfSteps
 from analyze.metrics.streams import At
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message
@@ -51,7 +52,7 @@ class _Step(At):
 
 
 @final
-class MessageMean(Metric):
+class MessageMean(OfSteps[_Step]):
     r"""Mean, or another statistic, of a published number over the modules of one step: :math:`\frac1L \sum_l x_l`.
 
     Answers ``{kind}_message_mean`` (``_message_max`` and so on for other statistics): a float64 scalar, in the unit of
@@ -99,6 +100,7 @@ class MessageMean(Metric):
     """
 
     name = "message_mean"
+    gathered = _Step
     scope = "step"
     mergeable = True
 
@@ -112,32 +114,11 @@ class MessageMean(Metric):
         names = check_reductions(which)
         super().__init__(kind, [f"{kind}_message_{name}" for name in names], **where)
         self.which = names
-        self._steps: dict[str, _Step] = {}
 
-    def compute(self, message: Message) -> Iterator[Message]:
-        """Keep one number; answer with the mean of the step before if this one begins another."""
+    def hear(self, now: _Step, message: Message) -> None:
+        """Keep one number."""
         number = single_number(message.data)
-        now = self._steps.get(message.tag)
-        if now is not None and now.global_step != message.global_step:
-            yield from self._answers(message.tag, now)
-            now = None
-        if now is None:
-            now = self._steps[message.tag] = _Step.of(message)
         now.values.append(math.nan if number is None else number)
-
-    def conclude(self) -> Iterator[Message]:
-        """Answer with the mean of the last step of each tag."""
-        steps, self._steps = self._steps, {}
-        for tag, last in steps.items():
-            yield from self._answers(tag, last)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The numbers of the steps that are going on, by tag."""
-        return {"steps": {tag: asdict(now) for tag, now in self._steps.items()}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stopped."""
-        self._steps = {tag: _Step(**{**now, "values": list(now["values"])}) for tag, now in state["steps"].items()}
 
     def merge(self, state: Mapping[str, Any]) -> None:
         """Take the numbers of another that heard other modules, or more of the same step.
@@ -148,18 +129,18 @@ class MessageMean(Metric):
             If the two are in the middle of different steps of one tag: no numbers say which answers come first.
         """
         for tag, other in state["steps"].items():
-            mine = self._steps.setdefault(tag, _Step(**{**other, "values": []}))
+            mine = self.steps.setdefault(tag, _Step(**{**other, "values": []}))
             if mine.global_step != other["global_step"]:
                 raise MessageError(
                     f"the global steps {mine.global_step} and {other['global_step']} of tag {tag!r} are two"
                 )
             mine.values += other["values"]
 
-    def _answers(self, tag: str, over: _Step) -> Iterator[Message]:
+    def numbers(self, over: _Step) -> Iterable[float]:
+        """The statistics of the numbers of a step."""
         reducer = Reducer()
         reducer.add(over.values)
         found = reducer.answer(self.which)
         if "mean" in found:
             found["mean"] = message_mean(over.values)
-        for kind, value in zip(self.produces, found.values(), strict=True):
-            yield over.network_message(kind, tag, value)
+        return found.values()

@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 import numpy as np
 import scipy
-import torch
 from numpy.typing import NDArray
 
+from analyze.metrics.checks import check, is_number
 from analyze.metrics.inputs import Array
 from analyze.metrics.similarity.covariance import Moments, Triangle, negligible, power_of_two
 from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, frequencies, lowest, multiplicity
-from tracer.errors import MessageError
+from analyze.metrics.streams import restored, stored
 
 Status = Literal["ok", "few_samples", "ill_posed", "zero_variance", "nonfinite", "mismatch"]
 STATUSES: tuple[Status, ...] = ("ok", "few_samples", "ill_posed", "zero_variance", "nonfinite", "mismatch")
@@ -34,8 +34,8 @@ _SMALL = 64
 
 def check_threshold(threshold: object) -> None:
     """Raise `MessageError` unless a share of the variance is above 0 and at most 1."""
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 < threshold <= 1:
-        raise MessageError(f"threshold is the share of the variance to keep, above 0 and at most 1, not {threshold!r}")
+    good = is_number(threshold) and 0 < threshold <= 1
+    check(good, "threshold is the share of the variance to keep, above 0 and at most 1", threshold)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,23 +196,13 @@ class Basis:
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as tensors and plain values."""
-        state: dict[str, Any] = {name: getattr(self, name) for name in Basis.__slots__}
-        return {
-            name: torch.from_numpy(np.ascontiguousarray(value)) if isinstance(value, np.ndarray) else value
-            for name, value in state.items()
-        }
+        state: dict[str, Any] = stored({name: getattr(self, name) for name in Basis.__slots__})
+        return state
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Basis:
         """The basis of such a state."""
-        fields: dict[str, Any] = {
-            name: value.numpy() if isinstance(value, torch.Tensor) else tuple(value) if name in _TUPLES else value
-            for name, value in state.items()
-        }
-        return cls(**fields)
-
-
-_TUPLES = ("rows", "sizes")
+        return cls(**(restored(state) | {name: tuple(state[name]) for name in ("rows", "sizes") if name in state}))
 
 
 def no_basis(sheet: Sheet, status: Status) -> Basis:
@@ -271,7 +261,7 @@ def of_sheet(sheet: Sheet, threshold: float, *, loadings: bool = False) -> Basis
 
 def spectrum_of(moments: Moments, threshold: float) -> Spectrum | Status:
     """The cut spectrum of the scatter of a layer, or why there is none."""
-    return spectrum_of_scatter(moments.scatter(whole=False), threshold, moments.finite(), moments.negligible())
+    return spectrum_of_scatter(moments.scatter(), threshold, moments.finite(), moments.negligible())
 
 
 def spectrum_of_scatter(

@@ -34,7 +34,6 @@ from analyze.metrics.similarity.datapoints import (
     Channels,
     Positions,
     Sheet,
-    check_channels,
     check_positions,
     comparable,
     together,
@@ -113,15 +112,13 @@ def canonical(
         If they cannot be compared, or an argument is out of its range; and, if `strict`, instead of a NaN.
     """
     check_threshold(threshold)
-    check_channels(channels)
     check_positions(positions)
     x_sheet, y_sheet = sheets(what, x, y, channels, positions, drop_rows)
     if positions == "fourier":
-        bases = (
-            basis_of(x_sheet.array, threshold, channels=channels, positions=positions),
-            basis_of(y_sheet.array, threshold, channels=channels, positions=positions),
+        one, other = (
+            basis_of(sheet.array, threshold, channels=channels, positions=positions) for sheet in (x_sheet, y_sheet)
         )
-        found = compare(*bases, average)
+        found = compare(one, other, average)
     else:
         found = _fresh(x_sheet, y_sheet, threshold, average)
     return refuse(what, found) if strict else found

@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Any, ClassVar, final
 
 from analyze.metrics.inputs import Array
-from analyze.metrics.similarity.bases import Basis, basis
+from analyze.metrics.similarity.bases import EXACTLY, Basis, basis, no_basis
 from analyze.metrics.similarity.canonical import Average, CanonicalResult, canonical, compare
-from analyze.metrics.similarity.datapoints import Channels, Positions, check_positions
-from analyze.metrics.similarity.gathering import ByTriangle, Gathering
+from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, check_positions
+from analyze.metrics.similarity.gathering import ByMoments, ByTriangle, Gathering
 from analyze.metrics.similarity.similarity import Similarity, code
-from analyze.metrics.similarity.svcca import unlike
 
 
 def cca(
@@ -106,38 +105,42 @@ def pwcca(
     return canonical("pwcca", x_nd, y_ne, 1.0, "weighted", **options)
 
 
-class FullRank(Similarity):
-    """A `Similarity` by the canonical correlations of all directions."""
+class ByCorrelations(Similarity):
+    """A `Similarity` by the canonical correlations of the directions that hold a share of the variance."""
 
+    threshold: float = 1.0
     average: ClassVar[Average]
-    companions = ("_k", "_m", "_null", "_forced_ones", "_cut_gap", "_status")
+    companions: ClassVar[tuple[str, ...]] = ("_k", "_m", "_null", "_forced_ones", "_cut_gap", "_status")
     fourier = True
 
     def represent(self, data: Array) -> Basis:
-        """The basis of a layer at one step, of all its directions; if weighted, in terms of its neurons too."""
+        """The basis of a layer at one step; if weighted, in terms of its neurons too."""
         loadings = self.average == "weighted"
-        return basis(data, 1.0, channels=self.channels, positions=self.positions, loadings=loadings)
+        return basis(data, self.threshold, channels=self.channels, positions=self.positions, loadings=loadings)
 
     def compare(self, one: Basis, other: Basis) -> CanonicalResult:
         """The similarity of two bases; if it is weighted, with the weights of the first."""
         return compare(one, other, self.average)
 
-    def numbers(self, found: CanonicalResult) -> tuple[float, ...]:
+    def numbers(self, found: CanonicalResult) -> tuple[Any, ...]:
         """The value and its companions."""
         counts = (found.k, found.m, found.null_baseline, found.forced_ones, found.cut_gap)
         return (found.value, *counts, code(found.status))
 
     def unlike(self) -> CanonicalResult:
         """The result for layers that have not the same datapoints."""
-        return unlike()
+        nobody = no_basis(Sheet.of(0.0), "mismatch")
+        return compare(nobody, nobody)
 
     def gathering(self) -> Gathering:
-        """The triangular factor of all layers."""
-        return super().gathering() if self.positions == "fourier" else ByTriangle(1.0, self.average)
+        """The scatter matrix of all layers, or their triangular factor where that is not good enough."""
+        if self.positions == "fourier":
+            return super().gathering()
+        return (ByTriangle if self.threshold > EXACTLY else ByMoments)(self.threshold, self.average)
 
 
 @final
-class CCA(FullRank):
+class CCA(ByCorrelations):
     r"""Mean canonical correlation of each layer with its own past, its final state, or the other layers.
 
     Answers ``{kind}_cca``, a float64 scalar from 0 to 1 without unit, and beside it its companions, for each message
@@ -195,7 +198,7 @@ class CCA(FullRank):
 
 
 @final
-class R2CCA(FullRank):
+class R2CCA(ByCorrelations):
     r"""Mean squared canonical correlation of each layer with its own past, its final state, or the other layers.
 
     Answers ``{kind}_r2_cca``, a float64 scalar from 0 to 1 without unit, and beside it its companions, for each message
@@ -246,7 +249,7 @@ class R2CCA(FullRank):
 
 
 @final
-class PWCCA(FullRank):
+class PWCCA(ByCorrelations):
     r"""Projection-weighted CCA of each layer with its own past, its final state, or the other layers.
 
     Answers ``{kind}_pwcca``, a float64 scalar from 0 to 1 without unit, and beside it its companions, for each message

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Unpack, final
+from typing import Any, Literal, Unpack, final, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from analyze.metrics.checks import check, check_word, is_number, is_whole
 from analyze.metrics.inputs import Array
 from analyze.metrics.similarity.bases import Status, centred
 from analyze.metrics.similarity.canonical import refuse, sheets
@@ -22,13 +23,11 @@ from analyze.metrics.similarity.datapoints import (
     Channels,
     Positions,
     Sheet,
-    check_channels,
     check_positions,
     together,
 )
 from analyze.metrics.similarity.gathering import ByMoments, Gathering
 from analyze.metrics.similarity.similarity import Compared, Kept, Similarity, code
-from tracer.errors import MessageError
 
 Kernel = Literal["linear", "rbf"]
 Estimator = Literal["biased", "debiased", "minibatch"]
@@ -117,24 +116,17 @@ def cka(
     [0.642471, 0.505767]
     """
     _check(kernel, estimator, bandwidth, batch_size)
-    check_channels(channels)
     check_positions(positions, fourier=False)
     x, y = sheets("cka", x_nd, y_ne, channels, positions, drop_rows)
     found = _aligned(x, y, kernel, estimator, bandwidth, batch_size)
-    if strict:
-        refuse("cka", found)
-    return found
+    return refuse("cka", found) if strict else found
 
 
 def _check(kernel: object, estimator: object, bandwidth: object, batch_size: object) -> None:
-    if kernel not in ("linear", "rbf"):
-        raise MessageError(f"kernel is 'linear' or 'rbf', not {kernel!r}")
-    if estimator not in ("biased", "debiased", "minibatch"):
-        raise MessageError(f"estimator is 'biased', 'debiased' or 'minibatch', not {estimator!r}")
-    if isinstance(bandwidth, bool) or not isinstance(bandwidth, (int, float)) or not 0 < bandwidth < math.inf:
-        raise MessageError(f"bandwidth is a positive number, not {bandwidth!r}")
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 4:
-        raise MessageError(f"batch_size is an integer of 4 at least, not {batch_size!r}")
+    check_word("kernel", kernel, get_args(Kernel))
+    check_word("estimator", estimator, get_args(Estimator))
+    check(is_number(bandwidth) and 0 < bandwidth < math.inf, "bandwidth is a positive number", bandwidth)
+    check(is_whole(batch_size, 4), "batch_size is an integer of 4 at least", batch_size)
 
 
 @dataclass
@@ -225,7 +217,7 @@ def _by_moments(x: Sheet, y: Sheet, rows: bool) -> _Sums | Status:
             cross_de = add_product(x_moments.take(a_dm), y_moments.take(b_em), cross_de)
     if not (x_moments.finite() and y_moments.finite()):
         return "nonfinite"
-    x_dd, y_ee = x_moments.scatter(whole=False), y_moments.scatter(whole=False)
+    x_dd, y_ee = x_moments.scatter(), y_moments.scatter()
     cross_de = x_moments.unshifted(cross_de, y_moments)
     traces = float(np.trace(x_dd)), float(np.trace(y_ee))
     if traces[0] <= x_moments.negligible() or traces[1] <= y_moments.negligible():
@@ -420,16 +412,6 @@ class ByBatches(Gathering):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another stopped."""
         self.n, self.sums_ll, self.statuses = state["n"], state["sums"].numpy().copy(), list(state["statuses"])
-
-    def merge(self, state: Mapping[str, Any]) -> None:
-        """Add the batches that another one saw."""
-        other = ByBatches(self.kernel, self.bandwidth)
-        other.load_state_dict(state)
-        if not self.statuses:
-            self.load_state_dict(state)
-            return
-        self.n, self.sums_ll = self.n + other.n, self.sums_ll + other.sums_ll
-        self.statuses = [a if a != "ok" else b for a, b in zip(self.statuses, other.statuses, strict=True)]
 
 
 class Alignment(Similarity):

@@ -1,8 +1,8 @@
 """Sums over datapoints that come in chunks: means and scatter matrices, and the triangular factor of a QR.
 
-What they need does not grow with the number of datapoints, and two of them that saw different datapoints can be put
-together. Shapes: a chunk ``part_dm`` has all d neurons of m datapoints; ``scatter_dd`` is the sum of the outer products
-of the centred datapoints, of which the lower triangle is kept.
+What they need does not grow with the number of datapoints. Shapes: a chunk ``part_dm`` has all d neurons of m
+datapoints; ``scatter_dd`` is the sum of the outer products of the centred datapoints, of which the lower triangle is
+kept.
 """
 
 from __future__ import annotations
@@ -63,20 +63,16 @@ class Moments:
     -----
     Everything is shifted by the mean of the first chunk, and that shift is undone exactly at the end, so that an offset
     costs no digits: the error in a correlation is 2e-15 for offsets up to 1e4, 2e-13 at 1e6. Products of float32 are
-    exact in float64. Two are merged by the formula of T. F. Chan, G. H. Golub and R. J. LeVeque (1983).
+    exact in float64.
 
     Examples
     --------
     >>> import numpy as np
-    >>> whole, one, other = Moments(), Moments(), Moments()
-    >>> x_nd = np.random.default_rng(0).standard_normal((100, 3)) + 7
-    >>> whole.update(x_nd.T), one.update(x_nd[:30].T), other.update(x_nd[30:].T)
-    (None, None, None)
-    >>> one.merge(other)
-    >>> one.n, bool(np.allclose(one.scatter(), whole.scatter(), rtol=1e-12))
+    >>> moments, x_nd = Moments(), np.random.default_rng(0).standard_normal((100, 3)) + 7
+    >>> for start in range(0, 100, 30):
+    ...     moments.update(x_nd[start : start + 30].T)
+    >>> moments.n, bool(np.allclose(moments.scatter(), np.tril(99 * np.cov(x_nd.T)), rtol=1e-12))
     (100, True)
-    >>> bool(np.allclose(whole.scatter(), 99 * np.cov(x_nd.T), rtol=1e-12))
-    True
     """
 
     def __init__(self) -> None:
@@ -151,43 +147,16 @@ class Moments:
         block -= np.outer(self._sum_d[rows], drift_d[columns])
         return block
 
-    def scatter(self, *, whole: bool = True) -> NDArray[np.float64]:
-        """The centred scatter matrix, divided by the square of `scale`; a copy, in column order.
-
-        With ``whole=False`` only its lower triangle is filled.
-        """
+    def scatter(self) -> NDArray[np.float64]:
+        """The lower triangle of the centred scatter matrix, over the square of `scale`; a copy, in column order."""
         scatter_dd = np.array(self._scatter_dd, order="F")
         if self.n:
             scatter_dd = scipy.linalg.blas.dsyr(-1.0 / self.n, self._sum_d, a=scatter_dd, lower=1, overwrite_a=1)
-        if whole:
-            scatter_dd = np.asfortranarray(np.tril(scatter_dd) + np.tril(scatter_dd, -1).T)
         return scatter_dd
 
     def negligible(self, columns: slice = slice(None)) -> float:
         """The sum of squares that rounding the mean of constant neurons leaves."""
         return negligible(self.n, self.largest_d[columns])
-
-    def merge(self, other: Moments) -> None:
-        """Add what another one saw."""
-        if not other.n:
-            return
-        if not self.n:
-            self.load_state_dict(other.state_dict())
-            return
-        if other.d != self.d:
-            raise MessageError(f"moments of {other.d} neurons cannot be added to those of {self.d}")
-        ratio = other.scale / self.scale
-        # the other's sums about its own shift become sums about this one's
-        move_d = other._shift_d * ratio - self._shift_d
-        sum_d = other._sum_d * ratio
-        self._scatter_dd = (
-            self._scatter_dd
-            + other._scatter_dd * ratio**2
-            + np.tril(np.outer(sum_d, move_d) + np.outer(move_d, sum_d) + other.n * np.outer(move_d, move_d))
-        )
-        self._sum_d = self._sum_d + sum_d + other.n * move_d
-        self.n += other.n
-        self.largest_d = np.maximum(self.largest_d, other.largest_d * ratio)
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as tensors and plain numbers."""
@@ -306,26 +275,6 @@ class Triangle:
         """R (min(n, d + 1) - 1, d), where R'R is the centred scatter matrix of the neurons over `scale_d`."""
         self._fold()
         return self._r[1:, 1:]
-
-    def merge(self, other: Triangle) -> None:
-        """Add what another one saw."""
-        if not other.n:
-            return
-        if not self.n:
-            self.load_state_dict(other.state_dict())
-            return
-        if other.d != self.d:
-            raise MessageError(f"a factor of {other.d} neurons cannot be added to one of {self.d}")
-        self._fold()
-        other._fold()
-        ones_r = other._r[:, :1]
-        # the other's rows are about its own shift: adding the difference to each datapoint adds it to the ones' column
-        ratio_d = other.scale_d / self.scale_d
-        rows = other._r[:, 1:] * ratio_d + ones_r * (other._shift_d * ratio_d - self._shift_d)
-        stacked = np.concatenate([self._r, np.concatenate([ones_r, rows], axis=1)])
-        self.n += other.n
-        self.largest_d = np.maximum(self.largest_d, other.largest_d * ratio_d)
-        self._r = scipy.linalg.qr(stacked, mode="r", check_finite=False)[0][: self.d + 1]
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as tensors and plain numbers."""

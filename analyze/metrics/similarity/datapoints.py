@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from analyze.metrics.checks import check, check_word
 from analyze.metrics.inputs import Array, as_array
-from tracer.errors import MessageError
 
 Channels = Literal["auto", "first", "last"]
 Positions = Literal["datapoints", "pooled", "fourier"]
@@ -29,15 +29,13 @@ _IMAGE = 64
 
 def check_channels(channels: object) -> None:
     """Raise `MessageError` unless it is a word for where the neurons are."""
-    if channels not in ("auto", "first", "last"):
-        raise MessageError(f"channels is 'auto', 'first' or 'last', not {channels!r}")
+    check_word("channels", channels, get_args(Channels))
 
 
 def check_positions(positions: object, *, fourier: bool = True) -> None:
     """Raise `MessageError` unless it is a word for what the positions of convolutions and sequences are."""
     allowed = ("datapoints", "pooled", "fourier") if fourier else ("datapoints", "pooled")
-    if positions not in allowed:
-        raise MessageError(f"positions is one of {', '.join(map(repr, allowed))}, not {positions!r}")
+    check(positions in allowed, f"positions is one of {', '.join(map(repr, allowed))}", positions)
 
 
 def channels_first(shape: tuple[int, ...], channels: Channels) -> bool:

@@ -13,7 +13,6 @@ from analyze.metrics.similarity.bases import Basis, Spectrum, Status, no_basis, 
 from analyze.metrics.similarity.canonical import Average, CanonicalResult, compare, overlap_of, with_spectrum
 from analyze.metrics.similarity.covariance import Moments, Triangle, largest_of, power_of_two
 from analyze.metrics.similarity.datapoints import Sheet
-from tracer.errors import MessageError
 
 
 class Gathering(ABC):
@@ -135,20 +134,6 @@ class ByMoments(Layers):
         """Go on where another stopped."""
         self.sizes, self.scales = list(state["sizes"]), list(state["scales"])
         self.moments.load_state_dict(state["moments"])
-        self._spectra = {}
-
-    def merge(self, state: Mapping[str, Any]) -> None:
-        """Add what another one saw."""
-        other = ByMoments(self.threshold, self.average)
-        other.load_state_dict(state)
-        if not self.sizes:
-            self.sizes, self.scales = other.sizes, other.scales
-        if other.sizes and (other.sizes, other.scales) != (self.sizes, self.scales):
-            raise MessageError(
-                f"sums of layers of {other.sizes} neurons in units of {other.scales} cannot be added to those of "
-                f"{self.sizes} in units of {self.scales}"
-            )
-        self.moments.merge(other.moments)
         self._spectra = {}
 
 

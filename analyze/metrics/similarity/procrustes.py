@@ -12,14 +12,14 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
+from analyze.metrics.checks import check, is_number
 from analyze.metrics.inputs import Array
 from analyze.metrics.similarity.bases import Basis, Status, centred, of_sheet
 from analyze.metrics.similarity.canonical import null_baseline, refuse, sheets
 from analyze.metrics.similarity.cka import UNLIKE, Alignment, AlignmentResult
-from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, check_channels, check_positions
+from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, check_positions
 from analyze.metrics.similarity.gathering import ByMoments, ByTriangle, Gathering
 from analyze.metrics.similarity.similarity import Compared, Kept
-from tracer.errors import MessageError
 
 _CLOSE = 0.99
 """Cosines above which a distance is taken from the residual, because 1 - cosine would lose its digits."""
@@ -65,13 +65,10 @@ def procrustes(
     >>> round(float(procrustes(x, y)), 6), round(float(procrustes(x, [row[::-1] for row in x])), 12)
     (0.494473, 0.0)
     """
-    check_channels(channels)
     check_positions(positions, fourier=False)
     x, y = sheets("procrustes", x_nd, y_ne, channels, positions, drop_rows)
     found = _procrustes(x, y, normalised)
-    if strict:
-        refuse("procrustes", found)
-    return found
+    return refuse("procrustes", found) if strict else found
 
 
 def angular(
@@ -116,18 +113,14 @@ def angular(
     (0.718546, 0.0)
     """
     _check_alpha(alpha)
-    check_channels(channels)
     check_positions(positions, fourier=False)
     x, y = sheets("angular", x_nd, y_ne, channels, positions, drop_rows)
     found = _angle(x, y, alpha)
-    if strict:
-        refuse("angular", found)
-    return found
+    return refuse("angular", found) if strict else found
 
 
 def _check_alpha(alpha: object) -> None:
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 <= alpha <= 1:
-        raise MessageError(f"alpha is a number from 0 to 1, not {alpha!r}")
+    check(is_number(alpha) and 0 <= alpha <= 1, "alpha is a number from 0 to 1", alpha)
 
 
 def _centred_pair(x: Sheet, y: Sheet) -> tuple[list[NDArray[np.float64]], list[float]] | AlignmentResult:

@@ -9,13 +9,14 @@ from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal, Unpack
+from typing import Any, ClassVar, Literal, Unpack, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from analyze.metrics.checks import check, check_word, is_whole
 from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import Metric, Where, Within
 from analyze.metrics.similarity.bases import STATUSES, Basis, Status
@@ -28,8 +29,7 @@ from analyze.metrics.similarity.datapoints import (
     comparable,
 )
 from analyze.metrics.similarity.gathering import Gathering, Layers
-from tracer.errors import MessageError
-from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
+from tracer.messaging.messages import Message, message_of
 from tracer.messaging.subscriber import Scope
 
 Against = Literal["past", "final", "layers"]
@@ -170,10 +170,8 @@ class Similarity(Metric):
         tag: str | None = "probe",
         **within: Unpack[Within],
     ) -> None:
-        if against not in _SCOPES:
-            raise MessageError(f"against is 'past', 'final' or 'layers', not {against!r}")
-        if calls not in ("apart", "together"):
-            raise MessageError(f"calls is 'apart' or 'together', not {calls!r}")
+        check_word("against", against, _SCOPES)
+        check_word("calls", calls, get_args(Calls))
         check_lag(lag)
         check_channels(channels)
         check_positions(positions, fourier=self.fourier)
@@ -283,14 +281,8 @@ class Similarity(Metric):
         """The messages of a result: the value and its companions."""
         self.statuses[found.status] += 1
         for kind, number in zip(self.produces, self.numbers(found), strict=False):  # without details, the value only
-            fields = asdict(origin)
-            module = fields.pop("module")
             data = torch.as_tensor(number, dtype=torch.float64, device="cpu").clone()
-            yield (
-                NetworkMessage(kind=kind, data=data, **fields)
-                if module is None
-                else ModuleMessage(kind=kind, module=module, data=data, **fields)
-            )
+            yield message_of(kind=kind, data=data, **asdict(origin))
 
     def state_dict(self) -> dict[str, Any]:
         """What is kept of each stream and of the step that is going on, and how often each status was met."""
@@ -357,8 +349,7 @@ def _pair_of(origin: Origin, one: str, other: str) -> Origin:
 
 def check_lag(lag: object) -> None:
     """Raise `MessageError` unless a lag is a positive integer."""
-    if isinstance(lag, bool) or not isinstance(lag, int) or lag < 1:
-        raise MessageError(f"lag is a positive integer, not {lag!r}")
+    check(is_whole(lag, 1), "lag is a positive integer", lag)
 
 
 def code(status: Status) -> float:

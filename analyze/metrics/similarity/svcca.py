@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, Unpack, final
 
 from analyze.metrics.inputs import Array
-from analyze.metrics.similarity.bases import EXACTLY, Basis, basis, check_threshold, no_basis
-from analyze.metrics.similarity.canonical import CanonicalResult, canonical, compare
-from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet
-from analyze.metrics.similarity.gathering import ByMoments, ByTriangle, Gathering
-from analyze.metrics.similarity.similarity import Against, Calls, Rows, Similarity, code
+from analyze.metrics.similarity.bases import check_threshold
+from analyze.metrics.similarity.canonical import CanonicalResult, canonical
+from analyze.metrics.similarity.cca import ByCorrelations
+from analyze.metrics.similarity.datapoints import Channels, Positions
+from analyze.metrics.similarity.similarity import Against, Calls, Rows
 
 
 def svcca(
@@ -63,25 +63,12 @@ def svcca(
     >>> round(float(same), 12), round(float(other), 6), other.rho.round(6).tolist(), (other.k, other.m)
     (1.0, 0.955029, [0.99413, 0.915928], (3, 2))
     """
-    return canonical(
-        "svcca",
-        x_nd,
-        y_ne,
-        threshold,
-        "mean",
-        channels=channels,
-        positions=positions,
-        drop_rows=drop_rows,
-        strict=strict,
-    )
-
-
-COMPANIONS = ("_k", "_m", "_null", "_forced_ones", "_cut_gap", "_tau_margin", "_status")
-"""What SVCCA publishes beside its value, if details are asked for."""
+    options: dict[str, Any] = {"channels": channels, "positions": positions, "drop_rows": drop_rows, "strict": strict}
+    return canonical("svcca", x_nd, y_ne, threshold, "mean", **options)
 
 
 @final
-class SVCCA(Similarity):
+class SVCCA(ByCorrelations):
     r"""SVCCA of each layer against its own past, its final state, or the other layers.
 
     Answers ``{kind}_svcca``, a float64 scalar from 0 to 1 without unit, and beside it the numbers without which it
@@ -157,8 +144,8 @@ class SVCCA(Similarity):
     """
 
     name = "svcca"
-    companions = COMPANIONS
-    fourier = True
+    average = "mean"
+    companions = ("_k", "_m", "_null", "_forced_ones", "_cut_gap", "_tau_margin", "_status")
     version = 2
     invariances = ("rows", "columns", "sign", "scale", "shift", "offset", "orthogonal")
 
@@ -180,39 +167,8 @@ class SVCCA(Similarity):
         if rho:
             self.produces = (*self.produces, f"{kind}_svcca_rho")
 
-    def represent(self, data: Array) -> Basis:
-        """The basis of a layer at one step."""
-        return basis(data, self.threshold, channels=self.channels, positions=self.positions)
-
-    def compare(self, one: Basis, other: Basis) -> CanonicalResult:
-        """The similarity of two bases."""
-        return compare(one, other)
-
     def numbers(self, found: CanonicalResult) -> tuple[Any, ...]:
         """The value, its companions, and rho."""
-        companions = (
-            found.k,
-            found.m,
-            found.null_baseline,
-            found.forced_ones,
-            found.cut_gap,
-            found.tau_margin,
-            code(found.status),
-        )
-        return (found.value, *(companions if self.details else ()), *((found.rho,) if self.rho else ()))
-
-    def unlike(self) -> CanonicalResult:
-        """The result for layers that have not the same datapoints."""
-        return unlike()
-
-    def gathering(self) -> Gathering:
-        """The scatter matrix of all layers, or their triangular factor where that is not good enough."""
-        if self.positions == "fourier":
-            return super().gathering()
-        return ByTriangle(self.threshold, "mean") if self.threshold > EXACTLY else ByMoments(self.threshold)
-
-
-def unlike() -> CanonicalResult:
-    """The result for layers that have not the same datapoints."""
-    nobody = no_basis(Sheet.of(0.0), "mismatch")
-    return compare(nobody, nobody)
+        value, *others, status = super().numbers(found)
+        companions = (*others, found.tau_margin, status) if self.details else ()
+        return (value, *companions, *((found.rho,) if self.rho else ()))

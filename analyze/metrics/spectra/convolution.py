@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from analyze.metrics.checks import check, is_whole
 from tracer.errors import MessageError
 
 Sizes = int | tuple[int, ...] | None
@@ -31,9 +32,8 @@ _BATCH = 1 << 22
 def per_axis(given: Any, axes: int, what: str, least: int) -> tuple[int, ...]:
     """A whole number for each axis, from one or several; `MessageError` if there are others, or one is too small."""
     several = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,) * axes
-    good = all(isinstance(one, int) and not isinstance(one, bool) and one >= least for one in several)
-    if len(several) != axes or not good:
-        raise MessageError(f"{what} is a whole number from {least}, or {axes} of them, not {given!r}")
+    good = len(several) == axes and all(is_whole(one, least) for one in several)
+    check(good, f"{what} is a whole number from {least}, or {axes} of them", given)
     return several
 
 
@@ -96,11 +96,10 @@ def layout_of(
         per_axis(given, len(shape) - 2, what, 1)
         for given, what in ((input_hw, "input_hw"), (stride, "stride"), (dilation, "dilation"))
     )
-    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or shape[0] % groups:
-        raise MessageError(f"groups is a positive divisor of the {shape[0]} outputs, not {groups!r}")
+    good = is_whole(groups, 1) and shape[0] % groups == 0
+    check(good, f"groups is a positive divisor of the {shape[0]} outputs", groups)
     before, after = padded(padding, shape[2:], dilations)
-    if padding_mode not in MODES:
-        raise MessageError(f"padding_mode is one of {', '.join(map(repr, MODES))}, not {padding_mode!r}")
+    check(padding_mode in MODES, f"padding_mode is one of {', '.join(map(repr, MODES))}", padding_mode)
     if padding == "circular":
         if padding_mode not in ("zeros", "circular"):
             raise MessageError(f"padding 'circular' contradicts padding_mode {padding_mode!r}")

@@ -13,6 +13,7 @@ from typing import Any, Unpack, final
 import numpy as np
 from numpy.typing import NDArray
 
+from analyze.metrics.checks import check
 from analyze.metrics.inputs import Array, answer, as_array
 from analyze.metrics.metric import Metric, Where
 from analyze.metrics.spectra.convolution import (
@@ -240,12 +241,10 @@ class OperatorNorm(Metric):
         ):
             if given is not None:
                 per_axis(given, len(given) if isinstance(given, tuple) else 1, what, least)
-        if isinstance(padding, str) and padding not in ("same", "valid", "circular"):
-            raise MessageError(
-                f"padding is a number, one for each axis, 'same', 'valid' or 'circular', not {padding!r}"
-            )
-        if padding_mode is not None and padding_mode not in MODES:
-            raise MessageError(f"padding_mode is one of {', '.join(map(repr, MODES))}, not {padding_mode!r}")
+        good = not isinstance(padding, str) or padding in ("same", "valid", "circular")
+        check(good, "padding is a number, one for each axis, 'same', 'valid' or 'circular'", padding)
+        good = padding_mode is None or padding_mode in MODES
+        check(good, f"padding_mode is one of {', '.join(map(repr, MODES))}", padding_mode)
         metric = f"{kind}_operator_norm"
         super().__init__(kind, (metric, f"{metric}_residual", f"{metric}_status"), **where)
         if input_hw is None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Unpack, final
+from typing import Any, Literal, Unpack, final, get_args
 
 import numpy as np
 import scipy
 from numpy.typing import NDArray
 
+from analyze.metrics.checks import check, check_word
 from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.spectra.lanczos import generator_of, seeded
@@ -262,8 +263,7 @@ def weightwatcher(w: Array, *, conv: Conv = "slices") -> WeightWatcherResult:
 
 def check_conv(conv: object) -> None:
     """Raise `MessageError` unless `conv` is one of its words."""
-    if conv not in ("slices", "reshape"):
-        raise MessageError(f"conv is 'slices' or 'reshape', not {conv!r}")
+    check_word("conv", conv, get_args(Conv))
 
 
 def fit_of(esd: _Esd) -> PowerLawResult:
@@ -551,8 +551,7 @@ class WeightWatcher(PerMessage):
         **where: Unpack[Where],
     ) -> None:
         check_conv(conv)
-        if not isinstance(randomize, bool):
-            raise MessageError(f"randomize is True or False, not {randomize!r}")
+        check(isinstance(randomize, bool), "randomize is True or False", randomize)
         names = (*BOARD, "status", *(("rand_distance", "ww_softrank", "traps") if randomize else ()))
         super().__init__(kind, [f"{kind}_weightwatcher_{one}" for one in names], **where)
         self.conv, self.randomize = conv, randomize

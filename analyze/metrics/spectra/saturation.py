@@ -8,19 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Unpack, final
+from typing import Any, Literal, Unpack, final, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from analyze.metrics.checks import check, check_word, is_number
 from analyze.metrics.inputs import Array, answer, as_array
 from analyze.metrics.metric import Metric, Where
 from analyze.metrics.similarity.datapoints import Channels, check_channels
 from analyze.metrics.spectra.spectra import Scatter, Spectrum, Status, code, once, real_neurons, spread
-from analyze.metrics.streams import Series, packed_series, series_of, unpacked_series
+from analyze.metrics.streams import Series, packed_series, restored, series_of, stored, unpacked_series
 from tracer.errors import MessageError
-from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage, derived
+from tracer.messaging.messages import Message, derived, message_of
 from tracer.messaging.subscriber import Scope
 
 Positions = Literal["datapoints", "mean", "max", "median", "flatten"]
@@ -105,14 +106,13 @@ def saturation(
 
 def check_threshold(threshold: object) -> None:
     """Raise `MessageError` unless a share of the variance is above 0 and at most 1."""
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 < threshold <= 1:
-        raise MessageError(f"threshold is a share of the variance, above 0 and at most 1, not {threshold!r}")
+    good = is_number(threshold) and 0 < threshold <= 1
+    check(good, "threshold is a share of the variance, above 0 and at most 1", threshold)
 
 
 def check_positions(positions: object) -> None:
     """Raise `MessageError` unless `positions` is one of its words."""
-    if positions not in ("datapoints", "mean", "max", "median", "flatten"):
-        raise MessageError(f"positions is 'datapoints', 'mean', 'max', 'median' or 'flatten', not {positions!r}")
+    check_word("positions", positions, get_args(Positions))
 
 
 def arranged(x: NDArray[Any], channels: Channels, positions: Positions) -> NDArray[Any] | None:
@@ -248,8 +248,7 @@ class Saturation(Metric):
         check_threshold(threshold)
         check_channels(channels)
         check_positions(positions)
-        if window not in ("message", "epoch"):
-            raise MessageError(f"window is 'message' or 'epoch', not {window!r}")
+        check_word("window", window, get_args(Window))
         metric = f"{kind}_saturation"
         companions = (f"{metric}_{companion}" for companion in ("k", "trace", "log_det", "status"))
         super().__init__(kind, (metric, *companions), **where)
@@ -297,11 +296,7 @@ class Saturation(Metric):
                     **{field: getattr(one.last, field) for field in _COUNTERS},
                     "kind": one.last.kind,
                     "status": one.status,
-                    "count": 0 if one.scatter is None else one.scatter.count,
-                    "finite": one.scatter is None or one.scatter.finite,
-                    "mean": None if one.scatter is None else torch.from_numpy(one.scatter.mean.copy()),
-                    "rest": None if one.scatter is None else torch.from_numpy(one.scatter.rest.copy()),
-                    "products": None if one.scatter is None else torch.from_numpy(one.scatter.products.copy()),
+                    **(_NO_SCATTER if one.scatter is None else stored(vars(one.scatter))),
                 }
                 for key, one in self._open.items()
             ]
@@ -326,6 +321,8 @@ class Saturation(Metric):
 
 
 _COUNTERS = ("global_step", "train_step", "epoch", "call")
+_NO_SCATTER = {"count": 0, "finite": True, "mean": None, "rest": None, "products": None}
+"""What a state has in place of a `Scatter` of which there is none."""
 
 
 class _Epoch:
@@ -367,16 +364,13 @@ class _Epoch:
         return measured(self.scatter.spectrum(), threshold)
 
 
-def _restored(stored: Mapping[str, Any]) -> tuple[Series, _Epoch]:
-    key = unpacked_series(stored)
-    fields = {field: stored[field] for field in ("kind", "tag", "leaf", "rank", *_COUNTERS)}
+def _restored(told: Mapping[str, Any]) -> tuple[Series, _Epoch]:
+    key = unpacked_series(told)
+    fields = {field: told[field] for field in ("kind", "tag", "leaf", "rank", *_COUNTERS)}
     fields["data"] = torch.zeros((), device="cpu")
-    last = NetworkMessage(**fields) if key[0] is None else ModuleMessage(module=key[0], **fields)
-    if stored["mean"] is None:
-        return key, _Epoch(last, None, stored["status"])
-    scatter = Scatter(len(stored["mean"]))
-    scatter.count, scatter.finite = stored["count"], stored["finite"]
-    scatter.mean, scatter.products = stored["mean"].numpy().copy(), stored["products"].numpy().copy()
-    if stored.get("rest") is not None:
-        scatter.rest = stored["rest"].numpy().copy()
-    return key, _Epoch(last, scatter, stored["status"])
+    last = message_of(key[0], **fields)
+    scatter = None
+    if told["mean"] is not None:
+        scatter = Scatter(len(told["mean"]))
+        vars(scatter).update(restored({name: told[name] for name in _NO_SCATTER}))
+    return key, _Epoch(last, scatter, told["status"])

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from analyze.metrics.checks import check, is_whole
 from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.spectra.spectra import OfSpectrum, Spectrum, Status, singular, tensor
-from tracer.errors import MessageError
 from tracer.messaging.messages import Message
 
 
@@ -127,8 +127,7 @@ class SingularValues(PerMessage):
     invariances = ("rows", "sign", "orthogonal")
 
     def __init__(self, kind: str = "weights", *, top: int | None = None, **where: Unpack[Where]) -> None:
-        if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 1):
-            raise MessageError(f"top is a positive number of singular values or None, not {top!r}")
+        check(top is None or is_whole(top, 1), "top is a positive number of singular values or None", top)
         super().__init__(kind, f"{kind}_singular_values", **where)
         self.top = top
 

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from analyze.metrics.checks import check
 from analyze.metrics.inputs import Array, as_array, as_float64
 from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.similarity.datapoints import Channels, check_channels, neurons
@@ -179,10 +180,10 @@ class Scatter:
 
     def __init__(self, size: int) -> None:
         self.count = 0
+        self.finite = True
         self.mean = np.zeros(size)
         self.rest = np.zeros(size)
         self.products = np.zeros((size, size))
-        self.finite = True
 
     def add(self, x_nd: NDArray[Any]) -> None:
         """Take in a part (n, d) of real numbers."""
@@ -279,8 +280,7 @@ def of_data(x: Array | None, centre: bool, channels: Channels) -> Spectrum:
 
 def centred(kind: str, centre: bool | None) -> bool:
     """Whether data of a kind are centred: as the user says, else if they are a batch's, as activations are."""
-    if centre is not None and not isinstance(centre, bool):
-        raise MessageError(f"centre is True, False or None, not {centre!r}")
+    check(centre is None or isinstance(centre, bool), "centre is True, False or None", centre)
     return kind in KINDS and KINDS[kind].batched if centre is None else centre
 
 

@@ -13,11 +13,11 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
+from analyze.metrics.checks import check, is_number, is_whole
 from analyze.metrics.inputs import Array, as_array
 from analyze.metrics.metric import PerMessage, Where
 from analyze.metrics.spectra.lanczos import Extreme, generator_of, largest, product, seeded
 from analyze.metrics.spectra.spectra import code, matrix, power_of_two
-from tracer.errors import MessageError
 from tracer.messaging.messages import Message
 
 Status = Literal["converged", "exact", "certified", "corrected", "nonfinite", "unconverged", "unknown_size", "guessed"]
@@ -146,8 +146,7 @@ def spectral_norm(
 
 def check_tolerance(tolerance: object) -> None:
     """Raise `MessageError` unless a relative error is above 0 and below 1."""
-    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 < tolerance < 1:
-        raise MessageError(f"tolerance is a relative error above 0 and below 1, not {tolerance!r}")
+    check(is_number(tolerance) and 0 < tolerance < 1, "tolerance is a relative error above 0 and below 1", tolerance)
 
 
 def _iterate(a_mn: NDArray[Any], random: np.random.Generator | None, tolerance: float) -> Extreme:
@@ -290,5 +289,4 @@ class SpectralNorm(PerMessage):
 
 def check_certify(certify: object) -> None:
     """Raise `MessageError` unless a period of certificates is a whole number from 0."""
-    if isinstance(certify, bool) or not isinstance(certify, int) or certify < 0:
-        raise MessageError(f"certify is 0 or a positive number of steps, not {certify!r}")
+    check(is_whole(certify, 0), "certify is 0 or a positive number of steps", certify)

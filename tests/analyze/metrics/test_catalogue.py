@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from click.testing import CliRunner
 from torch import nn
 
 import analyze
+import tracer
 from analyze import catalogue, registry
-from analyze.comparing.invariances import INVARIANCES
 from analyze.metrics import BUILT_IN
+from tests.analyze.metrics.invariances import INVARIANCES
 from tracer import Subscriber
 from tracereel.main import main
 
@@ -28,10 +30,12 @@ def test_the_page_is_up_to_date() -> None:
     assert written == catalogue.markdown(), "run `make docs`"
 
 
-def test_the_types_of_the_public_names_are_up_to_date() -> None:
-    """``analyze/__init__.pyi`` is what `make docs` would write, and offers the names that the package has."""
-    written = (ROOT / "analyze" / "__init__.pyi").read_text(encoding="utf-8")
-    assert written == catalogue.stub(), "run `make docs`"
+@pytest.mark.parametrize("package", [tracer, analyze], ids=lambda package: package.__name__)
+def test_the_types_of_the_public_names_are_up_to_date(package: ModuleType) -> None:
+    """``__init__.pyi`` is what `make docs` would write, and offers the names that the package has."""
+    written = (ROOT / package.__name__ / "__init__.pyi").read_text(encoding="utf-8")
+    assert written == catalogue.stub(package), "run `make docs`"
+    assert all(hasattr(package, name) for name in package.__all__)
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 import analyze
 import tracer
 from analyze import registry
-from analyze.comparing.invariances import INVARIANCES
 from analyze.metrics.gradients.cosine import cosine
 from analyze.metrics.predictions.classification_report import correctness
+from tests.analyze.metrics.invariances import INVARIANCES
 from tracer import Collect, Message, MessageError, ModuleMessage, NetworkMessage, Subscriber
 
 

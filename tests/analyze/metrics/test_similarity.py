@@ -22,17 +22,16 @@ from sklearn.datasets import load_digits, load_iris, load_linnerud
 
 import analyze
 import tracer
-from analyze.comparing.invariances import INVARIANCES
 from analyze.comparing.pairs import Bases
 from analyze.metrics.similarity import similarity
 from analyze.metrics.similarity.bases import STATUSES, Basis, basis, leading
 from analyze.metrics.similarity.canonical import compare, null_baseline
-from analyze.metrics.similarity.cka import ByBatches, ByLinear
-from analyze.metrics.similarity.covariance import Moments, Triangle
+from analyze.metrics.similarity.cka import ByLinear
 from analyze.metrics.similarity.gathering import ByMoments, ByTriangle, Gathering
 from analyze.metrics.similarity.procrustes import ByNuclear
 from analyze.metrics.similarity.similarity import Similarity
 from analyze.registry import parse
+from tests.analyze.metrics.invariances import INVARIANCES
 from tracer import Capture, Collect, MessageError, ModuleMessage
 from tracer.errors import CaptureError
 
@@ -718,29 +717,6 @@ def test_symmetry_and_self(seed: int, name: str) -> None:
     assert same or name == "pwcca"
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.integers(0, 2**31), st.lists(st.integers(1, 60), min_size=1, max_size=5), st.sampled_from([0.0, 1e4]))
-def test_merged_parts_are_the_whole(seed: int, sizes: list[int], offset: float) -> None:
-    """Moments and triangular factors of parts, put together in any order, are those of all datapoints."""
-    random = np.random.default_rng(seed)
-    sizes = [*sizes, 20]
-    parts = [
-        random.standard_normal((size, 5)) * random.uniform(0.5, 2) + offset + random.standard_normal(5)
-        for size in sizes
-    ]
-    everything = np.concatenate(parts)
-    exact = centred(everything - offset)
-    for kind in (Moments, Triangle):
-        merged: Any = kind()
-        for part in random.permutation(np.array(parts, dtype=object)) if len({*sizes}) > 1 else parts:
-            one: Any = kind()
-            one.update(np.asarray(part, np.float64).T)
-            merged.merge(one)
-        scatter = merged.scatter() if isinstance(merged, Moments) else merged.factor().T @ merged.factor()
-        assert merged.n == len(everything)
-        np.testing.assert_allclose(scatter, exact.T @ exact, atol=1e-12 * np.trace(exact.T @ exact) * (1 + offset / 10))
-
-
 def chunks(x: Any, y: Any, size: int = 37) -> Iterator[list[Any]]:
     """Two layers, some datapoints at a time."""
     for start in range(0, len(x), size):
@@ -795,18 +771,6 @@ def test_streams_of_layers_of_any_scale() -> None:
     for parts in chunks(x * 1e120, y * 1e120):
         stream.update(parts)
     assert float(stream.result(0, 1)) == pytest.approx(1e240 * float(analyze.procrustes(x, y, normalised=False)))
-
-
-def test_merged_streams() -> None:
-    """Two that saw different datapoints are put together: to 1e-12 what one that saw all says."""
-    x, y = layers(0, 400)
-    for make in (lambda: ByMoments(0.99), lambda: ByBatches("linear", 0.5)):
-        whole, one, other = make(), make(), make()
-        for number, parts in enumerate(chunks(x, y)):
-            whole.update(parts)
-            (one if number < 4 else other).update(parts)
-        one.merge(other.state_dict())
-        assert float(one.result(0, 1)) == pytest.approx(float(whole.result(0, 1)), abs=1e-12)
 
 
 def test_streams_of_broken_layers() -> None:

@@ -20,7 +20,6 @@ from torch import nn
 
 import analyze
 import tracer
-from analyze.comparing.invariances import INVARIANCES
 from analyze.metrics.similarity import bases
 from analyze.metrics.spectra import lanczos, spectra
 from analyze.metrics.spectra.lanczos import largest, product, seeded
@@ -29,6 +28,7 @@ from analyze.metrics.spectra.power_law import marchenko_pastur_edge, randomized
 from analyze.metrics.spectra.recorded_layers import inferred
 from analyze.metrics.spectra.saturation import arranged
 from analyze.metrics.spectra.spectral_norm import STATUSES
+from tests.analyze.metrics.invariances import INVARIANCES
 from tracer import MessageError, ModuleMessage, Subscriber
 
 INF, NAN = float("inf"), float("nan")

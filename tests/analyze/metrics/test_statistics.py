@@ -17,15 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import analyze
-from analyze.comparing.invariances import INVARIANCES
 from analyze.metrics.elementwise import moments as moments_module
 from analyze.metrics.elementwise import sharing
 from analyze.metrics.elementwise.formulas import FORMULAS, derive, needs_of
 from analyze.metrics.elementwise.moments import BLOCK, ROW, Moments, Need, has, moments, moments_of_channels
-from analyze.metrics.elementwise.sketch import Sketch, sketch
+from analyze.metrics.elementwise.sketch import sketch
 from analyze.metrics.elementwise.statistics import channel_axis
 from analyze.metrics.inputs import as_array
 from analyze.metrics.reducing import reducers
+from tests.analyze.metrics.invariances import INVARIANCES
 from tracer import Collect, MessageBus, MessageError, ModuleMessage
 
 INF, NAN = float("inf"), float("nan")
@@ -823,32 +823,7 @@ def test_numbers_that_float32_has_not() -> None:
     assert wide.counts[[0, 0x8000, 0x7F7F, 0xFF7F]].tolist() == [1, 2, 1, 1]
     for nothing in ([], [1j], [NAN]):
         assert sketch(nothing).finite == 0
-        assert np.isnan(sketch(nothing).quantiles(np.array([0.5]))).all()
         assert sketch(nothing).histogram(np.array([0.0, 1.0])).tolist() == [0]
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=60), st.integers(0, 60))
-def test_sketches_merge_exactly(values: list[float], cut: int) -> None:
-    """Two sketches merged, also through their states, are the sketch of all."""
-    x = np.array(values, np.float32)
-    whole = sketch(x)
-    merged = sketch(x[:cut]).merge(Sketch.of_state(sketch(x[cut:]).state()))
-    assert {name: getattr(merged, name) for name in Sketch.__slots__ if name != "counts"} == {
-        name: getattr(whole, name) for name in Sketch.__slots__ if name != "counts"
-    }
-    np.testing.assert_array_equal(merged.counts, whole.counts)
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 5000), st.floats(-30, 30))
-def test_quantiles_of_sketches_are_good_to_four_thousandths(seed: int, size: int, exponent: float) -> None:
-    """Any quantile is within 0.4 % of the order statistic, over sixty powers of ten."""
-    x = (np.random.default_rng(seed).standard_normal(size) * 10**exponent).astype(np.float32)
-    probabilities = np.linspace(0, 1, 21)
-    exact = np.sort(x.astype(np.float64))[np.round(probabilities * (size - 1)).astype(int)]
-    np.testing.assert_allclose(sketch(x).quantiles(probabilities), exact, rtol=2**-8 + 1e-12, atol=0)
-    assert sketch(x).quantiles(np.array([0.0, 1.0])).tolist() == [x.min(), x.max()]
 
 
 @pytest.mark.parametrize("bins", [1, 10, 50])

@@ -1,1 +1,1 @@
-"""Files on a disk, and the two ways past copies: writes past the page cache, and reads through mapped memory."""
+"""Files on a disk, and two ways to move their bytes without a copy: past the page cache, and by mapping them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ def write_all(file: int, parts: Sequence[Any], size: int, offset: int) -> None:
     """Write buffers of so many bytes together one after the other; `OSError` where that is not possible."""
     written = os.pwritev(file, parts, offset)
     if written != size:
-        # a short write is what a full disk looks like before the next one fails
+        # on a full disk a write is short before the next one fails
         rest = b"".join(bytes(part) for part in parts)
         while written < size:
             step = os.pwrite(file, rest[written:], offset + written)
@@ -71,9 +71,35 @@ class DirectIO:
             self.possible = os.major(device) != 0 and os.path.exists(listed)
         return self.possible
 
-    def give_up(self) -> None:
-        """Write no more so."""
-        self.possible = False
+    def write(self, opened: Callable[[], int], parts: Sequence[Any], size: int, offset: int) -> bool:
+        """Write aligned buffers of so many bytes together past the page cache.
+
+        Returns False where that is not possible; then the bytes are to be written through the page cache.
+
+        Parameters
+        ----------
+        opened : callable
+            Gives the file, opened with `DIRECT`.
+        parts, size, offset
+            As in `write_all`.
+
+        Raises
+        ------
+        OSError
+            If the disk cannot have them: through the page cache, nobody would hear of it any more.
+        """
+        try:
+            file = opened()
+        except OSError:
+            self.possible = False
+            return False
+        try:
+            return os.pwritev(file, parts, offset) == size
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+            self.possible = False
+            return False
 
     def aligned(self, data: memoryview) -> memoryview:
         """The same bytes at the beginning of a page: `data` itself, or a copy that is good until the next call."""
@@ -81,7 +107,7 @@ class DirectIO:
             return data
         bounce = self._bounce
         if bounce is None or bounce.nbytes < len(data):
-            # page-aligned, as all that is so large
+            # allocated at pages, as all memory of this size
             bounce = self._bounce = new_memory(len(data))
         bounce[: len(data)] = np.frombuffer(data, np.uint8)
         return bounce.data[: len(data)]

@@ -48,7 +48,7 @@ def make_folder(folder: Path, *, durable: bool) -> None:
     new = [one for one in (folder, *folder.parents) if not one.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     if durable:
-        # one that is there may have been made just now, by another rank
+        # another rank may have made the folder just now
         for one in reversed(new or [folder]):
             sync_folder(one.parent)
 
@@ -77,7 +77,7 @@ def open_file(path: Path) -> int:
 
 
 class Folder:
-    """The folder of a part, kept open: another one at its path then has another number."""
+    """The folder of a part, kept open, so that a new folder at its path never gets the same inode."""
 
     __slots__ = ("_file", "_path")
 
@@ -103,8 +103,8 @@ class Folder:
     def __reduce__(self) -> Any:
         raise TypeError(NOT_COPIED)
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # which the end of the program takes away
-        if hasattr(self, "_file"):  # else it could not be opened
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # bound now: modules are emptied at the end
+        if hasattr(self, "_file"):  # it is not there if the file could not be opened
             close(self._file)
 
 

@@ -1,4 +1,4 @@
-"""Reading without a copy: what the page cache holds is mapped into memory, where it lies there already.
+"""Reading without a copy: pages of a file that the page cache holds are mapped into this process.
 
 What it buys: large messages are replayed at 0.9 of the speed at which the system reads their bytes, and at 0.65 of it
 without. A read copies bytes that are in the page cache, which for a megabyte takes longer than its checksum does. A
@@ -118,7 +118,7 @@ class MappedFiles:
                 window = self._window(file, key, offset, nbytes)
                 if window is None:
                     return None
-            # the last byte is the last that comes into the page cache
+            # If the last bytes are in the page cache, all are: the system reads files from front to back.
             if os.preadv(file, (trailer,), end if checksummed else end - 4, _NOWAIT or 0) != 4:
                 return None
             if end > window.end:
@@ -142,7 +142,7 @@ class MappedFiles:
         """
         before = self._windows.pop(key, None)
         if before is None:
-            # whether the system says what it holds of this file has to be known before it is made to read
+            # tells whether the file system can be asked what is in the page cache; after the mapping it is too late
             with suppress(BlockingIOError):
                 os.preadv(file, (self._trailer,), 0, _NOWAIT or 0)
         begin = offset - offset % HUGE
@@ -150,7 +150,8 @@ class MappedFiles:
         if length < offset - begin + nbytes:
             return None
         if self._asked >= self._sweep_at:
-            # what was read from long ago is read to its end; the others take turns, and would push each other out
+            # Drop the windows that were not used for long; their files are read to the end. The others are used in
+            # turn, so dropping the oldest each time would drop the one that is needed next.
             for old in [one for one, window in self._windows.items() if self._asked - window.used > _OTHERS]:
                 del self._windows[old]
             self._sweep_at = self._asked + _OTHERS // 16
@@ -173,7 +174,7 @@ def _map(file: int, begin: int, length: int) -> mmap.mmap | None:
     """A part of a file; None if too much is mapped already."""
     global _most_mapped
     with _lock:
-        # what is mapped still is counted only when there may be too much
+        # the mappings that are left are counted only when there may be too many
         if len(_mapped) >= WINDOWS or _most_mapped + length > MOST:
             there = [one for ref in _mapped if (one := ref()) is not None]
             _mapped[:] = map(weakref.ref, there)

@@ -20,7 +20,7 @@ def set_attribute(attrs: Any, key: str, value: Any) -> None:
     """Set an attribute of an open group or array."""
     encoded = _encode(value)
     if isinstance(encoded, bytes):
-        # of fixed length: what is of variable length lies in global heaps, which have no checksums
+        # of fixed length, because HDF5 keeps texts of variable length in global heaps, which have no checksums
         attrs.create(key, encoded, dtype=h5py.string_dtype("utf-8", len(encoded)))
     else:
         attrs[key] = encoded
@@ -42,7 +42,7 @@ def attributes(attrs: Any, path: Location, name: str) -> dict[str, Any]:
 def _encode(value: Any) -> Any:
     if isinstance(value, (bool, float)) or (isinstance(value, int) and -(2**63) <= value < 2**63):
         return value
-    # HDF5 has no text of length 0, and ends what it pads with zeros at the first of them
+    # HDF5 has no text of length 0, and a text that it pads with zeros ends at the first zero
     if isinstance(value, str) and value and not value.startswith(_JSON) and "\0" not in value:
         return value.encode()
     try:

@@ -12,7 +12,7 @@ import numpy as np
 from tracer.errors import TraceFormatError
 from tracer.stores.chunks import contiguous, largest_chunk
 from tracer.stores.codecs import CODECS, HDF5_FILTER, Codec, hdf5_options
-from tracer.stores.hdf5.errors import reason
+from tracer.stores.errors import reason
 from tracer.stores.hdf5.virtual import is_virtual
 from tracer.stores.locations import Location
 
@@ -34,7 +34,7 @@ class Dataset:
         self.chunks, self.dtype, self.shape = chunks, dtype, dataset.shape
         self.row_nbytes = int(self.dtype.itemsize * math.prod(self.shape[1:]))
         self.contiguous = contiguous(self.chunks, self.shape)
-        # whether each chunk is one row as it is
+        # whether each chunk is one uncompressed row
         self.in_rows = codec is None and self.chunks == (1, *self.shape[1:])
 
     def refresh(self) -> None:
@@ -69,7 +69,8 @@ class Inspection:
     def of(self, group: Any, prefix: str = "") -> dict[str, Dataset]:
         """Look at all that is in a group."""
         try:
-            # the journal first: what it refers to was committed before it, so it is there in what is opened after it
+            # The journal first: data is committed before the journal refers to it, so it is there in what is opened
+            # later.
             parts = sorted(group, key=lambda part: part != "journal")
         except Exception as error:
             if self._problems is None:
@@ -132,7 +133,7 @@ class Inspection:
             number, _, options, _ = properties.get_filter(0)
             for codec in CODECS.values():
                 if number == HDF5_FILTER and tuple(options) == hdf5_options(codec, item, chunk_nbytes):
-                    # chunks of other shapes would be read by HDF5, which would load the filter
+                    # HDF5 would read chunks of other shapes itself, and load the filter's plugin
                     small = chunk_nbytes <= largest_chunk(item * math.prod(dataset.shape[1:]))
                     if small and contiguous(chunk, dataset.shape):
                         return codec

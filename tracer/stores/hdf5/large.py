@@ -1,4 +1,4 @@
-"""Large chunks are written to their places in an HDF5 file without HDF5, and past the page cache where nobody waits."""
+"""Writes large chunks to their places in an HDF5 file without HDF5; past the page cache where nobody waits for them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 
 from tracer.memory import PAGE
-from tracer.stores.disk.direct import DIRECT, PIECE, REFUSALS, DirectIO, is_aligned, write_all
+from tracer.stores.disk.direct import DIRECT, PIECE, DirectIO, is_aligned, write_all
 
 
 class WrittenFile:
@@ -19,14 +19,14 @@ class WrittenFile:
         self.descriptor = descriptor
         """That of HDF5, which closes it; -1 while it is closed."""
         self._direct = DirectIO()
-        # the file once more, to be written past the page cache
+        # the same file, opened once more to be written past the page cache
         self._direct_file = -1
         _written.add(self)
 
     def write(self, pieces: Sequence[memoryview], place: int, apart: int, *, unhurried: bool) -> None:
         """Write chunks to places that are so many bytes apart; if `unhurried`, past the page cache where it serves."""
         past_cache = unhurried and self._direct.serves(self.descriptor)
-        # together, where they lie side by side, in whole pages
+        # in one write, if the chunks follow each other and consist of whole pages
         together = past_cache and len(pieces[0]) == apart and all(map(is_aligned, pieces))
         if together and self._write_past_cache(pieces, place) == len(pieces) * apart:
             return
@@ -45,21 +45,14 @@ class WrittenFile:
         size = sum(map(len, aligned))
         whole = size - size % PAGE
         parts = [*aligned[:-1], aligned[-1][: len(aligned[-1]) - size % PAGE]]
-        try:
-            if self._direct_file < 0:
-                # what is open, and not what is at its path by now
-                path = f"/proc/self/fd/{self.descriptor}"
-                self._direct_file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | DIRECT)
-        except OSError:
-            self._direct.give_up()
-            return 0
-        try:
-            return whole if os.pwritev(self._direct_file, parts, place) == whole else 0
-        except OSError as error:
-            if error.errno not in REFUSALS:
-                raise  # through the page cache, nobody would hear of it any more
-            self._direct.give_up()
-            return 0
+        return whole if self._direct.write(self._opened, parts, whole, place) else 0
+
+    def _opened(self) -> int:
+        if self._direct_file < 0:
+            # the file that is open, since another one may be at its path by now
+            path = f"/proc/self/fd/{self.descriptor}"
+            self._direct_file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | DIRECT)
+        return self._direct_file
 
     def close(self) -> None:
         """Close what was opened here, before HDF5 closes the file."""

@@ -76,7 +76,7 @@ class Mended(Plain):
     def __init__(self, file: ByteFile, *, torn: bool = False) -> None:
         super().__init__(file)
         self._torn = torn
-        # what is being written has blocks farther on by the time that they are looked for
+        # a file that is being written may have grown by the time that HDF5 asks for a block
         self._head, self.end = repaired(head_of(file), self.end, _FARTHER if torn else 0)
 
     def read_at(self, target: memoryview, offset: int) -> int:
@@ -86,6 +86,6 @@ class Mended(Plain):
             piece = self._head[offset:][: len(target)]
             target[: len(piece)] = piece
         elif self._torn:
-            # in this way of reading, HDF5 asks for each block of its metadata by itself
+            # HDF5 reads each block of metadata by a call of its own here
             target[:] = restored(bytes(target), offset)
         return len(target)

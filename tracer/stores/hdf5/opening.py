@@ -1,4 +1,4 @@
-"""HDF5 opens files that others write, and files whose writer was killed."""
+"""Opens files with HDF5 that another process writes, or whose writer was killed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def open_both(file: ByteFile) -> Any:
     while True:
         file.hold()
         found = open_plainly(file)
-        # one that was put away does not come back, so what is there at first and at last was there in between
+        # a file that was replaced never returns, so if it is there before and after, HDF5 has opened it
         if file.is_current():
             if found.swmr_mode and file.descriptor is not None:
                 _FOLLOWED[key_of(file.descriptor)] = found
@@ -49,11 +49,11 @@ def open_both(file: ByteFile) -> Any:
 def open_plainly(file: ByteFile) -> Any:
     """Open a file by HDF5, which opens by itself what lies on a disk."""
     if file.descriptor is not None:
-        # what one way finds of the modes in which this process has it open is so in the next: no thread comes between
+        # h5py's lock: no other thread may open the file in another mode between the tries
         with phil:
             return _open_on_disk(file)
     _check_length(file)
-    # nobody writes it there; of one whose writer was killed HDF5 would say that somebody does
+    # HDF5 would refuse a file whose writer was killed as one that is being written; objects are never being written
     return h5py.File((Mended if is_unfinished(head_of(file)) else Plain)(file), "r")
 
 
@@ -64,8 +64,8 @@ def _check_length(file: ByteFile) -> None:
 
 
 def _open_on_disk(file: ByteFile) -> Any:
-    # A process opens a file twice only in the same mode, and most others open it plainly. Plainly fails while it is
-    # written or after its writer was killed (swmr), and on file systems without locks.
+    # Plainly first: a process can open a file twice only in the same mode, and most programs open files plainly. SWMR
+    # is for files that are being written or whose writer was killed, and the last try for file systems without locks.
     for swmr, locking in ((False, True), (True, True), (True, False)):
         access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
         access.set_libver_bounds(h5py.h5f.LIBVER_LATEST, h5py.h5f.LIBVER_LATEST)
@@ -76,10 +76,10 @@ def _open_on_disk(file: ByteFile) -> Any:
         try:
             return h5py.File(h5py.h5f.open(os.fsencode(str(file.path)), flags, fapl=access))
         except (OSError, UnicodeDecodeError):
-            # h5py puts the words of a failure together while a collection of garbage may free other objects of HDF5,
-            # which frees the words, too
+            # UnicodeDecodeError: a garbage collection while h5py builds the error may free the text of the error
             if not swmr:
-                # in the other ways it opens, and what was cut off reads as if it had never been there
+                # in the other modes a file that was cut off opens, and its lost part reads as if it had never been
+                # there
                 _check_length(file)
             if not locking:
                 raise
@@ -102,6 +102,6 @@ def _bound_retries(access: Any) -> None:
     """
     function = _set_read_attempts()
     if function is not None:
-        # HDF5 is not safe for threads: this is what h5py itself holds while it calls it
+        # h5py's lock, because HDF5 is not thread-safe
         with phil:
             function(access.id, 24)

@@ -1,4 +1,4 @@
-"""Where in an HDF5 file the chunks of its arrays lie, as HDF5 says once and not at every reading."""
+"""Where the chunks of arrays lie in an HDF5 file: asked of HDF5 once, and kept."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from tracer.stores.disk.files import UNREADABLE
+from tracer.stores.errors import errno_of
 from tracer.stores.hdf5.datasets import Dataset
-from tracer.stores.hdf5.errors import errno_of
 from tracer.stores.protocols import ByteFile
 
 SETTLED_NANOSECONDS: Final = 2_000_000_000
@@ -43,9 +43,9 @@ class ChunkPlaces:
     def __init__(self, file: ByteFile, *, partly: bool) -> None:
         self._file = file
         self._partly = partly
-        # of each array, up to which row its chunks were looked up, and what was said of each by its number
+        # for each array: the row up to which its chunks were looked up, and what HDF5 said of each chunk
         self._known: dict[str, tuple[int, dict[int, Any]]] = {}
-        # of arrays whose chunks cannot be told: when the file was written last, and why
+        # for arrays whose chunks HDF5 cannot tell: when the file was last written, and why
         self._broken: dict[str, tuple[int, str]] = {}
 
     def offsets(self, name: str, dataset: Dataset, stop: int) -> dict[int, int]:
@@ -101,10 +101,10 @@ class ChunkPlaces:
         It tries for some 20 ms to read what is damaged, and is asked for each chunk.
         """
         file = self._file.descriptor
-        if file is None:  # what a store far away said may be otherwise the next time
+        if file is None:  # an object store may answer otherwise the next time
             dataset.id.chunk_iter(note)
             return
-        # of what is open: another may be at the path by now, or none
+        # of the open file, since another one, or none, may be at the path by now
         written = os.fstat(file).st_mtime_ns
         broken = self._broken.get(name)
         if broken is not None and broken[0] == written:

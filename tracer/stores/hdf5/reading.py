@@ -15,9 +15,9 @@ from tracer.format.names import PART
 from tracer.stores.chunks import walk
 from tracer.stores.codecs import OVERHEAD, decode
 from tracer.stores.disk.files import key_of
+from tracer.stores.errors import read_errors, reason
 from tracer.stores.hdf5.attributes import attributes
 from tracer.stores.hdf5.datasets import NOT_FILTERED, Dataset, Inspection
-from tracer.stores.hdf5.errors import read_errors, reason
 from tracer.stores.hdf5.mended import Mended, head_of, pread
 from tracer.stores.hdf5.opening import is_followed, open_both
 from tracer.stores.hdf5.places import ChunkPlaces
@@ -50,9 +50,9 @@ class Hdf5ReadStore(ReadStore):
         self._damaged = damaged
         self._size = file.size()
         self._datasets: dict[str, Dataset] = {}
-        # of those, the ones that may have grown since they were opened
+        # the names of those that may have grown since they were opened
         self._looked_up: set[str] = set()
-        # the file as HDF5 has it open, and what that reads through where the file is damaged
+        # the file that h5py opened, and what it reads through if the file is damaged
         self._hdf5: Any = None
         self._mended: Mended | None = None
         self._places = ChunkPlaces(file, partly=False)
@@ -76,7 +76,7 @@ class Hdf5ReadStore(ReadStore):
                 self._hdf5 = open_both(self._file)
             self._inspect()
         except Exception as error:
-            # a wrong byte may make what is there look like what a trace never has
+            # a wrong byte may make a dataset look like one that a trace never has
             if isinstance(error, TraceFormatError) and not self._damaged:
                 raise
             if self._damaged and self._hdf5 is None:
@@ -130,7 +130,7 @@ class Hdf5ReadStore(ReadStore):
         with read_errors(self.path, "the file"):
             if not self._file.grows:
                 return
-            # as it was put back, it does not grow
+            # a file that was repaired does not grow
             if self._file.is_current() and self._mended is None:
                 self._looked_up.update(dataset.name for dataset in self._datasets.values())
                 return
@@ -165,7 +165,7 @@ class Hdf5ReadStore(ReadStore):
             length = dataset.shape[0]
             stored = self._asked(f"array {name!r}", lambda: self._places.stored(name, self._dataset(name), length))
             grid = math.prod(-(-size // part) for size, part in zip(dataset.shape[1:], dataset.chunks[1:], strict=True))
-            # a chunk's number may say anything; some may be missing
+            # a damaged file may claim any number for a chunk; chunks may be missing
             chunks = min(max(stored, default=-1) + 1, 1000 * (len(stored) + 1))
             return int(-(-chunks // grid) * dataset.chunks[0])
         return int(self._size // max(1, dataset.row_nbytes) + 1)
@@ -202,7 +202,7 @@ class Hdf5ReadStore(ReadStore):
 
     def _asked(self, what: str, question: Callable[[], _T]) -> _T:
         """What HDF5 says of the file; it is asked again once what is wrong in its metadata is put right."""
-        try:  # without `read_errors`, which takes longer than a small message
+        try:  # not `with read_errors`, which takes longer than reading a small message
             return question()
         except TraceError:
             raise
@@ -215,7 +215,7 @@ class Hdf5ReadStore(ReadStore):
     def _rows(self, name: str, start: int, stop: int, out: NDArray[Any] | None) -> NDArray[Any]:
         dataset = self._dataset(name)
         if not 0 <= start <= stop <= dataset.shape[0]:
-            # another reader of this store may have seen more rows than this handle has
+            # another reader of this store may know of more rows than this handle
             self._look_again(dataset)
         shape = dataset.shape
         if not 0 <= start <= stop <= shape[0]:
@@ -290,7 +290,7 @@ class Hdf5ReadStore(ReadStore):
                 part[:] = target[low - begin : high - begin]
 
     def _check_size(self, name: str, dataset: Dataset, rows: int) -> None:
-        # chunks that are not there read as zeros, and would take memory all the same
+        # missing chunks read as zeros, for which memory would be allocated
         nbytes = rows * dataset.row_nbytes
         if nbytes > self._size:
             self._size = self._file.size()
@@ -307,7 +307,7 @@ class Hdf5ReadStore(ReadStore):
         per_height = math.prod(-(-size // part) for size, part in zip(shape[1:], chunk[1:], strict=True))
         first, end = start // chunk[0] * per_height, -(-stop // chunk[0]) * per_height
         sizes = [size for number, (_, size, _) in places.items() if first <= number < end]
-        # chunks that share their bytes are not there so often
+        # a file may claim the same bytes for many chunks; they count once
         if sum(sizes) > self._file.size() or nbytes > len(sizes) * item * math.prod(chunk):
             raise TraceCorruptError(f"{self.path}: array {name!r} is larger than what is there of it in the file")
 
@@ -325,8 +325,8 @@ class Hdf5ReadStore(ReadStore):
         self._mended = self._key = None
 
     def _look_again(self, dataset: Dataset) -> None:
-        # A file that is opened plainly does not grow, and an array that was just opened is as it is. No more often than
-        # it must be, because HDF5 loses its way in arrays that a process opened twice.
+        # Refreshed as rarely as possible, because HDF5 gets confused about arrays that a process has open twice. A file
+        # that is opened plainly does not grow, and an array that was just opened is up to date.
         if self._hdf5.swmr_mode and dataset.name in self._looked_up:
             dataset.refresh()
         self._looked_up.add(dataset.name)
@@ -334,7 +334,7 @@ class Hdf5ReadStore(ReadStore):
     def _dataset(self, name: str) -> Dataset:
         dataset = self._datasets.get(name)
         if dataset is None:
-            if not self._hdf5:  # as h5py says of a file that is closed
+            if not self._hdf5:  # an h5py file that is closed is false
                 raise TraceError(f"{self.path} was closed, and is not read any more")
             raise TraceCorruptError(f"{self.path} has no array {name!r}")
         return dataset

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import h5py
@@ -15,15 +18,16 @@ from tracer.errors import (
     TraceUnreadableError,
 )
 from tracer.stores.disk.files import LocalFile, is_there, make_folder
-from tracer.stores.hdf5.errors import reason, write_errors
-from tracer.stores.hdf5.files import file_of, files
+from tracer.stores.errors import OF_HDF5, reason, write_errors
 from tracer.stores.hdf5.mended import head_of
 from tracer.stores.hdf5.reading import Hdf5ReadStore
 from tracer.stores.hdf5.superblock import SIGNATURE, looks_like_ours
 from tracer.stores.hdf5.writing import Hdf5WriteStore
+from tracer.stores.locations import FIRST_PART, beside
 from tracer.stores.protocols import ByteFile
 
-__all__ = ["blank", "create", "files", "open", "open_file", "remove_part"]
+ABSENT_RANKS = 64
+"""So many ranks in a row may have left nothing in a folder that cannot be listed."""
 
 
 def create(path: Path, *, part: str | None = None, overwrite: bool = False, durable: bool = False) -> Hdf5WriteStore:
@@ -39,7 +43,7 @@ def create(path: Path, *, part: str | None = None, overwrite: bool = False, dura
             raise TraceExistsError(f"{path} already exists; give another path, or say that it may be overwritten")
         if path.is_symlink() or not path.is_file() or not h5py.is_hdf5(path):
             raise TraceExistsError(f"{path} already exists, and is not an HDF5 file that could be overwritten")
-    with write_errors(path):
+    with write_errors(path, OF_HDF5):
         make_folder(path.parent, durable=durable)
         return Hdf5WriteStore(path, overwrite=overwrite, durable=durable)
 
@@ -52,7 +56,7 @@ def blank(path: Path) -> bool:
 def remove_part(path: Path, part: str) -> None:
     """Remove the file of a part; see `tracer.stores.opening.remove_part`."""
     file = file_of(path, part)
-    with write_errors(file):
+    with write_errors(file, OF_HDF5):
         file.unlink(missing_ok=True)
 
 
@@ -75,7 +79,7 @@ def open_file(file: ByteFile, *, damaged: bool = False) -> Hdf5ReadStore:
             raise
         except OSError as error:
             raise TraceUnreadableError(f"cannot read {file.path}: {reason(error)}") from error
-        # the library would also look for its signature farther on, behind bytes of others
+        # HDF5 itself would accept a file whose signature is farther on, behind other bytes
         if head[: len(SIGNATURE)] != SIGNATURE:
             if not looks_like_ours(head):
                 raise TraceFormatError(f"{file.path} is not an HDF5 file")
@@ -86,3 +90,45 @@ def open_file(file: ByteFile, *, damaged: bool = False) -> Hdf5ReadStore:
     except BaseException:
         file.close()
         raise
+
+
+def file_of(path: Path, part: str) -> Path:
+    """The file of a part: that of the first one is the trace's own, ``run.h5``; others are ``run.rank1.h5``."""
+    if part == FIRST_PART:
+        return path
+    path = _itself(path)
+    return path.with_name(f"{path.stem}.{part}{path.suffix}")
+
+
+def _itself(path: Path) -> Path:
+    """What a link leads to: other parts lie beside that."""
+    return Path(os.path.realpath(path)) if os.path.islink(path) else path
+
+
+def files(path: Path) -> list[Path]:
+    """The files of a trace: one at `path`, if there is one, and those of other parts beside it."""
+    there = _itself(path)
+    try:
+        names = os.listdir(there.parent)
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
+    except PermissionError:  # it may still be allowed to open files in the folder
+        names = list(_met(there))
+    except OSError as error:
+        raise TraceUnreadableError(f"{there.parent} cannot be listed: {error.strerror}") from error
+    found = [there.with_name(name) for name in beside(there, names)]
+    return [path, *found] if is_there(path) or not found else found
+
+
+def _met(path: Path) -> Iterator[str]:
+    """The names of parts that are in a folder which cannot be listed: those of ranks and attempts that follow on."""
+    absent = 0
+    for rank in itertools.count():
+        attempts = itertools.count(1 if rank == 0 else 0)  # the first attempt of rank 0 is the trace's own file
+        parts = (f"rank{rank}.attempt{attempt}" if attempt else f"rank{rank}" for attempt in attempts)
+        files = (path.with_name(f"{path.stem}.{part}{path.suffix}") for part in parts)
+        there = list(itertools.takewhile(os.path.lexists, files))
+        yield from (file.name for file in there)
+        absent = 0 if there else absent + 1
+        if absent > ABSENT_RANKS:
+            return

@@ -48,10 +48,10 @@ def repaired(head: bytes, size: int, farther: int) -> tuple[bytes, int]:
     """
     fields = fields_of(head)
     if fields is None:
-        # without an extension, and with the root group behind it, is how the library lays out a new file
+        # the library makes new files so: without an extension, and with the root group behind the superblock
         fields = [SIGNATURE, 3, 8, 8, 0, 0, UNDEFINED, size, BYTES]
     else:
-        fields[_FLAGS] = 0  # nobody writes it
+        fields[_FLAGS] = 0  # not marked as being written
         fields[_END] = max(fields[_END], size) + farther
     return superblock(fields), fields[_END]
 

@@ -1,13 +1,13 @@
-"""Blocks of HDF5's metadata that a kill tore, put back as they were before.
+"""Repairs blocks of HDF5's metadata that were half written when the process was killed.
 
-The system writes page by page, and ends a write between two pages when the process is killed. HDF5 writes the header of
-a dataset and the index of its chunks again in the same place each time that they change, so a kill can leave a block
-whose first pages are new and whose last one, with the checksum, is old. HDF5 refuses it, and with it all chunks that
-were there before.
+HDF5 rewrites the header of a dataset, and the index of its chunks, in place each time they change. The system writes
+page by page, and a kill stops it between two pages. So a block of several pages can be left with new first pages and an
+old last page, which holds the checksum. HDF5 then refuses the block, and all chunks that it leads to are lost.
 
-Between two writes of a block only what was added lies, in an order that is known: an index gets its entries one after
-another, and a dataset gets more rows. Taken away one by one again, some number of them gives what the old checksum is
-of. That proves it: anything else that is wrong with a block stays wrong.
+Such a block can be put back to its state before the write. Blocks change only in known ways: an index gets entries, one
+after the other, and a dataset gets rows. So the added entries or rows are taken away again, one by one, until the block
+has the checksum that is in the file. The checksum proves that this is the old state; a block that is damaged in any
+other way matches none of the states and is left as it is.
 
 The layouts are those of the HDF5 File Format Specification 3.0, III.B and VII.D ("Extensible Array"), the constants
 those of H5Dpkg.h (``H5D_EARRAY_*``), the order in which entries are added that of H5EA.c.
@@ -36,25 +36,26 @@ _IN_INDEX: Final = 4
 _SMALLEST: Final = 16
 """Entries of the first data block."""
 _DIRECT: Final = 4
-"""Super blocks whose data blocks the index block refers to itself: 1, 1, 2 and 2 of them."""
+"""The first super blocks are not there: the index block itself refers to their data blocks, 1, 1, 2 and 2 of them."""
 _DIRECT_BLOCKS: Final = 6
 _SUPER_BLOCKS: Final = 29
 """Super blocks of an array of the 2^32 chunks that it may have at most."""
 _BLOCK_START: Final = 18
-"""Bytes of a data or super block before what is in it: signature, version, client, header's address, offset."""
+"""Bytes at the begin of a data or super block: signature, version, client, the header's address, and an offset."""
 _INDEX_START: Final = 14
 _FRAME: Final = _BLOCK_START + 4
-"""Bytes of a data block without what is in it; no block that is written again has less."""
+"""Bytes of a data block without entries: `_BLOCK_START` and a checksum. No block that is rewritten is smaller."""
 _STATISTICS: Final = struct.Struct("<6Q")
 _STATISTICS_AT: Final = 12
 _DATASPACE: Final = 1
 _LAYOUT: Final = 8
 _AT_ONCE: Final = 1 << 18
+"""States of a block that are tried together."""
 _FARTHEST: Final = 1 << 24
-"""Rows that one commit may have added to an array whose header was torn; to try them all takes seconds."""
+"""How many rows a commit may have added to an array whose header is torn; trying them all takes seconds."""
 
 _FILTERED: Final = range(_ADDRESS + 1 + 4, _ADDRESS + 8 + 4 + 1)
-"""Bytes of an entry of a chunk that has a filter: address, bytes, and which filters it did not pass."""
+"""Bytes that an entry of a filtered chunk may have: its address, its size (1 to 8 bytes), and a mask of 4 bytes."""
 
 _Blocks = NDArray[np.uint8]
 
@@ -139,7 +140,8 @@ def restored(block: bytes, at: int) -> bytes:
     should = checksums(whole[None])[0]
     if has == should:
         return block
-    # torn within the checksum, the block is the new one, and some earlier one has the rest of it
+    # The page border may be within the checksum: then the block and the first bytes of the checksum are new, and the
+    # last bytes of the checksum are of an earlier state.
     mixed = max(bits for bits in (0, 8, 16, 24) if not (has ^ should) & np.uint32((1 << bits) - 1))
     for versions in _versions(whole):
         differ = checksums(versions) ^ has
@@ -156,11 +158,12 @@ def restored(block: bytes, at: int) -> bytes:
 
 
 def _without_newer_pages(body: _Blocks, cuts: Sequence[int]) -> _Blocks | None:
-    """A block of which the disk had later pages and not an earlier one, as it was before; None if it does not look so.
+    """A block whose later pages are new and one of whose earlier pages is old, as it was before; None if it is not one.
 
-    The checksum is then that of a block of which a part is nowhere, so it proves nothing. But what a block lacks is
-    what was added last: its entries end within an earlier page, or all that ever changes in it lies there. Should it be
-    damaged instead, it leads to other bytes than those that were written, which fail the checksums of the messages.
+    A machine that lost power may leave this, as disks do not write pages in their order. The checksum is the new one
+    then, and parts of the new block are lost, so it proves nothing. But it can be seen which entries are missing: those
+    that were added last. A block that is damaged in another way may be taken for such a one. It then leads to wrong
+    bytes, which the checksums of the messages reveal.
 
     Parameters
     ----------
@@ -181,14 +184,14 @@ def _without_newer_pages(body: _Blocks, cuts: Sequence[int]) -> _Blocks | None:
         inside = next((cut - at for cut in cuts if at < cut < at + _ADDRESS), _ADDRESS)
         missing = not body[at] & bit if bit >= 0 else bool((address[:inside] == _UNDEFINED).all())
         if missing:
-            # what is behind it came later
+            # entries behind a missing one were added later, so they go, too
             rest = collections.deque(_emptied_one_by_one(body, entries[number:]), 1)
             return None if at >= cuts[-1] else rest.pop() if rest else body
     return None
 
 
 def _versions(body: _Blocks) -> Iterator[_Blocks]:
-    """What a block may have been, without its checksum: the likeliest first, many at a time."""
+    """The states that a block may have had before, without checksum, many at a time; the likeliest first."""
     kind = body[:4].tobytes()
     if kind == b"OHDR":
         yield from _shorter(body)
@@ -200,7 +203,7 @@ def _versions(body: _Blocks) -> Iterator[_Blocks]:
 
 
 def _entries_of(body: _Blocks) -> Iterator[tuple[int, int, int]] | None:
-    """Of each entry of a part of an index where it is, its size, and which bit it is; a bit of -1 is all of it."""
+    """Each entry in a block of an index: its offset, its size, and its bit in that byte, or -1 if it is whole bytes."""
     kind = body[:4].tobytes()
     if kind == b"EAIB":
         return _index_entries(body)
@@ -261,7 +264,7 @@ def _of_super_block(blocks: int, pages: int, bits: int) -> Iterator[tuple[int, i
 
 
 def _super_blocks() -> Iterator[tuple[int, int, int, int]]:
-    """Of each super block its number, its data blocks, the entries of each, and those of all before it."""
+    """For each super block: its number, how many data blocks it has, entries of each, and entries of all before it."""
     before = 0
     for number in range(_SUPER_BLOCKS):
         blocks, entries = 1 << number // 2, _SMALLEST << (number + 1) // 2
@@ -270,7 +273,7 @@ def _super_blocks() -> Iterator[tuple[int, int, int, int]]:
 
 
 def _with_fewer(body: _Blocks, entries: list[tuple[int, int, int]]) -> Iterator[_Blocks]:
-    """A block without its last entry, without its last two, and so on."""
+    """The block without its last entry, without its last two, and so on, in groups."""
     versions = []
     for version in _emptied_one_by_one(body, entries):
         versions.append(version)
@@ -295,7 +298,7 @@ def _emptied_one_by_one(body: _Blocks, entries: list[tuple[int, int, int]]) -> I
 
 
 def _earlier(body: _Blocks) -> Iterator[_Blocks]:
-    """The header of an index when it had fewer chunks: all its numbers follow from how many there were."""
+    """The header of an index as it was with fewer chunks; all its numbers follow from the number of chunks."""
     size = int(body[6])
     torn = _STATISTICS.unpack_from(body.tobytes(), _STATISTICS_AT)[4]
     supers: list[tuple[int, int]] = []
@@ -307,7 +310,7 @@ def _earlier(body: _Blocks) -> Iterator[_Blocks]:
         if number >= _DIRECT:
             supers.append((before, _FRAME + _ADDRESS * count + count * -(-pages // 8)))
         nbytes = _FRAME + (pages * (_PAGE_ENTRIES * size + 4) if pages else entries * size)
-        # more of one super block than are of interest are not made
+        # data blocks beyond the largest number that is tried are left out
         most = min(count, (torn + _AT_ONCE - before) // entries + 1)
         blocks += [(before + block * entries, nbytes, entries) for block in range(most)]
     starts = [np.array([start for start, *_ in parts]) for parts in (supers, blocks)]
@@ -331,7 +334,7 @@ def _earlier(body: _Blocks) -> Iterator[_Blocks]:
 
 
 def _shorter(body: _Blocks) -> Iterator[_Blocks]:
-    """The header of a dataset when it had fewer rows, or had none and no index yet."""
+    """The header of a dataset as it was with fewer rows, and as it was without rows and index."""
     place = _place_of_rows(body)
     if place is None:
         return
@@ -350,13 +353,13 @@ def _shorter(body: _Blocks) -> Iterator[_Blocks]:
 
 
 def _place_of_rows(body: _Blocks) -> tuple[int, int] | None:
-    """Where in the header of a dataset it says how many rows there are, and in how many bytes."""
+    """Offset and size of the number of rows in the header of a dataset."""
     at, length = _messages_in(body).get(_DATASPACE, (0, 0))
     return None if length < 12 or body[at] != 2 else (at + 4, 8)
 
 
 def _place_of_index(body: _Blocks) -> tuple[int, int] | None:
-    """Where in the header of a dataset it says where the index of its chunks is, and in how many bytes."""
+    """Offset and size of the address of the index of chunks in the header of a dataset."""
     found = _messages_in(body).get(_LAYOUT)
     return None if found is None else (sum(found) - _ADDRESS, _ADDRESS)
 
@@ -370,7 +373,7 @@ def _messages_in(body: _Blocks) -> dict[int, tuple[int, int]]:
 
 
 def _around(torn: int, farthest: int) -> Iterator[NDArray[np.int64]]:
-    """Numbers that a torn one may have been: smaller ones; or, where the tear is in the midst of it, larger ones."""
+    """What a number may have been before: a smaller one; a larger one only where a page border cuts its bytes."""
     if not 0 <= torn < 1 << 62:
         return
     for first in range(torn, max(-1, torn - farthest), -_AT_ONCE):

@@ -1,4 +1,4 @@
-"""Virtual datasets are told by their headers, before HDF5 looks at them."""
+"""Recognises virtual datasets by their headers, before HDF5 opens them, which may never return."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def is_virtual(read: Callable[[int, int], bytes], address: int) -> bool:
         front, size = header(start)
         head = 6 if start[5] & 4 else 4
     else:
-        # as older libraries write them
+        # a header of version 1, as older libraries write it
         front, size = 16, int.from_bytes(start[8:12], "little")
         head = 8
-    # in newer ones a signature is before the messages, and a checksum behind them
+    # in version 2 a signature is before the messages, and a checksum behind them
     behind = 0 if head == 8 else 4
     blocks, known = [(address, front, front + size + behind)], 1
     while blocks:

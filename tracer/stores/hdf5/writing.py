@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 
 from tracer.errors import TraceError, TraceExistsError, TraceNotFoundError
 from tracer.memory import PAGE
-from tracer.stores.chunks import ALIGNED_BYTES, RowChunks, check_name
-from tracer.stores.codecs import HDF5_FILTER, Codec, codec_of, encode, hdf5_options
+from tracer.stores.chunks import ALIGNED_BYTES, RowChunks
+from tracer.stores.codecs import HDF5_FILTER, Codec, encode, hdf5_options
 from tracer.stores.disk.files import is_there, sync_file, sync_folder
+from tracer.stores.errors import OF_HDF5, cannot_write, write_errors
 from tracer.stores.hdf5.attributes import set_attribute
 from tracer.stores.hdf5.datasets import NOT_FILTERED
-from tracer.stores.hdf5.errors import ERRORS, cannot_write, write_errors
 from tracer.stores.hdf5.large import WrittenFile
 from tracer.stores.hdf5.superblock import mark_unfinished
 from tracer.stores.protocols import WriteStore
@@ -50,13 +50,13 @@ class _Array:
         self.rows = rows
         self.codec = codec
         self.large = _is_large(rows, codec)
-        # the first chunk for which room was made last, and where it begins; -1 where that is not known
+        # the number of the first chunk of the room that was made last, and its offset; -1 if the offset is not known
         self.first = 0
         self.place = -1
-        # how many times what is thought to be its place was compared with what HDF5 says
+        # how often the place that was worked out was compared with the one that HDF5 says
         self.tried = 0
         self.length = 0
-        # the last chunk that was published before it was full
+        # the number of the last chunk that a commit wrote before it was full
         self.plain = -1
         self.committed = 0
 
@@ -79,8 +79,8 @@ _WRITING: dict[str, Any] = {
     "locking": False,
     "alignment_threshold": ALIGNED_BYTES,
     "alignment_interval": PAGE,
-    # Larger than usual, so that fewer index blocks take the places that chunks are thought to have (`_make_room`), but
-    # no more than a page: what was not written to takes room when a disk is full, and the trace has to say that it is.
+    # Larger than by default, so that blocks of metadata are less often where `_make_room` expects a chunk. Not larger
+    # than a page, because metadata must still be written when the disk is full, to say so in the trace.
     "meta_block_size": PAGE,
 }
 
@@ -96,7 +96,7 @@ def _locked(temporary: Path, path: Path) -> int:
                 raise TraceExistsError(f"{path} is being recorded by another process") from None
             except OSError:  # a file system without locks
                 return file
-            # it may have got its name, or been removed, before it was locked
+            # before it was locked, its writer may have renamed or removed it
             if os.path.exists(temporary) and os.path.samestat(os.fstat(file), os.stat(temporary)):
                 return file
         except BaseException:
@@ -105,7 +105,7 @@ def _locked(temporary: Path, path: Path) -> int:
         os.close(file)
 
 
-class Hdf5WriteStore(WriteStore):
+class Hdf5WriteStore(WriteStore[_Array]):
     """An HDF5 file being written; see `tracer.stores.protocols.WriteStore`."""
 
     path: Path
@@ -116,14 +116,14 @@ class Hdf5WriteStore(WriteStore):
     def __init__(self, path: Path, *, overwrite: bool = False, durable: bool = False) -> None:
         self.path = path
         self._durable = durable
-        self._arrays: dict[str, _Array] = {}
+        super().__init__()
         self._changed: dict[str, None] = {}
         self._unsealed = path.with_name(f".{path.name}.part")
         self._copy = path.with_name(f".{path.name}.copy")
         self._sealed = False
-        # whether what is at the path is of this store, and not yet what it overwrites
+        # whether the file at the path is this store's, and no longer the one that it overwrites
         self._placed = False
-        # held until the file is at its path, where others see that it is being written
+        # held until the file is at its path, where its flags tell others that it is being written
         self._lock = _locked(self._unsealed, path)
         try:
             if not overwrite and is_there(path):
@@ -140,23 +140,12 @@ class Hdf5WriteStore(WriteStore):
         """Whether the file is not yet in SWMR mode."""
         return not self._sealed
 
-    def create(
-        self,
-        name: str,
-        *,
-        dtype: str,
-        shape: tuple[int, ...],
-        chunk_bytes: int,
-        compression: str | None = None,
-        gapless: bool = False,
-    ) -> None:
-        check_name(name)
+    def make(self, name: str, rows: RowChunks, codec: Codec | None, gapless: bool) -> None:
         if self._sealed:
             raise TraceError(f"{self.path} is sealed: {name!r} should have been made before the first commit")
-        rows, codec = RowChunks(name, dtype, shape, chunk_bytes), codec_of(compression)
         filters: dict[str, Any] = {}
         if codec is not None:
-            # unknown to HDF5 unless a plugin brings it, which takes no part in writing whole chunks
+            # HDF5 need not know the filter: chunks are compressed here, and written as they are
             options = hdf5_options(codec, rows.dtype.itemsize, rows.chunk_nbytes)
             filters = {"compression": HDF5_FILTER, "compression_opts": options, "allow_unknown_filter": True}
         elif _is_large(rows, codec):
@@ -164,39 +153,35 @@ class Hdf5WriteStore(WriteStore):
             properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
             properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
             filters = {"dcpl": properties}
-        self._opened()
         if name in self._file:
             raise TraceError(f"{self.path} already has an array or group {name!r}")
-        with write_errors(self.path):
+        with write_errors(self.path, OF_HDF5):
             dataset = self._file.create_dataset(
-                name, shape=(0, *shape), maxshape=(None, *shape), chunks=rows.chunk, dtype=rows.dtype, **filters
+                name, (0, *rows.shape), rows.dtype, chunks=rows.chunk, maxshape=(None, *rows.shape), **filters
             )
-        self._arrays[name] = _Array(dataset.id, rows, codec)
+        self.arrays[name] = _Array(dataset.id, rows, codec)
 
     def append(self, name: str, rows: NDArray[Any], checksums: list[int] | None = None) -> int:
-        array = self._array(name)
+        array = self.array(name)
         first = array.rows.rows
         write: Callable[[_Array, int, memoryview], None]
         write = self._write_chunk if array.codec is None else self._write_compressed
         self._changed[name] = None
-        try:  # and no `with`: a large message is some ten calls of Python, most of them cold, and this would be five
+        try:  # not `with write_errors`: that would be five calls more for each message, and a message is some ten
             if array.large:
                 array.rows.append(rows, lambda number, pieces: self._write_large(array, number, pieces))
             else:
                 array.rows.append(rows, lambda number, pieces: _each(write, array, number, pieces))
         except TraceError:
             raise
-        except ERRORS as error:
+        except OF_HDF5 as error:
             raise cannot_write(self.path, error) from error
         return first
-
-    def length(self, name: str) -> int:
-        return self._array(name).rows.rows
 
     def set_attrs(self, name: str, values: Mapping[str, Any]) -> None:
         if self._sealed:
             raise TraceError(f"{self.path} is sealed: attributes should have been set before the first commit")
-        with write_errors(self.path):
+        with write_errors(self.path, OF_HDF5):
             attrs = self._opened()[name or "/"].attrs
             for key, value in values.items():
                 set_attribute(attrs, key, value)
@@ -206,7 +191,7 @@ class Hdf5WriteStore(WriteStore):
         if self._sealed:
             return
         file = self._opened()
-        with write_errors(self.path):
+        with write_errors(self.path, OF_HDF5):
             file.swmr_mode = True
             file.flush()
             if self._durable:
@@ -225,9 +210,9 @@ class Hdf5WriteStore(WriteStore):
 
     def commit(self) -> None:
         file = self._opened()
-        with write_errors(self.path):
+        with write_errors(self.path, OF_HDF5):
             for name in self._changed:
-                array = self._arrays[name]
+                array = self.arrays[name]
                 tail = array.rows.take_tail()
                 if tail is not None and array.large:
                     self._write_large(array, tail[0], [tail[1]])
@@ -236,18 +221,19 @@ class Hdf5WriteStore(WriteStore):
                 elif tail is not None:
                     self._write_compressed(array, *tail, last=True)
                 self._resize(array, array.rows.rows)
-            if self._durable:  # before what leads to it
+            if self._durable:  # data must be on the disk before the metadata that leads to it
                 os.fsync(file.id.get_vfd_handle())
             file.flush()
             if self._sealed and os.fstat(self._written.descriptor).st_nlink == 0:
                 raise TraceNotFoundError(f"{self.path} was removed while it was written")
             for name in self._changed:
-                self._arrays[name].committed = self._arrays[name].length
+                self.arrays[name].committed = self.arrays[name].length
             self._changed.clear()
             if self._durable:
                 os.fsync(file.id.get_vfd_handle())
             if not self._sealed:
-                # a file that is not in SWMR mode cannot be opened after a kill, but a copy of a closed one can
+                # After a kill, a file that is not in SWMR mode cannot be opened. So the file is closed, and a copy is
+                # put at the path.
                 self._written.descriptor = -1
                 file.close()
                 shutil.copyfile(self._unsealed, self._copy)
@@ -259,12 +245,12 @@ class Hdf5WriteStore(WriteStore):
                 self._placed = True
                 self._file = h5py.File(self._unsealed, "r+", **_WRITING)
                 self._written.descriptor = int(self._file.id.get_vfd_handle())
-                for name, array in self._arrays.items():
+                for name, array in self.arrays.items():
                     array.dataset = self._file[name].id
 
     def touch(self) -> None:
         if self._sealed:
-            with write_errors(self.path):
+            with write_errors(self.path, OF_HDF5):
                 os.utime(self.path)
 
     def close(self) -> None:
@@ -273,11 +259,11 @@ class Hdf5WriteStore(WriteStore):
         self.seal()
         self.commit()
         self._written.close()
-        with write_errors(self.path):
+        with write_errors(self.path, OF_HDF5):
             self._file.close()
             if self._durable:
                 sync_file(self.path)
-        self._file = None
+        self._file, self.closed = None, True
 
     def last_words(self, name: str, rows: NDArray[Any]) -> None:
         if self._sealed:
@@ -285,9 +271,9 @@ class Hdf5WriteStore(WriteStore):
             self.append(name, rows)
             self.commit()
             return
-        # the space of the file that is given up may be all there is
+        # removes the file that is being written, whose space may be the only one left on the disk
         self.abandon()
-        with write_errors(self.path):
+        with write_errors(self.path, OF_HDF5):
             try:
                 shutil.copyfile(self.path, self._copy)
                 with h5py.File(self._copy, "r+", libver="latest", locking=False) as file:
@@ -303,16 +289,16 @@ class Hdf5WriteStore(WriteStore):
             return
         if self._sealed:
             self._shorten()
-        file, self._file = self._file, None
+        file, self._file, self.closed = self._file, None, True
         self._written.close()
-        # the error that led here is the one to report
+        # errors are left out, because the one that led here is reported
         with contextlib.suppress(Exception):
             file.close()
         with contextlib.suppress(OSError):
             if self._sealed:
                 mark_unfinished(self.path)
             else:
-                # nothing in it was committed that is not in the copy at the path
+                # all that was committed is in the copy at the path
                 self._unsealed.unlink(missing_ok=True)
                 self._copy.unlink(missing_ok=True)
         self._unlock()
@@ -326,21 +312,14 @@ class Hdf5WriteStore(WriteStore):
     def _shorten(self) -> None:
         """Let arrays be as long as the last commit left them: closing the file writes how long they are."""
         for name in self._changed:
-            array = self._arrays[name]
+            array = self.arrays[name]
             with contextlib.suppress(Exception):
                 array.dataset.set_extent((array.committed, *array.rows.shape))
         self._changed.clear()
 
     def _opened(self) -> Any:
-        if self._file is None:
-            raise TraceError(f"{self.path} is closed")
+        self.check_open()
         return self._file
-
-    def _array(self, name: str) -> _Array:
-        self._opened()
-        if name not in self._arrays:
-            raise TraceError(f"{self.path} has no array {name!r}")
-        return self._arrays[name]
 
     def _resize(self, array: _Array, length: int) -> None:
         if array.length >= length:
@@ -401,7 +380,8 @@ class Hdf5WriteStore(WriteStore):
 
     def _write_chunk(self, array: _Array, number: int, data: memoryview, filter_mask: int = 0) -> None:
         start = self._start(array, number)
-        # a chunk cannot be written beyond the length; its rows mean nothing before the journal refers to them
+        # HDF5 writes no chunk beyond the length. The rows behind the data are never read: the journal does not refer to
+        # them.
         self._resize(array, start[0] + 1)
         array.dataset.write_direct_chunk(start, data, filter_mask)
 

@@ -1,4 +1,4 @@
-"""The objects below a URL, by obstore: asked for again where a request fails, and many at once."""
+"""Requests to an object store, made by obstore: retried where they fail, many at a time, with errors of traces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from tracer.errors import TraceError, TraceExistsError, TraceFormatError, TraceNotFoundError, TraceUnreachableError
 from tracer.stores.locations import Url
-from tracer.stores.zarr.format import CONSOLIDATED, DOCUMENT_LIMIT
+from tracer.stores.zarr.format import CONSOLIDATED, DOCUMENT_LIMIT, as_document
 
 try:
     import obstore
@@ -28,15 +28,15 @@ except ImportError as error:
 PARALLEL = 32
 """Requests at once."""
 IN_FLIGHT_BYTES = 32 << 20
-"""Bytes that are being put or fetched at once, at most, save for one object that is larger."""
+"""Bytes that are on their way at any time, at most; a single object may be larger."""
 RANGE_BYTES = 4 << 20
-"""Bytes that are fetched by one request, at most, save for a chunk that is larger."""
+"""Bytes that one request fetches, at most; a single chunk may be larger."""
 MULTIPART_BYTES = 64 << 20
 """Larger objects are put in parts."""
 PART_BYTES = 16 << 20
 """Bytes of these parts."""
 RETRY_SECONDS = 60.0
-"""How long a request is tried again, unless the environment says otherwise in `RETRY_VARIABLE`."""
+"""For how long a failing request is retried, unless the environment variable `RETRY_VARIABLE` says otherwise."""
 RETRY_VARIABLE = "TRACE_S3_RETRY_SECONDS"
 REQUEST_SECONDS = 30.0
 """How long one try may take."""
@@ -67,7 +67,7 @@ class Objects:
 
     def __init__(self, url: Url) -> None:
         self.url = url
-        # the parent is what the store is opened at, so that the object at the URL itself can be named, too
+        # the store is opened at the parent, so that the object at the URL itself has a name, too
         parent, _, self._base = url.key.rpartition("/")
         self._store = _connect(url, parent)
         self._threads: ThreadPoolExecutor | None = None
@@ -94,7 +94,7 @@ class Objects:
             self._check_bucket(error)
             return None
         except (BaseError, OSError, ValueError) as error:
-            # nothing is there from this offset on
+            # the object ends before this offset
             if re.search(r"status code: 416|<Code>InvalidRange</Code>", str(error)):
                 return Part(memoryview(b""), 0)
             raise self._failed("read", error) from error
@@ -102,13 +102,7 @@ class Objects:
     def document(self, name: str) -> dict[str, Any]:
         """The ``zarr.json`` of an array or group; empty where there is none, or where it is no JSON object."""
         part = self.get(f"{name}/zarr.json" if name else "zarr.json")
-        if part is None or len(part.data) > DOCUMENT_LIMIT:
-            return {}
-        try:
-            document = json.loads(bytes(part.data))
-        except (ValueError, RecursionError):
-            return {}
-        return document if isinstance(document, dict) else {}
+        return {} if part is None else as_document(part.data)
 
     def head(self, name: str = "") -> Mapping[str, Any] | None:
         """What the store says of an object: ``size``, ``last_modified``, ``e_tag``."""
@@ -139,18 +133,18 @@ class Objects:
         try:
             obstore.put(self._store, self._path(name), data, mode="create", use_multipart=False)
         except AlreadyExistsError as error:
-            # a try whose answer was lost may have put it
+            # it may be our own: of an earlier try, whose answer was lost
             part = self.get(name)
             if part is None or bytes(part.data) != data:
                 raise TraceExistsError(f"{self.url} was made by somebody else in the meantime") from error
         except NotSupportedError:
-            # the store was said to have no conditional requests; whether something is there was looked up before
+            # the store has no conditional requests; the caller has looked before whether something is there
             self.put(name, data)
         except (BaseError, OSError, ValueError) as error:
             raise self._failed("written", error) from error
 
     def listed(self, prefix: str = "") -> list[Found]:
-        """All objects below a prefix, which is a whole number of parts."""
+        """All objects below a prefix, which ends where a part of their names does."""
         path = self._path(prefix)
 
         def found() -> list[Found]:
@@ -167,7 +161,7 @@ class Objects:
             raise self._failed("listed", error) from error
 
     def names(self) -> list[str]:
-        """What is directly below the URL: objects, and what others are below of."""
+        """The names directly below the URL: those of objects, and those of what would be folders on a disk."""
         try:
             found = _whole(lambda: obstore.list_with_delimiter(self._store, self._base or None))
         except (BaseError, OSError, ValueError) as error:
@@ -190,7 +184,7 @@ class Objects:
         return self.head() is not None
 
     def delete(self, names: Iterable[str]) -> None:
-        """Remove objects, first the ``zarr.json`` of the root, which makes the others a trace."""
+        """Remove objects; first the ``zarr.json`` of the root, without which the others are no trace."""
         paths = [self._path(name) for name in sorted(names, key=lambda name: name != "zarr.json")]
         try:
             for some in (paths[:1], *(paths[begin : begin + 1000] for begin in range(1, len(paths), 1000))):
@@ -199,15 +193,15 @@ class Objects:
             raise self._failed("removed", error) from error
 
     def disperse(self) -> None:
-        """Take out of the root what zarr-python consolidated there, because it does not know what was put since."""
+        """Remove the consolidated metadata of zarr-python from the root, which lacks what was written since."""
         document = self.document("")
         if document.pop(CONSOLIDATED, None) is not None:
             self.put("zarr.json", json.dumps(document).encode())
 
     def submit(self, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """Call a function in one of the threads; it must not wait for another one.
+        """Call a function in one of the threads; the function must not wait for another that was submitted.
 
-        It is called at once where there are no threads any more: a program that ends starts none.
+        While a program ends, no thread can be started. Then the function is called right here.
         """
         with self._lock:
             if self._threads is None:
@@ -224,7 +218,7 @@ class Objects:
         return done
 
     def at_once(self, function: Callable[..., Result], arguments: Iterable[tuple[Any, ...]]) -> list[Result]:
-        """The results of a function for each of several arguments, called at once; not from one of the threads."""
+        """Call a function with each of several arguments at the same time; must not be called in one of the threads."""
         several = list(arguments)
         if len(several) < 2:
             return [function(*one) for one in several]
@@ -285,7 +279,7 @@ def _retry_seconds() -> float:
 
 
 def _whole(ask: Callable[[], Result]) -> Result:
-    """What a store answers; asked again where an answer breaks off, which obstore does not do for lists."""
+    """The answer of a store; asked again where the connection breaks off, which obstore does not do for lists."""
     until = time.monotonic() + _retry_seconds()
     pause = 0.1
     while True:
@@ -338,7 +332,7 @@ def _aws_credentials(url: Url) -> Any:
         from botocore.exceptions import BotoCoreError
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError:
-        # of an instance, obstore gets them itself
+        # obstore itself gets the credentials of a cloud instance
         return None
     try:
         return Boto3CredentialProvider()

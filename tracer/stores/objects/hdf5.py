@@ -2,11 +2,104 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterable
+from contextlib import closing
+
+from tracer.errors import TraceNotFoundError, TraceUnreachableError
 from tracer.stores.hdf5.reading import Hdf5ReadStore
 from tracer.stores.hdf5.store import open_file
 from tracer.stores.locations import Url, beside
-from tracer.stores.objects.client import Objects
-from tracer.stores.objects.file import ObjectFile
+from tracer.stores.objects.client import RANGE_BYTES, Objects
+
+BLOCK_BYTES = 1 << 18
+BLOCKS = 256
+"""Blocks of a file that are kept, and their size."""
+
+
+class ObjectFile:
+    """An object that is read in blocks, of which the last used ones are kept. A `ByteFile`."""
+
+    descriptor = None
+    grows = False
+
+    def __init__(self, url: Url) -> None:
+        self.path = url
+        self._objects = Objects(url)
+        head = self._objects.head()
+        if head is None:
+            self._objects.close()
+            raise TraceNotFoundError(f"there is no trace at {url}")
+        self._nbytes = int(head["size"])
+        self._modified: float = head["last_modified"].timestamp()
+        self._version = str(head.get("e_tag") or "")
+        self._blocks: OrderedDict[int, memoryview] = OrderedDict()
+
+    def hold(self) -> None:
+        """Do nothing: of an object that was put anew, nothing is read any more."""
+
+    def is_current(self) -> bool:
+        """Always true: of an object that was put anew, nothing is read any more."""
+        return True
+
+    def size(self) -> int:
+        """Bytes of the object."""
+        return self._nbytes
+
+    def modified(self) -> float:
+        """When the object was put."""
+        return self._modified
+
+    def fetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Get the blocks of some ranges, offset and size, at once; those of some 16 MiB can be kept."""
+        wanted = sorted(
+            {
+                number
+                for offset, nbytes in ranges
+                for number in range(offset // BLOCK_BYTES, -(-min(offset + nbytes, self._nbytes) // BLOCK_BYTES))
+                if number not in self._blocks
+            }
+        )
+        runs: list[list[int]] = []
+        for number in wanted:
+            if runs and number == runs[-1][-1] + 1 and len(runs[-1]) * BLOCK_BYTES < RANGE_BYTES:
+                runs[-1].append(number)
+            else:
+                runs.append([number])
+        for run, data in zip(runs, self._objects.at_once(self._get, ((run,) for run in runs)), strict=True):
+            for place, number in enumerate(run):
+                self._blocks[number] = data[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES]
+        while len(self._blocks) > BLOCKS:
+            self._blocks.popitem(last=False)
+
+    def _get(self, run: list[int]) -> memoryview:
+        part = self._objects.get("", run[0] * BLOCK_BYTES, len(run) * BLOCK_BYTES, self._version)
+        if part is None:
+            raise TraceUnreachableError(f"{self.path} cannot be read: it was removed")
+        return part.data
+
+    def readinto(self, target: memoryview, offset: int) -> int:
+        """Read bytes from an offset on; how many there were."""
+        done = 0
+        while done < len(target):
+            number, begin = divmod(offset + done, BLOCK_BYTES)
+            block = self._blocks.get(number)
+            if block is None:
+                self.fetch([(offset + done, min(len(target) - done, RANGE_BYTES))])
+                block = self._blocks.get(number, memoryview(b""))
+            else:
+                self._blocks.move_to_end(number)
+            piece = block[begin : begin + len(target) - done]
+            if not piece:
+                break
+            target[done : done + len(piece)] = piece
+            done += len(piece)
+        return done
+
+    def close(self) -> None:
+        """Forget the blocks."""
+        self._blocks.clear()
+        self._objects.close()
 
 
 def open(url: Url, *, damaged: bool = False) -> Hdf5ReadStore:
@@ -19,11 +112,8 @@ def files(url: Url) -> list[Url]:
     if url.is_web:
         return [url]
     folder, _, _ = url.key.rpartition("/")
-    objects = Objects(Url(url.scheme, url.bucket, folder))
-    try:
+    with closing(Objects(Url(url.scheme, url.bucket, folder))) as objects:
         names = objects.names()
-    finally:
-        objects.close()
     found = [Url(url.scheme, url.bucket, f"{folder}/{name}" if folder else name) for name in beside(url, names)]
     return [url, *found] if url.name in names or not found else found
 

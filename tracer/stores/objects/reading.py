@@ -18,13 +18,51 @@ from tracer.format.names import PART
 from tracer.stores.chunks import RowChunks, check_name, walk
 from tracer.stores.codecs import OVERHEAD, Codec, decode, decoded_size
 from tracer.stores.locations import Url
-from tracer.stores.objects.client import IN_FLIGHT_BYTES, PARALLEL, Objects
-from tracer.stores.objects.ranges import Chunk, Range, ranges
+from tracer.stores.objects.client import IN_FLIGHT_BYTES, PARALLEL, RANGE_BYTES, Objects
 from tracer.stores.objects.writing import ObjectArray
 from tracer.stores.zarr.description import ArrayDescription
-from tracer.stores.zarr.format import DOCUMENT_LIMIT, checksum_bytes
+from tracer.stores.zarr.format import DOCUMENT_LIMIT, checksum_bytes, is_group
 from tracer.stores.zarr.reader import EXPANSION, ZarrReader, numbers_in
 from tracer.stores.zarr.shards import MISSING, chunks_begin
+
+GAP_BYTES = 65536
+"""Chunks that are closer to each other than this are fetched at once."""
+
+
+class Chunk(NamedTuple):
+    """Where a chunk is in its shard, and what of an array's rows it holds; see `tracer.stores.chunks.walk`."""
+
+    offset: int
+    nbytes: int
+    number: int
+    begin: int
+    length: int
+
+
+class Range(NamedTuple):
+    """A part of a shard that is fetched by one request."""
+
+    shard: int
+    start: int
+    nbytes: int
+    chunks: list[Chunk]
+
+
+def ranges(shard: int, chunks: list[Chunk]) -> Iterator[Range]:
+    """Put chunks of a shard that are close to each other together."""
+    chunks = sorted(chunks)
+    begin = 0
+    for number, chunk in enumerate(chunks):
+        following = chunks[number + 1] if number + 1 < len(chunks) else None
+        start, end = chunks[begin].offset, chunk.offset + chunk.nbytes
+        if (
+            following is None
+            or following.offset > end + GAP_BYTES
+            or following.offset + following.nbytes - start > RANGE_BYTES
+        ):
+            yield Range(shard, start, end - start, chunks[begin : number + 1])
+            begin = number + 1
+
 
 AHEAD_BYTES = 4 << 20
 """Bytes that are fetched ahead where an array is read chunk by chunk."""
@@ -46,7 +84,7 @@ class _Index(NamedTuple):
 
 
 class _Coming(threading.local):
-    """What was fetched for a thread before it asks for it: of others it could be too old."""
+    """What was fetched ahead, for each thread: what another thread fetched may be too old for this one."""
 
     def __init__(self) -> None:
         self.documents: dict[str, Mapping[str, Any]] = {}
@@ -73,14 +111,14 @@ class ObjectReadStore(ZarrReader):
         super().__init__()
         self.path = objects.url
         self._objects = objects
-        # used once, because the attributes may change
+        # what was fetched to open the store; used once, because the attributes may change
         self._root: Mapping[str, Any] | None = root
         self._indexes: dict[str, dict[int, _Index]] = {}
         self._kept = 0
         self._ahead: OrderedDict[str, tuple[int, int, memoryview]] = OrderedDict()
         self._ends: dict[str, tuple[int, int]] = {}
         self._coming = _Coming()
-        # other threads than those of the requests, which they wait for
+        # not the threads that make requests, because these wait for those
         self._waiting = ThreadPoolExecutor(PARALLEL, "trace-objects-ahead")
 
     @property
@@ -97,7 +135,7 @@ class ObjectReadStore(ZarrReader):
         return 0 if self.path.is_web else sum(one.nbytes for one in self._objects.listed())
 
     def parts(self) -> list[str]:
-        # an http server has no lists; its traces are those of one process
+        # an http server has no lists, so only traces of one process are found there
         names = ["rank0"] if self.path.is_web else self._objects.names()
         return [name for name in names if PART.fullmatch(name)]
 
@@ -130,7 +168,7 @@ class ObjectReadStore(ZarrReader):
         return [
             f"the zarr.json of {repr(name) if name else 'the root'} is not there or not that of a group"
             for name, document in zip(groups, documents, strict=True)
-            if document.get("node_type") != "group" or document.get("zarr_format") != 3
+            if not is_group(document)
         ]
 
     def has_chunk(self, name: str, row: int) -> bool:
@@ -151,7 +189,7 @@ class ObjectReadStore(ZarrReader):
         self._coming.documents = dict(zip(names, documents, strict=True))
 
     def will_read(self, ranges: Sequence[tuple[str, int, int]]) -> None:
-        # one range is as well read when it is asked for
+        # a single range is read when it is asked for
         several = ranges if len(ranges) > 1 else ()
         read = super().read
 
@@ -202,7 +240,7 @@ class ObjectReadStore(ZarrReader):
         array = self._arrays.get(name)
         if array is None or (anew and name not in self._assumed):
             check_name(name)
-            # the last shard may have been put again
+            # the last shard may have grown since, so what is kept of it is dropped
             self._indexes.pop(name, None)
             self._ahead.pop(name, None)
             document = self._coming.documents.pop(name, None)
@@ -215,7 +253,7 @@ class ObjectReadStore(ZarrReader):
         for gapless in (False, True):
             array = self._described(name, ObjectArray(name, rows, codec, gapless=gapless).document(0))
             self._indexes.pop(name, None)
-            # only with the right number of chunks does the index pass its checksum
+            # the checksum of the index is right only if the number of chunks is
             if len(self._index_of(array, last)):
                 break
         return array
@@ -260,14 +298,14 @@ class ObjectReadStore(ZarrReader):
         else:
             there = array.chunk_nbytes
             first, last = start // array.shard_rows, (stop - 1) // array.shard_rows
-            # ends at the first shard that is not there
+            # reading an index raises at the first shard that is not there
             for begin in range(first, last + 1, PARALLEL):
                 some = range(begin, min(begin + PARALLEL, last + 1))
                 indexes = self._objects.at_once(self._index, ((array, one) for one in some))
                 if array.codec is None:
                     there += sum(index.nbytes for index in indexes)
                 else:
-                    # chunks that share their bytes are not there so often
+                    # an index may claim the same bytes for many chunks; they count once
                     places = (np.unique(index.entries[:, 0]) for index in indexes)
                     there += array.chunk_nbytes * sum(int((one != MISSING).sum()) for one in places)
             missing = nbytes > there
@@ -338,7 +376,7 @@ class ObjectReadStore(ZarrReader):
         if start + nbytes <= len(head):
             self._ends[name] = (shard, start + nbytes)
             return head[start : start + nbytes]
-        # threads that read the same array at the same time only make each other fetch again
+        # Without a lock: threads that read the same array at the same time may fetch again, and nothing worse.
         ahead = self._ahead.get(name)
         if ahead is not None and ahead[0] == shard and ahead[1] <= start:
             data = ahead[2][start - ahead[1] :][:nbytes]
@@ -347,7 +385,7 @@ class ObjectReadStore(ZarrReader):
                 return data
         last_shard, last = self._ends.get(name, (-1, -1))
         begins = start == chunks_begin(array.per_shard) and shard == last_shard + 1
-        # not where other arrays are read in between
+        # reading ahead does not pay where other arrays are read in between
         alone = alone and not self._coming.hinted
         follows = alone and ((shard, start) == (last_shard, last) or (begins and last >= 0))
         self._ends[name] = (shard, start + nbytes)

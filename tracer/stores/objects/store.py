@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 from tracer.errors import TraceCorruptError, TraceExistsError, TraceFormatError, TraceNotFoundError
 from tracer.format.names import PART
 from tracer.stores.locations import Url
 from tracer.stores.objects.client import Objects
 from tracer.stores.objects.reading import ObjectReadStore
 from tracer.stores.objects.writing import ObjectWriteStore
-from tracer.stores.zarr.format import WRITER
+from tracer.stores.zarr.format import WRITER, is_group
 
 
 def create(url: Url, *, part: str | None = None, overwrite: bool = False, durable: bool = False) -> ObjectWriteStore:
@@ -39,8 +41,7 @@ def open(url: Url, *, damaged: bool = False) -> ObjectReadStore:
     objects = Objects(url)
     try:
         document = objects.document("")
-        is_group = document.get("zarr_format") == 3 and document.get("node_type") == "group"
-        if not is_group:
+        if not is_group(document):
             if not document and not objects.any():
                 raise TraceNotFoundError(f"there is no trace at {url}")
             # an http server has no lists
@@ -68,38 +69,26 @@ def files(url: Url) -> list[Url]:
 
 def blank(url: Url) -> bool:
     """Whether nothing is there but the root, which comes first; see `tracer.stores.opening.blank`."""
-    objects = Objects(url)
-    try:
+    with closing(Objects(url)) as objects:
         document = objects.document("")
         unmarked = document.get("node_type") == "group" and document.get("attributes", {}).keys() == {WRITER}
         return unmarked and all(one.name == "zarr.json" for one in objects.listed())
-    finally:
-        objects.close()
 
 
 def remove_part(url: Url, part: str) -> None:
     """Remove the group of a part; see `tracer.stores.opening.remove_part`."""
-    objects = Objects(url)
-    try:
+    with closing(Objects(url)) as objects:
         objects.delete(one.name for one in objects.listed(part))
         objects.disperse()
-    finally:
-        objects.close()
 
 
 def exists(url: Url) -> bool:
     """Whether there is an object at `url` or below it."""
-    objects = Objects(url)
-    try:
+    with closing(Objects(url)) as objects:
         return objects.any()
-    finally:
-        objects.close()
 
 
 def remove(url: Url) -> None:
     """Remove all objects below `url`."""
-    objects = Objects(url)
-    try:
+    with closing(Objects(url)) as objects:
         objects.delete(one.name for one in objects.listed())
-    finally:
-        objects.close()

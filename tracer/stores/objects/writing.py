@@ -16,12 +16,12 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from tracer.errors import TraceError, TraceExistsError
+from tracer.errors import TraceExistsError
 from tracer.stores.chunks import RowChunks
-from tracer.stores.codecs import Codec, codec_of, encode
+from tracer.stores.codecs import Codec, encode
 from tracer.stores.locations import Url
 from tracer.stores.objects.client import IN_FLIGHT_BYTES, Objects
-from tracer.stores.zarr.format import WRITER, checksum_bytes, group_document
+from tracer.stores.zarr.format import WRITER, as_bytes, checksum_bytes, group_document
 from tracer.stores.zarr.shards import GrowingArray, Shard, chunks_begin
 from tracer.stores.zarr.writer import ZarrWriter
 
@@ -84,7 +84,7 @@ class ObjectWriteStore(ZarrWriter[ObjectArray]):
         self._changed[""] = None
         self._flying: OrderedDict[Future[Any], int] = OrderedDict()
         self._touched = "" if part is None else part
-        # of two writers one is refused; the number tells whose object it is
+        # The random number tells the writers apart: of two that make the same trace, one is refused.
         writer = json.dumps(group_document({WRITER: uuid.uuid4().hex})).encode()
         if part is not None:
             self._groups[part] = {}
@@ -101,24 +101,21 @@ class ObjectWriteStore(ZarrWriter[ObjectArray]):
             except TraceExistsError:
                 if part is None:
                     raise
-                # another rank made it, which says there what this one will say, too: that one may have been killed
+                # Another rank made the root. This one writes the same attributes there: the other may have been killed.
 
-    def _array_of(
-        self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int, compression: str | None, gapless: bool
-    ) -> ObjectArray:
-        if not gapless and not shape:
-            chunk_bytes = max(1, chunk_bytes // CHUNK_FRACTION)
-        return ObjectArray(name, RowChunks(name, dtype, shape, chunk_bytes), codec_of(compression), gapless=gapless)
+    def chunk_size(self, shape: tuple[int, ...], chunk_bytes: int, gapless: bool) -> int:
+        return chunk_bytes if gapless or shape else max(1, chunk_bytes // CHUNK_FRACTION)
 
-    def _make(self, array: ObjectArray, groups: list[str]) -> None:
+    def _make(self, name: str, rows: RowChunks, codec: Codec | None, gapless: bool, groups: list[str]) -> None:
+        array = ObjectArray(name, rows, codec, gapless=gapless)
         for group in groups:
             self._groups[group] = {}
             self._changed[group] = None
-        self._arrays[array.name] = array
+        self.arrays[array.name] = array
         self._changed[array.name] = None
 
     def append(self, name: str, rows: NDArray[Any], checksums: list[int] | None = None) -> int:
-        array = self._array(name)
+        array = self.array(name)
         first = array.rows.rows
         array.rows.append(rows, lambda number, pieces: self._add_all(array, number, pieces))
         array.end = array.rows.rows
@@ -126,10 +123,10 @@ class ObjectWriteStore(ZarrWriter[ObjectArray]):
         return first
 
     def commit(self) -> None:
-        self._check_open()
+        self.check_open()
         gapless = []
         for name in self._changed:
-            array = self._arrays.get(name)
+            array = self.arrays.get(name)
             if array is None:
                 self._put_group(name)
                 continue
@@ -137,19 +134,19 @@ class ObjectWriteStore(ZarrWriter[ObjectArray]):
             if tail is not None:
                 self._add(array, *tail)
             if array.shard is not None and array.shard.changed:
-                # that of an array without gaps goes on to grow
+                # the shard of an array without gaps goes on to grow, so a copy of it is put
                 data = array.shard.sealed()
                 self._put(array.shard_name(array.shard.number), bytes(data) if array.gapless else data)
             if array.gapless:
                 gapless.append(array)
                 continue
-            # the next rows go into another shard, because this one is there and objects do not change
+            # objects do not change, so the next rows begin another shard
             array.shard = None
             array.rows.skip(-(-array.rows.rows // array.shard_rows) * array.shard_rows)
             if array.to_publish() > array.published:
                 self._put_array(array, array.to_publish())
         self._land()
-        # their length says what is there, so it comes after that
+        # their length is put after their shards, because readers trust it
         for array in gapless:
             if array.published != array.end:
                 self._put_array(array, array.end)
@@ -164,11 +161,11 @@ class ObjectWriteStore(ZarrWriter[ObjectArray]):
         """Do nothing: a request that failed was tried for long enough."""
 
     def close(self) -> None:
-        if self._closed:
+        if self.closed:
             return
         self.commit()
         # so that a finished array looks no longer than it is
-        for array in self._arrays.values():
+        for array in self.arrays.values():
             if array.published != array.end:
                 self._put_array(array, array.end)
         self._land()
@@ -176,9 +173,9 @@ class ObjectWriteStore(ZarrWriter[ObjectArray]):
         self.abandon()
 
     def abandon(self) -> None:
-        self._closed = True
+        self.closed = True
         self._flying.clear()
-        self._arrays.clear()
+        self.arrays.clear()
         self._objects.close()
 
     def _add_all(self, array: ObjectArray, number: int, pieces: Iterable[memoryview]) -> None:
@@ -203,11 +200,7 @@ class ObjectWriteStore(ZarrWriter[ObjectArray]):
         self._put_document(array.name, array.document(rows))
 
     def _put_document(self, name: str, document: Mapping[str, Any]) -> None:
-        try:
-            text = json.dumps(document)
-        except (TypeError, ValueError) as error:
-            raise TraceError(f"the attributes of {self.path / name} cannot be written as JSON: {error}") from error
-        self._put(f"{name}/zarr.json" if name else "zarr.json", text.encode())
+        self._put(f"{name}/zarr.json" if name else "zarr.json", as_bytes(document, self.path / name))
 
     def _put(self, name: str, data: bytes | bytearray) -> None:
         while self._flying and sum(self._flying.values()) + len(data) > IN_FLIGHT_BYTES:

@@ -43,19 +43,8 @@ class ArrayDescription:
     """
 
     __slots__ = (
-        *(
-            "chunk",
-            "chunk_nbytes",
-            "codec",
-            "dtype",
-            "foreign",
-            "in_rows",
-            "is_ours",
-            "name",
-            "per_shard",
-            "row_nbytes",
-        ),
-        *("shape", "shard_rows"),
+        *("chunk", "chunk_nbytes", "codec", "dtype", "foreign", "in_rows", "is_ours", "name", "per_shard"),
+        *("row_nbytes", "shape", "shard_rows"),
     )
 
     def __init__(self, path: Location, name: str, document: Mapping[str, Any]) -> None:
@@ -107,7 +96,7 @@ class ArrayDescription:
         return (
             self._is_described(document, shard)
             and all(outer % inner == 0 for outer, inner in zip(shard, self.chunk, strict=True))
-            # a row lies in one shard, and its parts are contiguous
+            # rows are not split between shards, and chunks are contiguous parts of rows
             and all(outer >= size for outer, size in zip(shard[1:], self.shape[1:], strict=True))
             and contiguous(self.chunk, self.shape)
         )
@@ -117,7 +106,7 @@ class ArrayDescription:
             template = array_document(self.dtype, self.chunk, shard, codec)
             if all(document.get(key) == value for key, value in template.items()):
                 self.codec = codec
-                # a larger one would take memory for what may be a few bytes
+                # a damaged file may claim a chunk of any size, for which memory would be allocated
                 return codec is None or self.chunk_nbytes <= largest_chunk(self.row_nbytes)
         return False
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tracer.errors import TraceError, TraceUnreadableError
+from tracer.errors import TraceUnreadableError
 from tracer.stores.disk.files import UNREADABLE, open_file, sync_folder
-from tracer.stores.zarr.format import CONSOLIDATED, DOCUMENT_LIMIT
+from tracer.stores.zarr.format import CONSOLIDATED, DOCUMENT_LIMIT, as_bytes, as_document, is_group
 
 TEMPORARY = re.compile(r"\.zarr\.json\.\d+\.[0-9a-f]{8}\.part")
 """What ``zarr.json`` is called while it is written."""
@@ -25,9 +24,9 @@ def damaged_groups(path: Path) -> list[str]:
         document = read_document(Path(folder))
         if document.get("node_type") == "array" or "c" in folders:
             folders.clear()
-        elif document.get("node_type") != "group" or document.get("zarr_format") != 3:
+        elif not is_group(document):
             if not _anything(Path(folder)):
-                folders.clear()  # a process was killed as it made this
+                folders.clear()  # a folder without the file: a process was killed as it made it
                 continue
             name = os.path.relpath(folder, path)
             why = "is not that of a group or an array" if "zarr.json" in files else "is not there"
@@ -48,28 +47,11 @@ def read_document(folder: Path) -> dict[str, Any]:
             data = os.pread(file, DOCUMENT_LIMIT + 1, 0)
         finally:
             os.close(file)
-        document = {} if len(data) > DOCUMENT_LIMIT else json.loads(data)
     except OSError as error:
-        if error.errno in UNREADABLE:  # what may not be read is neither damaged nor missing
+        if error.errno in UNREADABLE:  # a file that may not be read is neither damaged nor missing
             raise TraceUnreadableError(f"cannot read {folder / 'zarr.json'}: {error.strerror or error}") from error
         return {}
-    except (ValueError, RecursionError):
-        return {}
-    return document if isinstance(document, dict) else {}
-
-
-@contextmanager
-def write_errors(path: Path) -> Iterator[None]:
-    """Raise `TraceError` for what fails while something is written."""
-    try:
-        yield
-    except OSError as error:
-        raise cannot_write(path, error) from error
-
-
-def cannot_write(path: Path, error: OSError) -> TraceError:
-    """The error of a trace that cannot be written."""
-    return TraceError(f"cannot write {path}: {error.strerror or error}")
+    return as_document(data)
 
 
 def disperse(path: Path, durable: bool) -> None:
@@ -81,15 +63,11 @@ def disperse(path: Path, durable: bool) -> None:
 
 def write_document(folder: Path, document: Mapping[str, Any], durable: bool, anew: bool = True) -> None:
     """Write the ``zarr.json`` of a folder, all of it or nothing; unless it is there already, if not `anew`."""
-    # two ranks of a run may write the root at the same time
+    # a random name, because two ranks may write the root at the same time
     temporary = f"{folder}/.zarr.json.{os.getpid()}.{os.urandom(4).hex()}.part"
-    try:
-        text = json.dumps(document)
-    except (TypeError, ValueError) as error:
-        raise TraceError(f"the attributes of {folder} cannot be written as JSON: {error}") from error
+    data = as_bytes(document, folder)
     file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
-        data = text.encode()
         while data:
             data = data[os.write(file, data) :]
         if durable:
@@ -111,7 +89,7 @@ def _put(temporary: str, place: str, anew: bool) -> None:
         try:
             with suppress(FileExistsError):
                 os.link(temporary, place)
-        except OSError:  # a file system without links
+        except OSError:  # the file system has no links
             anew = not os.path.exists(place)
     if anew:
         os.replace(temporary, place)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 
+from tracer.errors import TraceError
 from tracer.format.checksum import crc32c
 from tracer.stores.codecs import Codec, zarr_codec
 
@@ -51,6 +53,30 @@ def array_document(
             }
         ],
     }
+
+
+def as_document(data: bytes | memoryview) -> dict[str, Any]:
+    """The object in a ``zarr.json``; empty where it is none, or larger than any of a trace."""
+    if len(data) > DOCUMENT_LIMIT:
+        return {}
+    try:
+        document = json.loads(bytes(data))
+    except (ValueError, RecursionError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def as_bytes(document: Mapping[str, Any], where: object) -> bytes:
+    """A ``zarr.json`` as it is written; `TraceError` if the attributes of what is there are no JSON."""
+    try:
+        return json.dumps(document).encode()
+    except (TypeError, ValueError) as error:
+        raise TraceError(f"the attributes of {where} cannot be written as JSON: {error}") from error
+
+
+def is_group(document: Mapping[str, Any]) -> bool:
+    """Whether a ``zarr.json`` is that of a group of Zarr 3."""
+    return document.get("zarr_format") == 3 and document.get("node_type") == "group"
 
 
 def group_document(attributes: Mapping[str, Any]) -> dict[str, Any]:

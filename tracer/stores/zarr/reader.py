@@ -1,4 +1,4 @@
-"""What all stores share that read Zarr traces: what is in an array is asked for here, and where it lies is not known.
+"""The base of the stores that read Zarr traces: it finds out which chunks are asked for, and subclasses read those.
 
 Arrays with other codecs than those written here (a trace that another tool copied) are left to zarr-python.
 """
@@ -113,7 +113,7 @@ class ZarrReader(ReadStore):
         if array.foreign is not None:
             return int(EXPANSION * self._bytes_of(name) // max(1, array.row_nbytes))
         numbers = self._shard_numbers(name)
-        # a shard's number is its name, which may say anything; some may be missing
+        # the name of a shard is its number, which a damaged trace may set to anything; shards may be missing
         return min(max(numbers, default=-1) + 1, 1000 * (len(numbers) + 1)) * array.shard_rows
 
     def assume(
@@ -132,11 +132,11 @@ class ZarrReader(ReadStore):
         if not 0 < nbytes <= CHUNK_LIMIT:
             return None
         if nbytes != array.chunk_nbytes:
-            # it was made with chunks of another size, which the index tells
+            # the first compressed chunk tells that chunks have another size
             array = self._arrays[name] = self._made_as(name, RowChunks(name, dtype, shape, nbytes), codec)
             rows = (last + 1) * array.shard_rows
         if len(stored):
-            # the last shard is full up to its last chunk only
+            # the last shard has rows only up to its last chunk
             per_height = array.per_shard * array.chunk[0] // array.shard_rows
             chunks = int(np.flatnonzero(index[:, 0] != MISSING).max()) + 1
             rows = last * array.shard_rows - (-chunks // per_height) * int(array.chunk[0])
@@ -219,7 +219,7 @@ class ZarrReader(ReadStore):
                 raise TraceCorruptError(f"{self.path}: the index {why}")
             self._tell(f"the index {why}; its copy is whole, and what it leads to can be read")
             return second, at
-        # a trace that another program wrote has none
+        # traces that other programs wrote have none
         if self.thorough and second is None and int(first[:, 0].min()) >= chunks_begin(chunks):
             self._tell(f"the copy of the index {why}; the index itself is whole")
         return first, 0

@@ -114,7 +114,7 @@ class ZarrReadStore(ZarrReader):
     def has_chunk(self, name: str, row: int) -> bool:
         array = self._open(name)
         if array.foreign is not None:
-            # zarr-python reads what is missing as zeros
+            # zarr-python would read missing chunks as zeros
             return True
         shard = row // array.shard_rows
         index = self._index_of(array, shard) if (self.path / array.shard_name(shard)).is_file() else None
@@ -151,7 +151,7 @@ class ZarrReadStore(ZarrReader):
 
     def _foreign(self, array: ArrayDescription) -> Any:
         _check_links(self.path, array.name, len(array.shape))
-        # only here, because importing zarr-python takes half a second that most traces do not need
+        # here, because most traces do not need zarr-python, and its import takes half a second
         import zarr
 
         try:
@@ -213,7 +213,7 @@ class ZarrReadStore(ZarrReader):
         part = name.partition("/")[0]
         folder = self._folders.get(part)
         if folder is None and len(self._folders) < OPEN_FILES:
-            folder = Folder.of(self.path / part)  # if it is missing, that is told below
+            folder = Folder.of(self.path / part)  # if there is no folder, the read below says so
             if folder is not None:
                 self._folders[part] = folder
         try:
@@ -244,7 +244,7 @@ class ZarrReadStore(ZarrReader):
                 missing = nbytes > self._stored_bytes(array, start, stop)
             elif not missing:
                 shards = [self.path / array.shard_name(number) for number in range(first, last + 1)]
-                # one chunk may be there in part only, and stick out of the shape
+                # and one chunk more, because the last one may be there only in part
                 missing = nbytes > sum(path.stat().st_size for path in shards if path.is_file()) + array.chunk_nbytes
         if missing:
             raise TraceCorruptError(f"{self.path}: array {array.name!r} is larger than what is there of it on disk")
@@ -265,13 +265,13 @@ class ZarrReadStore(ZarrReader):
             begin = shard * array.per_shard
             sizes = index[max(first - begin, 0) : end - begin, 1]
             sizes = sizes[(sizes > 4) & (sizes <= array.chunk_nbytes + OVERHEAD + 4)]
-            # chunks that share their bytes are not there so often
+            # an index may claim the same bytes for many chunks; they count once
             if int(sizes.sum()) <= size:
                 found += len(sizes) * array.chunk_nbytes
         return found
 
     def _check_inside(self, path: Path) -> None:
-        # a link out of the directory would make a trace show what lies elsewhere
+        # a link could lead out of the directory, and show files that are not the trace's
         if not self._is_inside(str(path)):
             raise TraceFormatError(f"{self.path}: {path} leads out of the trace")
 
@@ -301,7 +301,7 @@ class ZarrReadStore(ZarrReader):
     ) -> list[int]:
         """As `_fill`, for chunks as they are."""
         checksums: list[int] = []
-        to = out.data  # of which parts are made in half the time
+        to = out.data  # slices of a memoryview are made in half the time of an array's
         item, chunk_nbytes = array.dtype.itemsize, array.chunk_nbytes
         first, end = start * array.row_nbytes, stop * array.row_nbytes
         per_shard = array.per_shard
@@ -325,7 +325,7 @@ class ZarrReadStore(ZarrReader):
             else:
                 target = new_memory(chunk_nbytes).data
                 right = _read_chunk(file, target, trailer, offset)
-                # what nobody asks for may be what nobody wrote: then it is zeros
+                # the rest of the chunk, which was not asked for, may never have been written, and be zeros
                 if not right and self.thorough and _without_padding(target, trailer, end - begin):
                     right = True
                     self._tell(f"what follows the last row in chunk {number} of array {array.name!r} is not as it was")
@@ -382,10 +382,10 @@ class ZarrReadStore(ZarrReader):
             shard.last = int(np.flatnonzero(shard.index[:, 0] != MISSING).max(initial=-1))
             if array.in_rows:
                 settled = shard.index[:, 1] == array.chunk_nbytes + 4
-                settled[shard.last] = False  # the last may move
+                settled[shard.last] = False  # the last chunk may still be moved by the writer
                 shard.settled = np.where(settled, shard.index[:, 0].astype(np.int64), -1).tolist()
             while len(self._shards) >= OPEN_FILES:
-                # another thread may do the same at the same time
+                # another thread may have removed it just now
                 self._shards.pop(next(iter(self._shards), ("", 0)), None)
         self._shards[name, number] = shard
         return shard
@@ -412,7 +412,7 @@ class ZarrReadStore(ZarrReader):
 
     def _read_index(self, array: ArrayDescription, shard: int, file: int) -> tuple[NDArray[np.uint64], int]:
         """The index of a shard, and where it begins."""
-        # the size comes from a file that may be damaged, and would be allocated
+        # a damaged file may claim any size, for which memory would be allocated
         size = os.fstat(file).st_size
         return self._index_in(
             array, shard, lambda begin, nbytes: os.pread(file, nbytes, begin) if begin + nbytes < size else b""
@@ -422,7 +422,7 @@ class ZarrReadStore(ZarrReader):
 def _check_links(path: Path, name: str, axes: int) -> None:
     """Refuse what is no file where zarr-python opens the shards: it follows links, and reads folders as zeros."""
     for parent, folders, files in os.walk(path / name):
-        # "c", and a folder for each axis but the last
+        # the folders of a chunk: "c", then one for each axis but the last
         deepest = len(Path(parent).relative_to(path / name).parts) == axes
         for entry in (*folders, *files):
             mode = os.lstat(os.path.join(parent, entry)).st_mode
@@ -434,7 +434,7 @@ def _read_chunk(file: int, target: memoryview, trailer: bytearray, offset: int) 
     """Read a chunk and the checksum that follows it; whether they agree."""
     nbytes = len(target)
     start = checksum = 0
-    # in pieces that are still in the processor's cache when they are checksummed
+    # in pieces, so that each is still in the processor's cache when its checksum is computed
     while nbytes - start > READ_PIECE:
         piece = target[start : start + READ_PIECE]
         if os.preadv(file, [piece], offset + start) != READ_PIECE:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tracer.format.checksum import crc32c
 from tracer.memory import PAGE, new_memory
 from tracer.stores.chunks import ALIGNED_BYTES
-from tracer.stores.disk.direct import DIRECT, PIECE, REFUSALS, DirectIO, is_aligned, write_all
+from tracer.stores.disk.direct import DIRECT, PIECE, DirectIO, is_aligned, write_all
 
 OPEN_FILES = 64
 """Shards kept open; models have thousands of streams, and processes may open about a thousand files."""
@@ -30,12 +30,12 @@ class ShardFiles:
     def __init__(self, *, durable: bool) -> None:
         self._durable = durable
         self._direct = DirectIO()
-        # the ends of chunks, their checksums, and zeros: all that is in their last pages
+        # buffers for the last page of each chunk: its end, its checksum, and zeros
         self._last_pages = new_memory(16 * PAGE)
-        # files and folders that changed since the last `sync`; filled only where the disk has to be waited for
+        # files and folders that changed since the last `sync`; only kept if the store is durable
         self._unsynced: dict[str, None] = {}
         self._files: OrderedDict[str, int] = OrderedDict()
-        # the same, opened to be written past the page cache
+        # the same files, opened once more to be written past the page cache
         self._direct_files: OrderedDict[str, int] = OrderedDict()
 
     def open(self, path: str, flags: int = 0) -> int:
@@ -149,18 +149,8 @@ class ShardFiles:
             last[end - 4 : end] = checksum.to_bytes(4, "little")
             last[end:] = bytes(padded - end)
             parts += (aligned[:whole], last)
-        try:
-            file = self.open(path, DIRECT)
-        except OSError:
-            self._direct.give_up()
-            return None
-        try:
-            return checksums if os.pwritev(file, parts, offset) == len(run) * (whole + padded) else None
-        except OSError as error:
-            if error.errno not in REFUSALS:
-                raise  # through the page cache, nobody would hear of it any more
-            self._direct.give_up()
-            return None
+        size = len(run) * (whole + padded)
+        return checksums if self._direct.write(lambda: self.open(path, DIRECT), parts, size, offset) else None
 
 
 def _write_pieces(file: int, data: memoryview, offset: int) -> int:
@@ -170,7 +160,7 @@ def _write_pieces(file: int, data: memoryview, offset: int) -> int:
     """
     nbytes = len(data)
     start = checksum = 0
-    # where the first piece ends; the last one takes the checksum along
+    # pieces end at multiples of PIECE in the file; the last one is written together with the checksum
     stop = PIECE - offset % PIECE
     while stop < nbytes:
         checksum = crc32c(data[start:stop], checksum)

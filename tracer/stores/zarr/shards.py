@@ -69,7 +69,7 @@ class Shard:
         self.chunks = chunks
         self.changed = False
         """Whether the index that readers see is not this one."""
-        # offset and bytes of each chunk, one after the other
+        # for each chunk its offset and its size, as the index has them
         self._entries = [MISSING] * (2 * chunks)
 
     def offset_of(self, place: int) -> int | None:

@@ -9,15 +9,15 @@ from pathlib import Path
 from tracer.errors import TraceCorruptError, TraceExistsError, TraceFormatError, TraceNotFoundError
 from tracer.format.names import PART
 from tracer.stores.disk.files import is_there, make_folder, sync_folder
+from tracer.stores.errors import write_errors
 from tracer.stores.zarr.documents import (
     TEMPORARY,
     damaged_groups,
     disperse,
     read_document,
     write_document,
-    write_errors,
 )
-from tracer.stores.zarr.format import group_document
+from tracer.stores.zarr.format import group_document, is_group
 from tracer.stores.zarr.reading import ZarrReadStore
 from tracer.stores.zarr.writing import ZarrWriteStore
 
@@ -37,7 +37,7 @@ def create(path: Path, *, part: str | None = None, overwrite: bool = False, dura
         if mine.exists():
             shutil.rmtree(mine)
         if part is not None:
-            # another process may make the directory and its root at the same time, but nobody else this part
+            # other processes may make the directory and its root at the same time, but this part is ours alone
             make_folder(path, durable=durable)
             write_document(path, group_document({}), durable, anew=False)
         else:
@@ -86,8 +86,7 @@ def open(path: Path, *, damaged: bool = False) -> ZarrReadStore:
     if not path.is_dir():
         raise TraceFormatError(f"{path} is a file; a Zarr trace is a directory")
     document = read_document(path)
-    is_group = document.get("zarr_format") == 3 and document.get("node_type") == "group"
-    if not is_group and not (damaged and any(path.glob("rank*"))):
+    if not is_group(document) and not (damaged and any(path.glob("rank*"))):
         if any(PART.fullmatch(name.partition("/")[0]) for name in ZarrReadStore(path).names("rank")):
             raise TraceCorruptError(f"{path}: the zarr.json of the root is not that of a group, but there are arrays")
         raise TraceFormatError(f"{path} is not a Zarr group of format 3: it has no zarr.json that says so")

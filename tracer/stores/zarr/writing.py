@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 from tracer.errors import TraceNotFoundError
 from tracer.memory import PAGE
 from tracer.stores.chunks import ALIGNED_BYTES, RowChunks
-from tracer.stores.codecs import OVERHEAD, Codec, codec_of, encode
+from tracer.stores.codecs import OVERHEAD, Codec, encode
 from tracer.stores.disk.files import Folder
-from tracer.stores.zarr.documents import cannot_write, disperse, read_document, write_document, write_errors
+from tracer.stores.errors import cannot_write, write_errors
+from tracer.stores.zarr.documents import disperse, read_document, write_document
 from tracer.stores.zarr.format import group_document
 from tracer.stores.zarr.shard_files import ShardFiles
 from tracer.stores.zarr.shards import MISSING, GrowingArray, Shard, chunks_begin
@@ -41,9 +42,9 @@ class _ShardFile(Shard):
         self.path = path
         self.slots = 0
         self.free: list[int] = []
-        # offsets that the index on disk still refers to, and the index in memory no longer does
+        # places to which only the index on disk refers; free once that in memory is written
         self.retired: list[int] = []
-        # where the next compressed chunk begins (0: behind the index)
+        # offset of the next compressed chunk; 0 stands for the first place behind the index
         self.end = 0
 
     def put(self, place: int, offset: int, nbytes: int) -> None:
@@ -68,12 +69,12 @@ class _Array(GrowingArray):
     def __init__(self, folder: Path, name: str, rows: RowChunks, codec: Codec | None, *, gapless: bool) -> None:
         super().__init__(name, rows, codec, gapless=gapless)
         self.folder = folder
-        # places of the chunks in a shard: behind its index, and large ones at the pages of the file, which is faster
+        # where chunks lie in a shard: behind its index, and large ones at page borders, where writing is faster
         page = PAGE if rows.chunk_nbytes >= ALIGNED_BYTES else 1
         self.first = -(-chunks_begin(self.per_shard) // page) * page
         self.stride = -(-(rows.chunk_nbytes + 4) // page) * page
         self.shard: _ShardFile | None = None
-        # those before it that changed since the last commit
+        # full shards that changed since the last commit
         self.full: list[_ShardFile] = []
 
     def changed_shards(self) -> list[_ShardFile]:
@@ -90,7 +91,7 @@ class ZarrWriteStore(ZarrWriter[_Array]):
     def __init__(self, path: Path, *, part: str | None = None, durable: bool = False) -> None:
         super().__init__()
         self.path = path
-        # what this store made; of a part, the root is everybody's
+        # the folder that this store made; the root of a trace of several parts belongs to all of them
         self._own = path if part is None else path / part
         self._folder = Folder.of(self._own)
         self._durable = durable
@@ -111,29 +112,24 @@ class ZarrWriteStore(ZarrWriter[_Array]):
         self._publish_group(part)
         disperse(self.path, self._durable)
 
-    def _array_of(
-        self, name: str, dtype: str, shape: tuple[int, ...], chunk_bytes: int, compression: str | None, gapless: bool
-    ) -> _Array:
-        rows = RowChunks(name, dtype, shape, chunk_bytes)
-        return _Array(self.path / name, name, rows, codec_of(compression), gapless=gapless)
-
-    def _make(self, array: _Array, groups: list[str]) -> None:
+    def _make(self, name: str, rows: RowChunks, codec: Codec | None, gapless: bool, groups: list[str]) -> None:
+        array = _Array(self.path / name, name, rows, codec, gapless=gapless)
         with write_errors(self.path):
             for group in groups:
                 self._groups[group] = {}
                 self._publish_group(group)
             array.folder.mkdir(parents=True, exist_ok=True)
             self._files.made(array.folder, self.path)
-            self._arrays[array.name] = array
+            self.arrays[array.name] = array
             self._publish_array(array, array.to_publish())
 
     def append(self, name: str, rows: NDArray[Any], checksums: list[int] | None = None) -> int:
-        array = self._array(name)
+        array = self.array(name)
         first = array.rows.rows
         write = self._write_chunks if array.codec is None else self._write_compressed
         found: list[int] = []
         self._changed[name] = None
-        try:  # and no `with`: a large message is some ten calls of Python, most of them cold, and this would be five
+        try:  # not `with write_errors`: that would be five calls more for each message, and a message is some ten
             array.rows.append(rows, lambda number, pieces: found.extend(write(array, number, pieces)))
         except OSError as error:
             raise cannot_write(self.path, error) from error
@@ -147,18 +143,20 @@ class ZarrWriteStore(ZarrWriter[_Array]):
         if self._folder is not None and not self._folder.is_there():
             raise TraceNotFoundError(f"{self.path} was removed while it was written")
         with write_errors(self.path):
-            arrays = [array for name in self._changed if (array := self._arrays.get(name)) is not None]
+            arrays = [array for name in self._changed if (array := self.arrays.get(name)) is not None]
             for array in arrays:
                 tail = array.rows.take_tail()
                 if tail is not None and array.codec is None:
                     self._write_chunks(array, tail[0], [tail[1]])
                 elif tail is not None:
                     self._write_compressed(array, tail[0], [tail[1]], last=True)
-            # each step leads to what the one before it left, and the disk may take what it is given in any order
+            # Data, then the indexes, then the lengths: each refers to what came before, which must be on the disk
+            # first.
             self._files.sync()
             shards = [shard for array in arrays for shard in array.changed_shards()]
             for shard in shards:
-                # a process that is killed between two pages leaves both indexes as they were, or the second, or neither
+                # Both copies in one write: a kill ends it at a page, so one copy at least is whole, the new one or the
+                # old.
                 self._files.write(shard.path, shard.indexes(), 0)
             self._files.sync()
             for shard in shards:
@@ -166,7 +164,7 @@ class ZarrWriteStore(ZarrWriter[_Array]):
             for array in arrays:
                 array.full.clear()
             for name in self._changed:
-                changed = self._arrays.get(name)
+                changed = self.arrays.get(name)
                 if changed is None:
                     self._publish_group(name)
                 elif changed.published != changed.to_publish():
@@ -178,11 +176,11 @@ class ZarrWriteStore(ZarrWriter[_Array]):
             os.utime(self._own / "zarr.json")
 
     def close(self) -> None:
-        if not self._closed:
+        if not self.closed:
             self.commit()
-            # so that a finished array looks no longer than it is; where that fails, nothing is lost
+            # the length was rounded up while the array grew; if this fails, nothing is lost
             with suppress(OSError):
-                for array in self._arrays.values():
+                for array in self.arrays.values():
                     if array.published != array.end:
                         self._publish_array(array, array.end)
             with write_errors(self.path):
@@ -192,7 +190,7 @@ class ZarrWriteStore(ZarrWriter[_Array]):
     def last_words(self, name: str, rows: NDArray[Any]) -> None:
         with write_errors(self.path):
             for other in self._changed:
-                array = self._arrays.get(other)
+                array = self.arrays.get(other)
                 if array is None:
                     continue
                 for shard in array.changed_shards():
@@ -203,12 +201,12 @@ class ZarrWriteStore(ZarrWriter[_Array]):
         self.commit()
 
     def abandon(self) -> None:
-        self._closed = True
+        self.closed = True
         self._files.close()
 
     def discard(self) -> None:
         self.abandon()
-        if self._folder is None or self._folder.is_there():  # and not another's by now
+        if self._folder is None or self._folder.is_there():  # unless the path is another's by now
             shutil.rmtree(self._own, ignore_errors=True)
 
     def _shard_of(self, array: _Array, shard_number: int) -> _ShardFile:
@@ -277,7 +275,7 @@ class ZarrWriteStore(ZarrWriter[_Array]):
             offset = shard.end
             shard.end += len(data) + OVERHEAD + 4 if last else nbytes + 4
         checksum = self._files.write_chunk(shard.path, memoryview(encoded), offset)
-        # only the last chunk is written again, so what becomes free is always a slot
+        # only the last chunk is ever rewritten, so each place that becomes free has the size of a slot
         shard.put(place, offset, nbytes + 4)
         return checksum
 
@@ -298,13 +296,13 @@ def _cut(file: int, shard: _ShardFile, slot_nbytes: int) -> bool:
     `slot_nbytes` is the size of the largest place that a chunk has.
     """
     data = os.pread(file, shard.chunks * 16, 0)
-    # a file that has chunks behind the place of its index, and no index yet, has zeros there
+    # zeros: there are chunks, but the index was not written yet
     if len(data) < shard.chunks * 16 or not any(data):
         return False
     index = np.frombuffer(data, "<u8").reshape(-1, 2)
     index = index[index[:, 0] != MISSING]
     end = int(index.sum(axis=1).max(initial=chunks_begin(shard.chunks)))
-    # the disk may still have the index before this one
+    # the disk may still have the older index, and what that refers to stays
     end = max([end, *(place + slot_nbytes for place in shard.retired)])
     if end < os.fstat(file).st_size:
         os.ftruncate(file, end)

@@ -1,4 +1,4 @@
-"""What HDF5 says when it fails, as errors of the trace."""
+"""What fails while a store is written or read, as errors of the trace."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from tracer.errors import TraceCorruptError, TraceError, TraceUnreadableError
 from tracer.stores.disk.files import UNREADABLE
 from tracer.stores.locations import Location
 
-ERRORS = (OSError, RuntimeError, ValueError, KeyError)
-"""What writing raises where it fails."""
+OF_HDF5 = (OSError, RuntimeError, ValueError, KeyError)
+"""What HDF5 raises where it cannot write."""
 
 
 @contextlib.contextmanager
-def write_errors(path: Location) -> Iterator[None]:
-    """Raise `TraceError` for what fails while a file is written."""
+def write_errors(path: Location, errors: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+    """Raise `TraceError` for those of some errors that come up while a file is written."""
     try:
         yield
     except TraceError:
         raise
-    except ERRORS as error:
+    except errors as error:
         raise cannot_write(path, error) from error
 
 
@@ -38,7 +38,7 @@ def read_errors(path: Location, what: str) -> Iterator[None]:
         yield
     except TraceError:
         raise
-    except Exception as error:  # h5py lets out nearly everything on damaged metadata
+    except Exception as error:  # on damaged metadata h5py raises almost anything
         why = f"{path}: {what} cannot be read: {reason(error)}"
         raise (TraceUnreadableError if errno_of(error) in UNREADABLE else TraceCorruptError)(why) from error
 

@@ -1,0 +1,84 @@
+"""Made by `make docs` from the public names of the package, for type checkers and editors."""
+
+from tracer.errors import (
+    CaptureError,
+    MessageError,
+    TraceCorruptError,
+    TraceError,
+    TraceExistsError,
+    TraceFormatError,
+    TraceLostError,
+    TraceNotFoundError,
+    TracerError,
+    TraceUnreachableError,
+    TraceUnreadableError,
+    UnknownNameError,
+)
+from tracer.messaging.actor import Actor
+from tracer.messaging.bus import Collect, MessageBus, Receiver, get_default_bus
+from tracer.messaging.messages import KINDS, Message, MessageBundle, ModuleMessage, NetworkMessage, derived
+from tracer.messaging.subscriber import CallbackSubscriber, Subscriber
+from tracer.messaging.subscription import Subscription, SynchronizedSubscription
+from tracer.observing.capture import Capture
+from tracer.observing.exporter import Exporter
+from tracer.recording.certifying.certify import certify
+from tracer.recording.recorder import Recorder
+from tracer.recording.recording import record
+from tracer.recording.run import Run
+from tracer.replaying.plan import plan
+from tracer.replaying.replay import replay
+from tracer.trace.certificate import Certificate
+from tracer.trace.reader import TraceReader
+from tracer.trace.reader import TraceReader as open
+from tracer.trace.writer import TraceWriter
+from tracer.upkeep.convert import convert
+from tracer.upkeep.recover import recover
+from tracer.upkeep.verify import verify
+
+__version__: str
+ALIASES: dict[str, str]
+HOMES: dict[str, str]
+__all__ = [
+    "KINDS",
+    "Actor",
+    "CallbackSubscriber",
+    "Capture",
+    "CaptureError",
+    "Certificate",
+    "Collect",
+    "Exporter",
+    "Message",
+    "MessageBundle",
+    "MessageBus",
+    "MessageError",
+    "ModuleMessage",
+    "NetworkMessage",
+    "Receiver",
+    "Recorder",
+    "Run",
+    "Subscriber",
+    "Subscription",
+    "SynchronizedSubscription",
+    "TraceCorruptError",
+    "TraceError",
+    "TraceExistsError",
+    "TraceFormatError",
+    "TraceLostError",
+    "TraceNotFoundError",
+    "TraceReader",
+    "TraceUnreachableError",
+    "TraceUnreadableError",
+    "TraceWriter",
+    "TracerError",
+    "UnknownNameError",
+    "certify",
+    "convert",
+    "derived",
+    "get_default_bus",
+    "open",
+    "plan",
+    "record",
+    "recover",
+    "replay",
+    "verify",
+]
