@@ -4,47 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 from analyze.batching.part_files import PartAnswers
 from analyze.batching.units import Module, Unit
-from tracer.messaging.bus import Receiver, describe
+from tracer.messaging.bus import Around, Receiver, describe
 from tracer.messaging.messages import Message
 from tracer.messaging.subscriber import Subscriber
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OfModules:
+class OfModules(Around):
     """A subscriber that hears of some modules only; of what others answer it hears all."""
 
-    subscriber: Subscriber
-    modules: frozenset[Module]
-    answers: frozenset[str]
-
-    @property
-    def name(self) -> str:
-        """What the subscriber is called."""
-        return describe(self.subscriber)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.subscriber, name)
+    def __init__(self, inner: Subscriber, modules: frozenset[Module], answers: frozenset[str]) -> None:
+        super().__init__(inner)
+        self._modules = modules
+        self._answers = answers
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
         """Whether the subscriber does, if the message is of one of the modules or an answer."""
-        return (kind in self.answers or module in self.modules) and self.subscriber.wants(kind, module, tag, step)
-
-    def receive(self, message: Message) -> Iterable[Message]:
-        """What the subscriber answers."""
-        return self.subscriber.receive(message)
-
-    def finish(self) -> Iterable[Message]:
-        """What the subscriber answers."""
-        return self.subscriber.finish()
-
-    def close(self) -> None:
-        """As the subscriber does."""
-        self.subscriber.close()
+        return (kind in self._answers or module in self._modules) and self.inner.wants(kind, module, tag, step)
 
 
 def of_modules(chain: Sequence[Subscriber], modules: Iterable[Module] | None) -> list[Receiver]:
@@ -56,19 +35,12 @@ def of_modules(chain: Sequence[Subscriber], modules: Iterable[Module] | None) ->
 
 
 @final
-class Timed:
+class Timed(Around):
     """A subscriber, and how long it took; bus and plan see the subscriber."""
 
     def __init__(self, inner: Receiver) -> None:
-        self.inner = inner
-        self.name = describe(inner)
+        super().__init__(inner)
         self.seconds = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
-        return self.inner.wants(kind, module, tag, step)
 
     def receive(self, message: Message) -> Iterable[Message]:
         began = time.perf_counter()
@@ -82,12 +54,9 @@ class Timed:
         self.seconds += time.perf_counter() - began
         return answers
 
-    def close(self) -> None:
-        self.inner.close()
-
 
 @final
-class Heard:
+class Heard(Receiver):
     """A receiver that keeps what the subscriber of a unit answers.
 
     Parameters
@@ -117,9 +86,3 @@ class Heard:
     def receive(self, message: Message) -> Iterable[Message]:
         self.answers.add(message)
         return ()
-
-    def finish(self) -> Iterable[Message]:
-        return ()
-
-    def close(self) -> None:
-        """Nothing to let go of."""

@@ -14,7 +14,7 @@ from analyze.tables.series import Series, series_of
 from analyze.tables.tensorboard import Clock, write_events
 from analyze.tables.writing import PathLike, not_installed, write_csv, write_jsonl, write_parquet, write_trace
 from tracer.errors import UnknownNameError
-from tracer.messaging.bus import describe
+from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.messages import Message
 
 
@@ -103,7 +103,7 @@ class Results:
         """
         return Results(Columns.of(columns, structure))
 
-    def sink(self, subscribers: Iterable[object], trace: str = "") -> Sink:
+    def sink(self, subscribers: Iterable[Receiver], trace: str = "") -> Sink:
         """A receiver that adds to these results what the subscribers answer, for a bus or a replay."""
         return Sink(self, subscribers, trace)
 
@@ -257,7 +257,7 @@ class Results:
 
 
 @final
-class Sink:
+class Sink(Receiver):
     """A receiver that adds what given subscribers answer to results; it asks for nothing itself.
 
     Parameters
@@ -273,11 +273,11 @@ class Sink:
     scope = "message"
     name = "results"
 
-    def __init__(self, results: Results, subscribers: Iterable[object], trace: str = "") -> None:
+    def __init__(self, results: Results, subscribers: Iterable[Receiver], trace: str = "") -> None:
         self.results = results
         self.trace = trace
         self.producers: dict[str, str] = {
-            kind: describe(subscriber) for subscriber in subscribers for kind in getattr(subscriber, "produces", ())
+            kind: describe(subscriber) for subscriber in subscribers for kind in subscriber.produces
         }
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
@@ -288,10 +288,3 @@ class Sink:
         """Add the message to the results."""
         self.results.add(message, self.trace, self.producers[message.kind])
         return ()
-
-    def finish(self) -> Iterable[Message]:
-        """Nothing to add."""
-        return ()
-
-    def close(self) -> None:
-        """Nothing to let go of; the results stay."""

@@ -607,21 +607,6 @@ def test_a_loss_that_is_named_late_may_be_a_metric_of_the_step_before() -> None:
     assert exporter.global_step == 3
 
 
-def test_a_loss_is_told_once_to_who_calls_backward_called() -> None:
-    """By hand, without `watch_backward`: what a loss function gave is known when its backward begins."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exporter, heard = watch(model, optimizer)
-    exporter.set_loss(F.mse_loss)
-    for _ in range(2):
-        loss = F.mse_loss(output := model(torch.ones(5, 3)), torch.zeros_like(output))
-        exporter.backward_called(loss)
-        loss.backward()
-        optimizer.step()
-    exporter.detach()
-    assert [one.global_step for one in heard.of("loss")] == [0, 1]
-
-
 def test_nothing_is_told_of_the_rest_of_a_step_that_began_unheard() -> None:
     """A receiver that joins in it, while publishing is switched off and on again, hears the next step."""
     model = mlp()
@@ -663,12 +648,12 @@ def test_a_step_ends_while_no_other_thread_changes_what_it_lets_go_of(monkeypatc
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     exporter, _ = watch(model, optimizer, every=3)
     alone: list[bool] = []
-    advance = exporter._parts.steps._advance
+    advance = exporter.parts.steps._advance
 
     def look() -> None:
-        free = exporter.gate.lock.acquire(blocking=False)
+        free = exporter.parts.gate.lock.acquire(blocking=False)
         if free:
-            exporter.gate.lock.release()
+            exporter.parts.gate.lock.release()
         alone.append(not free)
 
     def looked_at() -> None:
@@ -677,7 +662,7 @@ def test_a_step_ends_while_no_other_thread_changes_what_it_lets_go_of(monkeypatc
         other.join()
         advance()
 
-    monkeypatch.setattr(exporter._parts.steps, "_advance", looked_at)
+    monkeypatch.setattr(exporter.parts.steps, "_advance", looked_at)
     for _ in range(7):
         model(torch.ones(5, 3)).sum().backward()
         optimizer.step()
@@ -856,7 +841,7 @@ def test_tied_weights_are_told_once() -> None:
     optimizer.step()
     exporter.detach()
     assert [one.key for one in heard.of("weights")] == ["embedding"]
-    assert exporter.structure()["tied"] == [["embedding.weight", "head.weight"]]
+    assert exporter.parts.models.structure()["tied"] == [["embedding.weight", "head.weight"]]
     assert torch.equal(data_of(heard, "weight_gradients", "embedding")[0], model["embedding"].weight.grad)
 
 
@@ -2456,7 +2441,7 @@ def test_parts_that_fail_leave_nothing_behind() -> None:
             model["part"](torch.randn(4, 7))
     model["part"](torch.randn(4, 3)).sum().backward()
     optimizer.step()
-    assert exporter.gate.passes.now.inputs == []
+    assert exporter.parts.gate.passes.now.inputs == []
     exporter.detach()
 
 

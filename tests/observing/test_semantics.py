@@ -401,7 +401,7 @@ def test_tied_weights(suffix: str, tmp_path: Path) -> None:
         assert same(only(heard, "layer_gradients", module), expected)
     assert same(only(heard, "weight_updates", "embedding"), w.add(gradient, alpha=-0.1) - w)
     assert {one.key for one in heard.of("weights")} == {"embedding"}
-    assert exporter.structure()["tied"] == [["embedding.weight", "head.weight"]]
+    assert exporter.parts.models.structure()["tied"] == [["embedding.weight", "head.weight"]]
     with tracer.open(tmp_path / f"run.{suffix}") as trace:
         assert trace.header["model"]["tied"] == [["embedding.weight", "head.weight"]]
         assert [one["name"] for one in trace.header["model"]["parameters"]] == ["embedding.weight"]
@@ -2182,8 +2182,8 @@ def test_a_parametrized_weight_that_nobody_wants_is_not_copied() -> None:
         assert same(only(heard, "weight_gradients", "1", global_step=step), reference.get_submodule("1").weight.grad)
         optimizer.step()
     exporter, _ = watch(model, sgd(model))
-    assert "0" in exporter.demand.paths_of("weights")
-    assert "0" not in exporter.demand.paths_of("weight_updates")
+    assert "0" in exporter.parts.demand.paths_of("weights")
+    assert "0" not in exporter.parts.demand.paths_of("weight_updates")
     exporter.detach()
     assert not model[0].parametrizations.weight._forward_hooks
     parametrize.remove_parametrizations(model[0], "weight")
