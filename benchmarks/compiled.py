@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tracer import Capture, Exporter
+from tracer import Capture, Exporter, Receiver
 
 KINDS = ("activations", "layer_gradients")
 NEVER = 1 << 40
@@ -36,7 +36,7 @@ NEVER = 1 << 40
 VARIANTS: dict[str, int | None] = {"nothing recorded": NEVER, "1 step in 10": 10, "every step": 1, "bare": None}
 
 
-class Forgetful:
+class Forgetful(Receiver):
     """A receiver that wants everything and keeps nothing."""
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
@@ -44,12 +44,6 @@ class Forgetful:
 
     def receive(self, message: Any) -> tuple[()]:
         return ()
-
-    def finish(self) -> tuple[()]:
-        return ()
-
-    def close(self) -> None:
-        pass
 
 
 def mlp() -> nn.Module:

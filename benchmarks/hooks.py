@@ -66,7 +66,7 @@ BARS = {
 """What each should stay below: µs for each call besides the copy, and ratios."""
 
 
-class Nothing:
+class Nothing(tracer.Receiver):
     """A receiver that wants everything and does nothing with it."""
 
     name = "nothing"
@@ -76,12 +76,6 @@ class Nothing:
 
     def receive(self, message: Message) -> tuple[Message, ...]:
         return ()
-
-    def finish(self) -> tuple[Message, ...]:
-        return ()
-
-    def close(self) -> None:
-        pass
 
 
 # -- a variant: something that trains in segments -------------------------------------------------------------

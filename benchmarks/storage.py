@@ -47,7 +47,7 @@ PIECE = 65536
 BATCH = 1000
 
 
-class Nothing:
+class Nothing(tracer.Receiver):
     """A subscriber that hears everything and does nothing."""
 
     name = "nothing"
@@ -58,12 +58,6 @@ class Nothing:
 
     def receive(self, message: Message) -> tuple[Message, ...]:
         return ()
-
-    def finish(self) -> tuple[Message, ...]:
-        return ()
-
-    def close(self) -> None:
-        pass
 
 
 class Workload:

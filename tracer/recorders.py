@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tracer.errors import CaptureError, TraceExistsError, TraceNotFoundError
+from tracer.messaging.bus import Receiver
 from tracer.messaging.messages import Message
 from tracer.observing.capture import Capture
 from tracer.observing.exporter import Exporter
@@ -122,7 +123,7 @@ def _end_dropped(run: Run, wait: bool) -> None:
     end(run, wait=wait)
 
 
-class _Network:
+class _Network(Receiver):
     """The receiver for the chosen modules of one network."""
 
     def __init__(self, kind: str, chosen: Mapping[str, Subrecorder], *, shared: bool) -> None:
@@ -136,12 +137,6 @@ class _Network:
     def receive(self, message: Message) -> Iterable[Message]:
         self.chosen[message.key or ""].add(message, shared=self._shared)
         return ()
-
-    def finish(self) -> Iterable[Message]:
-        return ()
-
-    def close(self) -> None:
-        pass
 
 
 class TensorRecorder:

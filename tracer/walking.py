@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 _Held = TypeVar("_Held", bound=Tensor)
 
@@ -55,6 +56,11 @@ def named_parameters(top: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn
 def parameters(top: nn.Module) -> Iterator[nn.Parameter]:
     """The parameters of a module and of all below it, each once."""
     return (parameter for _, parameter in named_parameters(top))
+
+
+def trained(*optimizers: Optimizer) -> list[Tensor]:
+    """The tensors that optimizers train, in the order of their groups."""
+    return [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
 
 
 def named_buffers(top: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:

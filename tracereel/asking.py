@@ -220,18 +220,11 @@ def _questions(reader: TraceReader, trace: str, specs: Sequence[str], filters: F
     return [question for question in questions if not question.plan.missing] or questions
 
 
-class _Overhearing:
+class _Overhearing(tracer.Receiver):
     """A receiver that asks for nothing and answers nothing."""
 
     passive = True
     scope = "message"
-
-    def finish(self) -> Iterable[Message]:
-        """Nothing to add."""
-        return ()
-
-    def close(self) -> None:
-        """Nothing to let go of."""
 
 
 class _Printer(_Overhearing):

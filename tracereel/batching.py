@@ -14,7 +14,7 @@ from tracereel import options
 from tracereel.checks import check_installed
 from tracereel.command import Command, conclude
 from tracereel.errors import SOME_FAILED, wrong_usage
-from tracereel.options import Filters, Size
+from tracereel.options import Filters
 from tracereel.printing import plain_warnings, print_json, say, size
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     help="Compute on workers that SLURM starts: a .toml or .json file, or jobs=8,queue=short,memory=4GB,...",
 )
 @click.option("--part", metavar="I/N", help="Compute one share of N only, counted from 0, without any cluster.")
-@click.option("--memory", type=Size(), help="Memory that a worker may have; its part fails if it has more.")
-@click.option("--part-size", "part_bytes", type=Size(), help="What a part reads, at most (default: 128MiB).")
+@options.size("--memory", help="Memory that a worker may have; its part fails if it has more.")
+@options.size("--part-size", "part_bytes", help="What a part reads, at most (default: 128MiB).")
 @options.flag("--force", help="Compute everything anew.")
 @click.option("--table", metavar="FILE.parquet", help="Write all answers to one file, too; it is replaced.")
 @options.flag("--plan", "only_plan", help="Only print the plan, as JSON.")

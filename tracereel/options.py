@@ -92,6 +92,16 @@ def number(*names: str, least: int = 1, **attributes: Any) -> Decorator:
     return click.option(*names, type=click.IntRange(min=least), metavar="N", **attributes)
 
 
+def size(*names: str, **attributes: Any) -> Decorator:
+    """An option that is a number of bytes."""
+    return click.option(*names, type=Size(), **attributes)
+
+
+def one_of(name: str, *values: str, **attributes: Any) -> Decorator:
+    """An option that is one of some words, by default the first."""
+    return click.option(name, type=click.Choice(values), default=values[0], show_default=True, **attributes)
+
+
 def several(*names: str, **attributes: Any) -> Decorator:
     """An option that may be repeated."""
     return click.option(*names, multiple=True, **attributes)

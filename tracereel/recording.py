@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import click
 
@@ -18,7 +18,6 @@ from tracereel import options
 from tracereel.checks import TRACE_SUFFIXES, check_new
 from tracereel.command import Command
 from tracereel.errors import WRONG_USAGE, Failure, debugging
-from tracereel.options import Size
 from tracereel.printing import few_shapes, path_in_model, print_json, print_table, say, size
 
 if TYPE_CHECKING:
@@ -96,24 +95,6 @@ def _wrong_settings() -> Iterator[None]:
 # -- options as values --------------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
-    """Where the trace is made, and what becomes of one that is there."""
-
-    out: str | None
-    overwrite: bool
-    resume: bool
-    first_step: int | None
-
-    def checked(self, title: str, *, only_dry_run: bool) -> tuple[str, Location]:
-        """The path as the user calls it and as a location, if a trace can be made there."""
-        from tracer.trace.claiming import this_process
-
-        called = self.out or f"{title}.zarr"
-        # other ranks of a distributed run may have begun their parts
-        may_exist = self.overwrite or self.resume or only_dry_run or this_process().size > 1
-        return called, check_new(called, TRACE_SUFFIXES, may_exist)
-
-
 class Rehearsals(NamedTuple):
     """What is done before the script is run, or in the place of that."""
 
@@ -124,18 +105,8 @@ class Rehearsals(NamedTuple):
     as_json: bool
 
 
-class Writing(NamedTuple):
-    """How the recorder writes, and what it probes: fields of `tracer.recording.options.Options`."""
-
-    compression: Sequence[str] | Mapping[str, str]
-    queue_bytes: int
-    on_full: Literal["wait", "drop"]
-    commit_steps: int | None
-    commit_seconds: float
-    durable: bool
-    replicated: Literal["once", "every"]
-    probe: int | None
-    probe_every: int
+_CAPTURE = ("kinds", "modules", "every", "start", "stop", "rows", "positions", "elements", "dtype")
+"""The options that are settings of `tracer.Capture`."""
 
 
 def program_of(words: tuple[str, ...], module: str | None) -> Program:
@@ -190,19 +161,11 @@ def title_of(program: Program) -> str:
 @options.number("--elements", help="Keep N elements of each tensor.")
 @click.option("--dtype", metavar="T", help="Cast to float16, bfloat16, float32 or float64.")
 @click.option("--config", metavar="FILE", help="Settings of tracer.Capture as TOML or JSON; options here win.")
-@click.option(
-    "--queue-bytes",
-    type=Size(),
-    default="256MiB",
-    show_default=True,
-    help="How much data may wait for the thread that writes.",
+@options.size(
+    "--queue-bytes", default="256MiB", show_default=True, help="How much data may wait for the thread that writes."
 )
-@click.option(
-    "--on-full",
-    type=click.Choice(["wait", "drop"]),
-    default="wait",
-    show_default=True,
-    help="When so much waits: let the training wait, or drop messages and count them.",
+@options.one_of(
+    "--on-full", "wait", "drop", help="When so much waits: let the training wait, or drop messages and count them."
 )
 @options.number(
     "--commit-steps",
@@ -230,17 +193,12 @@ def title_of(program: Program) -> str:
     least=0,
     help="With --resume: the step that the checkpoint goes on with.  [default: as the optimizer counted]",
 )
-@click.option(
-    "--replicated",
-    type=click.Choice(["once", "every"]),
-    default="once",
-    show_default=True,
+@options.one_of(
+    *("--replicated", "once", "every"),
     help="Of several ranks: record weights that they hold alike by one of them, or by each.",
 )
-@click.option(
+@options.size(
     "--max-bytes",
-    type=Size(),
-    metavar="SIZE",
     help="Bound of the trace, such as 500MB or 2GiB, before compression, all ranks and attempts together: the first "
     "step that does not fit as a whole ends the recording; the script goes on.",
 )
@@ -279,18 +237,15 @@ def title_of(program: Program) -> str:
 )
 @options.as_json
 @click.argument("program", metavar="SCRIPT.py [ARGS]...", nargs=-1, type=click.UNPROCESSED)
-@options.gather(place=Place, rehearsals=Rehearsals, writing=Writing)
+@options.gather(rehearsals=Rehearsals)
 def record(
     program: tuple[str, ...],
     module: str | None,
-    place: Place,
+    out: str | None,
     rehearsals: Rehearsals,
-    writing: Writing,
     config: str | None,
-    max_bytes: int | None,
     no_command: bool,
-    strict: bool,
-    **capture: Any,
+    **given: Any,
 ) -> None:
     """Run a training script as it is, and record it.
 
@@ -310,26 +265,26 @@ def record(
     """
     if module is None and not program:
         raise click.UsageError("there is no script to run: trace record [OPTIONS] SCRIPT.py [ARGS]...")
-    _refuse_contradictions(place, rehearsals)
+    _refuse_contradictions(given, rehearsals)
     _become_launcher(program, module, rehearsals)
     script = program_of(program, module)
     from tracer.recording.environment import bound_or, disabled
 
-    off, max_bytes = disabled(), bound_or(max_bytes)
+    off, given["max_bytes"] = disabled(), bound_or(given["max_bytes"])
     if off and not rehearsals.only_dry_run:
         _run_unwatched(script)
-    called, target = place.checked(title_of(script), only_dry_run=rehearsals.only_dry_run)
-    given = {name: value for name, value in capture.items() if value not in (None, ())}
-    settings = [{**described, **given} for described in (_read_config(config) if config is not None else [{}])]
+    called = out or f"{title_of(script)}.zarr"
+    target = _target(called, may_exist=given["overwrite"] or given["resume"] or rehearsals.only_dry_run)
+    chosen_here = {name: given[name] for name in _CAPTURE if given[name] not in (None, ())}
+    settings = [{**described, **chosen_here} for described in (_read_config(config) if config is not None else [{}])]
     with _wrong_settings():
         from tracer.recording.launching.script import captures_of
         from tracer.recording.options import Options
         from tracer.trace.compression import Compression
 
         captures = captures_of(settings)
-        codecs = Compression.parse(writing.compression).choice
-        said_otherwise = {"compression": codecs, "max_bytes": max_bytes, "command": not no_command, "strict": strict}
-        chosen = Options.among({**place._asdict(), **writing._asdict(), **said_otherwise})
+        codecs = Compression.parse(given["compression"]).choice
+        chosen = Options.among({**given, "compression": codecs, "command": not no_command})
     if rehearsals.only_dry_run:
         _dry_run(script, settings, chosen, rehearsals)
         return
@@ -343,18 +298,26 @@ def record(
         out=target,
         captures=captures,
         options=chosen,
-        required=strict,
+        required=chosen.strict,
         ended=functools.partial(_say_what_was_recorded, target, called),
     )
     click.get_current_context().exit(code)
 
 
-def _refuse_contradictions(place: Place, rehearsals: Rehearsals) -> None:
+def _target(called: str, *, may_exist: bool) -> Location:
+    """Where the trace is made, if it can be made there."""
+    from tracer.trace.claiming import this_process
+
+    # other ranks of a distributed run may have begun their parts
+    return check_new(called, TRACE_SUFFIXES, may_exist or this_process().size > 1)
+
+
+def _refuse_contradictions(given: Mapping[str, Any], rehearsals: Rehearsals) -> None:
     """Raise `click.UsageError` for options that exclude each other, or that need another one."""
     only_dry_run, certify = rehearsals.only_dry_run, rehearsals.certify_steps is not None
-    if place.resume and place.overwrite:
+    if given["resume"] and given["overwrite"]:
         raise click.UsageError("--resume goes on with a trace, and --overwrite removes it: give one of them")
-    if place.first_step is not None and not place.resume:
+    if given["first_step"] is not None and not given["resume"]:
         raise click.UsageError("--first-step says where to resume: give --resume with it")
     if rehearsals.require_identical and not certify:
         raise click.UsageError("--require-identical is about the verdict: give --certify N with it")

@@ -1,6 +1,6 @@
 """Where the work on a trace is cut.
 
-How far it can be cut is what the subscriber says it remembers (`tracer.messaging.subscriber.Scope`), or what the
+How far it can be cut is what the subscriber says it remembers (`tracer.messaging.bus.Scope`), or what the
 producers of its input do, whichever is more. Cuts depend on the trace and the subscriber alone, never on how many
 workers there are or what else is asked: another run cuts in the same places and finds what is there.
 """
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from analyze.batching.questions import KNOWN_SCOPES
 from analyze.batching.units import Module, StepRange, stride_of
 from tracer.format.journal import Column
-from tracer.messaging.subscriber import Scope
+from tracer.messaging.bus import Scope
 from tracer.replaying.plan import Plan
 from tracer.trace.reader import TraceReader
 

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from analyze import registry
 from tracer.errors import CaptureError, MessageError
-from tracer.messaging.subscriber import Scope, Subscriber
+from tracer.messaging.bus import Scope
+from tracer.messaging.subscriber import Subscriber
 
 KNOWN_SCOPES: Final = ("message", "stream", "step")
 """The scopes that let the work on a trace be cut."""

@@ -27,7 +27,7 @@ from analyze.batching.units import Module, Outcome, Selection, Task, Unit, sente
 from analyze.comparing.compare import compare
 from tracer.errors import TraceCorruptError, TraceError
 from tracer.format.journal import Column
-from tracer.messaging.bus import Receiver, describe
+from tracer.messaging.bus import Around, Receiver, describe
 from tracer.messaging.messages import Message
 from tracer.messaging.subscriber import Subscriber
 from tracer.replaying.plan import Plan, plan
@@ -241,44 +241,37 @@ def _changed(unit: Unit) -> TraceError:
 
 
 @final
-class Timed:
+class Timed(Around):
     """Wraps a subscriber: it hears of some modules only, and its time is measured. All else is the subscriber's.
 
     Parameters
     ----------
-    subscriber : Subscriber
+    inner : Subscriber
     modules : set of str or None, optional
         The modules that it hears of; None for all.
     answers : set of str
         The kinds of other subscribers' answers, which it hears of all modules.
     """
 
-    def __init__(self, subscriber: Subscriber, modules: Set[Module] | None, answers: Set[str]) -> None:
-        self.subscriber = subscriber
-        self.name = describe(subscriber)
+    def __init__(self, inner: Subscriber, modules: Set[Module] | None, answers: Set[str]) -> None:
+        super().__init__(inner)
         self.seconds = 0.0
         self._modules, self._answers = modules, answers
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.subscriber, name)
-
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
         known = self._modules is None or kind in self._answers or module in self._modules
-        return known and self.subscriber.wants(kind, module, tag, step)
+        return known and self.inner.wants(kind, module, tag, step)
 
     def receive(self, message: Message) -> Iterable[Message]:
-        return self._measured(self.subscriber.receive(message))
+        return self._measured(self.inner.receive(message))
 
     def finish(self) -> Iterable[Message]:
-        return self._measured(self.subscriber.finish())
+        return self._measured(self.inner.finish())
 
-    def close(self) -> None:
-        self.subscriber.close()
-
-    def _measured(self, answers: Iterable[Message]) -> tuple[Message, ...]:
+    def _measured(self, answers: Iterable[Message] | None) -> tuple[Message, ...]:
         """The answers, which the subscriber works out as they are asked for."""
         began = time.perf_counter()
-        found = tuple(answers)
+        found = tuple(answers or ())
         self.seconds += time.perf_counter() - began
         return found
 

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, TypedDict
 from torch import Tensor
 
 from analyze.metrics.inputs import answer, carries_data
+from tracer.messaging.bus import Scope
 from tracer.messaging.messages import DEFAULT_TAG, Message, derived
-from tracer.messaging.subscriber import Scope, Subscriber
+from tracer.messaging.subscriber import Subscriber
 from tracer.messaging.subscription import Subscription, SynchronizedSubscription
 
 

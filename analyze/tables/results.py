@@ -103,7 +103,7 @@ class Results:
         """
         return Results(Columns.of(columns, structure))
 
-    def sink(self, subscribers: Iterable[object], trace: str = "") -> Sink:
+    def sink(self, subscribers: Iterable[Receiver], trace: str = "") -> Sink:
         """A receiver that adds to these results what the subscribers answer, for a bus or a replay."""
         return Sink(self, subscribers, trace)
 
@@ -273,11 +273,11 @@ class Sink(Receiver):
     scope = "message"
     name = "results"
 
-    def __init__(self, results: Results, subscribers: Iterable[object], trace: str = "") -> None:
+    def __init__(self, results: Results, subscribers: Iterable[Receiver], trace: str = "") -> None:
         self.results = results
         self.trace = trace
         self.producers: dict[str, str] = {
-            kind: describe(subscriber) for subscriber in subscribers for kind in getattr(subscriber, "produces", ())
+            kind: describe(subscriber) for subscriber in subscribers for kind in subscriber.produces
         }
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:

@@ -24,7 +24,7 @@ from tests.endings import alike, ended
 from tracer import Capture, CaptureError, Collect, Exporter, Message, UnknownNameError
 from tracer.messaging.messages import KINDS
 from tracer.observing.capture import DEFAULT_KINDS, DTYPES, REDUCTIONS, choice
-from tracer.observing.overflows import Overflows
+from tracer.observing.publisher import Overflows
 from tracereel.main import main
 
 

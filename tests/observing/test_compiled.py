@@ -865,7 +865,7 @@ def test_copies_are_not_watched() -> None:
         assert len(list(heard)) == count
         if exporter is not None:
             exporter.message_bus.unregister(heard)
-            exporter.message_bus.unwatch(exporter._parts.layout.rewire)
+            exporter.message_bus.unwatch(exporter.parts.rewire)
         del exporter
         had += loop(run, optimizer, 2)
         assert len(list(heard)) == count

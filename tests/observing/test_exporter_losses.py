@@ -92,21 +92,6 @@ def test_a_loss_that_is_named_late_may_be_a_metric_of_the_step_before() -> None:
     assert exporter.global_step == 3
 
 
-def test_a_loss_is_told_once_to_who_calls_backward_called() -> None:
-    """By hand, without `watch_backward`: what a loss function gave is known when its backward begins."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exporter, heard = watch(model, optimizer)
-    exporter.set_loss(F.mse_loss)
-    for _ in range(2):
-        loss = F.mse_loss(output := model(torch.ones(5, 3)), torch.zeros_like(output))
-        exporter.backward_called(loss)
-        loss.backward()
-        optimizer.step()
-    exporter.detach()
-    assert [one.global_step for one in heard.of("loss")] == [0, 1]
-
-
 def test_a_backward_is_one_where_torch_calls_it_again() -> None:
     """While there is a default device, and for subclasses of tensors, torch calls ``backward`` from within itself."""
     model = mlp()

@@ -120,7 +120,7 @@ def test_tied_weights_are_told_once() -> None:
     optimizer.step()
     exporter.detach()
     assert [one.key for one in heard.of("weights")] == ["embedding"]
-    assert exporter.structure()["tied"] == [["embedding.weight", "head.weight"]]
+    assert exporter.parts.models.structure()["tied"] == [["embedding.weight", "head.weight"]]
     assert torch.equal(data_of(heard, "weight_gradients", "embedding")[0], model["embedding"].weight.grad)
 
 

@@ -345,12 +345,12 @@ def test_a_step_ends_while_no_other_thread_changes_what_it_lets_go_of(monkeypatc
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     exporter, _ = watch(model, optimizer, every=3)
     alone: list[bool] = []
-    advance = exporter._parts.steps._advance
+    advance = exporter.parts.steps._advance
 
     def look() -> None:
-        free = exporter.gate.lock.acquire(blocking=False)
+        free = exporter.parts.gate.lock.acquire(blocking=False)
         if free:
-            exporter.gate.lock.release()
+            exporter.parts.gate.lock.release()
         alone.append(not free)
 
     def looked_at() -> None:
@@ -359,7 +359,7 @@ def test_a_step_ends_while_no_other_thread_changes_what_it_lets_go_of(monkeypatc
         other.join()
         advance()
 
-    monkeypatch.setattr(exporter._parts.steps, "_advance", looked_at)
+    monkeypatch.setattr(exporter.parts.steps, "_advance", looked_at)
     for _ in range(7):
         model(torch.ones(5, 3)).sum().backward()
         optimizer.step()

@@ -313,7 +313,7 @@ def test_parts_that_fail_leave_nothing_behind() -> None:
             model["part"](torch.randn(4, 7))
     model["part"](torch.randn(4, 3)).sum().backward()
     optimizer.step()
-    assert exporter.gate.passes.now.inputs == []
+    assert exporter.parts.gate.passes.now.inputs == []
     exporter.detach()
 
 

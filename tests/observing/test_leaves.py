@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tracer
-from tracer.observing.pytorch.tensors import arguments_of, leaves
+from tracer.observing.pytorch.leaves import arguments_of
+from tracer.observing.pytorch.tensors import leaves
 
 X = torch.ones(1)
 

@@ -560,9 +560,9 @@ def named(losses: Sequence[Tensor], differentiate: Callable[..., None]) -> list[
 
     # a function of the project's own, as the exporter's is: frames of the project are passed over
     told: dict[str, Any] = {"__name__": "tracer.told", "found": found, "name": differentiated_name}
-    exec("def differentiates(self, *tensors): found.append(name())", told)
-    gate = tracer.Exporter(strict=True).gate
-    watcher = type("Told", (), {"gate": gate, "differentiates": told["differentiates"]})()
+    exec("def backward(self, *tensors): found.append(name())", told)
+    gate = tracer.Exporter(strict=True).parts.gate
+    watcher = type("Told", (), {"gate": gate, "backward": told["backward"]})()
     BACKWARD.watch(watcher)
     try:
         differentiate(*losses)

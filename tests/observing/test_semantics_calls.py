@@ -193,7 +193,7 @@ def test_tied_weights(suffix: str, tmp_path: Path) -> None:
         assert same(only(heard, "layer_gradients", module), expected)
     assert same(only(heard, "weight_updates", "embedding"), w.add(gradient, alpha=-0.1) - w)
     assert {one.key for one in heard.of("weights")} == {"embedding"}
-    assert exporter.structure()["tied"] == [["embedding.weight", "head.weight"]]
+    assert exporter.parts.models.structure()["tied"] == [["embedding.weight", "head.weight"]]
     with tracer.open(tmp_path / f"run.{suffix}") as trace:
         assert trace.header["model"]["tied"] == [["embedding.weight", "head.weight"]]
         assert [one["name"] for one in trace.header["model"]["parameters"]] == ["embedding.weight"]

@@ -121,8 +121,8 @@ def test_a_parametrized_weight_that_nobody_wants_is_not_copied() -> None:
         assert same(only(heard, "weight_gradients", "1", global_step=step), reference.get_submodule("1").weight.grad)
         optimizer.step()
     exporter, _ = watch(model, sgd(model))
-    assert "0" in exporter.demand.paths_of("weights")
-    assert "0" not in exporter.demand.paths_of("weight_updates")
+    assert "0" in exporter.parts.demand.paths_of("weights")
+    assert "0" not in exporter.parts.demand.paths_of("weight_updates")
     exporter.detach()
     assert not model[0].parametrizations.weight._forward_hooks
     parametrize.remove_parametrizations(model[0], "weight")

@@ -85,7 +85,7 @@ def in_epochs(run: Exporter, model: nn.Module, optimizers: Any) -> None:
         if number % 2:
             run.epoch_finished()
         else:
-            run.epoch_is_over()
+            run.parts.steps.epochs.over = True
             if number == 2:
                 with torch.no_grad():
                     model(torch.ones(2, 3))
@@ -196,7 +196,8 @@ def observed(train: Any, name: str, loss: Any, probed: bool, every: int) -> tupl
     exporter.detach()
     assert exporter.problems == []
     clock = [exporter.global_step, exporter.train_step, exporter.epoch]
-    return list(heard), [*clock, exporter.losses_seen, exporter.forwards_seen, exporter.optimizer_calls], model
+    parts = exporter.parts
+    return list(heard), [*clock, parts.losses.seen, parts.forwards.seen, parts.optimizer_steps.calls], model
 
 
 def is_of_sparse(message: Message) -> bool:

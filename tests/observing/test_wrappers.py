@@ -66,7 +66,7 @@ def streams(network: nn.Module, wrapped: nn.Module) -> dict[tuple[str, str | Non
         optimizer.zero_grad()
         wrapped(torch.full((2, 4), step + 1.0)).sum().backward()
         optimizer.step()
-    told = exporter.structure()
+    told = exporter.parts.models.structure()
     exporter.detach()
     assert not any(word in str(told) for word in ("_orig_mod", "_checkpoint_wrapped_module", "module."))
     assert [one["name"] for one in told["parameters"]] == ["0.0.weight", "0.0.bias", "1.weight", "1.bias"]

@@ -1049,7 +1049,7 @@ def test_a_trace_is_one_by_whatever_way_it_is_named(tmp_path: Path, suffix: str)
                     tracer.record(other, *adam(), **options).__enter__()  # type: ignore[arg-type] # of several types
         train(run, model, optimizer, 3)
     with tracer.record(path, *adam(), resume=True, first_step=4) as run:
-        train(run, run.exporter.model, run.exporter.optimizers.all[0], 4)
+        train(run, run.exporter.model, run.exporter.parts.optimizers.all[0], 4)
     with TraceReader(path) as trace, TraceReader(tmp_path / "links" / f"latest{suffix}") as linked:
         assert len(linked.attempts) == 2
         assert linked.array("weights", "0")[0].tolist() == trace.array("weights", "0")[0].tolist() == [*range(8)]

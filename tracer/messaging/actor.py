@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from tracer import walking
 from tracer.errors import MessageError
-from tracer.messaging.bus import describe
+from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.messages import DEFAULT_TAG, Message
 
 Action: TypeAlias = Callable[[nn.Module, Optimizer | None, Message], bool]
@@ -106,7 +106,7 @@ ACTIONS: Mapping[str, Action] = {"*_freeze": freeze, "*_learning_rate_factor": s
 
 
 @final
-class Actor:
+class Actor(Receiver):
     """A receiver that does to a model and its optimizer what metrics answer; give it to a live run, never to a replay.
 
     What an answer about training passes asks for is done when the step is over (at ``batch_finished``), because in
@@ -199,9 +199,6 @@ class Actor:
         """Nothing more is done when the run has ended."""
         self._waiting.clear()
         return ()
-
-    def close(self) -> None:
-        """Let go of nothing: what was done stays done."""
 
     def _act(self) -> None:
         waiting, self._waiting = self._waiting, []

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from functools import cache
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from tracer.errors import CaptureError, MessageError, raised_by_signal, warn_only
 from tracer.messaging.messages import DEFAULT_TAG, MODULE_KINDS, NETWORK_KINDS, Message, ModuleMessage, NetworkMessage
+from tracer.messaging.subscription import Subscription
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,34 +23,109 @@ if TYPE_CHECKING:
 Topic = Literal["network", "module", "any"]
 
 
-@runtime_checkable
-class Receiver(Protocol):
-    """All that a bus knows of those who listen.
+Scope: TypeAlias = Literal["message", "stream", "step", "pair", "everything"]
+"""What a receiver remembers across, and so where its work may be cut into parts.
 
-    A receiver may also have these attributes, which the assembly of a run or of a replay looks at:
+``"message"``: nothing, each message or bundle is answered by itself; ``"stream"``: the steps of one stream (a module,
+or the network, under one tag, with its calls and leaves); ``"step"``: the streams of one step under one tag;
+``"pair"``: two streams; ``"everything"``: the whole run, in its order.
+"""
 
-    - ``needs``: kinds without which it cannot work; asking for one that nobody can provide is an error;
-    - ``produces``: kinds of its own answers;
-    - ``passive``: True if it only overhears what others ask for;
-    - ``scope``: what it remembers across, see `tracer.Subscriber`; one that says nothing may keep all that it hears;
-    - ``awake(step) -> bool``: False if it wants nothing of the training passes of that global step;
-    - ``know_model(model)``: it is told, before the first message, live and on replay alike, what a trace's header has
-      under ``model`` (docs/trace-format.md, rule 6); anything may be missing there.
+
+class Receiver(ABC):
+    """Who listens to a bus.
+
+    A class of your own says which messages it takes (`wants`) and takes them (`receive`); the rest has defaults.
+
+    Attributes
+    ----------
+    name : str
+        What to call it in a sentence; by default its class.
+    produces : sequence of str
+        Kinds of its own answers.
+    passive : bool
+        Whether it only overhears what others ask for.
+    scope : Scope
+        What it remembers across; one that says nothing may keep all that it hears.
+    subscriptions : sequence of Subscription
+        What it takes, where that can be said so.
+    same_inputs, spoiled_by
+        See `tracer.Subscriber`.
     """
 
+    name: ClassVar[str] = ""
+    produces: Sequence[str] = ()
+    passive: bool = False
+    scope: Scope = "everything"
+    subscriptions: Sequence[Subscription] = ()
+    same_inputs: bool = False
+    spoiled_by: Sequence[str] = ()
+
+    @property
+    def needs(self) -> Collection[str]:
+        """Kinds without which it cannot work; asking for one that nobody can provide is an error."""
+        return ()
+
+    @abstractmethod
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
         """Whether it takes such a message; a `tag` or `step` of None asks "in any". Must not depend on the past."""
 
-    def receive(self, message: Message) -> Iterable[Message]:
+    @abstractmethod
+    def receive(self, message: Message) -> Iterable[Message] | None:
         """Take a message; the answers are published after everyone has the message."""
 
-    def finish(self) -> Iterable[Message]:
+    def awake(self, step: int) -> bool:
+        """Whether it may want something of the training passes of this global step."""
+        return True
+
+    def know_model(self, model: Mapping[str, Any]) -> None:
+        """Be told, before the first message, live and on replay alike, what a trace's header has under ``model``.
+
+        That is docs/trace-format.md, rule 6; anything may be missing there.
+        """
+
+    def finish(self) -> Iterable[Message] | None:
         """Give the last answers, when the run or the replay ends."""
         return ()
 
     def close(self) -> None:
         """Let go of files and threads."""
         return  # most receivers have none
+
+
+class Around(Receiver):
+    """A receiver that passes everything on to another one, and has its attributes; the base of those that change some.
+
+    Parameters
+    ----------
+    inner : Receiver
+    """
+
+    def __init__(self, inner: Receiver) -> None:
+        self.inner = inner
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        return self.inner.wants(kind, module, tag, step)
+
+    def receive(self, message: Message) -> Iterable[Message] | None:
+        return self.inner.receive(message)
+
+    def awake(self, step: int) -> bool:
+        return self.inner.awake(step)
+
+    def know_model(self, model: Mapping[str, Any]) -> None:
+        self.inner.know_model(model)
+
+    def finish(self) -> Iterable[Message] | None:
+        return self.inner.finish()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+setattr(Around, "name", property(lambda self: describe(self.inner)))  # noqa: B010 - no class has one of its own
+for _said in ("needs", "produces", "passive", "scope", "subscriptions", "same_inputs", "spoiled_by"):
+    setattr(Around, _said, property(attrgetter(f"inner.{_said}")))  # what the inner one says may change
 
 
 class MessageBus:
@@ -112,22 +191,6 @@ class MessageBus:
             raise MessageError(f"bus {self.name!r} has no topic {kind!r}; it has {', '.join(sorted(self._topics))}")
         del self._topics[kind]
 
-    def register_meta_topic(self, kind: str) -> None:
-        """Allow network messages of `kind` (ikkuna's name for it)."""
-        self.register_topic(kind, "network")
-
-    def deregister_meta_topic(self, kind: str) -> None:
-        """No longer allow network messages of `kind`."""
-        self.deregister_topic(kind)
-
-    def register_data_topic(self, kind: str) -> None:
-        """Allow module messages of `kind` (ikkuna's name for it)."""
-        self.register_topic(kind, "module")
-
-    def deregister_data_topic(self, kind: str) -> None:
-        """No longer allow module messages of `kind`."""
-        self.deregister_topic(kind)
-
     # -- receivers ------------------------------------------------------------------------------------------
 
     @property
@@ -146,21 +209,22 @@ class MessageBus:
         """
         if any(receiver is known for known in self._receivers):
             return
-        produces = tuple(getattr(receiver, "produces", ()))
-        unknown = sorted(kind for kind in getattr(receiver, "needs", ()) if kind not in self._topics)
+        if not isinstance(receiver, Receiver):
+            raise MessageError(f"who listens is a tracer.Receiver, not {type(receiver).__name__}")
+        unknown = sorted(kind for kind in receiver.needs if kind not in self._topics)
         if unknown:
             raise MessageError(
                 f"{describe(receiver)} needs {', '.join(unknown)}, which bus {self.name!r} does not carry; "
                 f"it carries {', '.join(sorted(self._topics))}"
             )
-        for kind in produces:
+        for kind in receiver.produces:
             for other in self._receivers:
-                if kind in getattr(other, "produces", ()):
+                if kind in other.produces:
                     raise MessageError(
                         f"both {describe(other)} and {describe(receiver)} produce {kind}; give one of them a label, "
                         f"{describe(receiver)}:as=LABEL or in Python .labelled('LABEL'), and it produces {kind}_LABEL"
                     )
-        for kind in produces:
+        for kind in receiver.produces:
             self.register_topic(kind)
         self._receivers = (*self._receivers, receiver)
         self._changed()
@@ -174,7 +238,7 @@ class MessageBus:
         if not any(receiver is known for known in self._receivers):
             raise MessageError(f"{describe(receiver)} is not registered on bus {self.name!r}")
         self._receivers = tuple(known for known in self._receivers if known is not receiver)
-        for kind in getattr(receiver, "produces", ()):
+        for kind in receiver.produces:
             self._topics.pop(kind, None)
         self._changed()
 
@@ -406,11 +470,11 @@ def tell_of_model(receivers: Iterable[Receiver], structure: Callable[[], Any]) -
     >>> tell_of_model([Asking(), Collect()], lambda: {"class": "Net"})
     {'class': 'Net'}
     """
-    asking = [know for one in receivers if (know := getattr(one, "know_model", None)) is not None]
+    asking = [one for one in receivers if type(one).know_model is not Receiver.know_model]
     if asking:
         model = structure()
-        for know in asking:
-            know(model if isinstance(model, Mapping) else {})
+        for one in asking:
+            one.know_model(model if isinstance(model, Mapping) else {})
 
 
 def version_of(message: Message | None) -> int:
@@ -419,10 +483,9 @@ def version_of(message: Message | None) -> int:
     return 0 if data is None or data.is_inference() else data._version
 
 
-def describe(receiver: object) -> str:
+def describe(receiver: Receiver) -> str:
     """What to call a receiver in a sentence: its own ``name``, else its class."""
-    name = getattr(receiver, "name", None)
-    return name if isinstance(name, str) and name else type(receiver).__name__
+    return receiver.name or type(receiver).__name__
 
 
 def in_order(receivers: Sequence[Receiver]) -> list[Receiver]:
@@ -437,8 +500,8 @@ def in_order(receivers: Sequence[Receiver]) -> list[Receiver]:
     ordered: list[Receiver] = []
     while waiting:
         for receiver in waiting:
-            pending = {kind for other in waiting if other is not receiver for kind in getattr(other, "produces", ())}
-            if not pending.intersection(getattr(receiver, "needs", ())):
+            pending = {kind for other in waiting if other is not receiver for kind in other.produces}
+            if not pending.intersection(receiver.needs):
                 ordered.append(receiver)
                 waiting = [other for other in waiting if other is not receiver]
                 break
@@ -451,12 +514,7 @@ def _detached(data: Tensor | None) -> Tensor | None:
     return None if data is None else data.detach()
 
 
-_default_bus: MessageBus | None = None
-
-
+@cache
 def get_default_bus() -> MessageBus:
     """One bus per process, for those who want that. Nothing in this project takes it unless it is passed."""
-    global _default_bus
-    if _default_bus is None:
-        _default_bus = MessageBus("default")
-    return _default_bus
+    return MessageBus("default")

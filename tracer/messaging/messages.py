@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from tracer.errors import MessageError
 
@@ -259,20 +260,15 @@ def checked(
     return message  # type: ignore[no-any-return] # a class that mypy knows, made without its constructor
 
 
+_Counters: TypeAlias = "tuple[str | None, int, int, int, str, int, str, int]"
+_counters: Callable[[Message | MessageBundle], _Counters] = attrgetter(
+    "key", "global_step", "train_step", "epoch", "tag", "call", "leaf", "rank"
+)
+
+
 def with_data(message: Message, data: Tensor | None) -> Message:
     """The same message about other data."""
-    return checked(
-        message.kind,
-        message.key,
-        message.global_step,
-        message.train_step,
-        message.epoch,
-        message.tag,
-        message.call,
-        message.leaf,
-        message.rank,
-        data,
-    )
+    return checked(message.kind, *_counters(message), data)
 
 
 def difference(now: Tensor, before: Tensor, out: Tensor | None = None) -> Tensor:
@@ -461,17 +457,6 @@ def derived(source: Message | MessageBundle, kind: str, data: Tensor | float) ->
     """
     import torch
 
-    fields: dict[str, Any] = {
-        "kind": kind,
-        "global_step": source.global_step,
-        "train_step": source.train_step,
-        "epoch": source.epoch,
-        "tag": source.tag,
-        "call": source.call,
-        "leaf": source.leaf,
-        "rank": source.rank,
-        "data": data.detach()
-        if isinstance(data, torch.Tensor)
-        else torch.as_tensor(data, dtype=torch.float64, device="cpu"),
-    }
-    return message_of(source.key, **fields)
+    if isinstance(data, torch.Tensor):
+        return checked(kind, *_counters(source), data.detach())
+    return checked(kind, *_counters(source), torch.as_tensor(data, dtype=torch.float64, device="cpu"))

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Self
 
 from tracer.errors import MessageError, did_you_mean
 from tracer.messaging.bus import Receiver, describe
 from tracer.messaging.messages import DEFAULT_TAG, Message, MessageBundle
 from tracer.messaging.subscription import Subscription, SynchronizedSubscription, matches_tag
 
-Scope: TypeAlias = Literal["message", "stream", "step", "pair", "everything"]
-"""What a subscriber remembers across, and so where its work may be cut into parts.
 
-``"message"``: nothing, each message or bundle is answered by itself; ``"stream"``: the steps of one stream (a module,
-or the network, under one tag, with its calls and leaves); ``"step"``: the streams of one step under one tag;
-``"pair"``: two streams; ``"everything"``: the whole run, in its order.
-"""
-
-
-class Subscriber(ABC):
+class Subscriber(Receiver):
     """Turns messages into answers: messages of derived kinds.
 
     A subclass passes its subscriptions and the kinds of its answers to this constructor and implements `compute`, which
@@ -69,12 +61,9 @@ class Subscriber(ABC):
     [3.0]
     """
 
-    scope: Scope = "everything"
     mergeable: ClassVar[bool] = False
     version: ClassVar[int] = 1
     invariances: ClassVar[tuple[str, ...]] = ()
-    same_inputs: bool = False
-    spoiled_by: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self, subscriptions: Subscription | Iterable[Subscription], produces: str | Iterable[str] = ()
@@ -193,9 +182,6 @@ class Subscriber(ABC):
                 yield from self._as_labelled(self.compute(taken))
         yield from self._as_labelled(self.conclude())
 
-    def close(self) -> None:
-        """Let go of files and threads; most subscribers have none."""
-
     def _as_labelled(self, answers: Iterable[Message] | None) -> Iterable[Message]:
         """The same answers; of a class that does not take the kinds from `produces`, under those that it is to have."""
         if not answers or not self._labels:
@@ -266,13 +252,13 @@ def unmet(
         What offers them, for the sentence.
     """
     receivers = tuple(receivers)
-    answers = {kind for receiver in receivers for kind in getattr(receiver, "produces", ())}
+    answers = {kind for receiver in receivers for kind in receiver.produces}
     sentences = []
     for receiver in receivers:
         lacking: dict[str, None] = {}
         hints: dict[str, None] = {}
-        others = answers - set(getattr(receiver, "produces", ()))
-        for subscription in getattr(receiver, "subscriptions", ()):
+        others = answers - set(receiver.produces)
+        for subscription in receiver.subscriptions:
             absent = [
                 kind
                 for kind in subscription.kinds
@@ -328,7 +314,7 @@ def _other_tags(receiver: Receiver, wanted: str | None, tags: Sequence[str]) -> 
     if hint and not set("!*?[").intersection(wanted or ""):
         return hint
     name, tag = describe(receiver), next((tag for tag in tags if tag != DEFAULT_TAG), DEFAULT_TAG)
-    if not getattr(receiver, "same_inputs", False):
+    if not receiver.same_inputs:
         return f"; {name}:tag={tag} takes what is there"
     if tag == DEFAULT_TAG:
         other = "different inputs at each step, so it means something only where every step sees the same batch"

@@ -1,7 +1,8 @@
-"""The callers of the project: the program's variables, and what the program calls the tensor that it differentiates.
+"""Looks at the functions of the program that are running: their variables, and their name for the loss.
 
-The name is read from the source of the call, because a look at the variables of a running function is not without
-effects before Python 3.13: it keeps alive what they refer to, and changes what an earlier ``locals()`` gave.
+The name of the loss is read from the source code of the call of ``backward``. To read the variables of a running
+function has side effects before Python 3.13: it keeps their values alive, and changes what an earlier ``locals()``
+returned.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from types import CodeType, FrameType
 from typing import Any
 
 _FRAMES = 24
-"""How many callers are asked."""
+"""How many of the program's calls are looked at, from the innermost outwards."""
 _LIBRARIES = frozenset({"torch", "tracer", "accelerate", "lightning", "pytorch_lightning", "transformers", "ignite"})
-"""Whose own variables say nothing of what a loss is."""
+"""Packages whose calls are skipped, because their variables do not name the loss."""
 
 
 def differentiated_name() -> str:
-    """What the program calls the tensor of its latest ``x.backward()`` or ``backward(x)``; "" if it has no name.
+    """The program's name for the tensor of the running ``x.backward()`` or ``backward(x)``; "" if it has none.
 
-    Where a function differentiates what it is given, it is the name that its caller has for that.
+    If a function differentiates one of its parameters, this is the name of the argument in the call of the function.
     """
     frame = _caller(sys._getframe(1))
     name = ""
-    argument: str | None = None  # the parameter by which the frame that was looked at last was given the tensor
+    argument: str | None = None  # the parameter that holds the tensor in the frame that was looked at last
     code: CodeType | None = None
     for _ in range(_FRAMES):
         if frame is None:
@@ -49,17 +50,17 @@ def differentiated_name() -> str:
 
 
 def variables_of(frame: FrameType) -> dict[str, Any]:
-    """The variables of a running function or module, which are not kept alive by that."""
+    """A copy of the variables of a running function or module. The frame itself keeps none of the values alive."""
     found = frame.f_locals
     copied = dict(found)
-    # the frame, this function and the call refer to it: what the frame made for us is emptied again
+    # only the frame, this function and the call refer to this dictionary: the frame made it for us, so it is emptied
     if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(found) is dict and sys.getrefcount(found) <= 3:
         found.clear()
     return copied
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:
-    """The first frame that is the program's own, from one on."""
+    """The first frame, from the given one outwards, that is not of a library."""
     while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES:
         frame = frame.f_back
     return frame
@@ -67,7 +68,7 @@ def _caller(frame: FrameType | None) -> FrameType | None:
 
 @functools.lru_cache(256)
 def _call(code: CodeType, instruction: int) -> ast.Call | None:
-    """The call that an instruction of some code makes; None if its source is not known."""
+    """The source of the call that an instruction makes, parsed; None without source."""
     position = next(itertools.islice(code.co_positions(), instruction // 2, None), None)
     first, last, begin, end = position or (None, None, None, None)
     if first is None or last is None or begin is None or end is None:
@@ -87,14 +88,14 @@ def _parameters(code: CodeType) -> tuple[str, ...]:
 
 
 def _root(call: ast.Call) -> ast.expr | None:
-    """What a call differentiates: its first argument, or else what it is a method of."""
+    """The expression that a call differentiates: its first argument, or the object whose method it is."""
     if call.args and _name(call.args[0]):
         return call.args[0]
     return call.func.value if isinstance(call.func, ast.Attribute) else None
 
 
 def _given(call: ast.Call, code: CodeType, parameter: str | None) -> ast.expr | None:
-    """What a call gives for a parameter of the code that it calls."""
+    """The expression that a call passes for a parameter of the code that it calls."""
     for keyword in call.keywords:
         if keyword.arg == parameter:
             return keyword.value
@@ -106,7 +107,7 @@ def _given(call: ast.Call, code: CodeType, parameter: str | None) -> ast.expr | 
 
 
 def _name(expression: ast.expr | None) -> str:
-    """The name of a variable, an attribute or an entry; of what a call makes of one argument, that of the argument."""
+    """The name of a variable, an attribute or an entry. For a call with one argument, the name of the argument."""
     found = ""
     if isinstance(expression, ast.Name):
         found = expression.id

@@ -1,4 +1,4 @@
-"""What to observe: which kinds, modules and steps, how much of each tensor, in which precision; a frozen value."""
+"""`Capture`: which kinds, modules and steps are observed, how much of each tensor, and in which precision."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tracer.messaging.subscription import matches_tag
 
 _LOSSES = ("loss", "loss_terms")
 DEFAULT_KINDS: tuple[str, ...] = tuple(kind for kind in KINDS if kind not in ("layer_inputs", "input_gradients"))
-"""What is observed unless `kinds` says otherwise: all but the two kinds that mostly repeat a neighbour's."""
+"""The kinds of a capture that names none: all but two, whose data mostly repeats a neighbouring layer's."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
@@ -32,7 +32,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 
 PIECE: Final = 1 << 24
-"""Elements of a tensor that are converted to float64 at once, which takes 128 MB; torch would convert all of them."""
+"""How many elements are converted to float64 at once (128 MB). torch alone would convert a whole tensor."""
 
 
 _CONVERTED: Mapping[torch.dtype, torch.dtype] = {
@@ -42,7 +42,7 @@ _CONVERTED: Mapping[torch.dtype, torch.dtype] = {
     torch.uint32: torch.int64,
     torch.uint64: torch.float64,
 }
-"""Dtypes of which torch knows no sums, norms or extremes, and what holds their numbers (of uint64 rounded)."""
+"""Dtypes for which torch has no sums, norms or extremes, and the dtype to convert to (which rounds uint64)."""
 
 _LEAST = -(2**63)
 
@@ -52,7 +52,7 @@ def _reducible(x: Tensor) -> Tensor:
 
 
 def _pieces(x: Tensor, scale: Tensor | None = None) -> Iterator[Tensor]:
-    """The elements in parts, divided by a scale if there is one."""
+    """The elements of a tensor in pieces, divided by a scale if one is given."""
     for one in x.flatten().split(PIECE) if x.numel() > PIECE else (x,):
         yield _reducible(one) if scale is None else one / scale
 
@@ -62,7 +62,7 @@ def _precise(x: Tensor) -> torch.dtype:
 
 
 def _scale(x: Tensor) -> Tensor | None:
-    """A power of two, to divide by before squares or sums leave the range of float64; None if they cannot."""
+    """A power of two to divide by, so that squares and sums stay within float64; None if they do anyway."""
     if x.dtype not in (torch.float64, torch.complex128):
         return None
     size = _size_of_largest(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x)
@@ -73,7 +73,7 @@ def _scale(x: Tensor) -> Tensor | None:
 
 
 def _in_range(statistic: Callable[[Tensor, Tensor | None], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A statistic of which no intermediate result leaves the range of float64 unless the result does."""
+    """Wraps a statistic, so that its intermediate results stay within float64 if its result does."""
 
     def of(x: Tensor) -> Tensor:
         scale = _scale(x)
@@ -99,7 +99,7 @@ def _norm(x: Tensor, scale: Tensor | None) -> Tensor:
     parts = []
     for one in _pieces(x, scale):
         if not (one.is_floating_point() or one.is_complex()):
-            one = one.to(_precise(x))  # of which alone torch knows norms
+            one = one.to(_precise(x))  # torch has norms of floating-point numbers only
         parts.append(torch.linalg.vector_norm(one.flatten(), dtype=_precise(x)))
     whole: Tensor = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts))
     return whole
@@ -120,7 +120,7 @@ def _std(x: Tensor, scale: Tensor | None) -> Tensor:
         return torch.full((), math.nan, dtype=torch.float64, device=x.device)
     mean = _sum(x, scale) / x.numel()
     squares, rests = zip(*[_about(mean, one) for one in _pieces(x, scale)], strict=True)
-    # the rounding of the mean leaves a sum of deviations, which is taken back (Chan, Golub, LeVeque 1983)
+    # the mean is rounded, so deviations do not sum to 0; the rest is corrected for (Chan, Golub, LeVeque 1983)
     rest = torch.stack(rests).sum().abs().square() / x.numel()
     spread = (torch.stack(squares).sum() - rest).clamp(min=0)
     return (spread / (x.numel() - 1)).sqrt()
@@ -130,7 +130,7 @@ def _extreme(x: Tensor, which: Literal["min", "max"]) -> Tensor:
     if x.is_complex():
         raise CaptureError(f"complex numbers have no order, so no {which}; absmax is their greatest modulus")
     of: Callable[[Tensor], Tensor] = torch.amin if which == "min" else torch.amax
-    if x.dtype is torch.uint64:  # with the first bit turned, they are ordered as signed numbers are
+    if x.dtype is torch.uint64:  # with the first bit inverted, the order is that of signed numbers
         return (of(x.view(torch.int64) ^ _LEAST) ^ _LEAST).view(torch.uint64)
     if x.dtype in _CONVERTED:
         return of(torch.stack([of(one) for one in _pieces(x)])).to(x.dtype)
@@ -138,11 +138,11 @@ def _extreme(x: Tensor, which: Literal["min", "max"]) -> Tensor:
 
 
 def _size_of_largest(x: Tensor) -> Tensor:
-    """The greatest modulus of real numbers, without the moduli of all of them."""
+    """The greatest modulus of real numbers, computed from their extremes only."""
     low, high = _extreme(x, "min"), _extreme(x, "max")
     if x.dtype is torch.bool:
         return high
-    if not x.is_floating_point():  # the modulus of the least number of a dtype is none of its numbers
+    if not x.is_floating_point():  # the modulus of the least integer of a dtype does not fit into the dtype
         return torch.maximum(low.double().abs(), high.double().abs())
     return torch.maximum(_reducible(low).abs(), _reducible(high).abs()).to(x.dtype)
 
@@ -172,7 +172,7 @@ whole numbers is float64.
 
 
 def _nothing(x: Tensor) -> Tensor:
-    """The statistic of no elements: NaN, in the dtype of the data if that has it."""
+    """The statistic of a tensor without elements: NaN, in the dtype of the data if possible."""
     dtype = x.dtype if x.is_complex() or x.dtype in DTYPES.values() else torch.float64
     return torch.full((), math.nan, dtype=dtype, device=x.device)
 
@@ -189,7 +189,7 @@ _CHANNELS_FIRST_3D = (
 class Capture:
     """What to observe of a training run.
 
-    Several captures may be given where one may; the first that matches a stream (kind, module, tag) decides on it.
+    Wherever one capture may be given, several may. The first that matches a stream (kind, module, tag) decides on it.
 
     Parameters
     ----------
@@ -197,8 +197,7 @@ class Capture:
         Names of `tracer.KINDS`; by default `DEFAULT_KINDS`: all but ``layer_inputs`` and ``input_gradients``.
     modules : iterable of str, optional
         Globs over dotted module paths, such as ``"features.*"``. By default every module that has parameters of its
-        own,
-        and every leaf.
+        own, and every leaf.
     types : iterable of type, optional
         Only modules that are instances of one of these.
     depth : int, optional
@@ -206,11 +205,11 @@ class Capture:
     tags : iterable of str, optional
         Globs over tags (``"!eval"``: all but that); by default all.
     every, start, stop : int
-        Observe training steps ``start <= global_step < stop`` that are multiples of `every`. These thin out training,
-        so they do not touch what is done on purpose at its own time: epoch events, evaluation passes and probes.
+        Observe training steps ``start <= global_step < stop`` that are multiples of `every`. They do not apply to epoch
+        events, evaluation passes and probes, which have their own times.
     condition : callable, optional
-        ``condition(message) -> bool`` is asked about every message; False leaves it out. The message's data is a copy
-        for it alone, made when it is looked at, and there only until it has answered.
+        ``condition(message) -> bool`` is called with every message; False leaves the message out. The data of the
+        message is copied when the condition looks at it. The copy is valid only until the condition returns.
     rows : int, optional
         Keep the first so many datapoints of a batch.
     positions : int, optional
@@ -226,10 +225,10 @@ class Capture:
         Numbers beyond its range become infinite; how many, of which streams, stands in the trace.
     reduce : str or callable, optional
         Keep a statistic of each tensor: a name of `REDUCTIONS`, ``f(tensor) -> tensor``, or ``f(so_far, tensor) ->
-        tensor`` for a running reduction. A function gets a copy, which it may change. It should not draw from the
-        random generators that the training draws from.
+        tensor`` for a running reduction. A function gets a copy, which it may change. It should not use the random
+        generators of the training.
     seed : int
-        Of the fixed random choices; training's own generators are never drawn from.
+        Seed of the fixed random choices, which have a generator of their own.
 
     Raises
     ------
@@ -374,7 +373,7 @@ class Capture:
         return self.next_step(global_step) == global_step
 
     def next_step(self, global_step: int) -> int | None:
-        """The first training step that it observes, not before this one; None if there is none.
+        """The first training step from `global_step` on that it observes; None if there is none.
 
         Parameters
         ----------
@@ -411,7 +410,7 @@ class Capture:
         if self.elements is not None and not _is_target(kind) and data.numel() > self.elements:
             chosen = _choice_on(data.numel(), self.elements, self.seed, data.device)
             flat = data.reshape(-1)
-            # on a CUDA device the first of them calls the second, and does as much again around it
+            # on a CUDA device `index_select` calls `gather`, and takes twice as long
             data = flat.index_select(0, chosen) if data.is_cpu else flat.gather(0, chosen)
         return data
 
@@ -461,10 +460,10 @@ class Capture:
     def sampling(
         self, kind: str, shape: Sequence[int], module: nn.Module | None = None, *, floating: bool = True
     ) -> dict[str, Any] | None:
-        """What is kept of tensors of this shape, for the declaration of a stream; None if everything is.
+        """Describes what is kept of tensors of this shape, for the declaration of a stream; None if everything is.
 
-        The indices themselves are `choice` of the numbers given here. The shape stands there only where it is needed to
-        place them, so that batches of many sizes can be one stream.
+        Readers find the indices by calling `choice` with the numbers given here. The shape is given only if they need
+        it to place the indices, so that batches of different sizes can be one stream.
         """
         entry = KINDS[kind]
         if not self.choices:
@@ -504,7 +503,7 @@ class Capture:
 
 
 def _result_of(result: object) -> Tensor:
-    """What a function of the user's returned, without a graph, and as nobody else has it."""
+    """A copy, without a graph, of the tensor that a user's function returned."""
     if not isinstance(result, Tensor):
         raise CaptureError(f"reduce of a capture returns a tensor, not {type(result).__name__}")
     return result.detach().clone()
@@ -543,7 +542,7 @@ def _choose_positions(data: Tensor, count: int, seed: int, module: nn.Module | N
 
 
 def _is_target(kind: str) -> bool:
-    """Whether cutting it anywhere but along the datapoints would make it meaningless."""
+    """Whether messages of a kind are only ever cut along the datapoints, because other cuts would make no sense."""
     return kind in ("input_labels", "network_output", *_LOSSES)
 
 
@@ -557,7 +556,7 @@ def _takes_two(function: Callable[..., Any]) -> bool:
                 function(torch.zeros(1))
         except TypeError:
             return True
-        except Exception:  # noqa: BLE001 - whatever it is, the number of its arguments is right
+        except Exception:  # noqa: BLE001 - any other error shows that one argument is right
             pass
         return False
     required = [

@@ -18,10 +18,47 @@ from tracer.observing.capture import Capture
 from tracer.observing.clock import At, Clock
 from tracer.observing.parameter_table import PARAMETER_KINDS, ParameterTable
 from tracer.observing.problems import Problems
-from tracer.observing.streams import Stream
 
+_BY_EPOCH = frozenset(kind for kind, entry in KINDS.items() if entry.clock == "epoch")
 EVERYTHING = Capture(kinds=KINDS)
 """The capture of what users log, which no other capture leaves out."""
+
+
+class Stream:
+    """Who asks for the messages of a kind about one module or parameter, and by which capture it is observed.
+
+    Attributes
+    ----------
+    asked : bool
+        Whether somebody asks for it in some step, and a capture allows it.
+    by_epoch : bool
+        Whether its clock is that of epochs.
+    """
+
+    __slots__ = ("_answer", "_asking", "_capture", "_clock", "_dated", "_name", "asked", "by_epoch")
+
+    def __init__(self, kind: str, path: str | None, tag: str, capture: Capture | None, asking: list[Receiver]) -> None:
+        self._name = kind, path, tag
+        self._capture = capture
+        self._asking = asking
+        self._dated = kind in KINDS and KINDS[kind].clock == "global_step" and tag == DEFAULT_TAG
+        self._clock = -1  # the last step (or epoch) for which it was asked whether it is wanted
+        self._answer: Capture | None = None
+        self.asked = capture is not None and bool(asking)
+        self.by_epoch = kind in _BY_EPOCH
+
+    def wanted(self, clock: int) -> Capture | None:
+        """The capture by which to observe it in this step (or epoch); None if nobody wants it."""
+        if clock != self._clock:  # asked several times in each step
+            answer, capture = None, self._capture
+            if capture is not None and not (self._dated and capture.next_step(clock) != clock):
+                for one in self._asking:
+                    if one.wants(*self._name, clock):
+                        answer = capture
+                        break
+            self._clock, self._answer = clock, answer  # together, because the question may be interrupted
+        return self._answer
+
 
 OfParameters: TypeAlias = "dict[str, tuple[Stream | None, Stream | None, Stream | None]]"
 
@@ -69,13 +106,17 @@ class Demand:
         """Observe those of some modules that a capture takes."""
         self.modules = {path: one for path, one in candidates if any(c.takes_module(path, one) for c in self.captures)}
 
+    def module_at(self, path: str | None) -> nn.Module | None:
+        """The observed module at a path; None for the network, and for parameters."""
+        return None if path is None else self.modules.get(path)
+
     # -- which streams --------------------------------------------------------------------------------------
 
     def ask_anew(self) -> None:
         """Forget who wanted what: receivers, modules or what other ranks record have changed."""
         self._streams, self._heard_tags, self._of_parameters = {}, {}, None
         receivers = self.bus.receivers
-        self.asking = tuple(one for one in receivers if not getattr(one, "passive", False)) or receivers
+        self.asking = tuple(one for one in receivers if not one.passive) or receivers
 
     def capture_of(self, kind: str, path: str | None, tag: str | None) -> Capture | None:
         """The first capture that takes a stream, of any tag if that is None; None if none does."""
@@ -205,7 +246,7 @@ class Demand:
         if self.quiet_until <= step != self._asked_at:  # asked several times in each step
             due = [one.next_step(step) for one in self.captures]
             first = min((one for one in due if one is not None), default=sys.maxsize)
-            self.quiet_until = first if first > step or any(_awake(one, step) for one in self.asking) else step + 1
+            self.quiet_until = first if first > step or any(one.awake(step) for one in self.asking) else step + 1
             self._asked_at = step
         return step < self.quiet_until
 
@@ -213,9 +254,3 @@ class Demand:
 def stream_name(kind: str, path: str | None) -> str:
     """A stream, in a sentence."""
     return kind if path is None else f"{kind} of {path!r}"
-
-
-def _awake(receiver: Receiver, step: int) -> bool:
-    """Whether a receiver may want something of the training passes of this step."""
-    ask = getattr(receiver, "awake", None)
-    return True if ask is None else bool(ask(step))

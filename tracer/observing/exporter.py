@@ -7,7 +7,7 @@ is neither hooked nor copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,8 +19,9 @@ from tracer.messaging.bus import MessageBus, Receiver
 from tracer.messaging.messages import DEFAULT_TAG, KINDS
 from tracer.observing.capture import Capture
 from tracer.observing.optimizers import observable
+from tracer.observing.part import Ground
 from tracer.observing.parts import Parts
-from tracer.observing.pytorch.tensors import arguments_of
+from tracer.observing.pytorch.leaves import arguments_of
 from tracer.observing.pytorch.wrappers import unwrap
 
 
@@ -75,16 +76,8 @@ class Exporter:
         self.captures: tuple[Capture, ...] = (capture,) if isinstance(capture, Capture) else tuple(capture)
         self.strict = strict
         self.message_bus = message_bus if message_bus is not None else MessageBus("exporter")
-        self._parts = parts = Parts(self.message_bus, self.captures, strict=strict)
-        self.clock = parts.clock
-        self.gate = parts.gate
-        self.optimizers = parts.optimizers
-        self.demand = parts.demand
-        self.publisher = parts.publisher
-        self.ranks = parts.ranks
-        self.looked_at: Callable[[], Mapping[str, nn.Module]] = dict
-        """Gives the models that the program has besides those that are observed, by name, for a launcher."""
-        self.message_bus.watch(self._parts.layout.rewire)
+        self.parts = Parts(Ground(self.message_bus, self.captures, strict=strict))
+        """What it is made of, for whoever records a training and knows more of it than a user says."""
 
     # -- what to listen to ----------------------------------------------------------------------------------
 
@@ -102,8 +95,8 @@ class Exporter:
         name, one = module if isinstance(module, tuple) and len(module) == 2 else ("", module)
         if not isinstance(one, nn.Module) or not isinstance(name, str):
             raise CaptureError(f"add_modules takes a module or a pair (name, module), not {type(module).__name__}")
-        self._parts.models.add(name, unwrap(one), recursive)
-        self._parts.layout.rewire()
+        self.parts.models.add(name, unwrap(one), recursive)
+        self.parts.rewire()
 
     def __call__(self, module: nn.Module, recursive: bool = True) -> nn.Module:
         """`add_modules`, returning the module: for use inside a constructor."""
@@ -123,38 +116,13 @@ class Exporter:
         if not isinstance(model, nn.Module):
             raise CaptureError(f"the model is a torch.nn.Module, not {type(model).__name__}")
         root = unwrap(model)
-        self.ranks.note_around(root, model)
-        if self._parts.models.root is not None and self._parts.models.root is not root:
+        self.parts.steps.ranks.note_around(root, model)
+        if self.parts.models.root is not None and self.parts.models.root is not root:
             raise CaptureError("this exporter already has a model; use another exporter for another model")
-        if self._parts.models.root is None:
-            self._parts.models.set_root(root)
-            self._parts.layout.rewire()
+        if self.parts.models.root is None:
+            self.parts.models.set_root(root)
+            self.parts.rewire()
         return model
-
-    def forget_model(self) -> None:
-        """Take back `set_model` and `add_modules`, for a launcher that learns only later what the model is.
-
-        Raises
-        ------
-        CaptureError
-            If a step has begun.
-        """
-        if self.clock.open or self.clock.last is not None:
-            raise CaptureError("the model cannot be changed once training has begun")
-        self._parts.wiring.drop_root()
-        self._parts.models.forget()
-        self._parts.layout.rewire()
-
-    def let_go(self, *, collect: bool = False) -> None:
-        """Stop observing models and optimizers that nobody else has any more, for a launcher; not during a forward.
-
-        Parameters
-        ----------
-        collect : bool
-            Whether Python's garbage is collected for that: models whose parts refer to each other are there until then.
-        """
-        if not self._parts.passes.now.depth:
-            self._parts.layout.let_go(collect=collect)
 
     def set_optimizer(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> None:
         """Name the optimizer whose step ends a step; of several, the last one's does.
@@ -167,11 +135,10 @@ class Exporter:
             If one is not an optimizer.
         """
         given = observable(optimizer)
-        self.optimizers.by_hand = optimizer is not None and not given
-        self._parts.wiring.keep_optimizers(given)
-        self.optimizers.take(given)
-        self._parts.watching.watch_optimizers()
-        self._parts.layout.rewire()
+        self.parts.optimizers.by_hand = optimizer is not None and not given
+        self.parts.optimizers.take(given)
+        self.parts.watch_optimizers()
+        self.parts.rewire()
 
     def set_loss(self, loss: nn.Module | Callable[..., Any] | Iterable[str]) -> None:
         """Name the loss: a module, a function of ``torch.nn.functional``, or names of such functions.
@@ -185,28 +152,23 @@ class Exporter:
         CaptureError
             If it is a function of another place, of which no labels can be had.
         """
-        self._parts.losses.add(loss)
-        self._parts.layout.rewire()
+        self.parts.losses.add(loss)
+        self.parts.rewire()
 
     @property
     def modules(self) -> list[nn.Module]:
         """The observed modules."""
-        return list(self.demand.modules.values())
+        return list(self.parts.demand.modules.values())
 
     @property
     def named_modules(self) -> list[tuple[str, nn.Module]]:
         """The observed modules with their dotted paths."""
-        return list(self.demand.modules.items())
-
-    @property
-    def tops(self) -> list[tuple[str, nn.Module]]:
-        """The model, and the modules that were added and are not part of it, by their names."""
-        return self._parts.models.tops
+        return list(self.parts.demand.modules.items())
 
     @property
     def model(self) -> nn.Module | None:
         """The root of the network, without wrappers."""
-        return self._parts.models.root
+        return self.parts.models.root
 
     def freeze_module(self, module: nn.Module | str) -> list[str]:
         """Stop training a module (or the one at a dotted path); returns the names of the parameters it froze.
@@ -219,12 +181,12 @@ class Exporter:
         CaptureError
             If there is no such module.
         """
-        return self._parts.models.freeze(module, self.demand.modules)
+        return self.parts.models.freeze(module, self.parts.demand.modules)
 
     def train(self, train: bool = True) -> None:
         """Publish again, after `test`; ``train(False)`` is ``test()``."""
-        self._parts.problems.enabled = train
-        self.gate.open = train and self.gate.attached
+        self.parts.problems.enabled = train
+        self.parts.gate.open = train and self.parts.gate.attached
 
     def test(self, test: bool = True) -> None:
         """Publish nothing and count nothing until `train` is called."""
@@ -235,133 +197,68 @@ class Exporter:
     @property
     def global_step(self) -> int:
         """How many optimizer steps have taken place; after a restart, those before it included."""
-        self._parts.steps.settle()
-        return self.clock.step
+        self.parts.steps.settle()
+        return self.parts.clock.step
 
     def step(self) -> None:
         """End the step: for loops without an optimizer that this exporter knows."""
-        if self.gate.open:
-            self._parts.steps.end_by_hand()
+        if self.parts.gate.open:
+            self.parts.steps.end_by_hand()
 
     def start_at(self, global_step: int, train_step: int, epoch: int) -> None:
         """Count from here: the training goes on after a restart. In the middle of an epoch, that is not begun again."""
-        self._parts.steps.start_at(global_step, train_step, epoch)
+        self.parts.steps.start_at(global_step, train_step, epoch)
 
     @property
     def train_step(self) -> int:
         """How many of them in this epoch."""
-        return self.clock.train_step
+        return self.parts.clock.train_step
 
     @property
     def epoch(self) -> int:
         """How many epochs have ended."""
-        return self.clock.epoch
+        return self.parts.clock.epoch
 
     @property
     def steps_seen(self) -> int:
         """How many steps were taken since this exporter began to count."""
-        return self.global_step - self.clock.first_step
+        return self.global_step - self.parts.clock.first_step
 
     def epoch_finished(self) -> None:
         """End the epoch: publish ``epoch_finished``; the next step is the first of the next epoch."""
-        self._parts.steps.finish_epoch()
-
-    def epoch_is_over(self) -> None:
-        """End the epoch as soon as the next step begins: an evaluation before that still belongs to the epoch."""
-        self._parts.steps.epochs.over = True
-
-    @property
-    def epochs_seen(self) -> bool:
-        """Whether somebody said that an epoch is over."""
-        return self._parts.steps.epochs.seen
-
-    @epochs_seen.setter
-    def epochs_seen(self, seen: bool) -> None:
-        self._parts.steps.epochs.seen = seen
-
-    def finish_step(self) -> None:
-        """End a step that is open: of a loop without an optimizer, or one in which some optimizer has stepped."""
-        self._parts.steps.finish()
+        self.parts.steps.finish_epoch()
 
     def finish(self) -> None:
         """End the run: the last step of a loop without an optimizer, and the last pass of each probe."""
-        self._parts.steps.settle_losses()
-        self._parts.steps.finish()
-        self._parts.steps.release_losses()
-        self._parts.retrospect.tell(self.steps_seen)
-        self._parts.wiring.asides.end()
-        if self.gate.attached:
-            self._parts.wiring.check()
-        self._parts.probes.finish()
+        self.parts.steps.settle_losses()
+        self.parts.steps.finish()
+        self.parts.steps.release_losses()
+        self.parts.retrospect.tell(self.steps_seen)
+        self.parts.wiring.asides.end()
+        if self.parts.gate.attached:
+            self.parts.wiring.check()
+        self.parts.probes.finish()
 
     def detach(self) -> None:
         """Remove every hook; the model is as it was."""
-        if self.gate.open:  # what an exception has left behind
-            self._parts.steps.settle_losses()
-            self._parts.steps.release_losses()
-        self._parts.wiring.detach(self.demand.modules)
-        self.gate.attached = self.gate.open = False
-        self._parts.layout.detach()
-        self._parts.steps.forget()
-        self.publisher.forget_places()
-        self._parts.passes.now.inputs = []
-        self.message_bus.unwatch(self._parts.layout.rewire)
-        self._parts.watching.end()
-
-    @property
-    def attached(self) -> bool:
-        """Whether it has not been detached."""
-        return self.gate.attached
+        self.parts.detach()
 
     # -- what was seen --------------------------------------------------------------------------------------
 
     @property
     def problems(self) -> list[dict[str, Any]]:
         """What is not observed, and why."""
-        return self._parts.problems.all
-
-    def note_problem(self, what: str, why: str, *, warn: bool = True) -> None:
-        """Note what is not observed, and why; with a warning, if something is missing."""
-        self._parts.problems.note(what, why, warn=warn)
-
-    @property
-    def forwards_seen(self) -> int:
-        """How many forwards of the model were seen, in training and aside."""
-        return self._parts.forwards.seen
-
-    @property
-    def losses_seen(self) -> int:
-        """How often a loss that was named was called."""
-        return self._parts.losses.seen
-
-    @property
-    def optimizer_calls(self) -> int:
-        """How many steps of optimizers were seen."""
-        return self._parts.optimizer_steps.calls
+        return self.parts.problems.all
 
     @property
     def unended(self) -> dict[str, int] | None:
         """The step that was open when the run ended, with its `passes`: they are of no training step."""
-        return self._parts.retrospect.unended
+        return self.parts.retrospect.unended
 
     @property
     def silent(self) -> list[str]:
         """Hooked modules whose forward was never seen: bypassed, compiled away, or not part of the forward."""
-        return self._parts.wiring.silent(self.demand.modules)
-
-    @property
-    def loss_is_silent(self) -> bool:
-        """Whether a loss was given, and steps were taken, but it was never seen: another name of it was called."""
-        return len(self._parts.losses.all) == 1 and self.losses_seen == 0 and self.steps_seen > 0
-
-    @property
-    def learns_in_eval_mode(self) -> bool:
-        """Whether the model was in eval mode in the first step, and had no training pass since."""
-        return self._parts.forwards.began_in_eval_mode and not self._parts.forwards.training
-
-    def is_training_pass(self, module: nn.Module) -> bool:
-        """Whether a forward of a module that begins now is one of the training."""
-        return self._parts.passes.is_training(module)
+        return self.parts.wiring.silent(self.parts.demand.modules)
 
     # -- what the user says ---------------------------------------------------------------------------------
 
@@ -375,7 +272,7 @@ class Exporter:
         MessageError
             If the value cannot be made a tensor, or `kind` is a kind of modules.
         """
-        self._parts.values.log(kind, value)
+        self.parts.values.log(kind, value)
 
     def tag(self, name: str) -> AbstractContextManager[None]:
         """Give every pass inside this context the tag `name`; such passes are never training steps.
@@ -385,7 +282,7 @@ class Exporter:
         CaptureError
             If it is empty or ``"default"``.
         """
-        return self._parts.passes.tag(name)
+        return self.parts.passes.tag(name)
 
     def probe(
         self, name: str, inputs: Any, labels: Any = None, *, every: int = 1, batch_size: int | None = None
@@ -413,7 +310,7 @@ class Exporter:
             If there is no model, or it is lazy; if the name is not a new tag; if `every` or `batch_size` is not a
             positive integer.
         """
-        self._parts.probes.add(name, inputs, labels, every, batch_size)
+        self.parts.probes.add(name, inputs, labels, every, batch_size)
 
     def probe_first(self, name: str, count: int, *, every: int = 1) -> None:
         """Probe the model on the first datapoints that it is given itself, of whose calls copies are kept.
@@ -431,53 +328,49 @@ class Exporter:
         every : int
             Steps between two passes.
         """
-        self._parts.probes.add_first(name, count, every)
+        self.parts.probes.add_first(name, count, every)
 
     # -- callbacks for hand-written loops -------------------------------------------------------------------
 
     def new_input_data(self, *args: Tensor) -> None:
         """Publish the network's input; begins a step if none is open."""
-        self._parts.steps.begin()
-        self.publisher.publish_leaves("input_data", None, args if len(args) != 1 else args[0], DEFAULT_TAG)
+        self.parts.steps.begin()
+        self.parts.publisher.publish_leaves("input_data", None, args if len(args) != 1 else args[0], DEFAULT_TAG)
 
     def new_output_and_labels(self, network_output: Tensor, labels: Tensor) -> None:
         """Publish the network's output and the labels."""
-        self.publisher.publish_leaves("network_output", None, network_output, self._parts.passes.now.tag)
-        self.publisher.publish_leaves("input_labels", None, labels, self._parts.passes.now.tag)
+        self.parts.publisher.publish_leaves("network_output", None, network_output, self.parts.passes.now.tag)
+        self.parts.publisher.publish_leaves("input_labels", None, labels, self.parts.passes.now.tag)
 
     def new_loss(self, loss: Tensor) -> None:
         """Publish the loss; from then on, what ``backward`` is called on is none."""
-        self._parts.values.loss_is_logged(DEFAULT_TAG, self._parts.passes.now.tag)
-        self.publisher.publish_leaves("loss", None, loss, self._parts.passes.now.tag)
-
-    def loss_is_logged(self) -> None:
-        """Leave it to the user to say what the loss of the training is, as ``log("loss", value)`` does."""
-        self._parts.values.loss_is_logged(DEFAULT_TAG)
+        self.parts.values.loss_is_logged(DEFAULT_TAG, self.parts.passes.now.tag)
+        self.parts.publisher.publish_leaves("loss", None, loss, self.parts.passes.now.tag)
 
     def new_activations(self, module: nn.Module, in_: Any, out_: Any) -> None:
         """Publish a module's inputs and output."""
-        path = self._parts.models.path_of(module, self.demand.modules)
+        path = self.parts.models.path_of(module, self.parts.demand.modules)
         inputs = arguments_of(in_, {}) if isinstance(in_, tuple) else in_
-        self.publisher.publish_leaves("layer_inputs", path, inputs, self._parts.passes.now.tag)
-        self.publisher.publish_leaves("activations", path, out_, self._parts.passes.now.tag)
+        self.parts.publisher.publish_leaves("layer_inputs", path, inputs, self.parts.passes.now.tag)
+        self.parts.publisher.publish_leaves("activations", path, out_, self.parts.passes.now.tag)
 
     def new_layer_gradients(self, module: nn.Module, gradients: Any) -> None:
         """Publish the gradients of the loss with respect to a module's output."""
         if isinstance(gradients, tuple):  # as a backward hook of torch's gets them, also of one output
             gradients = arguments_of(gradients, {})
-        self.publisher.publish_leaves(
+        self.parts.publisher.publish_leaves(
             "layer_gradients",
-            self._parts.models.path_of(module, self.demand.modules),
+            self.parts.models.path_of(module, self.parts.demand.modules),
             gradients,
-            self._parts.passes.now.tag,
+            self.parts.passes.now.tag,
         )
 
     def new_parameter_gradients(self, module: nn.Module, gradients: Sequence[Tensor | None]) -> None:
         """Publish the gradients of the loss with respect to a module's weight and bias, in this order."""
-        path = self._parts.models.path_of(module, self.demand.modules)
+        path = self.parts.models.path_of(module, self.parts.demand.modules)
         for kind, gradient in zip(("weight_gradients", "bias_gradients"), gradients, strict=False):
             if gradient is not None:
-                self.publisher.publish_leaves(kind, path, gradient, self._parts.passes.now.tag)
+                self.parts.publisher.publish_leaves(kind, path, gradient, self.parts.passes.now.tag)
 
     # -- assembly -------------------------------------------------------------------------------------------
 
@@ -489,35 +382,13 @@ class Exporter:
         CaptureError
             With a sentence that names what is missing and what can be had; or if the capture matches no module at all.
         """
-        self.demand.check(
-            self.message_bus.receivers if receivers is None else receivers, logged, self._parts.models.candidates()
+        self.parts.demand.check(
+            self.message_bus.receivers if receivers is None else receivers, logged, self.parts.models.candidates()
         )
-
-    def structure(self) -> dict[str, Any]:
-        """The model as JSON: names and classes of modules, what convolutions are, parameters, tied aliases."""
-        return self._parts.models.structure()
-
-    def models(self) -> list[dict[str, Any]]:
-        """The models that are observed, and those that are only looked at, as JSON.
-
-        Each with its name, class and number of parameters, and `trained`: whether an optimizer that was given trains
-        it. A model without a name is the root of the network.
-        """
-        return self._parts.models.summaries(self.optimizers.all, self.looked_at())
-
-    def trainers(self) -> list[dict[str, str]]:
-        """The optimizers that were given, as JSON: the class of each, and the path of what it trains."""
-        return [
-            {"class": type(one).__name__, "trains": self._parts.models.trained_by(one)} for one in self.optimizers.all
-        ]
 
     # -- what PyTorch does while it is watched --------------------------------------------------------------
 
     def watch_backward(self) -> None:
         """Publish as the loss what ``backward`` is called on, until `detach`, although no loss is named."""
-        self._parts.differentiation.is_watched = True
-        self._parts.layout.rewire()
-
-    def backward_called(self, tensor: Tensor) -> None:
-        """Publish a scalar as the loss that is differentiated; if its ``backward`` is watched, only once."""
-        self._parts.differentiation.told(tensor)
+        self.parts.differentiation.is_watched = True
+        self.parts.rewire()

@@ -1,4 +1,4 @@
-"""How many forwards of the model there were, and which of them served a training."""
+"""Counts the forwards of the model, and those of them that a training differentiates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from tracer.observing.models import Models
 from tracer.observing.pytorch.autograd import calls_running
 from tracer.observing.pytorch.gate import Gate
-from tracer.observing.pytorch.hanging import on_gradient_once
+from tracer.observing.pytorch.hanging import Told, on_gradient_once
 from tracer.observing.pytorch.loss_graph import Node
 
 
@@ -24,11 +24,8 @@ class Forwards:
         All of them, in training and aside.
     training : int
         Those in training.
-    tops, tops_before : set of int
-        The ids of the tops that had a training forward in the open step, and in the one before, where the order of
-        optimizers is not known.
     ended_at : Node or None
-        Where in the graph the last step ended.
+        The place in the graph at which the last step ended.
     began_in_eval_mode : bool
         Whether the model was in eval mode all through the first step.
     """
@@ -39,13 +36,12 @@ class Forwards:
     def __post_init__(self) -> None:
         self.seen = 0
         self.training = 0
-        self.tops: set[int] = set()
-        self.tops_before: set[int] = set()
         self.ended_at: Node | None = None
         self.began_in_eval_mode = False
         self._before = 0  # training forwards of the steps that have ended
-        self._undifferentiated = _Undifferentiated()  # those of the open step, as far as they are recorded
-        self._never_differentiated = 0  # and of the steps before
+        self._undifferentiated: set[int] = set()  # the numbers of those of the open step that are recorded
+        self._never_differentiated = 0  # how many there were in the steps before
+        self._watched = 0  # the number of the last one
 
     @property
     def of_ended_steps(self) -> int:
@@ -59,25 +55,36 @@ class Forwards:
 
     @property
     def undifferentiated(self) -> int:
-        """How many recorded training forwards no backward has gone through."""
-        return self._never_differentiated + self._undifferentiated.passes
+        """How many recorded training forwards were never differentiated."""
+        return self._never_differentiated + len(self._undifferentiated)
+
+    @property
+    def learns_in_eval_mode(self) -> bool:
+        """Whether the model was in eval mode in the first step, and had no training pass since."""
+        return self.began_in_eval_mode and not self.training
 
     def watch(self, outputs: Iterable[Tensor]) -> None:
-        """Learn whether a backward goes through the training forward that gave these."""
-        self._undifferentiated.watch(outputs)
+        """Find out whether the training forward with these outputs is differentiated."""
+        self._watched += 1
+        hook = Told(self._differentiated, self._watched)
+        for one in outputs:
+            if one.grad_fn is not None:
+                on_gradient_once(one, hook)
+                self._undifferentiated.add(self._watched)
+
+    def _differentiated(self, number: int, gradient: Tensor) -> None:
+        self._undifferentiated.discard(number)
 
     def note_mode(self, *, observed: bool) -> None:
-        """Note in which mode the model is when the first step ends; `observed`: whether its forwards are."""
+        """Note the mode of the model when the first step ends; `observed`: whether its forwards are observed."""
         root = self.models.root
         self.began_in_eval_mode = observed and root is not None and not root.training and not self.training
 
     def end_step(self) -> None:
-        """Begin to count those of the next step; what runs on in this thread is of none."""
-        if self._undifferentiated.passes:
-            self._never_differentiated += self._undifferentiated.passes
-            self._undifferentiated = _Undifferentiated()
-        if self.tops or self.tops_before:
-            self.tops_before, self.tops = self.tops, set()
+        """Begin to count the forwards of the next step. A forward that is still running belongs to no step."""
+        if self._undifferentiated:
+            self._never_differentiated += len(self._undifferentiated)
+            self._undifferentiated = set()
         self._before = self.training
         running = self.gate.passes.now
         running.listening = False
@@ -85,38 +92,3 @@ class Forwards:
             running.inputs = []
         if running.depth and self.models.root is not None:  # one that was interrupted did not tell its end
             running.depth = calls_running(self.models.root)
-
-
-class _Undifferentiated:
-    """How many training passes of a step no backward has gone through yet."""
-
-    __slots__ = ("passes",)
-
-    def __init__(self) -> None:
-        self.passes = 0
-
-    def watch(self, outputs: Iterable[Tensor]) -> None:
-        """Count a pass with these outputs, until a gradient comes to one of them."""
-        hook = _PassHook(self)
-        for one in outputs:
-            if one.grad_fn is not None:
-                on_gradient_once(one, hook)
-                hook.waits = True
-        self.passes += hook.waits
-
-
-class _PassHook:
-    """Sees whether a backward goes through a pass."""
-
-    __slots__ = ("__weakref__", "_counted", "waits")
-
-    __torch_unserializable__ = True
-
-    def __init__(self, counted: _Undifferentiated) -> None:
-        self._counted = counted
-        self.waits = False
-
-    def __call__(self, gradient: Tensor | None) -> None:
-        if self.waits and gradient is not None:
-            self.waits = False
-            self._counted.passes -= 1

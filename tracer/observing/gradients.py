@@ -1,41 +1,34 @@
-"""Gradients of what modules give and get: hooks on tensors, and what comes back through them."""
+"""Gradients of the outputs and inputs of modules: hooks on these tensors, which publish what a backward brings."""
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 
 from torch import Tensor
 from torch._C import _current_graph_task_id
 
-from tracer.observing.clock import At, Clock
-from tracer.observing.demand import Demand
-from tracer.observing.publisher import Publisher
+from tracer.observing.clock import At
+from tracer.observing.numbers import StreamKey
+from tracer.observing.part import Ground, Part
 from tracer.observing.pytorch.autograd import without_modes
 from tracer.observing.pytorch.gate import Gate
-from tracer.observing.pytorch.hanging import on_gradient, on_gradient_once
-from tracer.observing.streams import StreamKey
+from tracer.observing.pytorch.hanging import Told, on_gradient, on_gradient_once
 
 
-@dataclass(eq=False, repr=False)
-class Gradients:
+class Gradients(Part):
     """Watches tensors of a forward, and publishes their gradients."""
 
-    gate: Gate
-    clock: Clock
-    demand: Demand
-    publisher: Publisher
-
-    def __post_init__(self) -> None:
-        self._backwards: dict[tuple[StreamKey, int], int] = {}  # how often there was a gradient of a call
-        # by tensor, kind, module and place in its output or input
+    def __init__(self, ground: Ground) -> None:
+        super().__init__(ground)
+        self._backwards: dict[tuple[StreamKey, int], int] = {}  # how many gradients each call has had
+        # by the id of the tensor, the kind, the module and the leaf
         self._leaf_hooks: dict[tuple[int, str, str | None, str], _LeafHook] = {}
-        self._scales: dict[int, Tensor] = {}  # by backward: what a GradScaler has multiplied its loss with
+        self._scales: dict[int, Tensor] = {}  # by the number of a backward, the factor of a GradScaler in its loss
 
     def watch(
         self, kind: str, path: str, found: list[tuple[str, Tensor]], call: int, tag: str, forward: int
     ) -> list[GradientHook]:
-        """Hang hooks on the tensors in an output or input whose gradients are wanted.
+        """Hang hooks on the tensors of an output or input whose gradients are wanted; returns the hooks.
 
         Parameters
         ----------
@@ -62,11 +55,11 @@ class Gradients:
         return hooks
 
     def _hang(self, tensor: Tensor, hook: GradientHook, forward: int) -> None:
-        """Hang a hook on a tensor of this pass, and see to it that it does not outlive the step."""
+        """Hang a hook on a tensor, so that it is gone when the step is over."""
         if not tensor.is_leaf:
             on_gradient_once(tensor, hook)
             return
-        # a parameter that a module returns, an input of the user's: both outlive this step
+        # a leaf (a parameter that a module returns, an input of the user's) outlives the step
         kind, path, _, leaf = hook.stream
         key = id(tensor), kind, path, leaf
         there = self._leaf_hooks.get(key)
@@ -75,30 +68,29 @@ class Gradients:
         there.wait(forward, hook)
 
     def seen(self, stream: StreamKey, call: int, at: At, gradient: Tensor) -> None:
-        """Publish a gradient that comes from elsewhere than a hook on a tensor: from a compiled graph."""
+        """Publish a gradient that a compiled graph has computed."""
         GradientHook(self, self.gate, stream, call, at, None)(gradient)
 
     def came(self, hook: GradientHook, gradient: Tensor) -> None:
-        """Publish what has come back to a tensor."""
+        """Publish a gradient that a backward has brought to a tensor."""
         kind, path, tag, leaf = hook.stream
         capture = self.demand.wanted(kind, path, tag, hook.at)
         if capture is None:
             return
         if hook.at.global_step != self.clock.now().global_step:
             why = "a backward went through the forward of an earlier step, whose messages are complete"
-            self.gate.problems.note(f"{kind} of {path!r}", why)
+            self.problems.note(f"{kind} of {path!r}", why)
             return
         if hook.scale is not None:
             self._scales.setdefault(_current_graph_task_id(), hook.scale)
-        # a second backward through the same forward is told apart, so that the first's keep their calls
+        # gradients of a second backward through the same forward get another leaf, and the same call
         key = hook.stream, hook.call
         before = self._backwards[key] = self._backwards.get(key, -1) + 1
         if before:
             stream = StreamKey(kind, path, tag, f"{leaf}.backward.{before}".lstrip("."))
         else:
             stream = hook.stream
-        module = None if path is None else self.demand.modules.get(path)
-        self.publisher.deliver(capture, stream, gradient, hook.call, hook.at, module, owned=False, scale=self.scale)
+        self.publisher.deliver(capture, stream, gradient, hook.call, hook.at, owned=False, scale=self.scale)
 
     def failed(self, stream: StreamKey, error: Exception) -> None:
         """Publish no more gradients of a stream."""
@@ -106,20 +98,20 @@ class Gradients:
 
     @property
     def scale(self) -> Tensor | None:
-        """What a GradScaler has multiplied the loss with of which this thread runs the backward."""
+        """The factor that a GradScaler put into the loss of the backward that this thread runs."""
         return self._scales.get(_current_graph_task_id()) if self._scales else None
 
     def watch_scale(self, scaled: Tensor, scale: Tensor) -> None:
-        """Learn when a backward begins at a loss that a GradScaler has multiplied."""
-        on_gradient_once(scaled, _ScaleHook(self, scale))
+        """Note, when a backward begins at a scaled loss, by which factor the loss is scaled."""
+        on_gradient_once(scaled, Told(self.scaled_by, scale))
 
-    def scaled_by(self, scale: Tensor) -> None:
-        """Note by what the loss was multiplied of which this thread runs the backward."""
+    def scaled_by(self, scale: Tensor, gradient: Tensor) -> None:
+        """Note the factor in the loss of the backward that this thread runs."""
         with self.gate.lock:
             self._scales[_current_graph_task_id()] = scale
 
     def forget(self) -> None:
-        """Let go of what was kept of a step."""
+        """Forget the step."""
         if self._leaf_hooks:
             for hook in self._leaf_hooks.values():
                 hook.handle.remove()
@@ -129,7 +121,7 @@ class Gradients:
 
 
 class GradientHook:
-    """Sees the gradient of one tensor of one forward pass."""
+    """A hook on one tensor of one forward pass."""
 
     __slots__ = ("_gate", "_owner", "at", "call", "scale", "stream")
 
@@ -143,11 +135,11 @@ class GradientHook:
         self.stream = stream
         self.call = call
         self.at = at
-        self.scale = scale  # of the backward in which the forward was computed again
+        self.scale = scale  # if the forward runs in a backward (a checkpoint), the factor of that backward's loss
 
     def __call__(self, gradient: Tensor | None) -> None:
         owner, gate = self._owner(), self._gate
-        if gradient is None:  # the node has several outputs, and no gradient came back to this one
+        if gradient is None:  # the node has several outputs, and this one got no gradient
             return
         if owner is None or not gate.open:
             return
@@ -158,16 +150,17 @@ class GradientHook:
             owner.failed(self.stream, error)
 
     def tell_shared(self) -> None:
-        """Say that this gradient may be another forward's."""
+        """Note that this gradient may belong to another forward."""
         if self._owner() is not None:
             why = "it is of a tensor that several forwards used before a backward, and is recorded for each of them"
             self._gate.problems.note(f"which forward {self.stream.kind} of {self.stream.module!r} belongs to", why)
 
 
 class _LeafHook:
-    """Sees the gradients of a tensor that is there for more than one call: a parameter that a module returns.
+    """A hook on a tensor that several calls use, such as a parameter that a module returns.
 
-    What a backward brings is of the calls since the last one; if there are none, it went through the same once more.
+    A gradient is taken for that of the calls since the last backward. If there were none, the backward went through the
+    same calls once more.
     """
 
     __slots__ = ("__weakref__", "_latest", "_tensor", "_waiting", "handle")
@@ -181,11 +174,11 @@ class _LeafHook:
         self.handle = on_gradient(tensor, self)
 
     def of(self, tensor: Tensor) -> bool:
-        """Whether it is this tensor's."""
+        """Whether it hangs on this tensor."""
         return self._tensor() is tensor
 
     def wait(self, forward: int, hook: GradientHook) -> None:
-        """Have another call, in a forward of this number, get what the next backward brings."""
+        """Give the gradient of the next backward to another call's hook; `forward` is the number of its forward."""
         self._waiting.append((forward, hook))
 
     def __call__(self, gradient: Tensor | None) -> None:
@@ -195,20 +188,3 @@ class _LeafHook:
             self._latest[0][1].tell_shared()
         for _, hook in self._latest:
             hook(gradient)
-
-
-class _ScaleHook:
-    """Sits on a loss that a GradScaler has multiplied, and tells when a backward begins there."""
-
-    __slots__ = ("_owner", "scale")
-
-    __torch_unserializable__ = True
-
-    def __init__(self, owner: Gradients, scale: Tensor) -> None:
-        self._owner = weakref.ref(owner)
-        self.scale = scale
-
-    def __call__(self, gradient: Tensor) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.scaled_by(self.scale)

@@ -1,11 +1,10 @@
-"""Loss functions and loss modules: what they get, and what they give."""
+"""Calls of loss functions and loss modules, and calls of ``backward`` and ``autograd.grad``."""
 
 from __future__ import annotations
 
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,16 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tracer.errors import CaptureError
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG
-from tracer.observing.clock import Clock
-from tracer.observing.demand import Demand
-from tracer.observing.forwards import Forwards
-from tracer.observing.models import Models
-from tracer.observing.objectives import Terms
-from tracer.observing.optimizers import Optimizers
+from tracer.observing.part import Ground, Part
 from tracer.observing.passes import Passes
-from tracer.observing.publisher import Publisher
 from tracer.observing.pytorch.autograd import checkpointed_inputs, recomputing, recomputing_reentrant
-from tracer.observing.pytorch.gate import Gate
 from tracer.observing.pytorch.hanging import after_forward
 from tracer.observing.pytorch.hooks import Role, Site
 from tracer.observing.pytorch.loss_functions import (
@@ -37,15 +29,12 @@ from tracer.observing.pytorch.loss_functions import (
 from tracer.observing.pytorch.loss_graph import looks_back
 from tracer.observing.pytorch.tensors import leaves
 from tracer.observing.pytorch.wrappers import unwrap
-from tracer.observing.steps import Steps
-from tracer.observing.wiring import Wiring
 
 _LOSSES = ("loss", "loss_terms", "input_labels", "network_output")
 """The kinds of messages that a call of a loss may give."""
 
 
-@dataclass(eq=False, repr=False)
-class Losses:
+class Losses(Part):
     """Sees the losses that were named.
 
     Attributes
@@ -56,19 +45,11 @@ class Losses:
         How often one was called.
     """
 
-    gate: Gate
-    clock: Clock
-    demand: Demand
-    publisher: Publisher
-    models: Models
-    forwards: Forwards
-    optimizers: Optimizers
-    wiring: Wiring
-    terms: Terms
-    steps: Steps
-    passes: Passes
-
-    def __post_init__(self) -> None:
+    def __init__(self, ground: Ground, passes: Passes) -> None:
+        super().__init__(ground)
+        self.passes = passes
+        self.steps = passes.steps
+        self.terms = passes.terms
         self.all: list[nn.Module | str] = []
         self.seen = 0
         self._patched: dict[str, LossFunction] = {}
@@ -110,9 +91,9 @@ class Losses:
     # -- their calls ----------------------------------------------------------------------------------------
 
     def quiet_after(self, args: tuple[Any, ...]) -> bool:
-        """Whether this loss is of a step that nobody records; then it is counted here, as `_called` would."""
+        """Whether this loss is of a step that nobody records. Then it is counted here, as `_called` would do."""
         if not self.clock.idle or self.passes.user_tag is not None or not self.wiring.on_optimizers:
-            return False  # in a probe, there is a tag
+            return False  # probes have a tag
         output, root = args[-1], self.models.root
         if not (type(output) is Tensor and output.requires_grad and root is not None and root.training):
             return False
@@ -133,7 +114,7 @@ class Losses:
         if not isinstance(output, Tensor) or isinstance(output, FakeTensor) or self.publisher.collecting is not None:
             return
         if recomputing() and (not output.requires_grad or not recomputing_reentrant()):
-            return  # it was told before
+            return  # it was seen in the first forward of the checkpoint
         if self.steps.over:
             self.steps.settle()
         self.seen += 1
@@ -173,15 +154,15 @@ class Losses:
         return self.passes.tag_with_gradients
 
     def _is_second_look(self, output: Tensor) -> bool:
-        """Whether a loss is of what the network gave in the step that has ended, such as a metric."""
+        """Whether a loss is computed from outputs of the step that has ended, as a metric is."""
         # of several optimizers, one may step yet that the loss is for
         alone = not self.clock.open and len(self.optimizers.all) < 2
         return alone and looks_back(output, self.forwards.ended_at)
 
     def _waits_for_backward(self) -> bool:
-        """Whether a reentrant checkpoint of a training runs for the first time: its losses have no graph yet.
+        """Whether a reentrant checkpoint of a training runs for the first time, so that its losses have no graph yet.
 
-        Whether they are differentiated only their second computation tells, or `backward`.
+        Only when they are computed again, or `backward` is called, does it show whether they are differentiated.
         """
         inputs = checkpointed_inputs()
         if inputs is None:
@@ -202,3 +183,74 @@ def _names_of(loss: Callable[..., Any] | Iterable[str]) -> list[str]:
                 "not be named, as what backward is called on is recorded, or log('loss', value)"
             )
     return names
+
+
+class Differentiation(Part):
+    """Sees what the program differentiates: that is the loss of the training.
+
+    Attributes
+    ----------
+    is_watched : bool
+        Whether ``backward`` is watched even if no loss is named.
+    """
+
+    def __init__(self, ground: Ground, passes: Passes) -> None:
+        super().__init__(ground)
+        self.passes = passes
+        self.steps = passes.steps
+        self.gradients = passes.steps.gradients
+        self.objectives = passes.steps.objectives
+        self.is_watched = False
+        # the last loss that a GradScaler has scaled, and the loss before that
+        self._last_scaled: tuple[weakref.ref[Tensor], Tensor] | None = None
+
+    def backward(self, *tensors: Tensor) -> None:
+        """Publish what ``backward`` is called on."""
+        user_tag, terms = self.passes.user_tag, self.objectives.terms
+        if recomputing() or not self.gate.open:
+            return
+        if user_tag is None and self.clock.idle and self.clock.open:
+            return
+        if not self.optimizers.found and all(map(self.models.made_by_others, tensors)):
+            return
+        if any(one.numel() != 1 for one in tensors):
+            why = "backward was called on a tensor of several elements; run.log('loss', value) says what the loss is"
+            self.problems.note("the loss", why, warn=False)
+            return
+        for one in tensors:
+            terms.differentiated(one)
+        if user_tag is None:
+            terms.settle()
+            self.steps.begin()
+            if self.clock.idle:
+                return
+        values = [self._unscaled(one) for one in tensors]
+        if user_tag is not None:
+            for one in values:
+                terms.whole(one, user_tag)
+            return
+        whole = values[0].detach()
+        for one in values[1:]:
+            whole = whole + one.detach().to(whole.device)
+        self.objectives.differentiated(tensors, whole, hold=len(self.optimizers.all) > 1)
+
+    def _unscaled(self, loss: Tensor) -> Tensor:
+        """A loss without the factor of a GradScaler."""
+        last = self._last_scaled
+        return last[1] if last is not None and last[0]() is loss else loss
+
+    def grad(self, tensor: Tensor, inputs: Iterable[Any], *, derivable: bool) -> None:
+        """See a call of ``autograd.grad``. Without a ``backward``, what it differentiates by parameters is the loss."""
+        if recomputing() or self.clock.idle or not self.clock.open or tensor.numel() != 1:
+            return
+        if self.gate.open and self.passes.user_tag is None:
+            own = self.models.parameter_ids
+            if any(id(one) in own for one in inputs):
+                self.objectives.by_hand(tensor, derivable=derivable)
+
+    def scaled(self, scaled: Tensor, loss: Tensor, scale: Tensor) -> None:
+        """See a GradScaler scale a loss, so that gradients can be published without its factor."""
+        self._last_scaled = weakref.ref(scaled), loss.detach()
+        listens = self.wiring.listens(Role.AFTER_FORWARD, Role.AFTER_ACCUMULATION)
+        if self.clock.open and not self.clock.idle and listens:
+            self.gradients.watch_scale(scaled, scale)

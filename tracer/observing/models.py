@@ -28,11 +28,14 @@ class Models:
         The model, without wrappers.
     several : bool
         Whether there are several tops.
+    looked_at : callable
+        Gives the models that the program has besides the observed ones, by name.
     """
 
     def __init__(self) -> None:
         self.root: nn.Module | None = None
         self.several = False
+        self.looked_at: Callable[[], Mapping[str, nn.Module]] = dict
         self._added: list[tuple[str, nn.Module, bool]] = []
         # what is known of the tops, until `changed`: the top that each module's path leads to, the ids of all
         # parameters, and by optimizer the name of what it trains
@@ -178,7 +181,7 @@ class Models:
         known = self._trained_names.get(id(optimizer))
         if known is not None:
             return known
-        own = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        own = set(map(id, walking.trained(optimizer)))
         name, size = "", sys.maxsize
         parts = self.parts()
         trained = {id(one) for _, top in self.tops for one in walking.parameters(top)} & own
@@ -193,11 +196,15 @@ class Models:
         """The model as JSON."""
         return {} if self.root is None else structure_of(self.root)
 
-    def summaries(self, optimizers: tuple[Optimizer, ...], looked_at: Mapping[str, nn.Module]) -> list[dict[str, Any]]:
-        """What is observed and what is only looked at, as JSON."""
-        trained = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+    def summaries(self, optimizers: tuple[Optimizer, ...]) -> list[dict[str, Any]]:
+        """The models that are observed, and those that are only looked at, as JSON.
+
+        Each with its name, class and number of parameters, and `trained`: whether one of the optimizers trains it. A
+        model without a name is the root of the network.
+        """
+        trained = set(map(id, walking.trained(*optimizers)))
         told = [
             summary_of(name, top) | {"trained": any(id(one) in trained for one in walking.parameters(top))}
             for name, top in self.tops
         ]
-        return told + [summary_of(name, one) | {"trained": False} for name, one in looked_at.items()]
+        return told + [summary_of(name, one) | {"trained": False} for name, one in self.looked_at().items()]

@@ -1,15 +1,25 @@
-"""Which call of a module, and which message of a stream, this is in its step."""
+"""Numbers the calls of modules, and the messages of streams, within each step."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from torch._C import _current_graph_task_id
 
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.observing.pytorch.autograd import backward_node, next_node
-from tracer.observing.streams import StreamKey
 
 _RECOMPUTED = "recomputed"
-"""Stands for a tag, where a graph computes calls again that it has checkpointed itself."""
+"""Used in the place of a tag for calls that a compiled graph computes again, because it has a checkpoint of its own."""
+
+
+class StreamKey(NamedTuple):
+    """What the messages of a stream have in common, one tensor of an output apart from another."""
+
+    kind: str
+    module: str | None
+    tag: str
+    leaf: str
 
 
 class Numbers:
@@ -36,12 +46,12 @@ class Numbers:
     # -- steps ----------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Begin to count anew what is of the training."""
+        """Reset the counts of the training."""
         if self._calls or self._messages:
             self.forget(DEFAULT_TAG)
 
     def end_step(self) -> None:
-        """Let go of all but the messages of the training: a value may still be logged for this step."""
+        """Reset all counts except those of the training's messages, as a value may still be logged for this step."""
         if self._ungraded or self._recomputed:
             self._ungraded, self._recomputed = {}, {}
         if self._calls:
@@ -50,33 +60,30 @@ class Numbers:
             self._messages = {stream: count for stream, count in self._messages.items() if stream.tag == DEFAULT_TAG}
 
     def forget(self, tag: str) -> None:
-        """Begin to count anew what is of a tag."""
+        """Reset the counts of a tag."""
         self._calls = {key: count for key, count in self._calls.items() if key[1] != tag}
         self._messages = {stream: count for stream, count in self._messages.items() if stream.tag != tag}
 
     # -- messages -------------------------------------------------------------------------------------------
 
     def message(self, stream: StreamKey, call: int | None) -> int:
-        """The number of a stream's message in its step: that of the call, or else one more than the last.
-
-        Probed data is put together before it is published; everything else counts its own calls.
-        """
+        """The number of a stream's message in its step: `call`, or if that is None one more than the last number."""
         number = call if call is not None else self._messages.get(stream, 0)
         self._messages[stream] = number + 1
         return number
 
     def next_message(self, stream: StreamKey) -> int:
-        """The number that the stream's next message gets."""
+        """The number of the stream's next message."""
         return self._messages.get(stream, 0)
 
     # -- calls ----------------------------------------------------------------------------------------------
 
     def call(self, path: str, tag: str) -> int:
-        """The number that the next call of a module gets that is over."""
+        """The number of the next call of a module. Calls are numbered when they end."""
         return self._calls.get((path, tag), 0)
 
     def count_call(self, path: str, tag: str) -> int:
-        """The number of a call that is over."""
+        """Count a call that has ended; returns its number."""
         call = self._calls.get((path, tag), 0)
         self._calls[path, tag] = call + 1
         return call

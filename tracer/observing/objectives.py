@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -18,13 +17,11 @@ from torch.optim import Optimizer
 
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.observing.callers import differentiated_name
-from tracer.observing.clock import At, Clock
-from tracer.observing.demand import Demand
-from tracer.observing.problems import Problems
-from tracer.observing.publisher import Publisher
+from tracer.observing.clock import At
+from tracer.observing.numbers import StreamKey
+from tracer.observing.part import Ground, Part
 from tracer.observing.pytorch.loss_graph import Node, is_made_of, multiple_of, node_of
 from tracer.observing.pytorch.tensors import unobservable
-from tracer.observing.streams import StreamKey
 
 _TERMS = 256
 """How many of the latest results of loss functions are known by their place in the graph."""
@@ -44,8 +41,7 @@ class _Aside:
     several: bool = False
 
 
-@dataclass(eq=False, repr=False)
-class Terms:
+class Terms(Part):
     """What loss functions and loss modules give.
 
     Attributes
@@ -54,12 +50,8 @@ class Terms:
         Whether the last loss of the training was a multiple of one term, and of nothing else; None if there was none.
     """
 
-    publisher: Publisher
-    demand: Demand
-    clock: Clock
-    problems: Problems
-
-    def __post_init__(self) -> None:
+    def __init__(self, ground: Ground) -> None:
+        super().__init__(ground)
         self.single: bool | None = None
         self._names: OrderedDict[Node, str] = OrderedDict()  # a dict is slow to give its oldest
         self._asides: dict[int, _Aside] = {}  # by thread
@@ -83,7 +75,7 @@ class Terms:
         capture = self.demand.wanted("loss_terms", None, tag)
         if capture is not None:
             stream = StreamKey("loss_terms", None, tag, name)
-            self.publisher.deliver(capture, stream, value, None, self.clock.now(), None, owned=False)
+            self.publisher.deliver(capture, stream, value, None, self.clock.now(), owned=False)
 
     def note(self, name: str, value: Tensor) -> None:
         """Remember where in the graph something of this name was given, without keeping it."""
@@ -201,30 +193,22 @@ class _Objective:
     owner: Optimizer | None = None
 
 
-@dataclass(eq=False, repr=False)
-class Objectives:
+class Objectives(Part):
     """What a training differentiates, published as its loss, with a leaf where several have to be told apart.
 
     Losses of several optimizers are told apart by what the optimizer trains that steps next. Of one optimizer, or of
     several for which a loss is differentiated together, they are told apart by the names of their variables; else by
     the names of the loss functions that gave them. As long as all losses have one name, the leaf is empty.
 
-    Parameters
+    Attributes
     ----------
     terms : Terms
         What loss functions gave.
-    name_of : callable
-        Gives the name of what an optimizer trains; "" if it has none.
     """
 
-    publisher: Publisher
-    demand: Demand
-    clock: Clock
-    problems: Problems
-    terms: Terms
-    name_of: Callable[[Optimizer], str]
-
-    def __post_init__(self) -> None:
+    def __init__(self, ground: Ground) -> None:
+        super().__init__(ground)
+        self.terms = Terms(ground)
         self._logged = False  # whether the user says himself what the loss is
         self._latest: tuple[At | None, list[Tensor]] = None, []  # the losses of the step that had some last
         self._seen: list[_Objective] = []  # of the open step
@@ -295,7 +279,7 @@ class Objectives:
 
     def _difference(self) -> str | None:
         """By what the losses of this step are told apart; None if they are not."""
-        owners = [self.name_of(one.owner) if one.owner is not None else "" for one in self._seen]
+        owners = [self._owner(one) for one in self._seen]
         variables = [one.variable for one in self._seen]
         terms = [one.term for one in self._seen]
         for what, names in (("owner", owners), ("variable", variables), ("term", terms)):
@@ -310,9 +294,14 @@ class Objectives:
         """Publish what is held, as far as it is known whose it is."""
         held, self._held = self._held, []
         for one in held:
-            self._publish(one, self.name_of(one.owner) if one.owner is not None and self._apart == "owner" else "")
+            self._publish(one)
 
-    def _publish(self, one: _Objective, owner: str = "") -> None:
+    def _owner(self, one: _Objective) -> str:
+        """The name of what the optimizer trains that a loss is for; "" if it is not known."""
+        return "" if one.owner is None else self.models.trained_by(one.owner)
+
+    def _publish(self, one: _Objective) -> None:
+        owner = self._owner(one) if self._apart == "owner" else ""
         leaf = {"owner": owner, "variable": one.variable, "term": one.term}.get(self._apart or "", "")
         if self._latest[0] != one.at:
             self._latest = one.at, []

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
-from tracer.messaging.bus import MessageBus
-from tracer.messaging.messages import DEFAULT_TAG, NetworkMessage
-from tracer.observing.clock import Clock
-from tracer.observing.demand import Demand
-from tracer.observing.forwards import Forwards
-from tracer.observing.objectives import Objectives
-from tracer.observing.optimizers import Optimizers, skipped_inside, steps_within
-from tracer.observing.parameters import Parameters
-from tracer.observing.publisher import Publisher
+from tracer.observing.losses import Differentiation
+from tracer.observing.optimizers import skipped_inside, steps_within
+from tracer.observing.part import Ground, Part
 from tracer.observing.pytorch.autograd import recomputing
-from tracer.observing.pytorch.gate import Gate
 from tracer.observing.pytorch.hanging import after_step, before_step
 from tracer.observing.pytorch.hooks import Role, Site, is_heard_last, leaves_gradients
 from tracer.observing.steps import Steps
-from tracer.observing.wiring import Wiring
 
 
-@dataclass(eq=False, repr=False)
-class OptimizerSteps:
+class OptimizerSteps(Part):
     """Sees optimizers step.
 
     Attributes
@@ -37,19 +28,12 @@ class OptimizerSteps:
         How many a GradScaler skipped.
     """
 
-    gate: Gate
-    clock: Clock
-    bus: MessageBus
-    demand: Demand
-    publisher: Publisher
-    forwards: Forwards
-    optimizers: Optimizers
-    parameters: Parameters
-    wiring: Wiring
-    objectives: Objectives
-    steps: Steps
-
-    def __post_init__(self) -> None:
+    def __init__(self, ground: Ground, steps: Steps, differentiation: Differentiation) -> None:
+        super().__init__(ground)
+        self.steps = steps
+        self.parameters = steps.parameters
+        self.objectives = steps.objectives
+        self.differentiation = differentiation
         self.calls = 0
         self.skipped = 0
 
@@ -68,14 +52,14 @@ class OptimizerSteps:
             self.wiring.let_go_of_replaced()
         self.optimizers.steps_inside(optimizer)
         self.objectives.stepped(optimizer)
-        if self._comes_after_last(optimizer):
+        if self.optimizers.comes_after_last(optimizer):
             return  # its weights are those of the step that has ended
         # the forward may come later, in a closure: whether anything is wanted is a question of the clock alone
         if not self.demand.nothing_due():
             self.wiring.check_optimizers()
             if not recomputing():
                 self.wiring.look()
-            parameters = self.parameters.of(optimizer, self.optimizers.in_order)
+            parameters = self.table.of(optimizer, self.optimizers.in_order)
             self.steps.snapshot(parameters)
             if self._may_overwrite_gradients(optimizer, args, kwargs):
                 self.parameters.keep_gradients(parameters)
@@ -113,14 +97,14 @@ class OptimizerSteps:
         if skipped_inside(optimizer):
             self.skip(optimizer)
             return
-        if self._comes_after_last(optimizer):
+        if self.optimizers.comes_after_last(optimizer):
             self._learn_order(optimizer)
             return
         last = self.optimizers.ends_step(optimizer)
         in_backward = recomputing()
         try:
             if not self.demand.nothing_due():
-                self.parameters.compare(self.parameters.of(optimizer, self.optimizers.in_order), True)
+                self.parameters.compare(self.table.of(optimizer, self.optimizers.in_order), True)
         finally:  # under strict an exception goes through, but the optimizer has stepped
             if in_backward and (last or self.optimizers.one_each):
                 self.steps.end_later()  # of the optimizers in a backward, the last one given may be the first to step
@@ -128,11 +112,6 @@ class OptimizerSteps:
                 self.steps.end()
             elif not self.optimizers.is_beside(optimizer):
                 self.optimizers.moved = True
-
-    def _comes_after_last(self, optimizer: Optimizer) -> bool:
-        return self.optimizers.of_unknown_order and self.optimizers.comes_after_last(
-            optimizer, self.forwards.tops, self.forwards.tops_before
-        )
 
     def _learn_order(self, optimizer: Optimizer) -> None:
         """An optimizer stepped for a step that was taken for ended; that is known now, and what it did then is lost."""
@@ -144,7 +123,17 @@ class OptimizerSteps:
             f"{type(ended).__name__} that was taken for it; what it trains has no weights, gradients and updates of "
             f"step {step}, and forwards since then are of the step after it"
         )
-        self.gate.problems.note(f"the end of step {step}", why)
+        self.problems.note(f"the end of step {step}", why)
+
+    # -- what a GradScaler does -----------------------------------------------------------------------------
+
+    def knows(self, optimizer: object) -> bool:
+        """Whether an optimizer is one of those that were given."""
+        return any(known is optimizer for known in self.optimizers.all)
+
+    def scaled(self, scaled: Tensor, loss: Tensor, scale: Tensor) -> None:
+        """Take note of what a GradScaler has made of a loss."""
+        self.differentiation.scaled(scaled, loss, scale)
 
     def skip(self, optimizer: Optimizer) -> None:
         """A GradScaler skipped the optimizer's step: the clock stands still, and what follows is of the same step."""
@@ -153,11 +142,5 @@ class OptimizerSteps:
         self.bus.register_topic("skipped_step", "network")
         if not self.demand.nothing_due():
             # another optimizer may end this step all the same
-            self.steps.snapshot(self.parameters.of(optimizer, self.optimizers.in_order))
-        if any(one.wants("skipped_step", None, DEFAULT_TAG, self.clock.step) for one in self.demand.asking):
-            step, train_step, epoch = self.clock.now()
-            self.bus.publish(
-                NetworkMessage(
-                    kind="skipped_step", global_step=step, train_step=train_step, epoch=epoch, rank=self.publisher.rank
-                )
-            )
+            self.steps.snapshot(self.table.of(optimizer, self.optimizers.in_order))
+        self.publisher.event("skipped_step", self.clock.now())

@@ -8,19 +8,18 @@ are forgotten, and optimizers that train nothing observed stand beside the other
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterable
-from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tracer import walking
 from tracer.errors import CaptureError
 from tracer.observing.models import Models
+from tracer.observing.pytorch.autograd import frames
 
 ALONE = 128
 """Steps of one optimizer without another's that stepped before, after which it is taken for one that trains alone."""
@@ -63,6 +62,9 @@ class Optimizers:
         self.by_hand = False
         self.found = False
         self.moved = False
+        # the ids of the tops that had a training forward in the open step, and in the step before
+        self._forwards: set[int] = set()
+        self._forwards_before: set[int] = set()
         self.take(())
 
     def take(self, optimizers: tuple[Optimizer, ...]) -> None:
@@ -70,9 +72,7 @@ class Optimizers:
         self.all = optimizers
         self.outdated = self.found and len(optimizers) > 1
         self.nest = any(steps_nest(one) for one in optimizers)
-        self.one_each = len(optimizers) > 1 and all(
-            sum(len(group["params"]) for group in one.param_groups) == 1 for one in optimizers
-        )
+        self.one_each = len(optimizers) > 1 and all(len(walking.trained(one)) == 1 for one in optimizers)
         self._put_last(len(optimizers) - 1)
         self._stepped: set[int] = set()  # places of those that have stepped
         self._waiting: dict[int, int] = {}  # by place, how often each has stepped since a step ended
@@ -114,10 +114,10 @@ class Optimizers:
 
     def _tops_of(self, optimizer: Optimizer) -> set[int]:
         """The ids of the tops that an optimizer has a parameter of."""
-        key = id(optimizer), sum(len(group["params"]) for group in optimizer.param_groups)  # it may get more of them
+        key = id(optimizer), len(walking.trained(optimizer))  # it may get more of them
         known = self._trains.get(key)
         if known is None:
-            own = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+            own = set(map(id, walking.trained(optimizer)))
             known = self._trains[key] = {
                 id(top) for _, top in self._models.tops if any(id(one) in own for one in walking.parameters(top))
             }
@@ -131,24 +131,25 @@ class Optimizers:
         """Whether this is one of several, and trains nothing that is observed, while others may."""
         return self.of_unknown_order and not self.trains(optimizer)
 
-    def comes_after_last(self, optimizer: Optimizer, now: set[int], before: set[int]) -> bool:
+    def note_forward(self, top: nn.Module) -> None:
+        """Note a training forward of a top, where the order of the optimizers is not known."""
+        if self.of_unknown_order:
+            self._forwards.add(id(top))
+
+    def comes_after_last(self, optimizer: Optimizer) -> bool:
         """Whether a found one steps after the one that was taken for the last: for the forwards of the step before.
 
         Of two, the one that was made first may be the last to step. Then nothing of what it trains had a forward in the
         open step, but something had in the step that the other one ended.
-
-        Parameters
-        ----------
-        now, before : set of int
-            Ids of the tops that had a training forward in the open step, and in the one before.
         """
+        before = self._forwards_before
         if not self.of_unknown_order or optimizer is self.ender or self.ender is None or not before:
             return False
         place = self._place_of(optimizer)
         if place is None or place in self._late or self._share(self.ender, optimizer):
             return False
         trained = self._tops_of(optimizer)
-        return not trained.isdisjoint(before) and trained.isdisjoint(now)
+        return not trained.isdisjoint(before) and trained.isdisjoint(self._forwards)
 
     def is_last(self, optimizer: Optimizer) -> None:
         """Let this one, which came after the one that was taken for the last, end steps from now on."""
@@ -158,7 +159,7 @@ class Optimizers:
             self._stepped.add(place)
             self._put_last(place)
 
-    def _place_of(self, optimizer: Optimizer) -> int | None:
+    def _place_of(self, optimizer: object) -> int | None:
         return next((place for place, one in enumerate(self.all) if one is optimizer), None)
 
     def steps_inside(self, optimizer: Optimizer) -> bool:
@@ -168,16 +169,14 @@ class Optimizers:
         """
         if not self.of_unknown_order:
             return False
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
+        for frame in frames():
             if frame.f_code is _STEP and (running := frame.f_locals.get("self")) is not optimizer:
-                outer = next((place for place, one in enumerate(self.all) if one is running), None)
+                outer = self._place_of(running)
                 if outer is not None and self._share(self.all[outer], optimizer):
                     if optimizer is self.ender:
                         self._put_last(outer)
                     self._stepped.add(outer)
                     return True
-            frame = frame.f_back
         return False
 
     def _share(self, one: Optimizer, other: Optimizer) -> bool:
@@ -185,9 +184,8 @@ class Optimizers:
         pair = (id(one), id(other))
         known = self._shared.get(pair)
         if known is None:
-            mine = {id(tensor) for group in one.param_groups for tensor in group["params"]}
-            known = any(id(tensor) in mine for group in other.param_groups for tensor in group["params"])
-            self._shared[pair] = known
+            mine = set(map(id, walking.trained(one)))
+            known = self._shared[pair] = any(id(tensor) in mine for tensor in walking.trained(other))
         return known
 
     def ends_step(self, optimizer: Optimizer) -> bool:
@@ -221,35 +219,30 @@ class Optimizers:
     def step_ended(self) -> None:
         """Begin to count anew."""
         self.moved = False
+        if self._forwards or self._forwards_before:
+            self._forwards_before, self._forwards = self._forwards, set()
         if self._waiting:
             self._waiting = {}
 
-    def let_go(self) -> Callable[[], set[int]]:
-        """Refer to none of them; what is returned takes those back that somebody else still has.
-
-        It gives the ids of the others.
-        """
-        refs = {id(one): weakref.ref(one) for one in self.all}
+    def let_go(self) -> Callable[[], None]:
+        """Refer to none of them; what is returned takes those back that somebody else still has."""
+        refs = [weakref.ref(one) for one in self.all]
         self.all, self.ender = (), None
 
-        def back() -> set[int]:
-            left = tuple(one for ref in refs.values() if (one := ref()) is not None)
+        def back() -> None:
+            left = tuple(one for ref in refs if (one := ref()) is not None)
             if len(left) == len(refs):
                 self.all = left
                 self._put_last(self._place)
             else:
                 self.take(left)
-            return refs.keys() - {id(one) for one in left}
 
         return back
 
-    def let_go_of_replaced(self) -> set[int]:
-        """Forget those that nobody else has: when one is made, the one that it takes the place of is still there.
-
-        Gives their ids.
-        """
+    def let_go_of_replaced(self) -> None:
+        """Forget those that nobody else has: when one is made, the one that it takes the place of is still there."""
         self.outdated = False
-        return self.let_go()()
+        self.let_go()()
 
 
 def steps_nest(optimizer: Optimizer) -> bool:
@@ -270,13 +263,7 @@ def steps_within(optimizer: Optimizer) -> bool:
     """
     if not steps_nest(optimizer):
         return False
-    running = 0
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and running < 2:
-        if frame.f_code is _STEP and frame.f_locals.get("self") is optimizer:
-            running += 1
-        frame = frame.f_back
-    return running > 1
+    return sum(frame.f_code is _STEP and frame.f_locals.get("self") is optimizer for frame in frames()) > 1
 
 
 def skipped_inside(optimizer: Optimizer) -> bool:

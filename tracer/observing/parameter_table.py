@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from tracer import walking
+from tracer.messaging.messages import KINDS
 from tracer.observing.capture import Capture
 from tracer.observing.pytorch.tensors import freed
 from tracer.observing.pytorch.wrappers import named_parts
@@ -20,24 +21,14 @@ from tracer.observing.pytorch.wrappers import named_parts
 Asked: TypeAlias = "Callable[[str, str], bool]"
 """Tells whether somebody asks for the messages of a kind about a parameter."""
 
-PARAMETER_KINDS: Mapping[str, tuple[bool, str]] = {
-    "weights": (False, ""),
-    "weight_gradients": (False, "gradients"),
-    "weight_updates": (False, "updates"),
-    "biases": (True, ""),
-    "bias_gradients": (True, "gradients"),
-    "bias_updates": (True, "updates"),
-}
-"""The kinds of messages about parameters: whether they are of a bias, and which of the three they are."""
-SUFFIXES = ("", "gradients", "updates")
-"""What messages about a parameter are of: its values, its gradients and its updates."""
+PARAMETER_KINDS = frozenset(kind for kind, entry in KINDS.items() if not (entry.network or entry.per_call))
+"""The kinds of messages about parameters."""
 
 
 @dataclasses.dataclass
 class Parameter:
     """A parameter of the model, found by its place so that a replaced tensor is followed."""
 
-    path: str
     owner_path: str
     owner: nn.Module
     attribute: str
@@ -45,16 +36,15 @@ class Parameter:
     by_hook: bool = False  # the same, put in its place by a hook of the program's, or by a forward
 
     def __post_init__(self) -> None:
+        self.path = f"{self.owner_path}.{self.attribute}" if self.owner_path else self.attribute
         named = self.attribute in ("weight", "bias")
         self.bias = "bias" in self.attribute or self.owner_path.endswith("parametrizations.bias")
         self.stream = self.owner_path if named else self.path
         own = "bias" if self.bias else "weight"
-        self.kinds = ("biases" if self.bias else "weights", f"{own}_gradients", f"{own}_updates")
-        """Those of the messages of its values, its gradients and its updates."""
-
-    def kind(self, suffix: str) -> str:
-        """The kind of messages of its values (``""``), its ``"gradients"`` or its ``"updates"``."""
-        return self.kinds[SUFFIXES.index(suffix)]
+        self.values = "biases" if self.bias else "weights"
+        self.gradients, self.updates = f"{own}_gradients", f"{own}_updates"
+        self.kinds = self.values, self.gradients, self.updates
+        """The kinds of messages about it: of its values, its gradients and its updates."""
 
     @property
     def tensor(self) -> Tensor | None:
@@ -107,12 +97,19 @@ class _Held:
 
 
 class ParameterTable:
-    """The parameters that an exporter watches."""
+    """The parameters that an exporter watches.
+
+    Attributes
+    ----------
+    all : list of Parameter
+    by_path : dict
+        The same, by path.
+    """
 
     def __init__(self) -> None:
         self.all: list[Parameter] = []
-        self._by_stream: dict[tuple[str, bool], Parameter] = {}
-        self._by_path: dict[str, Parameter] = {}
+        self.by_path: dict[str, Parameter] = {}
+        self._by_stream: dict[tuple[str, str], Parameter] = {}
         # what the model was made of when the hooks were put on
         self._built: list[tuple[Mapping[str, Any], _Held, Mapping[str, Any], list[str]]] = []
         self._placed: list[tuple[Mapping[str, Any], str, Tensor | None, bool]] = []
@@ -123,29 +120,23 @@ class ParameterTable:
         seen: set[int] = set()
         for prefix, top in tops:
             for owner_path, owner in named_parts(top, prefix):
-                for attribute, tensor in owner._parameters.items():
-                    if tensor is None or id(tensor) in seen:
-                        continue
-                    seen.add(id(tensor))
-                    path = f"{owner_path}.{attribute}" if owner_path else attribute
-                    self.all.append(Parameter(path, owner_path, owner, attribute))
-                for attribute in _parametrizations(owner):
-                    path = f"{owner_path}.{attribute}" if owner_path else attribute
-                    self.all.append(Parameter(path, owner_path, owner, attribute, computed=True))
-                for attribute in _replaced(owner):
-                    path = f"{owner_path}.{attribute}" if owner_path else attribute
-                    self.all.append(Parameter(path, owner_path, owner, attribute, computed=True, by_hook=True))
-        self._by_stream = {(p.stream, p.bias): p for p in self.all}
-        self._by_path = {p.path: p for p in self.all}
+                for name, tensor in owner._parameters.items():
+                    if tensor is not None and id(tensor) not in seen:
+                        seen.add(id(tensor))
+                        self.all.append(Parameter(owner_path, owner, name))
+                computed = [Parameter(owner_path, owner, name, computed=True) for name in _parametrizations(owner)]
+                by_hook = [Parameter(owner_path, owner, name, True, by_hook=True) for name in _replaced(owner)]
+                self.all += computed + by_hook
+        self._by_stream = {(p.stream, kind): p for p in self.all for kind in p.kinds}
+        self.by_path = {p.path: p for p in self.all}
 
     def streams(self, kind: str) -> list[str]:
         """The names under which messages of one of `PARAMETER_KINDS` may come."""
-        bias, suffix = PARAMETER_KINDS[kind]
-        return [p.stream for p in self.all if p.bias == bias and not (p.computed and suffix == "updates")]
+        return [p.stream for p in self.all if kind in p.kinds and not (p.computed and kind == p.updates)]
 
     def taken(self, capture: Capture, kind: str, stream: str) -> bool:
         """Whether a capture takes the parameter of a stream, by itself or with its module."""
-        parameter = self._by_stream.get((stream, PARAMETER_KINDS[kind][0]))
+        parameter = self._by_stream.get((stream, kind))
         return parameter is not None and (
             capture.takes_module(parameter.owner_path, parameter.owner) or capture.takes_parameter(parameter.path)
         )
@@ -159,7 +150,7 @@ class ParameterTable:
                 and not is_lazy(tensor)
                 and tensor.requires_grad
                 and tensor.is_leaf  # as what `functional_call` puts there need not be
-                and asked(parameter.kind("gradients"), parameter.stream)
+                and asked(parameter.gradients, parameter.stream)
             ):
                 yield parameter.path, tensor
 
@@ -177,29 +168,17 @@ class ParameterTable:
 
     def _computed_and_asked(self, asked: Asked) -> Iterator[Parameter]:
         for parameter in self.all:
-            if parameter.computed and any(
-                asked(parameter.kind(suffix), parameter.stream) for suffix in ("", "gradients")
-            ):
+            kinds = (parameter.values, parameter.gradients) if parameter.computed else ()
+            if any(asked(kind, parameter.stream) for kind in kinds):
                 yield parameter
-
-    def in_place(self, path: str) -> Tensor | None:
-        """What a hook has put in a parameter's place, if it was computed."""
-        parameter = self._by_path.get(path)
-        return None if parameter is None or parameter.tensor is not None else parameter.in_place
-
-    def find_by_path(self, path: str) -> Parameter | None:
-        """The parameter at a path, if there is one."""
-        return self._by_path.get(path)
 
     def of(self, optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> list[Parameter]:
         """The parameters that one of the optimizers moves; to the last one also those that no optimizer moves."""
         if len(optimizers) == 1:
             return self.all
-        own = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        own = set(map(id, walking.trained(optimizer)))
         if optimizer is optimizers[-1]:
-            others = {
-                id(tensor) for other in optimizers[:-1] for group in other.param_groups for tensor in group["params"]
-            }
+            others = set(map(id, walking.trained(*optimizers[:-1])))
             return [p for p in self.all if not own.isdisjoint(_made_of(p)) or others.isdisjoint(_made_of(p))]
         return [p for p in self.all if not own.isdisjoint(_made_of(p))]
 

@@ -1,50 +1,41 @@
-"""What a step saw of the parameters, kept until it ends: weights, gradients and updates.
+"""Keeps the weights, gradients and updates of a step until it ends.
 
-Before an optimizer step the wanted weights are copied, gradients are kept as the optimizer used them, and updates are
-formed once the weights have moved; all are published when the step ends, parameter by parameter.
+The wanted weights are copied before an optimizer steps. Gradients are kept as the optimizer used them, and updates are
+computed when the weights have changed. All are published when the step ends, parameter by parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from tracer.format.placement import local
 from tracer.messaging.messages import DEFAULT_TAG, difference
 from tracer.observing.capture import Capture
-from tracer.observing.clock import At, Clock
-from tracer.observing.demand import Demand
-from tracer.observing.parameter_table import SUFFIXES, Parameter, ParameterTable
-from tracer.observing.publisher import Publisher
+from tracer.observing.clock import At
+from tracer.observing.numbers import StreamKey
+from tracer.observing.parameter_table import Parameter
+from tracer.observing.part import Ground, Part
 from tracer.observing.pytorch.tensors import copied, same_storage, space_for, unscaled
-from tracer.observing.streams import StreamKey
+from tracer.observing.ranks import Ranks
 
 
-@dataclass(eq=False, repr=False)
-class Parameters:
-    """Keeps what a step saw of the parameters, and publishes it when the step ends.
+class Parameters(Part):
+    """Keeps the weights, gradients and updates of a step, and publishes them when it ends.
 
-    Parameters
+    Attributes
     ----------
-    table : ParameterTable
-        The parameters that there are.
     replicas : dict
         By path, the placement of a parameter that other ranks hold, too.
     """
 
-    table: ParameterTable
-    demand: Demand
-    publisher: Publisher
-    clock: Clock
-    replicas: Mapping[str, dict[str, Any]]
-
-    def __post_init__(self) -> None:
+    def __init__(self, ground: Ground, ranks: Ranks) -> None:
+        super().__init__(ground)
+        self.replicas = ranks.replicas
         self._before: dict[str, tuple[Tensor | None, Tensor | None]] = {}
         self._gradients: dict[str, Tensor] = {}
         # of what is computed: the gradients since an optimizer stepped, the last backward that brought one, whether the
@@ -56,23 +47,10 @@ class Parameters:
         # the parameters whose gradients were copied before the optimizer's step that goes on
         self._final: set[str] = set()
         self._after: dict[str, Tensor] = {}
-        self._places: dict[tuple[str, str], dict[str, Any] | None] = {}  # by path and what it is of the parameter
-
-    @property
-    def all(self) -> list[Parameter]:
-        """The parameters that there are."""
-        return self.table.all
-
-    def of(self, optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> list[Parameter]:
-        """The parameters that one of the optimizers moves; to the last one also those that no optimizer moves."""
-        return self.table.of(optimizer, optimizers)
-
-    def in_place(self, path: str) -> Tensor | None:
-        """What a hook has put in a parameter's place, if it was computed."""
-        return self.table.in_place(path)
+        self._places: dict[tuple[str, str], dict[str, Any] | None] = {}  # by path and kind
 
     def forget(self) -> None:
-        """Let go of what was kept of a step."""
+        """Forget the step."""
         for kept in (self._before, self._gradients, self._final, self._after, self._places):
             kept.clear()
         for of_computed in (self._pending, self._backwards, self._settled, self._late):
@@ -80,14 +58,14 @@ class Parameters:
 
     @property
     def holding(self) -> bool:
-        """Whether there is something of a step to `forget`: whatever is kept has a place, noted before it."""
+        """Whether there is anything to `forget`. All that is kept has a place, which is noted first."""
         return bool(self._places)
 
     def snapshot(self, parameters: Iterable[Parameter], *, settle: bool) -> None:
-        """Copy what is wanted of the weights before they move, unless that was done in this step.
+        """Copy the wanted weights before they change, unless that was done in this step.
 
-        What was computed for a forward is kept already. With `settle`, an optimizer steps now, so what forwards compute
-        from now on comes too late.
+        Weights that were computed for a forward are kept already. `settle` says that an optimizer steps now, so that
+        weights which later forwards compute are not those of this step.
         """
         asked, step = self.demand.of_parameters(), self.clock.now().global_step
         for parameter in parameters:
@@ -97,7 +75,7 @@ class Parameters:
             if parameter.path in self._before or (value_stream is None and update_stream is None):
                 continue
             tensor = parameter.tensor
-            if tensor is None and parameter.by_hook:  # no forward has told: the one that used it may be compiled
+            if tensor is None and parameter.by_hook:  # no forward was seen to use it, as in a compiled one
                 tensor, update_stream = parameter.in_place, None
             if tensor is None:
                 continue
@@ -105,7 +83,7 @@ class Parameters:
             update_capture = None if update_stream is None else update_stream.wanted(step)
             if value_capture is None and update_capture is None:
                 continue
-            if is_lazy(tensor):  # it has no values yet, as nobody expects
+            if is_lazy(tensor):  # it has no values yet
                 continue
             kind, _, update_kind = parameter.kinds
             try:
@@ -118,45 +96,37 @@ class Parameters:
                 self.demand.give_up(update_kind, parameter.stream, error)
                 continue
             place = self.publisher.place(tensor)
-            self._places[parameter.path, ""] = self._places[parameter.path, "updates"] = place
+            self._places[parameter.path, kind] = self._places[parameter.path, update_kind] = place
             self._before[parameter.path] = (value, base)
 
-    def wants_gradient(self, path: str) -> bool:
-        """Whether somebody wants the gradient of what is computed in this step."""
-        parameter = self.table.find_by_path(path)
-        return parameter is not None and (
-            self.demand.wanted(parameter.kind("gradients"), parameter.stream, DEFAULT_TAG) is not None
-        )
+    def wanted(self, parameter: Parameter, kind: str) -> Capture | None:
+        """The capture by which messages of a kind about a parameter are wanted in this step; None if nobody does."""
+        return self.demand.wanted(kind, parameter.stream, DEFAULT_TAG)
 
-    def computed(self, path: str, value: Tensor) -> None:
+    def computed(self, parameter: Parameter, value: Tensor) -> None:
         """Keep what is computed for a forward: the last one before an optimizer steps, or else the first one after."""
+        path, kind = parameter.path, parameter.values
         if path in self._settled:
             return
         if path in self._late:
             self._settled.add(path)
-        parameter = self.table.find_by_path(path)
-        if parameter is None:
-            return
-        capture = self.demand.wanted(parameter.kind(""), parameter.stream, DEFAULT_TAG)
-        if capture is not None and self.publisher.can_record(parameter.kind(""), parameter.stream, value):
-            self._places[path, ""] = self.publisher.place(value)
-            self._before[path] = (self._copy(capture, parameter.kind(""), value), None)
+        capture = self.wanted(parameter, kind)
+        if capture is not None and self.publisher.can_record(kind, parameter.stream, value):
+            self._places[path, kind] = self.publisher.place(value)
+            self._before[path] = (self._copy(capture, kind, value), None)
 
-    def accumulated(self, path: str, gradient: Tensor, scale: Tensor | None) -> None:
+    def accumulated(self, parameter: Parameter, gradient: Tensor, scale: Tensor | None) -> None:
         """Keep a running sum of gradients, divided by the factor that a GradScaler put into the loss."""
-        parameter = self.table.find_by_path(path)
-        if parameter is None:
-            return
-        capture = self.demand.wanted(parameter.kind("gradients"), parameter.stream, DEFAULT_TAG)
+        capture = self.wanted(parameter, parameter.gradients)
         if capture is not None:
             self._keep_gradient(parameter, capture, gradient, scale)
 
-    def add_gradient(self, path: str, gradient: Tensor, scale: Tensor | None, task: int) -> None:
+    def add_gradient(self, parameter: Parameter, gradient: Tensor, scale: Tensor | None, task: int) -> None:
         """Add a gradient of what was computed for a forward to those of this step, as torch adds up a parameter's.
 
         Parameters
         ----------
-        path : str
+        parameter : Parameter
         gradient : torch.Tensor
         scale : torch.Tensor or None
             What a GradScaler has multiplied the loss with.
@@ -164,10 +134,7 @@ class Parameters:
             Tells a backward from others. Where the originals have no gradients when it begins, they were dropped, and
             so are those from before.
         """
-        parameter = self.table.find_by_path(path)
-        if parameter is None:
-            return
-        capture = self.demand.wanted(parameter.kind("gradients"), parameter.stream, DEFAULT_TAG)
+        path, capture = parameter.path, self.wanted(parameter, parameter.gradients)
         if capture is None:
             return
         before = self._pending.pop(path, None)
@@ -195,7 +162,7 @@ class Parameters:
                     self.demand.give_up(parameter.kinds[1], parameter.stream, error)
 
     def compare(self, parameters: Iterable[Parameter], final: bool) -> None:
-        """Form the wanted updates, now that the weights have moved; and copy gradients, if they are `final`."""
+        """Compute the wanted updates, now that the weights have changed; and copy gradients, if they are `final`."""
         asked, step = self.demand.of_parameters(), self.clock.now().global_step
         for parameter in parameters:
             _, gradients, updates = asked[parameter.path]
@@ -222,24 +189,24 @@ class Parameters:
         self._final.clear()
 
     def publish(self, at: At) -> None:
-        """Publish what was kept and is still wanted: of each parameter its value, its gradient, its update."""
+        """Publish the value, gradient and update of each parameter, as far as they were kept and are still wanted."""
         step = self.clock.now().global_step
         for parameter in self.table.all:
             path = parameter.path
             asked = self.demand.of_parameters()  # a receiver may have failed at the message before
             kept = self._before.get(path)
             stages = (None if kept is None else kept[0], self._gradients.get(path), self._after.get(path))
-            for suffix, kind, data, stream in zip(SUFFIXES, parameter.kinds, stages, asked[path], strict=True):
+            for kind, data, stream in zip(parameter.kinds, stages, asked[path], strict=True):
                 capture = None if data is None or stream is None else stream.wanted(step)
                 if capture is not None and data is not None:
                     try:
                         name = StreamKey(kind, parameter.stream, DEFAULT_TAG, "")
                         tensor = parameter.tensor
                         whole = data if tensor is None else local(tensor)
-                        place = self._places.get((path, suffix))
-                        if place is None and not (parameter.computed and suffix):
+                        place = self._places.get((path, kind))
+                        if place is None and not (parameter.computed and kind != parameter.values):
                             place = self.replicas.get(path)
-                        self.publisher.release(capture, name, data, whole, 0, at, None, owned=True, placement=place)
+                        self.publisher.release(capture, name, data, whole, 0, at, owned=True, placement=place)
                     except Exception as error:  # noqa: BLE001 - under strict it is raised again
                         self.demand.give_up(kind, parameter.stream, error)
 
@@ -253,16 +220,12 @@ class Parameters:
     def _keep_update(self, parameter: Parameter, capture: Capture, tensor: Tensor) -> None:
         _, base = self._before.get(parameter.path, (None, None))
         if base is not None:
-            now = capture.select(parameter.kind("updates"), _values(tensor))
+            now = capture.select(parameter.updates, _values(tensor))
             if now.shape == base.shape:
                 self._after[parameter.path] = difference(now, base, space_for(now, self.publisher.memory))
 
     def _keep_gradient(
-        self,
-        parameter: Parameter,
-        capture: Capture,
-        gradient: Tensor,
-        scale: Tensor | None = None,
+        self, parameter: Parameter, capture: Capture, gradient: Tensor, scale: Tensor | None = None
     ) -> None:
         copy = self._gradient(parameter, capture, gradient, scale)
         if copy is not None:
@@ -272,13 +235,14 @@ class Parameters:
         self, parameter: Parameter, capture: Capture, gradient: Tensor, scale: Tensor | None
     ) -> Tensor | None:
         """What is to be kept of a gradient."""
-        if not self.publisher.can_record(parameter.kind("gradients"), parameter.stream, gradient):
+        kind = parameter.gradients
+        if not self.publisher.can_record(kind, parameter.stream, gradient):
             return None
-        self._places[parameter.path, "gradients"] = self.publisher.place(gradient)
+        self._places[parameter.path, kind] = self.publisher.place(gradient)
         gradient = local(gradient).detach()
         if scale is not None:
             gradient = unscaled(gradient, scale)
-        return self._copy(capture, parameter.kind("gradients"), gradient)
+        return self._copy(capture, kind, gradient)
 
 
 def _values(tensor: Tensor) -> Tensor:

@@ -1,99 +1,194 @@
-"""The parts of an exporter, joined from the ground up: each knows only those that are made before it."""
+"""Makes the parts of an exporter, and says which hooks hang where, and which part each of them calls."""
 
 from __future__ import annotations
 
-import itertools
+import functools
+import gc
+from collections.abc import Iterator
 
-from tracer.messaging.bus import MessageBus
-from tracer.observing.calls import Calls
-from tracer.observing.capture import Capture
-from tracer.observing.clock import Clock
-from tracer.observing.computed import ComputedWeights
-from tracer.observing.demand import Demand
-from tracer.observing.differentiation import Differentiation
-from tracer.observing.forwards import Forwards
-from tracer.observing.gradients import Gradients
-from tracer.observing.layout import Layout
-from tracer.observing.losses import Losses
-from tracer.observing.models import Models
-from tracer.observing.numbers import Numbers
-from tracer.observing.objectives import Objectives, Terms
+from torch import nn
+
+from tracer.messaging.bus import tell_of_model
+from tracer.observing.calls import Calls, ComputedWeights
+from tracer.observing.losses import Differentiation, Losses
 from tracer.observing.optimizer_steps import OptimizerSteps
-from tracer.observing.optimizers import Optimizers
-from tracer.observing.parameter_table import ParameterTable
-from tracer.observing.parameters import Parameters
+from tracer.observing.part import Ground, Part
 from tracer.observing.passes import Passes
-from tracer.observing.probing import Probes
-from tracer.observing.problems import Problems
-from tracer.observing.publisher import Publisher
-from tracer.observing.pytorch.gate import Gate
-from tracer.observing.ranks import Ranks
+from tracer.observing.probes import Probes
+from tracer.observing.pytorch.hanging import after_accumulation, after_forward, before_forward
+from tracer.observing.pytorch.hooks import Role, Site
+from tracer.observing.pytorch.patches import BACKWARD, COMPILING, SCALERS, SCRIPTING
 from tracer.observing.retrospect import Retrospect
 from tracer.observing.steps import Steps
 from tracer.observing.values import Values
-from tracer.observing.watching import Watching
-from tracer.observing.wiring import Wiring
-
-_NUMBERS = itertools.count()
 
 
-class Parts:
-    """The parts of one exporter.
+class Parts(Part):
+    """The parts of an exporter. Hangs their hooks where a receiver wants something.
 
     Parameters
     ----------
-    bus : MessageBus
-    captures : tuple of Capture
-    strict : bool
-        Whether what fails reaches the training loop.
+    ground : Ground
     """
 
-    def __init__(self, bus: MessageBus, captures: tuple[Capture, ...], *, strict: bool) -> None:
-        self.clock = clock = Clock()
-        self.problems = problems = Problems(clock, strict=strict)
-        self.gate = gate = Gate(problems, next(_NUMBERS))
-        self.models = models = Models()
-        self.optimizers = optimizers = Optimizers(models)
-        table = ParameterTable()
-        self.forwards = forwards = Forwards(gate, models)
-        # who wants what, and what becomes of it
-        self.demand = demand = Demand(bus, captures, clock, table, problems)
-        numbers = Numbers()
-        self.publisher = publisher = Publisher(bus, demand, clock, problems, numbers)
-        self.ranks = ranks = Ranks(table, demand, publisher, models)
-        parameters = Parameters(table, demand, publisher, clock, ranks.replicas)
-        gradients = Gradients(gate, clock, demand, publisher)
-        terms = Terms(publisher, demand, clock, problems)
-        objectives = Objectives(publisher, demand, clock, problems, terms, models.trained_by)
-        # steps and passes
-        self.wiring = wiring = Wiring(gate, models, optimizers, table)
-        self.steps = steps = Steps(
-            gate, clock, demand, publisher, numbers, gradients, parameters, ranks, objectives, forwards, optimizers,
-            wiring,
-        )  # fmt: skip
-        self.passes = passes = Passes(
-            gate, clock, demand, publisher, models, forwards, optimizers, ranks, wiring, terms, steps
-        )
+    def __init__(self, ground: Ground) -> None:
+        super().__init__(ground)
+        self.steps = Steps(ground)
+        self.passes = Passes(ground, self.steps)
         # what hooks call
-        calls = Calls(gate, clock, demand, publisher, numbers, gradients, forwards, wiring, passes)
-        computed = ComputedWeights(gate, clock, gradients, parameters, passes)
-        self.losses = losses = Losses(
-            gate, clock, demand, publisher, models, forwards, optimizers, wiring, terms, steps, passes
-        )
-        self.optimizer_steps = optimizer_steps = OptimizerSteps(
-            gate, clock, bus, demand, publisher, forwards, optimizers, parameters, wiring, objectives, steps
-        )
-        # and what others call
-        self.differentiation = differentiation = Differentiation(
-            gate, clock, models, optimizers, gradients, wiring, objectives, steps, passes
-        )
-        self.watching = watching = Watching(gate, demand, optimizers, losses, differentiation, optimizer_steps, wiring)
-        self.layout = Layout(
-            gate, bus, demand, models, optimizers, table, ranks, wiring, passes, calls, computed, losses,
-            optimizer_steps, watching,
-        )  # fmt: skip
-        wiring.call_to_rewire(self.layout.rewire)
-        self.probes = Probes(gate, clock, demand, publisher, numbers, models, passes)
-        steps.call_between(self.probes.run_due)
-        self.values = Values(gate, clock, bus, demand, publisher, numbers, objectives, passes)
-        self.retrospect = Retrospect(gate, clock, demand, models, forwards, optimizers, wiring, optimizer_steps)
+        self.calls = Calls(ground, self.passes)
+        self.computed = ComputedWeights(ground, self.passes)
+        self.losses = Losses(ground, self.passes)
+        self.differentiation = Differentiation(ground, self.passes)
+        self.optimizer_steps = OptimizerSteps(ground, self.steps, self.differentiation)
+        # what others call
+        self.probes = Probes(ground, self.passes)
+        self.values = Values(ground, self.passes)
+        self.retrospect = Retrospect(ground, self.optimizer_steps)
+        self.wiring.call_to_rewire(self.rewire)
+        self.steps.call_between(self.probes.run_due)
+        self.bus.watch(self.rewire)
+
+    def rewire(self) -> None:
+        """Hang hooks where a receiver wants something, and nowhere else. Called when receivers or modules change."""
+        if not self.gate.attached:
+            return
+        self.wiring.asides.end()
+        SCRIPTING.watch(self)
+        COMPILING.watch(self)
+        self._look()
+        tell_of_model(self.bus.receivers, self.models.structure)
+        if (self.losses.all or self.differentiation.is_watched) and self.demand.asked("loss", None):
+            BACKWARD.watch(self.differentiation)
+        self._hang()
+
+    def compile_called(self) -> None:
+        """Hang the hooks anew, because `torch.nn.Module.compile` was called on some module."""
+        self.gate.guard("compile", self.rewire)
+
+    def watch_optimizers(self) -> None:
+        """Watch GradScalers: which losses they multiply, and which steps they skip."""
+        if self.gate.attached:
+            SCALERS.watch(self.optimizer_steps)
+
+    def _look(self) -> None:
+        """Find the modules and parameters, and the receivers that want something of them."""
+        self.wiring.begin()
+        self.demand.look_ahead_anew()
+        self.models.changed()
+        self.optimizers.forget_what_they_train()
+        self.demand.take(self.models.candidates())
+        self.table.find(self.models.tops)
+        self.demand.ask_anew()
+        self.wiring.leave_untouched(self.losses.modules)
+        self.steps.ranks.surveyed = False
+
+    def forget_models(self) -> None:
+        """Stop observing all modules. A launcher that finds the model late calls this, before the first step begins."""
+        self.models.forget()
+        self.rewire()
+
+    def let_go(self, *, collect: bool = False) -> None:
+        """Stop observing models and optimizers that the program has dropped. During a forward this does nothing.
+
+        Parameters
+        ----------
+        collect : bool
+            Whether to collect Python's garbage first. Without it, models whose parts refer to each other are kept.
+        """
+        if self.passes.now.depth:
+            return
+        take_hooks_back = self.wiring.let_go()
+        take_models_back = self.models.let_go()
+        take_optimizers_back = self.optimizers.let_go()
+        self.demand.take(())
+        self.table.find(())
+        self.table.note((), False)
+        if collect:
+            gc.collect()
+        take_models_back()
+        take_optimizers_back()
+        take_hooks_back()
+        self.rewire()
+
+    def detach(self) -> None:
+        """Remove every hook, and let go of all modules."""
+        if self.gate.open:  # an exception may have left losses behind
+            self.steps.settle_losses()
+            self.steps.release_losses()
+        self.wiring.detach(self.demand.modules)
+        self.gate.attached = self.gate.open = False
+        self.computed.detach()
+        self.losses.detach()
+        self.table.note((), False)
+        self.steps.forget()
+        self.publisher.forget_places()
+        self.passes.now.inputs = []
+        self.bus.unwatch(self.rewire)
+        SCRIPTING.unwatch(self)
+        COMPILING.unwatch(self)
+        BACKWARD.unwatch(self.differentiation)
+        SCALERS.unwatch(self.optimizer_steps)
+
+    # -- which hooks hang where -----------------------------------------------------------------------------
+
+    def _hang(self) -> None:
+        """Hang the hooks that are needed, and remove all others."""
+        for site in self._sites():
+            self.wiring.hang(site)
+        self.wiring.asides.layers = {}
+        for layer, site in self._layers():
+            self.wiring.hang(site)
+            self.wiring.asides.layers[id(layer)] = self.wiring.hung_inside(layer)
+        self.wiring.finish()
+
+    def _sites(self) -> Iterator[Site]:
+        root, passes = self.models.root, self.passes
+        takes_hooks = root is not None and self.wiring.takes_hooks("", root)
+        if takes_hooks:
+            first = functools.partial(before_forward, first=True)
+            yield Site(root, Role.BEFORE_ROOT, "", first, passes.before_root, passes.quiet_before_root)
+        for optimizer in self.optimizers.all:
+            yield from self.optimizer_steps.sites(optimizer)
+        for path, one in self.demand.modules.items():
+            if self.wiring.takes_hooks(path, one):
+                yield from self._of_module(path, one)
+        # after the root's own activations, which belong before the network's output
+        if takes_hooks:
+            always = functools.partial(after_forward, always=True)
+            yield Site(root, Role.AFTER_ROOT, "", always, passes.after_root, passes.quiet_after_root)
+        yield from self._of_parameters()
+        yield from self.losses.sites()
+
+    def _of_module(self, path: str, module: nn.Module) -> Iterator[Site]:
+        asked, calls = self.demand.asked, self.calls
+        inputs = any(asked(kind, path) for kind in ("layer_inputs", "input_gradients"))
+        if inputs:
+            gradients = asked("input_gradients", path)
+            yield Site(module, Role.BEFORE_FORWARD, path, before_forward, calls.before, gradients=gradients)
+        if inputs or any(asked(kind, path) for kind in ("activations", "layer_gradients")):
+            gradients = asked("layer_gradients", path)
+            yield Site(module, Role.AFTER_FORWARD, path, after_forward, calls.after, gradients=gradients)
+
+    def _of_parameters(self) -> Iterator[Site]:
+        asked, computed = self.demand.asked, self.computed
+        if self.optimizers.forwards_end_steps:
+            for path, tensor in self.table.trained(asked):
+                yield Site(tensor, Role.AFTER_ACCUMULATION, path, after_accumulation, computed.after_accumulation)
+        for path, one in self.table.parametrizations(asked):
+            if self.wiring.takes_hooks(path, one):
+                yield Site(one, Role.AFTER_PARAMETRIZATION, path, after_forward, computed.after_parametrization)
+        for path, one in self.table.replaced(asked):
+            if self.wiring.takes_hooks(path, one):
+                # first, because other hooks of the program may remove what one of them has put there
+                first = functools.partial(after_forward, first=True)
+                yield Site(one, Role.AFTER_REPLACED, path, first, computed.after_replaced)
+
+    def _layers(self) -> Iterator[tuple[nn.Module, Site]]:
+        """The layers with a fast path that have hooks on them or inside. These hooks step aside for it."""
+        calls = self.calls
+        for path, one in self.models.parts():
+            is_layer = isinstance(one, nn.TransformerEncoderLayer)
+            if is_layer and self.wiring.hung_inside(one) and self.wiring.takes_hooks(path, one):
+                role, put = Role.BEFORE_LAYER, before_forward
+                yield one, Site(one, role, path, put, calls.before_layer, calls.quiet_before_layer)

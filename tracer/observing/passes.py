@@ -1,11 +1,10 @@
-"""What a forward of the model is: a training pass, which may begin a step, or a pass aside."""
+"""Forwards of the model: each is a training pass, which may begin a step, or a pass aside."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, is_grad_enabled, nn
@@ -14,25 +13,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tracer.errors import CaptureError
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG
-from tracer.observing.clock import Clock
-from tracer.observing.demand import Demand
-from tracer.observing.forwards import Forwards
-from tracer.observing.models import Models
-from tracer.observing.objectives import Terms
-from tracer.observing.optimizers import Optimizers
-from tracer.observing.probes import FirstInputs
-from tracer.observing.publisher import Publisher
+from tracer.observing.part import Ground, Part
 from tracer.observing.pytorch.autograd import calls_running, checkpointing, recomputing, traced
-from tracer.observing.pytorch.gate import Gate, Pass
-from tracer.observing.pytorch.tensors import arguments_of, leaves
+from tracer.observing.pytorch.gate import Pass
+from tracer.observing.pytorch.leaves import arguments_of
+from tracer.observing.pytorch.tensors import leaves
 from tracer.observing.pytorch.wrappers import unwrap
-from tracer.observing.ranks import Ranks
 from tracer.observing.steps import Steps
-from tracer.observing.wiring import Wiring
 
 
-@dataclass(eq=False, repr=False)
-class Passes:
+class Passes(Part):
     """Decides what each forward is, and publishes what goes into the model and comes out of it.
 
     Attributes
@@ -41,28 +31,21 @@ class Passes:
         The tag that the user gives passes now.
     tag_with_gradients : str
         That of the last pass that had gradients.
-    offered : FirstInputs or None
-        The probe that takes what the model is given.
+    offered : callable or None
+        Takes what the model is given, for a probe: the model, whether this is an evaluation, and the arguments; returns
+        whether it takes no more.
     given_to_losses : bool
         Whether losses are observed, which publish the output of the model that they get.
     """
 
-    gate: Gate
-    clock: Clock
-    demand: Demand
-    publisher: Publisher
-    models: Models
-    forwards: Forwards
-    optimizers: Optimizers
-    ranks: Ranks
-    wiring: Wiring
-    terms: Terms
-    steps: Steps
-
-    def __post_init__(self) -> None:
+    def __init__(self, ground: Ground, steps: Steps) -> None:
+        super().__init__(ground)
+        self.steps = steps
+        self.ranks = steps.ranks
+        self.terms = steps.objectives.terms
         self.user_tag: str | None = None
         self.tag_with_gradients = DEFAULT_TAG
-        self.offered: FirstInputs | None = None
+        self.offered: Callable[[nn.Module, bool, tuple[Any, ...], Mapping[str, Any]], bool] | None = None
         self.given_to_losses = False
 
     @property
@@ -87,7 +70,7 @@ class Passes:
         return module.training and self.user_tag is None and (is_grad_enabled() or checkpointing())
 
     def enter(self, module: nn.Module) -> None:
-        """Decide what the forward of this top is that begins: a training pass, which may begin a step, or one aside."""
+        """Decide whether a forward that begins is a training pass, which may begin a step, or a pass aside."""
         if self.steps.over:
             self.steps.settle()
         if self.terms.undecided:
@@ -103,15 +86,14 @@ class Passes:
             self.steps.begin()
             running.listening = not self.clock.idle
             self.forwards.training += running.depth
-            if self.optimizers.of_unknown_order:
-                self.forwards.tops.add(id(module))
+            self.optimizers.note_forward(module)
         else:
             running.listening = self.demand.hears(running.tag)
             if running.listening and running.depth:
                 self.wiring.look()
 
     def enter_at(self, path: str, module: nn.Module) -> Pass:
-        """The pass that a module is called in; it is entered here if not with a forward of the model."""
+        """The pass in which a module is called. It is entered here if the module is called outside of the model."""
         running = self.gate.passes.now
         if running.depth == 0:
             self.enter(self.models.top_of(path, module))
@@ -120,10 +102,10 @@ class Passes:
     # -- hooks of the model ---------------------------------------------------------------------------------
 
     def quiet_before_root(self, args: tuple[Any, ...]) -> bool:
-        """Whether this begins a step that nobody records; then it begins here, as `before_root` would begin it.
+        """Whether this begins a step that nobody records. Then it begins here, as `before_root` would begin it.
 
-        This and the others called ``quiet_…`` spare the training what the full way costs, most of all where the
-        network's numbers have taken the place of everything else in the processor's cache.
+        All methods called ``quiet_…`` save time in steps that nobody records, most of all where the network's numbers
+        fill the processor's caches, so that each object which is looked at has to be fetched.
         """
         running = self.gate.passes.now
         if self.clock.step >= self.demand.quiet_until or running.depth or self.user_tag is not None:
@@ -149,10 +131,10 @@ class Passes:
         if running.depth == 1 and any(isinstance(one, FakeTensor) for one in (*args, *kwargs.values())):
             running.listening = False
             why = "a fake tensor has no values, so it counts as no pass"
-            self.gate.problems.note("a forward of fake tensors", why)
+            self.problems.note("a forward of fake tensors", why)
             return
         if running.depth > 1:
-            running.depth = max(1, calls_running(module))  # one that was interrupted did not tell its end
+            running.depth = max(1, calls_running(module))  # an interrupted forward did not count its end
             if running.depth > 1:
                 return
         self.forwards.seen += 1
@@ -164,7 +146,7 @@ class Passes:
         if self.steps.over:
             self.steps.settle()
         if self.clock.open and self.optimizers.forwards_end_steps and self.is_training(module):
-            self.steps.end()  # without an optimizer, a step lasts until the next one begins
+            self.steps.end()  # without an optimizer, a step lasts until the next training pass
         self.enter(module)
         if self.offered is not None and self.user_tag is None and not traced():
             self.gate.guard("the inputs of a probe", functools.partial(self._offer, module, args, kwargs))
@@ -172,13 +154,11 @@ class Passes:
             self.publisher.publish_leaves("input_data", None, arguments_of(args, kwargs), running.tag)
 
     def _offer(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self.offered is not None and self.offered.settled:
+        if self.offered is not None and self.offered(module, self.now.tag == EVAL_TAG, args, kwargs):
             self.offered = None
-        elif self.offered is not None:
-            self.offered.offer(module, self.gate.passes.now.tag == EVAL_TAG, args, kwargs)
 
     def quiet_after_root(self, args: tuple[Any, ...]) -> bool:
-        """Whether nobody records this pass; then its end is noted here, and `after_root` has nothing to add."""
+        """Whether nobody records this pass. Then its end is noted here, and `after_root` has nothing to do."""
         running = self.gate.passes.now
         if running.depth != 1 or running.listening or recomputing():
             return False
@@ -187,7 +167,7 @@ class Passes:
 
     def after_root(self, _: str, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
         """See a forward of the model end."""
-        # without an output: this hook was taken off by the one before it, which found that nobody listens any more
+        # there is no output if the hook before this one has removed it, because nobody listens any more
         if recomputing():
             return
         running = self.gate.passes.now
@@ -198,6 +178,6 @@ class Passes:
             self.terms.whole(whole, running.tag)
         if running.tag == DEFAULT_TAG and is_grad_enabled():
             self.forwards.watch(one for _, one in leaves(output))
-        # with a loss, the output is what the loss gets: on the same footing as the labels
+        # where losses are observed, they publish the output that they get, together with the labels
         if not self.given_to_losses or self.publisher.collecting is not None:
             self.publisher.publish_leaves("network_output", None, output, running.tag)

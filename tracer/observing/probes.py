@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -14,8 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from tracer import walking
+from tracer.errors import CaptureError
+from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG
+from tracer.observing.part import Ground, Part
+from tracer.observing.passes import Passes
+from tracer.observing.pytorch.autograd import with_subclasses
 from tracer.observing.pytorch.tensors import leaves, unobservable
 
 NO_PROBES = (
@@ -23,12 +30,10 @@ NO_PROBES = (
     "ranks, within `run.tag(name)`"
 )
 """Why sharded models are not probed."""
-PROBED = ("layer_inputs", "activations", "network_output")
-"""What is published of a pass of a probe."""
 
 
 class Probe:
-    """Fixed inputs, and when they are due; see `tracer.observing.exporter.Exporter.probe`."""
+    """Fixed inputs of a model, and the steps after which it is run on them; see `Exporter.probe`."""
 
     def __init__(self, name: str, inputs: Any, labels: Tensor | None, every: int, batch_size: int | None) -> None:
         self.name = name
@@ -39,7 +44,7 @@ class Probe:
         self.last: int | None = None
 
     def batches(self) -> Iterator[Any]:
-        """Copies of the inputs, which a model may overwrite, at most `batch_size` datapoints at a time."""
+        """Copies of the inputs, in batches of at most `batch_size` datapoints. The model may overwrite them."""
         tensors = [tensor for _, tensor in leaves(self.inputs) if tensor.ndim]
         if self.batch_size is None or not tensors:
             yield map_tensors(self.inputs, Tensor.clone)
@@ -54,7 +59,7 @@ class Probe:
 
     @staticmethod
     def call(model: nn.Module, inputs: Any) -> None:
-        """Run a model on inputs, however it takes them."""
+        """Call a model with inputs: as keyword arguments, as positional ones, or as one."""
         if isinstance(inputs, Arguments):
             model(*inputs.args, **inputs.kwargs)
         elif isinstance(inputs, Mapping):
@@ -67,7 +72,7 @@ class Probe:
 
 @dataclasses.dataclass
 class Arguments:
-    """What a model was called with."""
+    """The arguments of a call of a model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -78,33 +83,41 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 class FirstInputs(Probe):
-    """A probe of the first datapoints that the model is given: in an evaluation before it is due, else in the training.
+    """A probe whose inputs are the first datapoints that the model is given by the program.
+
+    Datapoints of evaluations are preferred, if there are any before the first pass; else those of the training are
+    taken.
 
     Parameters
     ----------
     name : str
         The tag.
     count : int
-        Datapoints: rows along the first axis of the first tensor among the arguments.
+        The number of datapoints: rows along the first axis of the first tensor among the arguments.
     every : int
-        Steps between two passes; the first one is after so many.
+        The number of steps before the first pass, and between two passes.
     """
 
     def __init__(self, name: str, count: int, every: int) -> None:
         super().__init__(name, None, None, every, None)
         self.count = count
         self.refusal = "the model was never called"
-        """Why there are no inputs."""
+        """The reason why there are no inputs."""
         self._given: dict[bool, list[tuple[int, Arguments]]] = {}
         self._model: weakref.ref[nn.Module] | None = None
 
     @property
     def settled(self) -> bool:
-        """Whether the inputs are chosen; then it takes no more."""
+        """Whether the inputs are chosen. Then no more calls are kept."""
         return self.inputs is not None
 
-    def offer(self, model: nn.Module, evaluation: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Keep copies of what a model is called with, as far as they are wanted."""
+    def offer(self, model: nn.Module, evaluation: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Keep copies of the arguments of a call, if they are still needed; returns whether no more are."""
+        if not self.settled:
+            self._keep(model, evaluation, args, kwargs)
+        return self.settled
+
+    def _keep(self, model: nn.Module, evaluation: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._model is None or self._model() is not model:
             self._model, self._given = weakref.ref(model), {}
         kept = self._given.setdefault(evaluation, [])
@@ -118,7 +131,7 @@ class FirstInputs(Probe):
             self.refusal = "the model is called with something else than tensors and plain values, or without tensors"
             return
         if kept and not _alike(kept[0], (size, call)):
-            kept.append((0, call))  # no more of these
+            kept.append((0, call))  # marks that no more are kept
             return
         part = slice(0, self.count - have)
 
@@ -129,7 +142,7 @@ class FirstInputs(Probe):
         kept.append((min(size, self.count - have), map_tensors(call, copy_of)))
 
     def ready(self, model: nn.Module) -> bool:
-        """Choose the inputs, if there are any; from then on they stay."""
+        """Choose the inputs from the calls that were kept, unless they are chosen; whether there are any."""
         if not self.settled and self._model is not None and self._model() is model:
             for evaluation in (True, False):
                 kept = [one for one in self._given.get(evaluation, ()) if one[0]]
@@ -144,7 +157,7 @@ def _has_rows(tensor: Tensor, size: int) -> bool:
 
 
 def _unchanging(value: Any) -> bool:
-    """Whether all in a value but its tensors is of a kind that no forward can change, such as a cache is not."""
+    """Whether a value consists of tensors and of values that no forward can change; a cache does not."""
     if value is None or isinstance(value, (Tensor, *_PLAIN)):
         return True
     if isinstance(value, Mapping):
@@ -157,7 +170,7 @@ def _unchanging(value: Any) -> bool:
 
 
 def _alike(first: tuple[int, Arguments], other: tuple[int, Arguments]) -> bool:
-    """Whether two calls have the same tensors, but for the number of their rows."""
+    """Whether two calls have tensors of the same places, dtypes and shapes, except for the number of rows."""
     one, another = leaves(first[1]), leaves(other[1])
     return [path for path, _ in one] == [path for path, _ in another] and all(
         a.dtype == b.dtype
@@ -183,16 +196,16 @@ def _joined(calls: Sequence[tuple[int, Arguments]]) -> Arguments:
 
 
 def rows_of(part: slice, tensor: Tensor) -> Tensor:
-    """A copy of some rows of a tensor; of the whole of a scalar."""
+    """A copy of some rows of a tensor; a scalar is copied whole."""
     return (tensor[part] if tensor.ndim else tensor).clone()
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure as `leaves` looks into, with the function's results for the tensors in it."""
+    """A copy of a structure in which a function has replaced each tensor that `leaves` finds."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, MutableMapping):
-        same: Any = copy.copy(value)  # of its own class, which may have attributes
+        same: Any = copy.copy(value)  # an object of a class of its own may have attributes
         for key, part in value.items():
             same[key] = map_tensors(part, function)
         return same
@@ -213,7 +226,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients or autocast; afterwards modes, buffers and random generators are as before."""
+    """Put a model into eval mode, without gradients and autocast; restore modes, buffers, attributes and generators."""
     modes = [(one, one.training) for one in walking.modules(model)]
     buffers = [
         (one, name, buffer, buffer.detach().clone(), buffer._version)
@@ -252,12 +265,15 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def _own(module: nn.Module) -> dict[str, Any]:
-    """The attributes that a module has besides those of every module, such as the state of a recurrent one."""
+    """The attributes that a module's own class has given it, such as the state of a recurrent network."""
     return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
 
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same, where that is easily told: torch's batch norm counts no versions."""
+    """Whether two tensors hold the same bytes; True if they cannot be compared easily.
+
+    The versions do not tell, because torch's batch norm changes buffers without counting one.
+    """
     easy = type(one) is Tensor and one.layout is torch.strided and not (one.is_quantized or one.is_meta)
     if not easy or one.is_conj() or one.is_neg():
         return True
@@ -265,10 +281,111 @@ def _same_bytes(one: Tensor, other: Tensor) -> bool:
 
 
 def joinable(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
-    """Whether tensors of batches of these sizes are, one after another, the tensor of all: so many rows a datapoint."""
+    """Whether the tensors of batches of these sizes can be joined: each has the same number of rows for a datapoint."""
     if len(sizes) == 1:
         return True
     return len(parts) == len(sizes) and all(
         part.ndim > 0 and part.shape[0] * sizes[0] == parts[0].shape[0] * size and part.shape[0] % size == 0
         for part, size in zip(parts, sizes, strict=True)
     )
+
+
+class Probes(Part):
+    """Runs the model on fixed inputs."""
+
+    def __init__(self, ground: Ground, passes: Passes) -> None:
+        super().__init__(ground)
+        self.passes = passes
+        self._all: list[Probe] = []
+
+    def add(self, name: str, inputs: Any, labels: Any, every: int, batch_size: int | None) -> None:
+        """Run the model on these inputs now, and from now on."""
+        root = self.models.root
+        if root is None:
+            raise CaptureError("a probe needs the model: call set_model first")
+        if self.models.is_sharded:
+            raise CaptureError(NO_PROBES)
+        buffers = (buffer for _, buffer in walking.named_buffers(root))
+        if any(map(is_lazy, itertools.chain(walking.parameters(root), buffers))):
+            raise CaptureError(
+                f"probe {name!r} would make the parameters of a lazy model, and with other random numbers than the "
+                "training would: run the model once before"
+            )
+        if not isinstance(name, str) or name in ("", DEFAULT_TAG, EVAL_TAG) or any(p.name == name for p in self._all):
+            raise CaptureError(f"a probe's name is a tag of its own, not {name!r}")
+        for what, number in (("every", every), ("batch_size", batch_size)):
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+                raise CaptureError(f"{what} of probe {name!r} is a positive integer, not {number!r}")
+        if labels is not None and not isinstance(labels, Tensor):
+            labels = torch.as_tensor(labels, device="cpu")
+        probe = Probe(name, inputs, labels, every, batch_size)
+        self._run(probe)  # a probe that cannot run is an error of the caller, and is raised now
+        self._all.append(probe)
+
+    def add_first(self, name: str, count: int, every: int) -> None:
+        """Run the model on the first inputs that it is given."""
+        probe = FirstInputs(name, count, every)
+        self._all.append(probe)
+        self.passes.offered = probe.offer
+
+    def run_due(self) -> None:
+        """Run the probes that are due after the step that has ended."""
+        for probe in self._all:
+            if self.clock.step % probe.every == 0:
+                self.gate.guard(f"probe {probe.name}", functools.partial(self._run, probe))
+
+    def finish(self) -> None:
+        """Run all probes for the last time, and note those that never had inputs."""
+        for probe in self._all:
+            if probe.last != self.clock.step:
+                self.gate.guard(f"probe {probe.name}", functools.partial(self._run, probe))
+            if isinstance(probe, FirstInputs) and not probe.settled:
+                alone = self.models.root is not None
+                why = probe.refusal if alone else "there is not one model, but none or several"
+                self.problems.note(f"probe {probe.name!r}", why)
+
+    def _run(self, probe: Probe) -> None:
+        root = self.models.root
+        probe.last = self.clock.step
+        if root is None or not probe.ready(root):  # only a probe of the first inputs may not be ready
+            return
+        if not self.gate.open or not self.demand.hears(probe.name):
+            return
+        if self.models.is_sharded:
+            self.problems.note(f"probe {probe.name!r}", NO_PROBES)
+            return
+        running, passes = self.gate.passes.now, self.passes
+        collected: dict[tuple[str, str | None, int, str], list[Tensor]] = {}
+        sizes: list[int] = []
+        before = (running.tag, passes.user_tag, running.listening, running.depth, running.inputs)
+        try:
+            passes.user_tag, running.depth, running.inputs = probe.name, 0, []
+            self.publisher.collecting = collected
+            with undisturbed(root), with_subclasses():
+                for batch in probe.batches():
+                    sizes += [next((tensor.shape[0] for _, tensor in leaves(batch) if tensor.ndim), 1)]
+                    self.numbers.forget(probe.name)
+                    probe.call(root, batch)
+        finally:
+            running.tag, passes.user_tag, running.listening, running.depth, running.inputs = before
+            self.publisher.collecting = None
+        self._publish(probe, collected, sizes)
+        self.numbers.forget(probe.name)
+
+    def _publish(
+        self, probe: Probe, collected: dict[tuple[str, str | None, int, str], list[Tensor]], sizes: list[int]
+    ) -> None:
+        """Publish the joined tensors of batches of these sizes, and the labels."""
+        for (kind, path, call, leaf), parts in collected.items():
+            if not joinable(parts, sizes):
+                what = f"{kind} of {path!r} in probe {probe.name!r}"
+                why = "its first axis is not the datapoints, so batches cannot be put together again"
+                self.problems.note(what, why)
+                continue
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+            self.publisher.publish(kind, path, whole, probe.name, leaf, call)
+        if probe.labels is not None:
+            outputs = {leaf for kind, _, _, leaf in collected if kind == "network_output"}
+            # labels join the output whose leaf they have
+            leaf = outputs.pop() if len(outputs) == 1 else ""
+            self.publisher.publish("input_labels", None, probe.labels.clone(), probe.name, leaf, 0)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tracer.errors import CaptureError, MessageError
 from tracer.format.encodings import refusal
@@ -18,12 +19,89 @@ from tracer.messaging.messages import DEFAULT_TAG, Message, ModuleMessage, Netwo
 from tracer.observing.capture import Capture
 from tracer.observing.clock import At, Clock
 from tracer.observing.demand import EVERYTHING, Demand, stream_name
-from tracer.observing.numbers import Numbers
-from tracer.observing.overflows import Overflows
-from tracer.observing.probes import PROBED
+from tracer.observing.numbers import Numbers, StreamKey
 from tracer.observing.problems import Problems
 from tracer.observing.pytorch.tensors import copied, leaves, ordinary, same_storage, unobservable, unscaled
-from tracer.observing.streams import StreamKey
+
+PROBED = ("layer_inputs", "activations", "network_output")
+"""What is published of a pass of a probe: its inputs are fixed, so once is in the user's hands, often is waste."""
+
+
+class Overflows:
+    """Counts, for each stream, the numbers that were finite before a cast and are not after it.
+
+    On the processor one look at the smallest and the largest number tells that there are none. On a device the
+    numbers are counted where they are, and nobody waits for the counts before `told`.
+
+    Examples
+    --------
+    >>> overflows, before = Overflows(), torch.tensor([1e6, -1.0, torch.inf, torch.nan])
+    >>> overflows.count(StreamKey("weights", "fc", "default", ""), before, before.half())
+    >>> [(one["module"], one["dtype"], one["count"], one["of"]) for one in overflows.told()]
+    [('fc', 'float16', 1, 4)]
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[StreamKey, torch.dtype, torch.device], int | Tensor] = {}
+        self._seen: dict[tuple[StreamKey, torch.dtype, torch.device], int] = {}
+
+    def count(self, stream: StreamKey, before: Tensor, after: Tensor) -> None:
+        """Count what a cast of floating-point numbers has made infinite.
+
+        Parameters
+        ----------
+        stream : StreamKey
+        before, after : torch.Tensor
+            Of one shape.
+        """
+        limit = _limit(before.dtype, after.dtype)
+        if limit is None or not before.numel():
+            return
+        key = stream, after.dtype, after.device
+        self._seen[key] = self._seen.get(key, 0) + before.numel()
+        if before.itemsize == 1:  # of which torch knows no extremes
+            before = before.float()
+        if before.is_cpu:
+            low, high = before.aminmax()
+            if -limit <= low.item() and high.item() <= limit:  # which is false of NaN
+                return
+            self._counts[key] = self._counts.get(key, 0) + int(_overflowed(before, after))
+        elif key in self._counts:
+            self._counts[key] += _overflowed(before, after)
+        else:
+            self._counts[key] = _overflowed(before, after)
+
+    def told(self) -> Iterator[dict[str, Any]]:
+        """What is to be known of each stream that has such numbers, as JSON; waits for the devices."""
+        for key, count in self._counts.items():
+            (kind, module, tag, leaf), dtype, _ = key
+            try:
+                number = int(count)
+            except RuntimeError:  # the device has failed
+                continue
+            if number:
+                yield {
+                    "kind": kind,
+                    "module": module,
+                    "tag": tag,
+                    "leaf": leaf,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "count": number,
+                    "of": self._seen[key],
+                }
+
+
+def _overflowed(before: Tensor, after: Tensor) -> Tensor:
+    """How many numbers are infinite after a cast, and were not before it."""
+    # what was infinite before is NaN in the difference
+    return (after - before).abs_().eq(torch.inf).sum()
+
+
+@lru_cache(maxsize=64)
+def _limit(before: torch.dtype, after: torch.dtype) -> float | None:
+    """The largest number of the dtype after the cast; None if all numbers of the one before it are within."""
+    limit: float = torch.finfo(after).max
+    return limit if torch.finfo(before).max > limit else None
 
 
 class _Shown(Message):
@@ -130,10 +208,7 @@ class Publisher:
     def event(self, kind: str, at: At) -> None:
         """Publish a message without data, if it is wanted."""
         if self.demand.wanted(kind, None, DEFAULT_TAG, at) is not None:
-            step, train_step, epoch = at
-            self.bus.publish(
-                NetworkMessage(kind=kind, global_step=step, train_step=train_step, epoch=epoch, rank=self.rank)
-            )
+            self.bus.publish(self._message(kind, None, None, DEFAULT_TAG, "", 0, at))
 
     def publish(
         self,
@@ -144,23 +219,20 @@ class Publisher:
         leaf: str = "",
         call: int | None = None,
         at: At | None = None,
-        module: nn.Module | None = None,
     ) -> None:
         """Publish data that this exporter owns, if it is wanted."""
         at = at if at is not None else self.clock.now()
         capture = self.demand.wanted(kind, path, tag, at)
         if capture is not None:
-            self.deliver(capture, StreamKey(kind, path, tag, leaf), data, call, at, module, owned=True)
+            self.deliver(capture, StreamKey(kind, path, tag, leaf), data, call, at, owned=True)
 
     def publish_leaves(self, kind: str, path: str | None, value: Any, tag: str, call: int | None = None) -> None:
         """Publish copies of the tensors in a structure, if they are wanted."""
         capture = self.demand.wanted(kind, path, tag)
         if capture is None:
             return
-        module = None if path is None else self.demand.modules.get(path)
         for leaf, tensor in leaves(value):
-            stream = StreamKey(kind, path, tag, leaf)
-            self.deliver(capture, stream, tensor, call, self.clock.now(), module, owned=False)
+            self.deliver(capture, StreamKey(kind, path, tag, leaf), tensor, call, self.clock.now(), owned=False)
 
     def deliver(
         self,
@@ -169,7 +241,6 @@ class Publisher:
         data: Tensor,
         call: int | None,
         at: At,
-        module: nn.Module | None,
         *,
         owned: bool,
         scale: Tensor | None = None,
@@ -199,16 +270,16 @@ class Publisher:
         if source.layout is not torch.strided:
             source, owned = source.to_dense(), True
         if self.collecting is not None:
-            if kind not in PROBED:  # the inputs of a probe are fixed: once is in the user's hands, often is waste
+            if kind not in PROBED:
                 return
             held = source if owned else source.clone(memory_format=torch.contiguous_format)
             self.collecting.setdefault((kind, path, call or 0, leaf), []).append(held)
             return
         number = self.numbers.message(stream, call)
-        chosen = source if capture is EVERYTHING else capture.select(kind, source, module)
+        chosen = source if capture is EVERYTHING else capture.select(kind, source, self.demand.module_at(path))
         if scale is not None:
             chosen = unscaled(chosen, scale)
-        self.release(capture, stream, chosen, source, number, at, module, owned=owned, placement=placement)
+        self.release(capture, stream, chosen, source, number, at, owned=owned, placement=placement)
 
     def release(
         self,
@@ -218,7 +289,6 @@ class Publisher:
         source: Tensor,
         call: int,
         at: At,
-        module: nn.Module | None,
         *,
         owned: bool,
         placement: dict[str, Any] | None = None,
@@ -238,7 +308,7 @@ class Publisher:
             if final.dtype is not reduced.dtype:
                 self.overflows.count(stream, reduced, final)
         if placement is not None or capture.choices or stream in self._sampling:
-            self._sampling[stream] = self._tell(capture, kind, source, module, placement)
+            self._sampling[stream] = self._tell(capture, stream, source, placement)
         if final.is_conj() or final.is_neg():
             final = final.resolve_conj().resolve_neg()
         if not owned and same_storage(final, source):
@@ -247,19 +317,11 @@ class Publisher:
             self._running[stream] = final.clone()  # the reduction may overwrite it
         self.bus.publish(self._message(kind, path, final, tag, leaf, call, at))
 
-    def _message(self, kind: str, path: str | None, data: Tensor, tag: str, leaf: str, call: int, at: At) -> Message:
+    def _message(
+        self, kind: str, path: str | None, data: Tensor | None, tag: str, leaf: str, call: int, at: At
+    ) -> Message:
         step, train_step, epoch = at
-        if type(data) is Tensor and not data.requires_grad:  # what the constructors would look at
-            return checked(kind, path, step, train_step, epoch, tag, call, leaf, self.rank, data)
-        if path is None:
-            return NetworkMessage(
-                kind=kind, global_step=step, train_step=train_step, epoch=epoch, tag=tag, call=call, leaf=leaf,
-                rank=self.rank, data=data,
-            )  # fmt: skip
-        return ModuleMessage(
-            kind=kind, module=path, global_step=step, train_step=train_step, epoch=epoch, tag=tag, call=call, leaf=leaf,
-            rank=self.rank, data=data,
-        )  # fmt: skip
+        return checked(kind, path, step, train_step, epoch, tag, call, leaf, self.rank, data)
 
     # -- what is said beside --------------------------------------------------------------------------------
 
@@ -270,14 +332,10 @@ class Publisher:
         return self._sampling.get(StreamKey(message.kind, message.key, message.tag, message.leaf))
 
     def _tell(
-        self,
-        capture: Capture,
-        kind: str,
-        data: Tensor,
-        module: nn.Module | None,
-        placement: dict[str, Any] | None,
+        self, capture: Capture, stream: StreamKey, data: Tensor, placement: dict[str, Any] | None
     ) -> dict[str, Any] | None:
         """`Capture.sampling` of a tensor, and where it is a part of what, worked out once for each shape."""
+        kind, module = stream.kind, self.demand.module_at(stream.module)
         key = (id(capture), kind, tuple(data.shape), data.is_floating_point(), type(module), id(placement))
         if key not in self._told:
             told = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,15 +11,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tracer import walking
-from tracer.observing.demand import Demand
-from tracer.observing.models import Models
-from tracer.observing.parameter_table import SUFFIXES, ParameterTable
-from tracer.observing.publisher import Publisher
+from tracer.observing.part import Ground, Part
 from tracer.observing.pytorch.wrappers import wrapped_by
 
 
-@dataclass(eq=False, repr=False)
-class Ranks:
+class Ranks(Part):
     """Finds out what other ranks hold, when the first step ends: a model may be wrapped after an exporter got it.
 
     Attributes
@@ -37,12 +32,8 @@ class Ranks:
         Whether what other ranks hold is known.
     """
 
-    table: ParameterTable
-    demand: Demand
-    publisher: Publisher
-    models: Models
-
-    def __post_init__(self) -> None:
+    def __init__(self, ground: Ground) -> None:
+        super().__init__(ground)
         self.around: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.recorded: Collection[int] | None = None
         self.elsewhere: set[tuple[str, str | None]] = set()
@@ -83,8 +74,9 @@ class Ranks:
                 placement = self.replicas[parameter.path] = {"replicas": ranks}
             holders = placement["replicas"] if placement else [rank]
             if recorded is not None and min({*holders} & {*recorded}, default=rank) != rank:
-                same = ("",) if parameter.computed else SUFFIXES  # the gradient is that of this rank's own loss
-                elsewhere |= {(parameter.kind(suffix), parameter.stream) for suffix in same}
+                # the gradient of what is computed is that of this rank's own loss
+                same = (parameter.values,) if parameter.computed else parameter.kinds
+                elsewhere |= {(kind, parameter.stream) for kind in same}
         if elsewhere != self.elsewhere:
             self.elsewhere.clear()
             self.elsewhere |= elsewhere

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import nn
 
-from tracer.observing.clock import Clock
-from tracer.observing.demand import Demand
-from tracer.observing.forwards import Forwards
-from tracer.observing.models import Models
 from tracer.observing.optimizer_steps import OptimizerSteps
-from tracer.observing.optimizers import Optimizers
-from tracer.observing.pytorch.gate import Gate
-from tracer.observing.wiring import Wiring
+from tracer.observing.part import Ground, Part
 
 _LATE = 10
 """How many times the usual forwards of a step one may have that is still open at the end, and nobody is told."""
 
 
-@dataclass(eq=False, repr=False)
-class Retrospect:
+class Retrospect(Part):
     """Says at the end what was not seen, and why.
 
     Attributes
@@ -29,16 +20,9 @@ class Retrospect:
         The step that was open when the run ended, with its `passes`: they are of no training step.
     """
 
-    gate: Gate
-    clock: Clock
-    demand: Demand
-    models: Models
-    forwards: Forwards
-    optimizers: Optimizers
-    wiring: Wiring
-    optimizer_steps: OptimizerSteps
-
-    def __post_init__(self) -> None:
+    def __init__(self, ground: Ground, optimizer_steps: OptimizerSteps) -> None:
+        super().__init__(ground)
+        self.optimizer_steps = optimizer_steps
         self.unended: dict[str, int] | None = None
 
     def tell(self, steps: int) -> None:
@@ -55,14 +39,14 @@ class Retrospect:
                 "step() of the optimizer that was given was never called, so everything is of one step; give the "
                 "optimizer whose step() is called, or optimizer=() and call step() of the run"
             )
-            self.gate.problems.note("the end of a step", why)
+            self.problems.note("the end of a step", why)
         late = forwards.of_open_step
         if self.optimizers and steps and late * steps > _LATE * forwards.of_ended_steps:
             why = (
                 f"{late} forwards came since the optimizer that was given stepped last, and are all of one step; if "
                 "another took its place, give it to set_optimizer of the exporter"
             )
-            self.gate.problems.note("the end of the last step", why)
+            self.problems.note("the end of the last step", why)
 
     def _tell_of_passes(self, steps: int) -> None:
         """Note which passes in training mode were none of a training, as far as that is known at the end."""
@@ -76,7 +60,7 @@ class Retrospect:
                 "samples that are drawn, or of a look at the model; they are calls of training steps all the same; "
                 "torch.no_grad(), model.eval() or run.tag('acting') around them tells them apart"
             )
-            self.gate.problems.note("what forwards are for", why, warn=False)
+            self.problems.note("what forwards are for", why, warn=False)
 
     def _tell_own_calls(self, steps: int) -> None:
         """Say of which modules no forward was seen because their classes have a ``__call__`` that calls no hooks."""
@@ -88,4 +72,4 @@ class Retrospect:
             if type(one).__call__ is not nn.Module.__call__:
                 name = type(one).__name__
                 why = f"{name} has a __call__ of its own that does not make that of torch.nn.Module, which calls hooks"
-                self.gate.problems.note(f"the forward of {path!r}" if path else "the forward of the model", why)
+                self.problems.note(f"the forward of {path!r}" if path else "the forward of the model", why)

@@ -1,28 +1,20 @@
-"""When a step begins and ends, and what is published then."""
+"""Begins and ends steps and epochs, and publishes what is known at these times."""
 
 from __future__ import annotations
 
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
-from tracer.observing.clock import Clock
-from tracer.observing.demand import Demand
-from tracer.observing.forwards import Forwards
 from tracer.observing.gradients import Gradients
-from tracer.observing.numbers import Numbers
 from tracer.observing.objectives import Objectives
-from tracer.observing.optimizers import Optimizers
 from tracer.observing.parameter_table import Parameter
 from tracer.observing.parameters import Parameters
-from tracer.observing.publisher import Publisher
+from tracer.observing.part import Ground, Part
 from tracer.observing.pytorch.autograd import recomputing
-from tracer.observing.pytorch.gate import Gate
 from tracer.observing.pytorch.hooks import Role
 from tracer.observing.pytorch.loss_graph import next_of_thread
 from tracer.observing.ranks import Ranks
-from tracer.observing.wiring import Wiring
 
 
 class Epochs:
@@ -44,8 +36,7 @@ class Epochs:
         self.open = self.over = self.seen = False
 
 
-@dataclass(eq=False, repr=False)
-class Steps:
+class Steps(Part):
     """Begins and ends the steps of a training.
 
     Attributes
@@ -55,20 +46,12 @@ class Steps:
     epochs : Epochs
     """
 
-    gate: Gate
-    clock: Clock
-    demand: Demand
-    publisher: Publisher
-    numbers: Numbers
-    gradients: Gradients
-    parameters: Parameters
-    ranks: Ranks
-    objectives: Objectives
-    forwards: Forwards
-    optimizers: Optimizers
-    wiring: Wiring
-
-    def __post_init__(self) -> None:
+    def __init__(self, ground: Ground) -> None:
+        super().__init__(ground)
+        self.gradients = Gradients(ground)
+        self.ranks = Ranks(ground)
+        self.parameters = Parameters(ground, self.ranks)
+        self.objectives = Objectives(ground)
         self.over = False
         self.epochs = Epochs()
         self._between: weakref.WeakMethod[Callable[[], None]] | None = None
@@ -80,7 +63,7 @@ class Steps:
     # -- beginning ------------------------------------------------------------------------------------------
 
     def start_at(self, global_step: int, train_step: int, epoch: int) -> None:
-        """Count from here; in the middle of an epoch, that is not begun again."""
+        """Count from here. With a `train_step` above 0, the epoch counts as begun."""
         self.clock.start_at(global_step, train_step, epoch)
         self.demand.look_ahead_anew()
         self.epochs.open = train_step > 0
@@ -105,10 +88,10 @@ class Steps:
             self.wiring.look()
             self.publisher.event("batch_started", self.clock.now())
             if not self.optimizers:
-                self.snapshot(self.parameters.all)
+                self.snapshot(self.table.all)
 
     def begin_idle(self) -> bool:
-        """Begin a step that nobody records, if that is all there is to do; whether it has begun."""
+        """Begin a step that nobody records, if nothing else has to be done; whether it has begun."""
         clock = self.clock
         if clock.step >= self.demand.quiet_until or clock.open or clock.starting is not None:
             return False
@@ -119,7 +102,7 @@ class Steps:
         return True
 
     def snapshot(self, parameters: Iterable[Parameter]) -> None:
-        """Copy what is wanted of the weights before they move."""
+        """Copy the wanted weights, before an optimizer changes them."""
         if not self.ranks.surveyed:
             self.forwards.note_mode(observed=self.wiring.listens(Role.BEFORE_FORWARD, Role.AFTER_FORWARD))
             self.ranks.survey()
@@ -128,7 +111,7 @@ class Steps:
     # -- ending ---------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """End a step whose optimizers stepped in a backward that is over by now."""
+        """End a step whose optimizers stepped in a backward, once that backward is over."""
         if self.over and not recomputing():
             self.over = False
             self.gate.guard("step", self.end)
@@ -142,21 +125,21 @@ class Steps:
                 self.gate.guard("step", self.end)
 
     def end(self) -> None:
-        """Publish what is known now that the weights have moved, and move the clock."""
-        self.begin()  # nothing of the forward was seen (compiled, bypassed), but the step took place
+        """Publish losses, weights, gradients and updates, and begin to count the next step."""
+        self.begin()  # if nothing of the forward was seen (compiled, bypassed), the step took place all the same
         try:
             if not self.clock.idle:
                 self.objectives.end_step()
                 if not self.optimizers:
-                    self.parameters.compare(self.parameters.all, self.optimizers.by_hand)
+                    self.parameters.compare(self.table.all, self.optimizers.by_hand)
                 self.parameters.publish(self.clock.began)
                 self.publisher.event("batch_finished", self.clock.began)
         except BaseException as error:
             if not isinstance(error, Exception):
                 why = f"it was interrupted ({type(error).__name__})"
-                self.gate.problems.note(f"the end of step {self.clock.step}", why)
+                self.problems.note(f"the end of step {self.clock.step}", why)
             raise
-        finally:  # whatever failed, the optimizer has stepped
+        finally:  # even if this failed, the optimizer has stepped
             self._advance()
         self._look_back()
 
@@ -167,14 +150,14 @@ class Steps:
             self._look_back()
 
     def end_later(self) -> None:
-        """End the step as soon as the running backward is over: all that comes before that is of the step."""
+        """End the step as soon as the running backward is over. All that comes before belongs to the step."""
         self.begin()
         self.forwards.ended_at = next_of_thread()
         self.over = True
 
     def _advance(self) -> None:
-        """Let go of what was kept of the open step, and move the clock."""
-        if not self.over:  # else it was noted when it ended, in a backward
+        """Forget the open step, and count it."""
+        if not self.over:  # a step that ended in a backward has noted this then
             self.forwards.ended_at = next_of_thread()
         self.over = self.clock.idle = False
         self.optimizers.step_ended()
@@ -186,7 +169,7 @@ class Steps:
         self.forwards.end_step()
 
     def _look_back(self) -> None:
-        """Do what comes between two steps, and after the first step look for what was never called."""
+        """Run the due probes, and after the first step look for hooks that are never called."""
         if self.wiring.compiled_before:
             self.gate.guard("compiled", functools.partial(self.wiring.tell_unseen_regions, self.demand.modules))
         between = None if self._between is None else self._between()
@@ -200,13 +183,13 @@ class Steps:
             self.gate.guard("step", self.end)
 
     def forget(self) -> None:
-        """Let go of what was kept of the open step."""
+        """Forget the open step."""
         self.gradients.forget()
         self.parameters.forget()
         self.numbers.end_step()
 
     def settle_losses(self) -> None:
-        """Publish the losses of passes aside, because all are over."""
+        """Publish the losses of passes aside, because all of these are over."""
         self.gate.guard("loss", functools.partial(self.objectives.terms.settle, everywhere=True))
 
     def release_losses(self) -> None:

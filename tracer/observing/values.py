@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,32 +9,20 @@ import torch
 from torch import Tensor
 
 from tracer.errors import MessageError
-from tracer.messaging.bus import MessageBus
 from tracer.messaging.messages import DEFAULT_TAG
-from tracer.observing.clock import At, Clock
-from tracer.observing.demand import Demand
-from tracer.observing.numbers import Numbers
-from tracer.observing.objectives import Objectives
+from tracer.observing.clock import At
+from tracer.observing.numbers import StreamKey
+from tracer.observing.part import Ground, Part
 from tracer.observing.passes import Passes
-from tracer.observing.publisher import Publisher
-from tracer.observing.pytorch.gate import Gate
-from tracer.observing.streams import StreamKey
 
 
-@dataclass(eq=False, repr=False)
-class Values:
+class Values(Part):
     """Publishes values that a user logs."""
 
-    gate: Gate
-    clock: Clock
-    bus: MessageBus
-    demand: Demand
-    publisher: Publisher
-    numbers: Numbers
-    objectives: Objectives
-    passes: Passes
-
-    def __post_init__(self) -> None:
+    def __init__(self, ground: Ground, passes: Passes) -> None:
+        super().__init__(ground)
+        self.passes = passes
+        self.objectives = passes.steps.objectives
         self._logged: dict[tuple[str, str], tuple[At, int]] = {}  # by kind and tag, the last value's step and number
 
     def log(self, kind: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Hooks where somebody wants something, and nowhere else: put on, kept on, taken off."""
+"""Hangs hooks, puts back those that the program removes, and takes them off."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.optim import Optimizer
 
 from tracer import walking
 from tracer.observing.models import Models
@@ -29,8 +28,6 @@ from tracer.observing.pytorch.hanging import Checklist, Hanging, before_step
 from tracer.observing.pytorch.hooks import Hook, Role, Site, is_heard_last, leaves_gradients
 from tracer.observing.pytorch.wrappers import compiled_parts, named_parts
 
-_ROOT = 0
-"""Stands for the model where hooks that last are kept by the ids of what they hang on."""
 _FEW_NAMES = 8
 """How many modules a problem names."""
 
@@ -47,7 +44,7 @@ class Wiring:
     Attributes
     ----------
     asides : Asides
-        The layers for which hooks step aside.
+        The layers with a fast path, for which hooks step aside.
     compiled_before : bool or None
         Whether torch had compiled code when the model's hook came; None: there is none yet.
     """
@@ -61,52 +58,48 @@ class Wiring:
         self.asides = Asides()
         self.compiled_before: bool | None = None
         self._hang_all: weakref.WeakMethod[Callable[[], None]] | None = None
-        # those on the model and on optimizers, by id: these stay while others come and go
-        self._lasting: dict[int, list[Hanging]] = {}
-        # by what they hang on, role and name: that, the hook, and where it hangs
+        # by the id of the owner, role and name: the owner, the hook, and how it hangs there
         self._hung: dict[tuple[int, Role, str], tuple[Any, Hook, Hanging]] = {}
         self._former: dict[tuple[int, Role, str], tuple[Any, Hook, Hanging]] = {}
-        self._known: dict[tuple[str, Role], tuple[bool, bool]] = {}  # which hooks were called, and which are off
-        self._check = Checklist()  # of all these
-        self._check_steps = Checklist()  # of those on optimizers
-        self._untouched: set[int] = set()  # by id, modules that a hook would have compiled
+        self._known: dict[tuple[str, Role], tuple[bool, bool]] = {}  # whether a hook was called, and whether it is off
+        self._check = Checklist()  # of all hooks
+        self._check_steps = Checklist()  # of the hooks on optimizers
+        self._untouched: set[int] = set()  # ids of modules that torch would compile if they had a hook
         self._silent: list[str] = []
 
     # -- hanging --------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin to hang hooks: those that do not come again until `finish` is called are taken off then."""
-        # of all that were ever there: one that nobody needed for a while has still been called before
+        """Begin to hang hooks anew. Those that are not hung again are removed by `finish`."""
+        # kept for all hooks there ever were, because one may be needed again later
         for (_, role, name), (_, hook, _) in self._hung.items():
-            self._known[name, role] = hook.fired, hook.off
-        self._former.update(self._hung)  # to those that this did not come to, when it was interrupted
+            if not hook.lasts:
+                self._known[name, role] = hook.fired, hook.off
+        self._former.update(self._hung)  # in addition to those of an interrupted call of this
         self._hung = {}
 
-    def hang_lasting(self, root: Site | None, steps: Iterable[tuple[Optimizer, Iterable[Site]]]) -> None:
-        """Hang what stays, if it is not there: torch forbids changing an optimizer's hooks while they run."""
-        if root is not None and _ROOT not in self._lasting and self.takes_hooks("", root.on):
-            self.compiled_before = compiled_anything()
-            self._lasting[_ROOT] = [self._put(root)]
-        for optimizer, sites in steps:
-            if id(optimizer) not in self._lasting:
-                self._lasting[id(optimizer)] = [self._put(one) for one in sites]
-
     def hang(self, site: Site) -> None:
-        """Put a hook on something, if it is not there: one taken off in the middle of a call gets other arguments."""
+        """Hang a hook, unless it hangs there already.
+
+        A hook that is there stays, because torch calls one that is removed during a call with other arguments, and
+        forbids changing an optimizer's hooks while they run.
+        """
         key = id(site.on), site.role, site.name
         there = self._former.pop(key, None)
         if there is not None:
             there[1].gradients = site.gradients
             self._hung[key] = there
             return
+        if site.role is Role.BEFORE_ROOT:
+            self.compiled_before = compiled_anything()
         hook = Hook(self.gate, site)
         self._hung[key] = site.on, hook, site.put(site.on, hook)
         # the root's own activations belong before the network's output
         if site.role is Role.AFTER_FORWARD and (last := self._former.pop((id(site.on), Role.AFTER_ROOT, ""), None)):
-            last[2].remove()  # and hung on again after this
+            last[2].remove()  # it is hung again later
 
     def finish(self) -> None:
-        """Take off what did not come again."""
+        """Remove the hooks that were not hung again."""
         for _, _, handle in self._former.values():
             handle.remove()
         self._former = {}
@@ -115,9 +108,6 @@ class Wiring:
             if (name, role) in self._known:
                 hook.fired, hook.off = self._known[name, role]
         self._list_hooks()
-
-    def _put(self, site: Site) -> Hanging:
-        return site.put(site.on, Hook(self.gate, site))
 
     def takes_hooks(self, path: str, module: nn.Module) -> bool:
         """Whether hooks can hang on a module, and change nothing there."""
@@ -129,7 +119,7 @@ class Wiring:
         return id(module) not in self._untouched
 
     def leave_untouched(self, losses: Iterable[nn.Module]) -> None:
-        """Find out where a hook would change what is compiled, and with that the training."""
+        """Find the modules where a hook would change what torch compiles, and so the training."""
         tops = [*self.models.tops, *(("", one) for one in losses)]
         untouched = [(prefix, top, left_uncompiled(top, Hook)) for prefix, top in tops]
         self._untouched = {id(one) for _, _, found in untouched for one in found}
@@ -138,13 +128,11 @@ class Wiring:
             told = [repr(names[id(one)]) if names.get(id(one)) else type(one).__name__ for one in found]
             if told:
                 self.gate.problems.note(f"the forward of {', '.join(told)}", UNCOMPILED)
-        if self.models.root is not None and id(self.models.root) in self._untouched:
-            self.drop_root()
 
     def hung_inside(self, layer: nn.Module) -> list[tuple[Any, Hanging]]:
-        """What hangs on a module and in it, each with what it hangs on."""
+        """The hooks on a module and inside it, each with its owner."""
         inside = {id(part) for part in walking.modules(layer)}
-        return [(on, hanging) for on, _, hanging in self._on_modules() if id(on) in inside]
+        return [(on, hanging) for on, _, hanging in self._hung.values() if id(on) in inside]
 
     # -- staying --------------------------------------------------------------------------------------------
 
@@ -169,102 +157,75 @@ class Wiring:
         return self._check_steps.is_complete()
 
     def check(self) -> None:
-        """Put back all hooks that the program took off, unless some are aside."""
+        """Put back hooks that the program removed, unless some are aside."""
         if not self._check.is_complete() and self.asides.over:
             self._hang_again()
 
     def check_optimizers(self) -> None:
-        """Put back all hooks if the program took some off optimizers."""
+        """Put back hooks if the program removed some from optimizers."""
         if not self._check_steps.is_complete():
             self._hang_again()
 
-    def _on_optimizers(self) -> list[tuple[Optimizer, Hanging]]:
-        return [(one, hanging) for one in self.optimizers.all for hanging in self._lasting.get(id(one), ())]
-
-    def _on_modules(self) -> list[tuple[Any, str, Hanging]]:
-        """What else hooks hang on, with its name."""
-        root = [(self.models.root, "", hanging) for hanging in self._lasting.get(_ROOT, ())]
-        return root + [(on, hook.name, hanging) for on, hook, hanging in self._hung.values()]
-
     def _list_hooks(self) -> None:
-        on_optimizers = self._on_optimizers()
-        self._check_steps = Checklist(on_optimizers)
-        self._check = Checklist([*on_optimizers, *((on, hanging) for on, _, hanging in self._on_modules())])
+        """Make the lists of hooks that should hang."""
+        self._check = Checklist((on, hanging) for on, _, hanging in self._hung.values())
+        self._check_steps = Checklist((on, hanging) for on, hook, hanging in self._hung.values() if hook.of_optimizer)
 
     def _hang_again(self) -> None:
-        """Put back the hooks that the program took off, and say what was missed meanwhile."""
-        stepped = [type(one).__name__ for one, hanging in self._on_optimizers() if hanging.hang_again(one)]
-        called = [name for on, name, hanging in self._on_modules() if hanging.hang_again(on)]
+        """Put back the hooks that the program removed, and note what was missed."""
+        again = [(on, hook) for on, hook, hanging in self._hung.values() if hanging.hang_again(on)]
         self._list_hooks()
         why = "the program took the recorder's hooks off; they are back from this step on"
-        names = list(dict.fromkeys(repr(name) if name else "the model" for name in called))
+        called = (repr(hook.name) if hook.name else "the model" for _, hook in again if not hook.of_optimizer)
+        names = list(dict.fromkeys(called))
         note = self.gate.problems.note
         if names:
             told = ", ".join(names[:_FEW_NAMES]) + (" and others" if len(names) > _FEW_NAMES else "")
             note(f"what passed through {told} meanwhile", why)
-        for name in dict.fromkeys(stepped):
+        for name in dict.fromkeys(type(on).__name__ for on, hook in again if hook.of_optimizer):
             note(f"what {name} did meanwhile", f"{why}, and steps that it took are counted as one")
 
     def come_last(self) -> None:
-        """Have hooks before steps called after those that were put on since, which may change gradients.
+        """Move our hooks before steps behind those of the program, which may change gradients.
 
-        That matters of optimizers that overwrite gradients in a step.
+        This is done for optimizers that overwrite gradients in a step, whose gradients are copied before it.
         """
         for optimizer in self.optimizers.all:
             if not leaves_gradients(optimizer) and not is_heard_last(optimizer):
-                hooks = self._lasting[id(optimizer)]
-                hooks[0].remove()
-                hooks[0] = before_step(optimizer, hooks[0].hook)
+                key = id(optimizer), Role.BEFORE_OPTIMIZER, ""
+                _, hook, hanging = self._hung[key]
+                hanging.remove()
+                self._hung[key] = optimizer, hook, before_step(optimizer, hook)
                 self._list_hooks()
 
     # -- going ----------------------------------------------------------------------------------------------
 
-    def drop_root(self) -> None:
-        """Take off what lasts on the model."""
-        for handle in self._lasting.pop(_ROOT, ()):
-            handle.remove()
-
-    def keep_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Take off what lasts on all others: another optimizer may get the id of one of them."""
-        for key in self._lasting.keys() - {_ROOT, *map(id, optimizers)}:
-            for handle in self._lasting.pop(key):
-                handle.remove()
-
     def let_go_of_replaced(self) -> None:
-        """Forget the optimizers of which others took the place, and what hangs on them."""
-        self._check = self._check_steps = Checklist()
-        for key in self.optimizers.let_go_of_replaced():
-            self._lasting.pop(key, None)
+        """Forget optimizers that others have replaced, and the hooks on them."""
+        take_back = self.let_go()
+        self.optimizers.let_go_of_replaced()
+        take_back()
         self._list_hooks()
 
-    def let_go(self) -> Callable[[set[int]], None]:
-        """Refer to no module and no optimizer; what is returned takes those back that somebody else still has.
-
-        It gets the ids of the optimizers that are gone.
-        """
+    def let_go(self) -> Callable[[], None]:
+        """Refer to no module and no optimizer; what is returned takes those back that somebody else still has."""
         hung = {key: (weakref.ref(on), hook, handle) for key, (on, hook, handle) in self._hung.items()}
-        rooted = self.models.root is not None
         self._hung = {}
         self._check = self._check_steps = Checklist()
 
-        def back(gone: set[int]) -> None:
-            for key in gone:
-                self._lasting.pop(key, None)
+        def back() -> None:
             there = ((key, ref(), hook, handle) for key, (ref, hook, handle) in hung.items())
             self._hung = {key: (on, hook, handle) for key, on, hook, handle in there if on is not None}
-            if rooted and self.models.root is None:
-                self._lasting.pop(_ROOT, None)
 
         return back
 
     def detach(self, observed: Mapping[str, nn.Module]) -> None:
-        """Take off everything; `silent` stays what it is."""
+        """Remove all hooks. `silent` keeps its answer."""
         self.asides.end()
         self._silent = self.silent(observed)
-        hung = [handle for _, _, handle in (*self._former.values(), *self._hung.values())]
-        for handle in [*hung, *(one for handles in self._lasting.values() for one in handles)]:
+        for _, _, handle in (*self._former.values(), *self._hung.values()):
             handle.remove()
-        self._former, self._hung, self._lasting = {}, {}, {}
+        self._former, self._hung = {}, {}
         self._check = self._check_steps = Checklist()
 
     # -- what was called ------------------------------------------------------------------------------------
@@ -277,16 +238,16 @@ class Wiring:
         """Hooked modules whose forward was never seen: bypassed, compiled away, or not part of the forward."""
         if not self.gate.attached:
             return self._silent
-        fired = {hook.name for _, hook, _ in self._hung.values() if hook.fired}
+        fired = {hook.name for _, hook, _ in self._hung.values() if hook.fired and not hook.lasts}
         names = {hook.name for _, hook, _ in self._hung.values() if hook.role is Role.AFTER_FORWARD}
         # a mere list of parameters has no forward
         calls = (name for name, one in observed.items() if _has_forward(one))
         return [name for name in calls if name in names and name not in fired]
 
     def tell_unseen_regions(self, observed: Mapping[str, nn.Module]) -> None:
-        """After the first step: hooks that came after the compilation of what they hang on are never called."""
+        """After the first step, note compiled regions whose hooks are not called, because they came too late."""
         self.compiled_before = False
-        # the last layer of an attention is never called: its weight is handed to a function
+        # the output layer of an attention is never called: torch passes its weight to a function
         never = {name for name, one in observed.items() if isinstance(one, NonDynamicallyQuantizableLinear)}
         names = {hook.name for _, hook, _ in self._hung.values() if hook.role is Role.AFTER_FORWARD}
         hooked = [name for name in observed if name in names - never]

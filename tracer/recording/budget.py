@@ -20,25 +20,25 @@ from tracer.trace.merging import Parts
 ROW_BYTES: Final = 8 * COLUMNS
 """Bytes of a row of the journal."""
 STREAM_BYTES: Final = 1 << 10
-"""What the declaration of a stream takes, at most."""
+"""Bytes of the declaration of a stream, at most."""
 CHUNK_BYTES: Final = 64 << 10
-"""The writer's chunks: the last of an array is on the disk as a whole, and once more as it was one commit before."""
+"""Bytes of a chunk. The disk holds the last chunk of an array twice: as it is, and as it was one commit ago."""
 ARRAY_BYTES: Final = 2 * CHUNK_BYTES + (5 << 10)
-"""What an array takes besides its elements: its description, and those chunks."""
+"""Bytes that an array takes besides its elements: two chunks, and its description."""
 BASE_BYTES: Final = 2 * ARRAY_BYTES + (16 << 10)
-"""What a trace takes before its first message, besides the description of the model, and what its end takes."""
+"""Bytes that an empty trace takes, without the description of the model."""
 
 PER_CHUNK: Final = 80
-"""What a chunk takes besides its bytes: its checksum, and its part of the indexes."""
+"""Bytes that a chunk takes besides its data: its checksum, and its entries in the indexes."""
 _OF_ITEMS: Final = {1: "u1", 2: "u2", 4: "f4", 8: "f8", 16: "c16"}
 
 Held = tuple[Message, Mapping[str, Any] | None, int, int]
-"""A message, how it was thinned out, its bytes, and the version of its data."""
+"""A message, how its data was sampled, its bytes, and the version of its data."""
 
 
 @functools.lru_cache(maxsize=4096)
 def stored_bytes(shape: tuple[int, ...], itemsize: int) -> int:
-    """What the data of a message takes on the disk, without compression: large ones are cut into padded chunks.
+    """Bytes on the disk of a message's data, without compression. Large data is cut into chunks, which are padded.
 
     Examples
     --------
@@ -46,7 +46,7 @@ def stored_bytes(shape: tuple[int, ...], itemsize: int) -> int:
     (401, 135248)
     """
     nbytes = itemsize * math.prod(shape)
-    if nbytes < CHUNK_BYTES:  # which share their chunks
+    if nbytes < CHUNK_BYTES:  # several messages share a chunk
         return nbytes + nbytes // 256
     rows = RowChunks("", _OF_ITEMS[itemsize], shape, 1)
     page = PAGE if rows.chunk_nbytes >= ALIGNED_BYTES else 1
@@ -55,17 +55,16 @@ def stored_bytes(shape: tuple[int, ...], itemsize: int) -> int:
 
 @final
 class Budget:
-    """Holds the messages of a step back until the step is over, and tells whether all of them can still be paid.
+    """Holds the messages of a step until the step is over, and then gives them out if all of them fit.
 
-    A message costs its data as it is stored, before compression, and its row in the journal. A stream costs
-    `STREAM_BYTES` once, and the array that its messages go to `ARRAY_BYTES`: those of a kind share one, unless they are
-    large.
+    A message costs its stored data, before compression, and its row in the journal. Each stream costs `STREAM_BYTES`,
+    and each array `ARRAY_BYTES`. Small messages of one kind share an array; a stream of large ones has its own.
 
     Parameters
     ----------
     max_bytes : int
     spent : int
-        What earlier attempts took of it.
+        Bytes that earlier attempts took.
 
     Examples
     --------
@@ -87,7 +86,7 @@ class Budget:
         self.max_bytes = max_bytes
         self.spent = spent + BASE_BYTES
         self.stopped: int | None = None
-        """The first global step that there was no room for."""
+        """The first global step that did not fit."""
         self._held: list[Held] = []
         self._step = -1
         self._cost = 0
@@ -95,7 +94,7 @@ class Budget:
         self._new: set[tuple[Any, ...]] = set()
 
     def exhausted(self) -> bool:
-        """Whether there was a step that there was no room for."""
+        """Whether a step did not fit."""
         return self.stopped is not None
 
     def hold(self, entry: Held) -> None:
@@ -116,9 +115,10 @@ class Budget:
             self._cost += cost
 
     def over(self, step: int | None = None) -> list[Held]:
-        """The messages that were held, if all of them can be paid, now that a message of `step` comes (None: the end).
+        """Give out the held messages if their step is over and all of them fit.
 
-        An earlier message, such as one of an evaluation that looks back, ends no step.
+        The step is over when a message of a later `step` comes, or with None, at the end. A message of an earlier step,
+        such as one of an evaluation, ends nothing.
         """
         if self.stopped is not None or not self._held or (step is not None and step <= self._step):
             return []
@@ -133,7 +133,7 @@ class Budget:
 
 
 def already_spent(path: Location, rank: int) -> int:
-    """What earlier attempts of a rank took of a budget, all that they wrote included, superseded or not."""
+    """Bytes of a budget that earlier attempts of a rank took, including those that later attempts supersede."""
     spent = 0
     with closing(Parts.open(path, None, assemble=False)) as parts:
         for part in parts.shown:

@@ -1,23 +1,155 @@
-"""`OwnPart`: the part of a trace that this process writes, from its place among the ranks to its writer."""
+"""The part of a trace that this process writes: where it goes on, what it says of the run, and its writer."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from tracer.errors import CaptureError
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.optim import Optimizer
+
+from tracer.errors import CaptureError, plain
 from tracer.format.declarations import declaration
+from tracer.format.journal import Column
 from tracer.format.names import part_name
+from tracer.messaging.bus import describe
+from tracer.messaging.messages import DEFAULT_TAG, KINDS
 from tracer.observing.exporter import Exporter
 from tracer.recording.budget import Budget, already_spent
 from tracer.recording.family import Member
-from tracer.recording.header import header
 from tracer.recording.options import Options
-from tracer.recording.resuming import go_on
 from tracer.stores.locations import Location
 from tracer.stores.opening import exists
 from tracer.trace.claiming import Process, claim, of_launch, refuse_here, run_id_of, there, this_process
+from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter
+
+NO_EPOCHS = (
+    "no epoch was seen to end, so all steps are of one: run.epoch_finished() ends an epoch; under `trace record` "
+    "a DataLoader does so that feeds the training and comes to its end"
+)
+
+
+def header(exporter: Exporter, options: Options) -> dict[str, Any]:
+    """What is known of a run before its first message."""
+    models, optimizers = exporter.parts.models, exporter.parts.optimizers.all
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__}
+    for package in ("tracereel", "zarr", "h5py"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return {
+        "versions": versions,
+        **({"argv": list(sys.argv)} if options.command else {}),
+        "seeds": dict(options.seeds) if options.seeds is not None else {"torch": torch.initial_seed()},
+        "capture": [capture.describe() for capture in exporter.captures],
+        "kinds": sorted(KINDS),
+        "model": models.structure(),
+        "models": models.summaries(optimizers),
+        "optimizers": [{"class": type(one).__name__, "trains": models.trained_by(one)} for one in optimizers],
+    }
+
+
+def notes(exporter: Exporter) -> Iterator[Mapping[str, Any]]:
+    """What a reader of the trace should know about how the run was observed."""
+    parts, steps = exporter.parts, exporter.steps_seen
+    for problem in exporter.problems:
+        yield {"problem": {**problem, "why": plain(problem["why"])}}
+    for overflow in parts.publisher.overflows.told():
+        yield {"overflowed": overflow}
+    for receiver, error in exporter.message_bus.failures:
+        why = plain(f"{type(error).__name__}: {error}")
+        yield {"problem": {"what": f"subscriber {describe(receiver)}", "why": why, "count": 1}}
+    if len(parts.losses.all) == 1 and not parts.losses.seen and steps:
+        yield {"problem": {"what": "loss", "why": "it was never called by the name it was given by", "count": 1}}
+    if steps > 1 and not parts.steps.epochs.seen:
+        yield {"epochs": NO_EPOCHS}
+    if exporter.unended is not None:
+        yield {"unended": exporter.unended}
+    silent = exporter.silent
+    if silent:
+        yield {"silent": silent}
+
+
+_COUNTING = frozenset(
+    {
+        *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop"),
+        *("Rprop", "SparseAdam"),
+    }
+)
+"""Optimizers of torch.optim that count their steps."""
+
+
+def _steps_counted(optimizers: Iterable[Optimizer]) -> int | None:
+    """How many steps the last optimizer has taken, over all restarts; None if it does not count them."""
+    last = [*optimizers][-1:]
+    if not last:
+        return None
+    counts = [int(state["step"]) for state in last[0].state.values() if isinstance(state, Mapping) and "step" in state]
+    if counts:
+        return max(counts)
+    return 0 if type(last[0]).__name__ in _COUNTING and not last[0].state else None
+
+
+def go_on(path: Location, rank: int, options: Options, exporter: Exporter) -> None:
+    """Let an exporter count on where an earlier attempt, of which there is a trace at `path`, was left.
+
+    Raises
+    ------
+    CaptureError
+        If the step cannot be told.
+    TraceError
+        If the trace cannot be read.
+    """
+    step = options.first_step if options.first_step is not None else _steps_counted(exporter.parts.optimizers.all)
+    if step is None:
+        raise CaptureError(
+            f"{path} cannot be resumed, because the optimizer does not count its steps; say with first_step= "
+            "(--first-step) which global step the checkpoint goes on with"
+        )
+    with TraceReader(path) as trace:
+        # an evaluation after an epoch's last step has the number of the next one, but counts with the old epoch
+        training = [one.id for one in trace.streams if one.tag == DEFAULT_TAG]
+        ended = [one.id for one in trace.streams if one.kind == "epoch_finished"]
+        counts = np.isin(trace.journal[:, Column.STREAM], training)
+        # what this rank did not record, another may have
+        mine = counts & (trace.rank == rank)
+        train_step, epoch = _counted(trace.journal[mine if mine.any() else counts], step, ended)
+    if options.first_epoch is not None and options.first_epoch != epoch:
+        train_step, epoch = 0, options.first_epoch
+    exporter.start_at(step, train_step, epoch)
+
+
+def _counted(journal: NDArray[np.int64], step: int, ended: Sequence[int]) -> tuple[int, int]:
+    """The train step and the epoch that a global step has, or would have as the next one.
+
+    Parameters
+    ----------
+    journal : (messages, columns) array
+        Of the training passes, and of what was said of steps and epochs.
+    step : int
+        The global step.
+    ended : sequence of int
+        The streams of messages that say that an epoch has ended.
+    """
+    journal = journal[journal[:, Column.GLOBAL_STEP] <= step]
+    if not len(journal):
+        return 0, 0
+    numbers = journal[:, Column.GLOBAL_STEP]
+    over = np.isin(journal[:, Column.STREAM], ended)
+    # of the step itself, unless all that is there is the end of its epoch
+    for found in (journal[(numbers == step) & ~over], journal[(numbers == step) & over]):
+        if len(found):
+            return int(found[-1, Column.TRAIN_STEP]), int(found[-1, Column.EPOCH])
+    last = journal[numbers == numbers.max()][-1]
+    number, train_step, epoch = (int(last[one]) for one in (Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH))
+    if (journal[over, Column.EPOCH] == epoch).any():
+        return step - number - 1, epoch + 1
+    return train_step + step - number, epoch
 
 
 class OwnPart:
@@ -96,8 +228,8 @@ class OwnPart:
                 raise CaptureError(f"ranks are some of 0 to {process.size - 1}, the ranks of this run, not {recorded}")
         self._process: Process = process
         self._recorded: list[int] = recorded
-        self._exporter.publisher.rank = process.rank
-        self._exporter.ranks.recorded = recorded if self._options.replicated == "once" else None
+        self._exporter.parts.publisher.rank = process.rank
+        self._exporter.parts.steps.ranks.recorded = recorded if self._options.replicated == "once" else None
 
     def _settle(self) -> None:
         """Find the place, and the share of ``max_bytes`` that goes with it."""

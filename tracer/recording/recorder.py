@@ -12,14 +12,13 @@ import torch
 
 from tracer.errors import MessageError, TraceError, TraceNotFoundError, summary, warn_only
 from tracer.format.encodings import encoding_of
-from tracer.messaging.bus import version_of
+from tracer.messaging.bus import Receiver, version_of
 from tracer.messaging.messages import Message, with_data
 from tracer.recording import termination
 from tracer.recording.budget import Budget, Held
-from tracer.recording.message_queue import MessageQueue
 from tracer.recording.options import QUEUE_BYTES, check_queue
 from tracer.recording.transfers import Copy, Transfers
-from tracer.recording.writer_thread import WriterThread
+from tracer.recording.writer_thread import MessageQueue, WriterThread
 from tracer.trace.writer import TraceWriter
 
 _PER_MESSAGE = 512
@@ -28,7 +27,7 @@ _ELSEWHERE = torch.empty(0, device="cpu")
 """Stands in a message for data that is still on a device."""
 
 
-class Recorder:
+class Recorder(Receiver):
     """Writes what it receives to a trace, from a thread of its own.
 
     Parameters
@@ -197,10 +196,6 @@ class Recorder:
         """Put a remark into the trace: a stream that was disabled, a module that was never seen."""
         if not self._closed:
             self._queue.put_note(note)
-
-    def finish(self) -> Iterable[Message]:
-        """Nothing to add."""
-        return ()
 
     def close(self, status: str = "finished", *, patience: float | None = None) -> None:
         """Write all that waits, then the status, and close the trace; closing twice is fine.

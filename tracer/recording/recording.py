@@ -12,14 +12,13 @@ from torch.optim import Optimizer
 
 from tracer.errors import CaptureError, TraceError, summary, warn_only
 from tracer.messaging.bus import MessageBus, Receiver, in_order
-from tracer.messaging.messages import KINDS
+from tracer.messaging.messages import DEFAULT_TAG, KINDS
 from tracer.observing.capture import Capture
 from tracer.observing.exporter import Exporter
 from tracer.recording import environment, termination
 from tracer.recording.family import Member
-from tracer.recording.header import notes
 from tracer.recording.options import COMMIT_SECONDS, QUEUE_BYTES, Options
-from tracer.recording.own_part import OwnPart
+from tracer.recording.own_part import OwnPart, notes
 from tracer.recording.recorder import Recorder
 from tracer.recording.run import Run, answers_of
 from tracer.stores.locations import Anywhere, Location, location
@@ -159,11 +158,8 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         self._model = model
         self._optimizer = optimizer
         self._loss = loss
-        if not isinstance(capture, Capture | Iterable | None):
-            raise CaptureError(f"capture is a tracer.Capture or several of them, not {capture!r}")
-        self._captures = (
-            (Capture(),) if capture is None else (capture,) if isinstance(capture, Capture) else tuple(capture)
-        )
+        captures = Capture() if capture is None else capture
+        self._captures = tuple(captures) if isinstance(captures, Iterable) else (captures,)
         if not self._captures or not all(isinstance(one, Capture) for one in self._captures):
             raise CaptureError(f"capture is a tracer.Capture or several of them, not {capture!r}")
         self._receivers = tuple(receivers)
@@ -181,7 +177,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
             for kind in self._logs:
                 exporter.message_bus.register_topic(kind, "network")
             if "loss" in self._logs:
-                exporter.loss_is_logged()
+                exporter.parts.values.loss_is_logged(DEFAULT_TAG)
             exporter.check(self._receivers, self._logs)
             run = start(self.path, exporter, self._receivers, self._options)
         except BaseException:
@@ -203,7 +199,8 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
 def concluded(exporter: Exporter, error: BaseException | None) -> bool:
     """Whether a training has come to its end where this left it: without an error, or with ``sys.exit("bye")``."""
     last_word = isinstance(error, SystemExit) and isinstance(error.code, str)
-    return termination.ends_in_order(error) and not (last_word and (exporter.clock.open or not exporter.steps_seen))
+    amid = exporter.parts.clock.open or not exporter.steps_seen
+    return termination.ends_in_order(error) and not (last_word and amid)
 
 
 def observer(path: Location, captures: Sequence[Capture], options: Options) -> Exporter:
@@ -244,7 +241,7 @@ def start(
     _try_to_register(exporter.message_bus, ordered)
 
     def stopped(step: int) -> None:
-        if exporter.attached:  # else it has said already what is to be known
+        if exporter.parts.gate.attached:  # else it has said already what is to be known
             for note in notes(exporter):
                 recorder.note(note)
         exporter.message_bus.unregister(recorder)
@@ -256,18 +253,18 @@ def start(
 
     lazily = member is not None
     if lazily:
-        exporter.clock.starting = part.begin
+        exporter.parts.clock.starting = part.begin
     else:
         part.begin()
     recorder = Recorder(
         part.make_writer if lazily else part.make_writer(),
-        sampling=exporter.publisher.sampling,
+        sampling=exporter.parts.publisher.sampling,
         queue_bytes=options.queue_bytes,
         on_full=options.on_full,
         derived=derived,
         budget=part.budget,
         stopped=stopped,
-        elsewhere=exporter.ranks.elsewhere,
+        elsewhere=exporter.parts.steps.ranks.elsewhere,
     )
     try:
         for one in (recorder, *ordered):

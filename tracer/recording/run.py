@@ -57,4 +57,4 @@ class Run:
 
 def answers_of(receivers: Iterable[Receiver]) -> set[str]:
     """The kinds of the receivers' own answers, which no trace holds beside what was observed."""
-    return {kind for one in receivers for kind in getattr(one, "produces", ())}
+    return {kind for one in receivers for kind in one.produces}

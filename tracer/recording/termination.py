@@ -1,8 +1,8 @@
-"""What becomes of recordings that nobody ended when the program ends, or when SIGTERM ends the process.
+"""Closes recordings that are still open when the program ends, or when SIGTERM ends the process.
 
-By default the signal ends a process at once, and what was recorded since the last commit is lost. While something is
-recorded it still ends the process, by the same signal and without running any of the training's code, but closes what
-is being recorded before. Where the program has a handler of its own, before or after, that handler decides instead.
+By default SIGTERM ends a process at once, and everything recorded since the last commit is lost. While a recording is
+open, the signal still ends the process without running any of the training's code, but the traces are closed first. If
+the program has installed a handler of its own, that handler decides instead.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from typing import Any
 from tracer.errors import TraceError
 
 _closers: list[Callable[[str], None]] = []
-"""What closes each recording, given the status that its trace ends with."""
+"""One function for each recording. It closes the trace, with the status that it is given."""
 _handler: Callable[[int, Any], None] | None = None
-"""Which of the handlers here was put in the place of the system's."""
+"""The function of this module that was installed as the handler of SIGTERM, if one was."""
 _endings: dict[Callable[[], Any], Callable[[], Any] | None] = {}
-"""What ends each recording when the program ends, the latest last, and how that is made short."""
+"""Functions that are called when the program ends, the latest first. The values let them take less time."""
 _first: dict[Callable[[], Any], Callable[[], Any] | None] = {}
-"""The same of those that end before these."""
+"""The same. All of these are called before any of `_endings`."""
 _h5py: ModuleType | None = None
-"""h5py, once what it does when the program ends is done here."""
+"""h5py, once its own function for the end of the program is called by this module."""
 _ending = False
-"""Whether recordings are being ended because the program ends."""
+"""Whether the program ends, and recordings are being closed."""
 _signalled: int | None = None
-"""A signal that came meanwhile."""
+"""The number of a signal that arrived while recordings were being closed."""
 _raised = False
-"""Whether SIGTERM was an exception in the main thread."""
+"""Whether `raises` has turned SIGTERM into an exception."""
 _exit_raised = 0
 """The ``id`` of that exception."""
 _children: set[int] = set()
-"""Processes that multiprocessing began, which were told of recordings."""
+"""Ids of processes, started by multiprocessing, that close their recordings when they end."""
 
 
 def at_exit(end: Callable[[], Any], give_up: Callable[[], Any] | None = None, *, first: bool = False) -> None:
-    """Have a function called when the program ends, until `not_at_exit`; what was given later is called before.
+    """Call a function when the program ends, unless `not_at_exit` comes first. The latest one is called first.
 
     Parameters
     ----------
     end : callable
-        May be called again where it was interrupted.
+        It is called once more if it is interrupted.
     give_up : callable, optional
-        Lets `end` take less time. Called when the user interrupts it twice.
+        Makes `end` take less time. It is called when the user interrupts `end` twice.
     first : bool
-        Whether it is called before all that are not `first`, whenever these are given.
+        Whether to call it before all functions that are not `first`.
     """
     (_first if first else _endings)[end] = give_up
     _before_h5py()
@@ -69,9 +69,9 @@ def not_at_exit(end: Callable[[], Any]) -> None:
 
 
 def _before_h5py() -> None:
-    """Do ourselves what h5py does when the program ends, when all recordings have ended.
+    """Let h5py clean up only after all recordings are closed.
 
-    It is not safe beside a thread that writes: HDF5 fails, or the process dies.
+    h5py cleans up when the program ends. While another thread writes, HDF5 then fails, or the process dies.
     """
     global _h5py
     h5py = sys.modules.get("h5py")
@@ -80,13 +80,13 @@ def _before_h5py() -> None:
     if hasattr(h5py, "_unregister_converters"):
         _h5py = h5py
         atexit.unregister(h5py._unregister_converters)
-    else:  # one that does it in another way: then at least after us
+    else:  # another version: it cleans up after us if we register last
         atexit.unregister(_end_all)
         atexit.register(_end_all)
 
 
 def _in_child_processes() -> None:
-    """Have recordings ended in a process that multiprocessing forked, too: it leaves without what atexit does."""
+    """Close recordings at the end of a process that multiprocessing forked, which does not run `atexit` functions."""
     util = sys.modules.get("multiprocessing.util")
     process = sys.modules.get("multiprocessing.process")
     if util is not None and process is not None and process.parent_process() and os.getpid() not in _children:
@@ -95,7 +95,7 @@ def _in_child_processes() -> None:
 
 
 def _end_all() -> None:
-    """What is done when the program ends."""
+    """Close all recordings, and let h5py clean up."""
     _end_recordings()
     if _h5py is not None:
         _h5py._unregister_converters()
@@ -105,7 +105,7 @@ def _end_recordings() -> None:
     global _ending
     _ending = True
     interrupted = 0
-    # a copy, because a recorder's thread takes off what has ended
+    # a copy, because the thread of a recorder removes its own function when it has ended
     while last := [*_endings.items(), *_first.items()][-1:]:
         ((end, give_up),) = last
         try:
@@ -117,8 +117,8 @@ def _end_recordings() -> None:
                     sys.stderr.write("what was recorded is still being written; ^C again gives up what waits\n")
             else:
                 give_up()
-            continue  # a thread that still writes would not let the process end in order
-        except BaseException:  # noqa: BLE001 - as atexit does, and the others are to be ended, too
+            continue  # while a thread still writes, the process could not end in order
+        except BaseException:  # noqa: BLE001 - as atexit does; the other recordings must still be closed
             traceback.print_exc()
         not_at_exit(end)
     _ending = False
@@ -127,19 +127,20 @@ def _end_recordings() -> None:
         os.kill(os.getpid(), _signalled)
 
 
-# here, so that functions which the program has called at its end come before it, and may still end what they record
+# Registered on import. Functions that the program registers later run before this, and may close their recordings.
 atexit.register(_end_all)
 
 
 class Ending:
-    """Calls a function when the program ends, or before that when what it is for is dropped.
+    """Calls a function when the program ends, or earlier, when an object is garbage-collected.
 
     Parameters
     ----------
     owner : object
-        What it is for.
+        The object.
     end : callable
-        Is told whether it may wait: what is dropped is dropped anywhere, in any thread. Does not refer to the owner.
+        It is told whether it may wait. It may not when the owner is collected, which can happen in any thread. It must
+        not refer to the owner.
     """
 
     def __init__(self, owner: object, end: Callable[[bool], Any]) -> None:
@@ -157,15 +158,15 @@ class Ending:
             self._end(True)
 
     def cancel(self) -> None:
-        """Call it no more."""
+        """Do not call it."""
         self._finalizer.detach()
         not_at_exit(self._at_exit)
 
 
 def watch(close: Callable[[str], None]) -> None:
-    """Have `close` called with a status if SIGTERM ends the process, until `unwatch`.
+    """Call `close` with a status if SIGTERM ends the process, until `unwatch`.
 
-    Only from the main thread, which alone can handle signals, and only where nothing else handles this one.
+    This works in the main thread only, because no other can install a handler, and only if the program has none.
     """
     _handle(_close_and_end)
     _closers.append(close)
@@ -181,14 +182,14 @@ def unwatch(close: Callable[[str], None]) -> None:
 
 @contextmanager
 def raises() -> Iterator[None]:
-    """Let SIGTERM, where nothing else handles it, be a `SystemExit` in the main thread: what is open can be closed."""
+    """Turn SIGTERM into a `SystemExit` in the main thread, so that open files are closed; not if a handler is there."""
     mine, before = _handle(_exit), sys.unraisablehook
 
     def hook(ignored: Any) -> None:
-        if id(ignored.exc_value) != _exit_raised or sys._getframe().f_back is None:  # where the program has ended
+        if id(ignored.exc_value) != _exit_raised or sys._getframe().f_back is None:  # without a caller, it has ended
             before(ignored)
             return
-        # it was raised in a `__del__` or a callback of a weakref, where Python ignores exceptions, and is raised again
+        # Python ignores exceptions in `__del__` and in callbacks of weak references, so the signal is sent once more
         again = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM))
         again.daemon = True
         with suppress(RuntimeError):  # the program ends already, and starts no threads any more
@@ -214,19 +215,19 @@ def _exit(number: int, frame: object) -> None:
 
 
 def signalled() -> bool:
-    """Whether SIGTERM was an exception, see `raises`."""
+    """Whether SIGTERM was turned into an exception by `raises`."""
     return _raised
 
 
 def _close_and_end(number: int, frame: FrameType | None) -> None:
     global _signalled
-    if _ending:  # is closing them already
+    if _ending:  # the recordings are being closed already
         _signalled = number
         return
-    if signal.getsignal(number) is not _close_and_end:  # a handler that was set later calls this one: it decides
+    if signal.getsignal(number) is not _close_and_end:  # the program's later handler called this one, and decides
         return
     signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
-    # The training may be in the middle of whatever a recording locks; it goes on until the process ends.
+    # another thread closes them, because the training, which goes on meanwhile, may hold locks that closing needs
     try:
         threading.Thread(target=_close_all, args=(number,), name="trace-closer").start()
     except RuntimeError:  # the program ends already, and starts no threads any more
@@ -236,7 +237,7 @@ def _close_and_end(number: int, frame: FrameType | None) -> None:
 
 
 def _waits_for_threads(frame: FrameType | None) -> bool:
-    """Whether the program has ended but for threads that may train for hours: Python 3.12.1 starts no more then."""
+    """Whether the main thread only waits for other threads, which may train on. Python 3.12.1 then starts no thread."""
     while frame is not None and frame.f_code is not threading._shutdown.__code__:  # type: ignore[attr-defined]
         frame = frame.f_back
     return frame is not None
@@ -250,7 +251,7 @@ def _close_all(number: int) -> None:
 
 
 def _handle(handler: Callable[[int, Any], None]) -> bool:
-    """Put a handler in the place of the system's, where that is there and can be; whether it was."""
+    """Install a handler of SIGTERM if this is the main thread and there is no other handler; whether it did."""
     global _handler
     here = threading.current_thread() is threading.main_thread()
     if not here or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -261,23 +262,23 @@ def _handle(handler: Callable[[int, Any], None]) -> bool:
 
 
 def _restore(handler: Callable[[int, Any], None]) -> None:
-    """Take a handler off, where it is still there and can be."""
+    """Remove a handler of SIGTERM if this is the main thread and the handler is still installed."""
     here = threading.current_thread() is threading.main_thread()
     if here and signal.getsignal(signal.SIGTERM) is handler:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class _Fork(threading.local):
-    mask: set[int] | None = None  # the signals that a thread that forks has blocked, if one of ours handles SIGTERM
+    mask: set[int] | None = None  # the signals that this thread had blocked when it forked, if a handler is ours
 
 
 _fork = _Fork()
 
 
 def _before_fork() -> None:
-    # A child records nothing, and SIGTERM ends it at once. Python forgets a signal that reaches a child before it has
-    # set itself up, and what a handler raises a little later; a parent that waits for the child would then do so for
-    # ever. So the system holds the signal back until the handler is off.
+    # A forked child records nothing, so SIGTERM shall end it at once. Python loses a signal that reaches a child while
+    # it sets itself up, and the parent might then wait for the child for ever. So the signal is blocked until the child
+    # has removed our handler.
     ours = _handler is not None and signal.getsignal(signal.SIGTERM) is _handler
     _fork.mask = {*signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})} if ours else None
 
@@ -301,10 +302,10 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 
 
 def ends_in_order(error: BaseException | None) -> bool:
-    """Whether a program that this ended has done what it was to do: nothing, ``sys.exit()``, or a last word.
+    """Whether an exception that ended a program (or none) means that the program came to its intended end.
 
-    ``sys.exit("bye")``, whose exit status is 1 whatever it says, is one where it stands outside of all loops. Within a
-    loop it ends something that would have gone on.
+    None and ``sys.exit()`` do. ``sys.exit("bye")``, whose exit status is always 1, does if it stands outside of all
+    loops; inside a loop it ends something that would have gone on.
     """
     if not isinstance(error, SystemExit):
         return error is None
@@ -320,12 +321,12 @@ def _frames(at: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _loops_at(code: CodeType, line: int) -> bool:
-    """Whether a line of a function, or of a module, is in the body of a loop, as far as its source is there."""
+    """Whether a line of a function or a module is in the body of a loop. False if there is no source."""
     try:
         tree = ast.parse("".join(linecache.getlines(code.co_filename)))
     except (SyntaxError, ValueError, RecursionError):
         return False
-    # a loop that begins before the function is around its definition
+    # a loop that begins before the function contains its definition, and not the line
     return any(
         one.lineno >= code.co_firstlineno and one.body[0].lineno <= line <= (one.body[-1].end_lineno or line)
         for one in ast.walk(tree)
@@ -334,14 +335,14 @@ def _loops_at(code: CodeType, line: int) -> bool:
 
 
 def last_unhandled() -> object:
-    """The last exception that nobody handled, if there was one; a notebook goes on after it."""
+    """The last exception that nobody handled. In a notebook the program may go on after it."""
     return getattr(sys, "last_value", None)
 
 
 def what_ends_the_program(before: object = None) -> BaseException:
-    """The exception that nobody handled, or one that says that a recording was not ended.
+    """The exception that ends the program; if there is none, one that says that a recording was not ended.
 
-    `before`: what `last_unhandled` was when the recording began.
+    `before`: the result of `last_unhandled` when the recording began.
     """
     found = last_unhandled()
     if isinstance(found, BaseException) and found is not before:

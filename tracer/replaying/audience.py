@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tracer.errors import CaptureError
-from tracer.messaging.bus import Receiver, describe
-from tracer.messaging.subscriber import Scope, Subscriber
+from tracer.messaging.bus import Receiver, Scope, describe
+from tracer.messaging.subscriber import Subscriber
 from tracer.trace.reader import TraceReader
 from tracer.trace.streams import StreamInfo
 
 
 class Audience:
     """The receivers of a replay.
-
-    A receiver need not have the attributes that are asked for here (see `tracer.Receiver`).
 
     Parameters
     ----------
@@ -36,11 +34,11 @@ class Audience:
 
     def __init__(self, receivers: Sequence[Receiver]) -> None:
         self.receivers = tuple(receivers)
-        self.active = tuple(one for one in self.receivers if not getattr(one, "passive", False))
+        self.active = tuple(one for one in self.receivers if not one.passive)
         self.asking = self.active or self.receivers
-        self.produced = {kind for one in self.receivers for kind in _produces(one)}
-        self.needed: set[str] = {kind for one in self.receivers for kind in getattr(one, "needs", ())}
-        self.may_keep = any(getattr(one, "scope", "everything") == "everything" for one in self.receivers)
+        self.produced = {kind for one in self.receivers for kind in one.produces}
+        self.needed = {kind for one in self.receivers for kind in one.needs}
+        self.may_keep = any(one.scope == "everything" for one in self.receivers)
 
     def check(self, reader: TraceReader, streams: Iterable[StreamInfo]) -> None:
         """Refuse a trace that already holds what one of them produces.
@@ -52,7 +50,7 @@ class Audience:
         """
         present = {stream.kind for stream in streams}
         for one in self.receivers:
-            for kind in present.intersection(_produces(one)):
+            for kind in present.intersection(one.produces):
                 raise CaptureError(
                     f"{describe(one)} produces {kind}, which {reader.path} already holds: read one or the other"
                 )
@@ -75,7 +73,7 @@ class Audience:
             for stream in streams:
                 if receiver.wants(stream.kind, stream.module, stream.tag, None):
                     where = "the network" if stream.module is None else stream.module or "the root"
-                    for how in sorted(set(stream.sampling or ()) & set(getattr(receiver, "spoiled_by", ()))):
+                    for how in sorted(set(stream.sampling or ()) & set(receiver.spoiled_by)):
                         reduction = (stream.sampling or {})[how] if how == "reduce" else None
                         if reduction is None:
                             kept.setdefault(f"only some elements of {stream.kind}", []).append(where)
@@ -87,11 +85,6 @@ class Audience:
                 for what, modules in kept.items()
             ]
         return sentences
-
-
-def _produces(receiver: Receiver) -> Iterable[str]:
-    produces: Iterable[str] = getattr(receiver, "produces", ())
-    return produces
 
 
 def _several(modules: list[str]) -> str:

@@ -11,12 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import CaptureError
-from tracer.messaging.bus import Receiver
-from tracer.messaging.subscriber import Scope, unmet
+from tracer.messaging.bus import Receiver, Scope
+from tracer.messaging.subscriber import unmet
 from tracer.replaying.audience import Audience
 from tracer.replaying.filters import Filters
-from tracer.replaying.rows import NO_ROWS, by_stream, due
-from tracer.replaying.updates import derivable, due_pairs
+from tracer.replaying.updates import NO_ROWS, by_stream, derivable, due, due_pairs
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps

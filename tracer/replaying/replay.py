@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Iterable
 
+import numpy as np
+
 from tracer.errors import CaptureError
+from tracer.format.journal import Column
 from tracer.messaging.bus import MessageBus, Receiver, in_order, tell_of_model
 from tracer.replaying.audience import Audience
 from tracer.replaying.filters import Filters
-from tracer.replaying.following import settled, wait
 from tracer.replaying.plan import Plan, opened, plan_of, rank_of
 from tracer.replaying.updates import messages
 from tracer.stores.locations import Anywhere
@@ -151,3 +154,36 @@ def _publish(bus: MessageBus, reader: TraceReader, todo: Plan, limit: int, mappe
     for message in messages(reader, where, pairs, mapped):
         bus.publish(message)
         del message  # before the next is read, so that it can have the memory, which is still in the cache
+
+
+POLL_SECONDS = 0.1
+LONGEST_POLL_SECONDS = 2.0
+"""How often a replay that follows a run looks whether more was committed, at first and at last."""
+
+
+def settled(reader: TraceReader, todo: Plan) -> int:
+    """Up to which row, exclusive, all is there that is to be published: an update waits for the next weight."""
+    streams, steps = reader.journal[:, Column.STREAM], reader.journal[:, Column.GLOBAL_STEP]
+    # what comes before a step carries its number, so the step after a weight's is over with the one after that
+    over = int(steps.max(initial=0)) - 1
+    last = np.full(len(reader.streams), -1)
+    last[streams] = np.arange(len(streams))  # of several, the last is what stays
+    last = last[[stream.id for stream in todo.derived]]
+    last = last[last >= 0]  # a stream is declared before it has messages
+    waiting = last[steps[last] >= over]
+    return int(waiting.min(initial=len(streams)))
+
+
+def wait(reader: TraceReader) -> bool:
+    """Wait until more was committed, or the run has ended; whether it still goes on."""
+    pause = POLL_SECONDS
+    while True:
+        # asked before: what is committed after this is read by the refresh
+        going_on = reader.status == "recording"
+        began = time.monotonic()
+        changed = reader.refresh()
+        if changed or not going_on:
+            return going_on
+        # where looking is slow, as in a store far away, look less often
+        pause = min(max(pause * 1.2, 5 * (time.monotonic() - began)), LONGEST_POLL_SECONDS)
+        time.sleep(pause)

@@ -27,8 +27,7 @@ import tracer
 from tracer import Capture, CaptureError, Certificate, Message
 from tracer.recording.certifying.fingerprint import fingerprint
 from tracer.recording.certifying.rehearsal import certify_script
-from tracer.recording.certifying.stopwatch import Steps
-from tracer.recording.certifying.verdict import compare
+from tracer.recording.certifying.verdict import Steps, compare
 from tracer.recording.launching.program import Program
 from tracer.recording.options import Options
 from tracereel.main import main
@@ -36,7 +35,7 @@ from tracereel.main import main
 ROOT = Path(__file__).parents[3]
 
 
-class Listener:
+class Listener(tracer.Receiver):
     """A receiver that does something of its own with each message of a kind."""
 
     def __init__(self, work: Callable[[Message], object], kind: str = "activations") -> None:
@@ -49,12 +48,6 @@ class Listener:
     def receive(self, message: Message) -> Iterable[Message]:
         self._work(message)
         return ()
-
-    def finish(self) -> Iterable[Message]:
-        return ()
-
-    def close(self) -> None:
-        pass
 
 
 def net() -> nn.Sequential:

@@ -51,23 +51,22 @@ def _without_modes() -> Iterator[None]:
         yield
 
 
+def frames() -> Iterator[FrameType]:
+    """The calls of this thread that have not returned, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def _running(function: Any) -> FrameType | None:
     """The innermost call of a function that has not returned."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not function.__code__:
-        frame = frame.f_back
-    return frame
+    return next((frame for frame in frames() if frame.f_code is function.__code__), None)
 
 
 def calls_running(module: nn.Module) -> int:
     """How many calls of a module in this thread have not returned."""
-    count = 0
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _CALL and frame.f_locals.get("self") is module:
-            count += 1
-        frame = frame.f_back
-    return count
+    return sum(frame.f_code is _CALL and frame.f_locals.get("self") is module for frame in frames())
 
 
 def checkpointing() -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, library, nn
 
 from tracer import walking
-from tracer.observing.pytorch.leaves import Named, argument, below
+from tracer.observing.pytorch.leaves import Named, arguments_of, collect
 
 SUPPORTED = hasattr(library, "_register_effectful_op") and hasattr(torch.compiler, "is_exporting")
 """Whether this torch knows operators with effects, as 2.13 does; else hooks stay silent in compiled regions."""
@@ -171,9 +171,9 @@ def observe_in_graph(hook: Hook, module: nn.Module, args: Any, kwargs: Any, outp
         return None
     value: Any = output
     if hook.sees_inputs:
-        value = _arguments(args, kwargs)
+        value = arguments_of(args, kwargs)
     found: list[tuple[str, Tensor]] = []
-    _collect(value, "", found)
+    collect(value, "", found)
     if not found and not hook.of_root:
         return None
     without = ""
@@ -209,32 +209,6 @@ def _passed_on(hook: Hook, module: nn.Module, args: Any, kwargs: Any, output: An
     return _PassedOn.apply(output, hook.graph_name, torch.is_grad_enabled(), gradients)  # type: ignore[no-untyped-call]
 
 
-def _arguments(args: Any, kwargs: Any) -> Any:
-    """`tracer.observing.pytorch.tensors.arguments_of`, in words that Dynamo can trace."""
-    if not kwargs:
-        return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
-    named = {argument(name): one for name, one in kwargs.items()}
-    return {**{str(index): one for index, one in enumerate(args)}, **named}
-
-
-def _collect(value: Any, path: str, found: list[tuple[str, Tensor]]) -> None:
-    """`tracer.observing.pytorch.tensors.leaves`, in words that Dynamo can trace."""
-    if isinstance(value, Tensor):
-        found.append((path, value))
-    elif isinstance(value, Mapping):
-        for number, (key, part) in enumerate(value.items()):
-            _collect(part, below(path, key, number), found)
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        for name in value._fields:
-            _collect(getattr(value, name), f"{path}.{name}" if path else name, found)
-    elif isinstance(value, tuple | list):
-        for index, part in enumerate(value):
-            _collect(part, f"{path}.{index}" if path else str(index), found)
-    elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
-        for name in value.__dataclass_fields__:
-            _collect(getattr(value, name), f"{path}.{name}" if path else name, found)
-
-
 def _shared_with(
     module: nn.Module, args: Any, kwargs: Any, output: Any, found: list[tuple[str, Tensor]]
 ) -> tuple[list[bool], str]:
@@ -245,8 +219,8 @@ def _shared_with(
     if strange:
         return [True for _ in found], CONTAINER.format(strange)
     given: list[tuple[str, Tensor]] = []
-    _collect(args, "", given)
-    _collect(kwargs, "", given)
+    collect(args, "", given)
+    collect(kwargs, "", given)
     # in place, by its own word: whoever calls it goes on with what it returns
     inputs = [] if getattr(module, "inplace", False) else [tensor for _, tensor in given]
     handed_back = not isinstance(output, Tensor) and any(output is one for one in (*args, *kwargs.values()))

@@ -159,6 +159,30 @@ def on_gradient_once(tensor: Tensor, hook: Callable[..., Any]) -> None:
     _with_gradient_hooks(tensor)[next(_NUMBERS)] = hook
 
 
+class Told:
+    """A hook on a tensor that calls a bound method when a gradient comes. It does not keep the method's object alive.
+
+    Parameters
+    ----------
+    method : callable
+        Called with `about`, and then the gradient.
+    *about
+    """
+
+    __slots__ = ("__weakref__", "_about", "_method")
+
+    __torch_unserializable__ = True  # torch warns of every other hook on a tensor that is pickled
+
+    def __init__(self, method: Callable[..., object], *about: Any) -> None:
+        self._method = weakref.WeakMethod(method)
+        self._about = about
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        method = self._method()
+        if gradient is not None and method is not None:  # None: this output of its node got no gradient
+            method(*self._about, gradient)
+
+
 def _with_gradient_hooks(tensor: Tensor) -> _Hooks:
     """The hooks of a tensor that needs a gradient, as `Tensor.register_hook` makes their dictionary."""
     hooks: Any = tensor._backward_hooks

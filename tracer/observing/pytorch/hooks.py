@@ -95,14 +95,15 @@ class Hook:
         "_call",
         "_gate",
         "_inner",
-        "_of_optimizer",
         "_on",
         "_owner",
         "_quiet",
         "fired",
         "gradients",
         "graph_name",
+        "lasts",
         "name",
+        "of_optimizer",
         "of_root",
         "off",
         "role",
@@ -118,8 +119,9 @@ class Hook:
         self._quiet = None if quiet is None else quiet.__func__
         self._on = weakref.ref(site.on)
         self._inner = site.role in _INNER
-        self._of_optimizer = site.role in _OF_OPTIMIZER
+        self.of_optimizer = site.role in _OF_OPTIMIZER
         self.of_root = site.role in _OF_ROOT
+        self.lasts = self.of_optimizer or site.role is Role.BEFORE_ROOT
         self.sees_inputs = site.role in (Role.BEFORE_ROOT, Role.BEFORE_FORWARD)
         self.role = site.role
         self.name = site.name
@@ -135,7 +137,7 @@ class Hook:
         if is_dynamo_compiling():  # state that changes would recompile the graph at every step
             if self.graph_name:
                 return observe_in_graph(self, *args)
-            if self._of_optimizer:
+            if self.of_optimizer:
                 # Runs this between graphs. A step is never one graph: it has breaks of torch's own.
                 torch._dynamo.graph_break()
             return None
@@ -158,7 +160,7 @@ class Hook:
                 self._call(owner, self.name, *args)
         except Exception as error:  # noqa: BLE001 - under strict it is raised again
             gate.problems.raise_if_strict(error)
-            self.off = not (self._of_optimizer or self.of_root)
+            self.off = not (self.of_optimizer or self.of_root)
             what = f"module {self.name!r}" if self.name else self.role.value
             gate.problems.note(what, f"{type(error).__name__}: {error}")
         return None

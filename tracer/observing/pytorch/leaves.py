@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+from collections.abc import Mapping
 from typing import Any
+
+from torch import Tensor
 
 
 class Named(dict[str, Any]):
@@ -40,6 +44,27 @@ def below(path: str, key: object, number: int) -> str:
     return path + "." + name if path else name
 
 
+def collect(value: Any, path: str, found: list[tuple[str, Tensor]]) -> None:
+    """Add to `found` the tensors of a structure that is at `path`, each with its path.
+
+    Dynamo traces this function, so it is written in what Dynamo knows.
+    """
+    if isinstance(value, Tensor):
+        found.append((path, value))
+    elif isinstance(value, Mapping):
+        for number, (key, part) in enumerate(value.items()):
+            collect(part, below(path, key, number), found)
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        for name in value._fields:
+            collect(getattr(value, name), f"{path}.{name}" if path else name, found)
+    elif isinstance(value, tuple | list):
+        for index, part in enumerate(value):
+            collect(part, f"{path}.{index}" if path else str(index), found)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            collect(getattr(value, field.name), f"{path}.{field.name}" if path else field.name, found)
+
+
 def _literal(key: object, number: int) -> str:
     if isinstance(key, str):
         return '"' + key.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
@@ -56,6 +81,19 @@ def _literal(key: object, number: int) -> str:
     return type(key).__name__ + " " + str(number)
 
 
-def argument(name: str) -> str:
+def arguments_of(args: Any, kwargs: Any) -> Any:
+    """A call's arguments as one structure: positional ones by their numbers, the others by their names.
+
+    A tensor that is the only argument is no structure. Dynamo traces this function, too.
+    """
+    if not kwargs:
+        return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
+    if type(kwargs) is Named:
+        return kwargs
+    named = {_argument(name): value for name, value in kwargs.items()}
+    return {**{str(index): value for index, value in enumerate(args)}, **named}
+
+
+def _argument(name: str) -> str:
     """The name of a keyword argument, if positional ones are named by their numbers."""
     return "[" + name if name.isdecimal() or name.startswith("[") else name

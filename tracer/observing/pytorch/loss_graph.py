@@ -1,11 +1,11 @@
-"""What a loss is made of: the graph behind a tensor."""
+"""Looks into the graph behind a tensor, to find out what a loss is made of."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 from collections import deque
-from collections.abc import Collection, Container
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -44,6 +44,31 @@ def next_of_thread() -> Node:
     return _thread.number, next_node()
 
 
+def behind(tensor: Tensor, inner_of: Callable[[Any], Iterable[Any]] | None = None) -> Iterator[Any]:
+    """The nodes of the graph behind a tensor, each once, the nearest first.
+
+    Parameters
+    ----------
+    tensor : Tensor
+    inner_of : callable, optional
+        Gives the nodes behind a node that are looked at; by default all.
+    """
+    inner_of = inner_of or _inner_of
+    waiting: deque[Any] = deque([] if tensor.grad_fn is None else [tensor.grad_fn])
+    seen = {*waiting}  # which keeps them, so that torch makes no other objects of them
+    while waiting:
+        node = waiting.popleft()
+        yield node
+        for one in inner_of(node):
+            if one not in seen:
+                seen.add(one)
+                waiting.append(one)
+
+
+def _inner_of(node: Any) -> list[Any]:
+    return [one for one, _ in node.next_functions if one is not None]
+
+
 def looks_back(tensor: Tensor, since: Node | None) -> bool:
     """Whether a tensor was made of others that there were before some node of this thread, and of nothing else.
 
@@ -57,45 +82,28 @@ def looks_back(tensor: Tensor, since: Node | None) -> bool:
     >>> looks_back(output.view(1, 2).sum(), since), looks_back((weight * 2).sum(), since), looks_back(output, None)
     (True, False, False)
     """
-    if since is None or since[0] != _thread.number or tensor.grad_fn is None:
+    if since is None or since[0] != _thread.number:
         return False
-    waiting, seen = [tensor.grad_fn], {tensor.grad_fn}
+    first = since[1]
     found = False
-    while waiting and len(seen) <= _NEAREST:
-        node = waiting.pop()
-        if not node.next_functions:
+    for count, node in enumerate(behind(tensor, lambda one: _inner_of(one) if one._sequence_nr() >= first else ())):
+        if count > _NEAREST or not node.next_functions:
             return False
-        if node._sequence_nr() < since[1]:
-            found = True
-            continue
-        for one, _ in node.next_functions:
-            if one is not None and one not in seen:
-                seen.add(one)
-                waiting.append(one)
-    return found and not waiting
+        found = found or node._sequence_nr() < first
+    return found
 
 
 def is_made_of(tensor: Tensor, nodes: Collection[Node]) -> bool:
     """Whether one of some nodes is among the nearest that a tensor was made of."""
     thread = _thread.number
     first = min((number for one, number in nodes if one == thread), default=None)
-    if first is None or tensor.grad_fn is None:
+    if first is None:
         return False
-    waiting: deque[Any] = deque([tensor.grad_fn])
-    # nodes are kept, so that no other gets the id of one
-    seen = {id(tensor.grad_fn): tensor.grad_fn}
-    for _ in range(_NEAREST):
-        if not waiting:
-            return False
-        node = waiting.popleft()
-        if (thread, node._sequence_nr()) in nodes:
-            return True
-        for one, _ in node.next_functions:
-            # leaves are made of nothing, and a node has a higher number than those that it was made of
-            if one is not None and id(one) not in seen and one.next_functions and one._sequence_nr() >= first:
-                seen[id(one)] = one
-                waiting.append(one)
-    return False
+    # leaves are made of nothing, and a node has a higher number than those that it was made of
+    near = behind(
+        tensor, lambda node: [one for one in _inner_of(node) if one.next_functions and one._sequence_nr() >= first]
+    )
+    return any((thread, node._sequence_nr()) in nodes for node in itertools.islice(near, _NEAREST))
 
 
 _SAME_BUT_FOR_A_FACTOR = (
@@ -123,7 +131,7 @@ def multiple_of(tensor: Tensor, nodes: Container[Node]) -> Node | None:
         place = _thread.number, node._sequence_nr()
         if place in nodes:
             return place
-        inner = [one for one, _ in node.next_functions if one is not None]
+        inner = _inner_of(node)
         name = node.name().partition("Backward")[0]
         if len(inner) != 1 or name not in _SAME_BUT_FOR_A_FACTOR:
             return None
@@ -155,20 +163,11 @@ def belongs_to_others(tensor: Tensor, own: Container[int]) -> bool:
     >>> [belongs_to_others(tensor, own) for tensor in (output, other(output), other(output.detach()))]
     [False, False, True]
     """
-    if tensor.grad_fn is None:
-        return False
-    waiting: deque[Any] = deque([tensor.grad_fn])
-    seen = {id(tensor.grad_fn): tensor.grad_fn}
     others = False
-    while waiting and len(seen) <= _WHOLE:
-        node = waiting.popleft()
+    for node in itertools.islice(behind(tensor), _WHOLE):
         if not node.next_functions:
             parameter = getattr(node, "variable", None)
             if id(parameter) in own:
                 return False
             others = others or isinstance(parameter, torch.nn.Parameter)
-        for one, _ in node.next_functions:
-            if one is not None and id(one) not in seen:
-                seen[id(one)] = one
-                waiting.append(one)
     return others

@@ -5,12 +5,13 @@ Each stands as it was as soon as no exporter needs it any more.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional
@@ -26,108 +27,123 @@ from tracer.observing.pytorch.loss_functions import LossFunction
 from tracer.observing.pytorch.tensors import leaves
 
 
-class Watcher(Protocol):
-    """Who is told of what PyTorch does while it is watched."""
+class Differentiation(Protocol):
+    """Is told what is differentiated."""
 
-    @property
-    def gate(self) -> Gate:
-        """What the watcher's hooks go through."""
+    gate: Gate
 
-    @property
-    def optimizer_calls(self) -> int:
-        """How many steps of its optimizers it has seen."""
-
-    def has_optimizer(self, optimizer: object) -> bool:
-        """Whether an optimizer is one of its own."""
-
-    def loss_scaled(self, scaled: Tensor, loss: Tensor, scale: Tensor) -> None:
-        """Take what a GradScaler has made of a loss, and by which factor."""
-
-    def step_skipped(self, optimizer: Any) -> None:
-        """Take note of an optimizer's step that a GradScaler skipped."""
-
-    def differentiates(self, *tensors: Tensor) -> None:
+    def backward(self, *tensors: Tensor) -> None:
         """Take what ``backward`` is called on."""
 
-    def grad_called(self, tensor: Tensor, inputs: Iterable[Any], *, derivable: bool) -> None:
+    def grad(self, tensor: Tensor, inputs: Iterable[Any], *, derivable: bool) -> None:
         """Take what ``autograd.grad`` differentiates by which inputs, and whether it can be differentiated again."""
+
+
+class Scaling(Protocol):
+    """Is told what a GradScaler does."""
+
+    gate: Gate
+    calls: int
+    """How many steps of optimizers were seen."""
+
+    def knows(self, optimizer: object) -> bool:
+        """Whether an optimizer is one of those that are observed."""
+
+    def scaled(self, scaled: Tensor, loss: Tensor, scale: Tensor) -> None:
+        """Take what a GradScaler has made of a loss, and by which factor."""
+
+    def skip(self, optimizer: Any) -> None:
+        """Take note of an optimizer's step that a GradScaler skipped."""
+
+
+class Compiling(Protocol):
+    """Is told of compilations."""
 
     def compile_called(self) -> None:
         """Take note that ``compile()`` was called on some module."""
 
 
-class Patch:
+Watcher = TypeVar("Watcher")
+
+
+class Patch(Generic[Watcher]):
     """Something of PyTorch's that stands otherwise while anybody watches it.
 
     Parameters
     ----------
-    put : callable
-        Changes it, unless it is changed already.
-    take_back : callable
-        Lets it stand as it was.
+    begin : callable
+        Puts stand-ins in the places of PyTorch's functions, with `replace`.
     """
 
-    def __init__(self, put: Callable[[], None], take_back: Callable[[], None]) -> None:
+    def __init__(self, begin: Callable[[], None]) -> None:
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
-        self._put = put
-        self._take_back = take_back
+        self._begin = begin
+        # by owner and name, what stands there now, and what stood there, if anything did
+        self._replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}
 
     def watch(self, watcher: Watcher) -> None:
         """Tell a watcher, as long as it is there, until `unwatch`."""
         if watcher not in self.watchers:
             self.watchers.add(watcher)
             weakref.finalize(watcher, self._settle).atexit = False  # one that is dropped leaves nothing, either
-        self._put()
+        if not self._replaced:
+            self._begin()
 
     def unwatch(self, watcher: Watcher) -> None:
         """Tell a watcher nothing any more."""
         self.watchers.discard(watcher)
         self._settle()
 
+    def replace(self, owner: Any, name: str, ours: Any) -> None:
+        """Put something in the place of an attribute, until nobody watches any more."""
+        self._replaced[owner, name] = ours, vars(owner).get(name)
+        setattr(owner, name, ours)
+
     def _settle(self) -> None:
-        if not [*self.watchers]:
-            self._take_back()
+        if [*self.watchers]:
+            return
+        for (owner, name), (ours, original) in self._replaced.items():
+            if vars(owner).get(name) is not ours:  # another has put its own around it, which may stay
+                continue
+            if original is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+        self._replaced.clear()
 
 
-_script: Any = None
-_compile: Any = None
-
-
-def _put_scripting() -> None:
-    global _script
+def _replace_scripting() -> None:
     original = getattr(torch.jit._script, "_script_impl", None)
-    if _script is None and original is not None:
-        _script = _as_unwatched(original)
-        vars(torch.jit._script)["_script_impl"] = _script
+    if original is not None:
+        SCRIPTING.replace(torch.jit._script, "_script_impl", _as_unwatched(original))
 
 
-def _take_scripting_back() -> None:
-    global _script
-    if _script is not None:
-        if vars(torch.jit._script)["_script_impl"] is _script:  # else another has put its own around it, which may stay
-            vars(torch.jit._script)["_script_impl"] = _script.__wrapped__
-        _script = None
+def _replace_compiling() -> None:
+    COMPILING.replace(nn.Module, "compile", _telling(nn.Module.compile))
 
 
-def _put_compiling() -> None:
-    global _compile
-    if _compile is None:
-        _compile = _telling(nn.Module.compile)
-        nn.Module.compile = _compile  # type: ignore[method-assign]
+def _replace_scalers() -> None:
+    _observe_scalers(GradScaler)
+    SCALERS.replace(GradScaler, "__init_subclass__", classmethod(_new_scaler))
 
 
-def _take_compiling_back() -> None:
-    global _compile
-    if _compile is not None:
-        if vars(nn.Module)["compile"] is _compile:  # else another has put its own around it, which may stay
-            nn.Module.compile = _compile.__wrapped__  # type: ignore[method-assign]
-        _compile = None
+def _replace_backward() -> None:
+    # `Tensor.backward` calls the first of these
+    for name, tell in (("backward", _tell_of_backward), ("grad", _tell_of_grad)):
+        BACKWARD.replace(torch.autograd, name, _observed(getattr(torch.autograd, name), tell))
 
 
-SCRIPTING = Patch(_put_scripting, _take_scripting_back)
+SCRIPTING: Patch[object] = Patch(_replace_scripting)
 """``torch.jit.script``, which compiles what it finds, finds no hooks and stand-ins."""
-COMPILING = Patch(_put_compiling, _take_compiling_back)
+COMPILING: Patch[Compiling] = Patch(_replace_compiling)
 """Each ``compile()`` of a module, which decides what may have hooks, is told."""
+SCALERS: Patch[Scaling] = Patch(_replace_scalers)
+"""Losses that a GradScaler multiplies, and steps that it skips, are told: in these torch calls no optimizer's hooks.
+
+Subclasses may have methods of their own, as that of FSDP has.
+"""
+BACKWARD: Patch[Differentiation] = Patch(_replace_backward)
+"""On what ``backward`` is called, and what ``autograd.grad`` differentiates, is told."""
 
 
 def _telling(original: Callable[..., Any]) -> Any:
@@ -171,37 +187,14 @@ def _as_unwatched(original: Callable[..., Any]) -> Callable[..., Any]:
     return script
 
 
-_scaler_methods: dict[tuple[type[GradScaler], str], Callable[..., Any]] = {}
 _in_scaler: set[tuple[int, str]] = set()  # scalers and methods that run, because one may call that of its parent
-
-
-def _put_scalers() -> None:
-    if not _scaler_methods:
-        _observe_scalers(GradScaler)
-        setattr(GradScaler, "__init_subclass__", classmethod(_new_scaler))  # noqa: B010 - a type checker calls it wrong
-
-
-def _take_scalers_back() -> None:
-    if _scaler_methods:
-        for (owner, name), method in _scaler_methods.items():
-            setattr(owner, name, method)
-        _scaler_methods.clear()
-        del GradScaler.__init_subclass__
-
-
-SCALERS = Patch(_put_scalers, _take_scalers_back)
-"""Losses that a GradScaler multiplies, and steps that it skips, are told: in these torch calls no optimizer's hooks.
-
-Subclasses may have methods of their own, as that of FSDP has.
-"""
 
 
 def _observe_scalers(owner: type[GradScaler]) -> None:
     for name, observed in (("scale", _observed_scale), ("step", _observed_step)):
         method = vars(owner).get(name)
         if isinstance(method, FunctionType):
-            _scaler_methods[owner, name] = method
-            setattr(owner, name, observed(method))
+            SCALERS.replace(owner, name, observed(method))
     for one in owner.__subclasses__():
         _observe_scalers(one)
 
@@ -211,25 +204,32 @@ def _new_scaler(owner: type[Any], /, **kwargs: Any) -> None:
     _observe_scalers(owner)
 
 
+@contextlib.contextmanager
+def _inside(scaler: GradScaler, method: str) -> Iterator[bool]:
+    """Run a method of a scaler; whether it is not called by the same method of a subclass."""
+    key = id(scaler), method
+    outermost = key not in _in_scaler
+    _in_scaler.add(key)
+    try:
+        yield outermost
+    finally:
+        if outermost:
+            _in_scaler.discard(key)
+
+
 def _observed_scale(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def scale(scaler: GradScaler, outputs: Any) -> Any:
-        key = id(scaler), "scale"
-        if key in _in_scaler:
-            return original(scaler, outputs)
-        _in_scaler.add(key)
-        try:
+        with _inside(scaler, "scale") as outermost:
             result = original(scaler, outputs)
-        finally:
-            _in_scaler.discard(key)
-        watching = [one for one in SCALERS.watchers if one.gate.open] if scaler.is_enabled() else []
+        watching = [one for one in SCALERS.watchers if one.gate.open] if outermost and scaler.is_enabled() else []
         factor = scaler._scale if watching else None  # a scaler that is not enabled has none
         if factor is not None:
             factor = factor.detach().clone()  # which the scaler changes in place
             for (_, tensor), (_, loss) in zip(leaves(result), leaves(outputs), strict=False):
                 if tensor.requires_grad:
                     for one in watching:
-                        one.gate.guard("the loss scale", functools.partial(one.loss_scaled, tensor, loss, factor))
+                        one.gate.guard("the loss scale", functools.partial(one.scaled, tensor, loss, factor))
         return result
 
     return scale
@@ -238,26 +238,16 @@ def _observed_scale(original: Callable[..., Any]) -> Callable[..., Any]:
 def _observed_step(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(scaler: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        key = id(scaler), "step"
-        if key in _in_scaler:
-            return original(scaler, optimizer, *args, **kwargs)
-        watching = [one for one in SCALERS.watchers if one.has_optimizer(optimizer)]
-        before = [one.optimizer_calls for one in watching]
-        _in_scaler.add(key)
-        try:
+        watching = [one for one in SCALERS.watchers if one.knows(optimizer)]
+        before = [one.calls for one in watching]
+        with _inside(scaler, "step") as outermost:
             result = original(scaler, optimizer, *args, **kwargs)
-        finally:
-            _in_scaler.discard(key)
-        for one, calls in zip(watching, before, strict=True):
-            if one.optimizer_calls == calls and one.gate.open:
-                one.gate.guard("skipped_step", functools.partial(one.step_skipped, optimizer))
+        for one, calls in zip(watching, before, strict=True) if outermost else ():
+            if one.calls == calls and one.gate.open:
+                one.gate.guard("skipped_step", functools.partial(one.skip, optimizer))
         return result
 
     return step
-
-
-# what stands in the place of torch's functions, by where these are
-_backward: dict[tuple[Any, str], Callable[..., Any]] = {}
 
 
 class Differentiating(threading.local):
@@ -267,27 +257,6 @@ class Differentiating(threading.local):
 
 
 _differentiating = Differentiating()
-
-
-def _put_backward() -> None:
-    if not _backward:
-        for owner, name, tell in (
-            (torch.autograd, "backward", _tell_of_backward),  # which `Tensor.backward` calls
-            (torch.autograd, "grad", _tell_of_grad),
-        ):
-            _backward[owner, name] = _observed(getattr(owner, name), tell)
-            setattr(owner, name, _backward[owner, name])
-
-
-def _take_backward_back() -> None:
-    for (owner, name), ours in _backward.items():
-        if vars(owner)[name] is ours:  # else another program has put its own around it, which may stay
-            setattr(owner, name, ours.__wrapped__)
-    _backward.clear()
-
-
-BACKWARD = Patch(_put_backward, _take_backward_back)
-"""On what ``backward`` is called, and what ``autograd.grad`` differentiates, is told."""
 
 
 def _observed(original: Callable[..., Any], tell: Callable[..., None]) -> Callable[..., Any]:
@@ -318,17 +287,17 @@ def _tell(tell: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, An
 run_uncompiled(_tell)
 
 
-def _tell_of_backward(watcher: Watcher, tensors: Any, *args: Any, **kwargs: Any) -> None:
+def _tell_of_backward(watcher: Differentiation, tensors: Any, *args: Any, **kwargs: Any) -> None:
     roots = _as_tuple(tensors)
     if roots and all(isinstance(one, Tensor) for one in roots):  # edges of the graph have no values
-        watcher.differentiates(*roots)
+        watcher.backward(*roots)
 
 
-def _tell_of_grad(watcher: Watcher, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
+def _tell_of_grad(watcher: Differentiation, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
     roots = _as_tuple(outputs)
     if len(roots) == 1 and isinstance(roots[0], Tensor):
         derivable = bool(args[2] if len(args) > 2 else kwargs.get("create_graph"))
-        watcher.grad_called(roots[0], _as_tuple(inputs), derivable=derivable)
+        watcher.grad(roots[0], _as_tuple(inputs), derivable=derivable)
 
 
 def _as_tuple(given: Any) -> tuple[Any, ...]:

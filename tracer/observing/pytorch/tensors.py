@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from tracer.format.encodings import held
 from tracer.format.journal import MAX_AXES
 from tracer.memory import SMALLEST, Memory
-from tracer.observing.pytorch.leaves import Named, argument, below
+from tracer.observing.pytorch.leaves import Named, collect
 
 _HELD = held()
 
@@ -40,42 +40,8 @@ def leaves(value: Any) -> list[tuple[str, Tensor]]:
     if type(value) is Named:
         return list(value.items())
     found: list[tuple[str, Tensor]] = []
-    _walk(value, "", found)
+    collect(value, "", found)
     return found
-
-
-def _walk(value: Any, path: str, found: list[tuple[str, Tensor]]) -> None:
-    if isinstance(value, Tensor):
-        found.append((path, value))
-        return
-    parts: Iterable[tuple[Any, Any]]
-    if isinstance(value, Mapping):
-        for number, (key, part) in enumerate(value.items()):
-            _walk(part, below(path, key, number), found)
-        return
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        parts = zip(value._fields, value, strict=True)
-    elif isinstance(value, tuple | list):
-        parts = enumerate(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
-    else:
-        return
-    for name, part in parts:
-        _walk(part, f"{path}.{name}" if path else str(name), found)
-
-
-def arguments_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A call's arguments as one structure: positional ones by their numbers, the others by their names.
-
-    A tensor that is the only argument is no structure.
-    """
-    if not kwargs:
-        return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
-    if type(kwargs) is Named:
-        return kwargs
-    named = {argument(name): value for name, value in kwargs.items()}
-    return {**{str(index): value for index, value in enumerate(args)}, **named}
 
 
 def unobservable(tensor: Tensor) -> str | None:

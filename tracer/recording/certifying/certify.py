@@ -20,8 +20,7 @@ from tracer.observing.pytorch.autograd import recomputing
 from tracer.observing.pytorch.wrappers import unwrap
 from tracer.recording import environment
 from tracer.recording.certifying.fingerprint import fingerprint, generators, set_generators
-from tracer.recording.certifying.stopwatch import Enough, Steps, Stopwatch
-from tracer.recording.certifying.verdict import compare
+from tracer.recording.certifying.verdict import Enough, Rehearsal, Steps, compare
 from tracer.recording.recording import record
 from tracer.recording.run import Run
 from tracer.stores.locations import location
@@ -101,8 +100,8 @@ def certify(train: Train, *, steps: int = STEPS) -> Certificate:
 def _rehearse(train: Train, limit: int, recorded: bool) -> Steps:
     """The first steps of a training."""
     with tempfile.TemporaryDirectory(prefix="trace-certify-") as folder:
-        rehearsal = _Rehearsal(folder if recorded else None, limit)
-        steps = rehearsal.stopwatch.steps
+        rehearsal = _OfFunction(folder if recorded else None, limit)
+        steps = rehearsal.steps
         try:
             train(rehearsal.record)
         except Enough:
@@ -117,21 +116,17 @@ def _rehearse(train: Train, limit: int, recorded: bool) -> Steps:
         return steps
 
 
-class _Rehearsal:
+class _OfFunction(Rehearsal):
     """One of the runs: with a trace in a folder that is removed afterwards, or without."""
 
     def __init__(self, folder: str | None, limit: int) -> None:
+        super().__init__(limit)
         self._folder = folder
         self._models: dict[str, nn.Module] = {}
         self._optimizers: list[Optimizer] = []
-        self._runs: list[Run] = []
-        self.stopwatch = Stopwatch(limit, self._hashed, self._run)
 
-    def _hashed(self) -> dict[str, str]:
+    def hashed(self) -> dict[str, str]:
         return fingerprint(self._models, self._optimizers)
-
-    def _run(self) -> Run | None:
-        return self._runs[-1] if self._runs else None
 
     @contextlib.contextmanager
     def record(
@@ -139,9 +134,9 @@ class _Rehearsal:
     ) -> Iterator[Run]:
         """`tracer.record` without the path; or nothing that looks like it."""
         given = optimizer if optimizer is None or isinstance(optimizer, Optimizer) else tuple(optimizer)
-        path = os.path.join(self._folder or "", f"run{len(self._runs)}.zarr")
+        path = os.path.join(self._folder or "", f"run{len(self._models)}.zarr")
         with self._recording(path, model, given, settings) as run:
-            self._runs.append(run)
+            self.recording = run
             self._models["" if not self._models else f"model{len(self._models)}"] = unwrap(model)
             optimizers = () if given is None else (given,) if isinstance(given, Optimizer) else given
             self._optimizers += optimizers
@@ -188,9 +183,9 @@ class _Rehearsal:
             self._over(run)
 
     def _over(self, run: Run) -> None:
-        last = self.stopwatch.step_over()
+        last = self.step_over()
         if run.recorder is None:  # a loop may ask at which step it is
-            run.exporter.start_at(len(self.stopwatch.steps.hashes), 0, 0)
+            run.exporter.start_at(len(self.steps.hashes), 0, 0)
         if last:
             raise Enough
 
@@ -204,7 +199,7 @@ class _Passes:
         self.open = False
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if recomputing() or not self._run.exporter.is_training_pass(module):
+        if recomputing() or not self._run.exporter.parts.passes.is_training(module):
             return
         if self.open:
             self._over(self._run)

@@ -55,10 +55,9 @@ def fingerprint(models: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]
         which = "optimizer" if len(optimizers) == 1 else f"optimizer {number}"
         settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         found[f"settings of the {which}"] = _hash(settings)
-        trained = [one for group in optimizer.param_groups for one in group["params"]]
         found |= {
             f"tensor {place} that the {which} trains": _hash(one)
-            for place, one in enumerate(trained)
+            for place, one in enumerate(walking.trained(optimizer))
             if id(one) not in names
         }
         for place, (owner, state) in enumerate(optimizer.state.items()):

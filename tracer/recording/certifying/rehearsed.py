@@ -24,13 +24,14 @@ from tracer.errors import TracerError
 from tracer.messaging.messages import DEFAULT_TAG, KINDS
 from tracer.observing.capture import Capture
 from tracer.observing.optimizers import steps_within
+from tracer.observing.pytorch.loss_graph import behind
 from tracer.observing.pytorch.patches import Differentiating
 from tracer.recording.certifying.fingerprint import fingerprint
 from tracer.recording.certifying.rehearsal import PATIENCE, Request
-from tracer.recording.certifying.stopwatch import Stopwatch
-from tracer.recording.launching.models import models_of, names_of
+from tracer.recording.certifying.verdict import Rehearsal
 from tracer.recording.launching.script import captures_of, run, unwatched
 from tracer.recording.launching.session import PROBE
+from tracer.recording.launching.trained import models_of, names_of
 from tracer.recording.run import Run
 from tracer.trace.claiming import this_process
 from tracer.trace.reader import TraceReader
@@ -55,7 +56,7 @@ def main() -> None:
             report.write(json.dumps(told) + "\n")
             report.flush()
 
-        rehearsal = _Rehearsal(request, tell)
+        rehearsal = _OfScript(request, tell)
         try:
             with rehearsal.watching():
                 status = rehearsal.run()
@@ -77,19 +78,17 @@ def _wait_for_the_others() -> None:
             store.wait([f"trace-rehearsal/{rank}" for rank in range(process.size)], timedelta(seconds=PATIENCE))
 
 
-class _Rehearsal:
+class _OfScript(Rehearsal):
     """Counts the steps of a script as a recording does, and ends it."""
 
     def __init__(self, request: Request, tell: Callable[..., None]) -> None:
+        super().__init__(request.steps)
         self._request = request
         self._tell = tell
         self._pid = os.getpid()
-        self._recording: Run | None = None
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._models: dict[str, weakref.ref[nn.Module]] | None = None
         self._differentiated: list[Tensor] = []  # the leaves of what backward was called on, while there was none
-        hashed = self._hashed if request.purpose == "certify" else dict
-        self._stopwatch = Stopwatch(request.steps, hashed, lambda: self._recording)
 
     def run(self) -> int:
         """Run the script, recorded or not; its exit status."""
@@ -107,27 +106,27 @@ class _Rehearsal:
             # of all steps, so that a dry run sees in the first ones what is recorded later
             captures=[replace(one, every=1, start=0, stop=None) for one in captures] if is_dry else captures,
             options=replace(request.options, probe_every=probe_every),
-            began=self._began,
+            began=self._started,
             required=True,
         )
         if is_dry:
             self._tell_streams(request.trace, captures)
         return status
 
-    def _began(self, run: Run) -> None:
-        self._recording = run
+    def _started(self, run: Run) -> None:
+        self.recording = run
         self._watch_backward()  # outside of what the recording does after it
 
     def _tell_streams(self, path: str, captures: Sequence[Capture]) -> None:
         """Tell each stream of the trace, and how often the capture that decides on it takes it."""
-        assert self._recording is not None
-        exporter = self._recording.exporter
+        assert self.recording is not None
+        exporter = self.recording.exporter
         by_capture = {id(one): real for one, real in zip(exporter.captures, captures, strict=True)}
         streams = []
         with TraceReader(path) as trace:
             header = len(json.dumps(trace.header))
             for one in trace.streams:
-                taken = exporter.demand.capture_of(one.kind, one.module, one.tag) if one.kind in KINDS else None
+                taken = exporter.parts.demand.capture_of(one.kind, one.module, one.tag) if one.kind in KINDS else None
                 capture = by_capture[id(taken)] if taken is not None else Capture()
                 clock = KINDS[one.kind].clock if one.kind in KINDS else "global_step"
                 probed = one.tag == PROBE
@@ -193,9 +192,8 @@ class _Rehearsal:
         self._step_over()
 
     def _step_over(self) -> None:
-        before = len(self._stopwatch.steps.hashes)
-        last = self._stopwatch.step_over()
-        steps = self._stopwatch.steps
+        steps, before = self.steps, len(self.steps.hashes)
+        last = self.step_over()
         if len(steps.hashes) > before:  # else the script goes on after it was told to end
             self._tell(hashes=steps.hashes[-1], cpu=steps.cpu[-1], wall=steps.wall[-1], recorded=steps.recorded[-1])
             if last:
@@ -204,7 +202,9 @@ class _Rehearsal:
         if last:
             raise _Left(0)
 
-    def _hashed(self) -> dict[str, str]:
+    def hashed(self) -> dict[str, str]:
+        if self._request.purpose != "certify":
+            return {}
         if not self._optimizers:
             holder = nn.Module()
             for number, tensor in enumerate(self._differentiated):
@@ -223,14 +223,5 @@ class _Rehearsal:
 
 def _leaves_of(tensor: Tensor) -> list[Tensor]:
     """The tensors that a backward gives gradients, in the order in which the graph leads to them."""
-    found: dict[int, Tensor] = {}
-    waiting: list[Any] = [tensor.grad_fn]
-    seen = {*waiting}
-    while waiting:
-        node = waiting.pop()
-        if isinstance(variable := getattr(node, "variable", None), Tensor):
-            found.setdefault(id(variable), variable)
-        inner = [one for one, _ in getattr(node, "next_functions", ()) if one is not None and one not in seen]
-        seen.update(inner)
-        waiting += inner
-    return [*found.values()]
+    found = (getattr(node, "variable", None) for node in behind(tensor))
+    return list({id(one): one for one in found if isinstance(one, Tensor)}.values())

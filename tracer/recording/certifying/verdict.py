@@ -1,14 +1,98 @@
-"""The verdict on a training with a recorder, between two without."""
+"""What a training is like after each of its first steps, how long each takes, and the verdict on a recorded one."""
 
 from __future__ import annotations
 
 import functools
 import statistics
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from tracer.recording.certifying.stopwatch import Steps
+from tracer.recording.run import Run
 from tracer.trace.certificate import Certificate
+
+
+class Enough(BaseException):
+    """Leaves a training that was run for its first steps only; no ``except Exception`` stops it."""
+
+
+@dataclass
+class Steps:
+    """What a run was like after each of its steps.
+
+    Attributes
+    ----------
+    hashes : list of dict
+        Of everything that could have been changed, by what it is.
+    cpu, wall : list of float
+        Seconds of each step, without those of the comparison.
+    recorded : list of bool
+        Whether a capture takes something of it.
+    error : str or None
+        Why it ended, if it did so before its time.
+    refused : bool
+        Whether it is the recording that could not take place.
+    """
+
+    hashes: list[dict[str, str]] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+    recorded: list[bool] = field(default_factory=list)
+    error: str | None = None
+    refused: bool = False
+
+
+class Rehearsal(ABC):
+    """The first steps of a training, recorded or not: notes what it is like after each, and how long each takes.
+
+    Parameters
+    ----------
+    limit : int
+        After how many steps the training is left.
+
+    Attributes
+    ----------
+    steps : Steps
+    recording : Run or None
+        The recording, if there is one by now.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.steps = Steps()
+        self.recording: Run | None = None
+        self._limit = limit
+        self._began = self._now()
+
+    @abstractmethod
+    def hashed(self) -> dict[str, str]:
+        """The hashes of everything that a recorder could change; nothing if only times are wanted."""
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        return time.process_time(), time.perf_counter()
+
+    def step_over(self) -> bool:
+        """Note a step; whether it was the last."""
+        steps, run, number = self.steps, self.recording, len(self.steps.hashes)
+        recorder = None if run is None else run.recorder
+        if number >= self._limit:
+            return True
+        last = number + 1 == self._limit
+        if recorder is not None and (number == 0 or last):  # what the first step left behind is not of the others
+            recorder.wait_until_written()
+        due = run is not None and any(one.due_step(run.exporter.global_step - 1) for one in run.exporter.captures)
+        full = recorder is not None and recorder.budget is not None and recorder.budget.exhausted()
+        entered, alone = self._now(), time.thread_time()
+        steps.recorded.append(recorder is not None and due and not full)
+        steps.cpu.append(entered[0] - self._began[0])
+        steps.wall.append(entered[1] - self._began[1])
+        steps.hashes.append(self.hashed())
+        # the recorder's thread may have worked meanwhile: that is of the next step
+        mine, left = time.thread_time() - alone, self._now()
+        self._began = entered[0] + mine, left[1]
+        return last
 
 
 def compare(bare: Steps, recorded: Steps, again: Steps, *, hint: str = "") -> Certificate:

@@ -1,4 +1,4 @@
-"""Where the epochs of a script end, as far as its DataLoaders tell."""
+"""Finds the ends of a script's epochs from its DataLoaders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tracer.observing.pytorch.identity import WeakIdentitySet
 
 @dataclass(slots=True)
 class _Leader:
-    """The iterator of a DataLoader that was the first to be drawn from in an epoch, at which step, and how often."""
+    """The iterator that gave the first batch of an epoch, the step at which it did, and how many batches were drawn."""
 
     iterator: weakref.ref[Any]
     began: int
@@ -21,58 +21,59 @@ class _Leader:
 
 @dataclass(slots=True)
 class _Pass:
-    """What is known of an iterator of a DataLoader."""
+    """The state of an iterator of a DataLoader."""
 
     loader: weakref.ref[Any]
     began: int
     """The step at which it was made."""
     seen: int
-    """The step at which it was drawn from last."""
+    """The step at which the last batch was drawn."""
     forwards: int
-    """How many forwards there had been when it was made."""
+    """The number of forwards of the model before it was made."""
     given: int = 0
-    """How many batches it gave."""
+    """The number of batches that it gave."""
 
 
 @dataclass(slots=True)
 class _Unused:
-    """An iterator that came to its end, maybe before all that it gave was used."""
+    """An exhausted iterator, some of whose batches the model may not have seen yet."""
 
     loader: weakref.ref[Any]
     began: int
     forwards: int
-    """How many forwards there will have been when all is used."""
+    """The number of forwards of the model after the last of its batches."""
 
 
 class Epochs:
-    """Ends the epochs of an exporter where a DataLoader that feeds the training is at its end, or is begun anew.
+    """Ends the epoch of an exporter when a DataLoader that feeds the training is exhausted, or is begun anew.
 
     Parameters
     ----------
     exporter : Exporter
-        Which counts steps, and is told of epochs that are over.
+        Counts the steps and the epochs.
     """
 
     def __init__(self, exporter: Exporter) -> None:
         self._exporter = exporter
         self._passes: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
         self._feeding = WeakIdentitySet()
-        # the DataLoaders that were begun since this epoch began
+        # the DataLoaders that were begun in this epoch
         self._begun = WeakIdentitySet()
-        self._new_amid = False  # whether one of them was not among them before, and a step had taken place
+        self._new_amid = False  # whether one of them was begun for the first time after a step of this epoch
         self._leader: _Leader | None = None
         self._unused: _Unused | None = None
-        # the DataLoader that was begun last, if its iterator is not known: one that wraps another
+        # the DataLoader that was begun last, if its class wraps another one, so that its iterator is not known yet
         self._wrapped: weakref.ref[Any] | None = None
         self._began = 0
         self.ended = False
         """Whether a DataLoader ended an epoch."""
 
     def begins(self, loader: Any) -> None:
-        """A DataLoader begins anew: if it fed the training and was left before its end, that ended the epoch too.
+        """Take note that a DataLoader is begun.
 
-        Of one that is at its end, some batches may have been left out: they are not waited for any more. But others
-        that are begun in the midst of an epoch, or made anew at each step, may come before the last batch is used.
+        If it fed the training and was left before its end, the epoch is over. If one was exhausted and some of its
+        batches were never used, they are not waited for any longer; unless the one that is begun is new amid the epoch,
+        as one that is made anew at each step, which may come before the last batch is used.
         """
         if self._left_early():
             self._end(self._exporter.global_step)
@@ -87,13 +88,13 @@ class Epochs:
         self._wrapped = weakref.ref(loader)
 
     def begun(self, loader: Any, iterator: Any) -> None:
-        """And this is its iterator."""
+        """Take note of the iterator of a DataLoader that was just begun."""
         self._wrapped = None
         now = self._exporter.global_step
-        self._passes[iterator] = _Pass(weakref.ref(loader), now, now, self._exporter.forwards_seen)
+        self._passes[iterator] = _Pass(weakref.ref(loader), now, now, self._exporter.parts.forwards.seen)
 
     def drawn(self, iterator: Any) -> None:
-        """A batch is drawn: if a step took place since the one before, this DataLoader feeds the training."""
+        """Take note that a batch is drawn. If a step took place since the last one, the loader feeds the training."""
         self._used()
         wrapped = None if self._wrapped is None or iterator in self._passes else self._wrapped()
         if wrapped is not None:
@@ -113,30 +114,30 @@ class Epochs:
         known.seen = now
 
     def given(self, iterator: Any) -> None:
-        """It has given a batch."""
+        """Take note that an iterator gave a batch."""
         known = self._passes.get(iterator)
         if known is not None:
             known.given += 1
 
     def exhausted(self, iterator: Any) -> None:
-        """A DataLoader is at its end: if training steps took place meanwhile, so is the epoch.
+        """Take note that an iterator is exhausted. If training steps took place meanwhile, the epoch is over.
 
-        But some libraries draw batches before they need them. Then the epoch ends when as many forwards have begun.
+        Some libraries draw batches ahead. The epoch then ends when the model has had as many forwards.
         """
         exporter, known = self._exporter, self._passes.get(iterator)
         if known is None or self._is_led(known.loader()):
             return
         self._leader = None
         # of several models nobody knows which one the batches are for
-        counted = exporter.model is not None and len(exporter.tops) == 1
-        told = counted and (exporter.forwards_seen > 0 or exporter.steps_seen == 0)
+        counted = exporter.model is not None and len(exporter.parts.models.tops) == 1
+        told = counted and (exporter.parts.forwards.seen > 0 or exporter.steps_seen == 0)
         self._unused = _Unused(known.loader, known.began, known.forwards + known.given if told else 0)
         self._used()
 
     def _left_early(self) -> bool:
-        """Whether the DataLoader that fed this epoch was left before its end, and nobody has its iterator any more.
+        """Whether the DataLoader that fed this epoch was left before its end: its iterator is gone.
 
-        One of which only a step was trained may be made anew at each.
+        One that fed a single step does not count, because some programs make a DataLoader at each step.
         """
         leader = self._leader
         if leader is None or leader.iterator() is not None:
@@ -144,9 +145,10 @@ class Epochs:
         return leader.draws > 1 and self._exporter.global_step - leader.began > 1
 
     def _is_led(self, loader: Any) -> bool:
-        """Whether another DataLoader feeds this epoch, at every step since it was the first to: its end is the epoch's.
+        """Whether another DataLoader leads this epoch, because it has given a batch for every step of the epoch.
 
-        One that ends sooner is begun again, as in semi-supervised learning.
+        The end of the leader is the end of the epoch. One that ends sooner is begun again, as in semi-supervised
+        learning.
         """
         iterator = None if self._leader is None else self._leader.iterator()
         known = None if iterator is None else self._passes.get(iterator)
@@ -156,8 +158,8 @@ class Epochs:
         return known.loader() is not loader and self._leader.draws >= steps > 0
 
     def _used(self, *, anyhow: bool = False) -> None:
-        """End the epoch if all is used that an exhausted DataLoader gave; `anyhow`: what is not was left out."""
-        if self._unused is not None and (anyhow or self._exporter.forwards_seen >= self._unused.forwards):
+        """End the epoch if the model has seen all batches of an exhausted DataLoader; `anyhow`: even if it has not."""
+        if self._unused is not None and (anyhow or self._exporter.parts.forwards.seen >= self._unused.forwards):
             began, self._unused = self._unused.began, None
             now = self._exporter.global_step
             if now > max(began, self._began):
@@ -168,5 +170,5 @@ class Epochs:
         self._leader = self._unused = None
         self._new_amid = False
         self._begun.clear()
-        self._exporter.epoch_is_over()
+        self._exporter.parts.steps.epochs.over = True
         self._began = now

@@ -1,8 +1,8 @@
-"""Programs that start a training script: which of them ``trace record`` works through, and what is said of the others.
+"""Programs that start a training script: torchrun and accelerate are supported, all others are refused with advice.
 
-torchrun and accelerate can be told to run ``trace record`` in the place of their script, so each of their processes is
-recorded. Another program in the place of the script would train unrecorded to its end; it is refused before it starts,
-with the command that works.
+``trace record torchrun … train.py`` starts torchrun with ``trace record train.py`` in the place of the script, so every
+process is recorded. Another program would train to its end without being recorded. It is refused before it starts, in a
+sentence that gives the command that works.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _SCRIPTS = "what is recorded is a Python script or module"
 
 @dataclass(frozen=True)
 class Launcher:
-    """A program that starts a script in processes of its own, and its command line.
+    """A supported program that starts a script in several processes, with its command line.
 
     Attributes
     ----------
     name : str
-        What a user calls it.
+        The name that a user knows.
     module : str
-        What ``python -m`` runs for it.
+        The module for ``python -m``.
     arguments : tuple of str
-        Its options, the script or (after ``-m``) the module, and what goes to that.
+        Its options; then the script, or ``-m`` and the module; then the arguments of that.
     """
 
     name: str
@@ -45,25 +45,12 @@ _BEHIND = {
     **dict.fromkeys(("env", "nohup", "time", "nice", "taskset", "numactl", "sudo", "stdbuf", "xvfb-run"), "a program"),
     **dict.fromkeys(("uv", "poetry", "pipenv", "conda", "mamba", "micromamba", "pdm", "hatch"), "a program"),
 }
-"""Programs behind which ``trace record`` can stand, and what they start."""
-_OTHERS = frozenset(
-    {
-        *(
-            "deepspeed",
-            "horovodrun",
-            "ray",
-            "torchx",
-            "composer",
-            "colossalai",
-            "fabric",
-            "lightning",
-            "sbatch",
-            "salloc",
-        ),
-        *("llamafactory-cli", "axolotl", "tune", "dora", "submitit"),
-    }
-)
-"""Programs that start training scripts in ways of their own."""
+"""Programs that can start ``trace record`` themselves, and what they start."""
+_OTHERS = (
+    "deepspeed", "horovodrun", "ray", "torchx", "composer", "colossalai", "fabric", "lightning", "sbatch", "salloc",
+    "llamafactory-cli", "axolotl", "tune", "dora", "submitit",
+)  # fmt: skip
+"""Programs that start training scripts in ways that cannot be recorded from outside."""
 _MODULES = {
     "torch.distributed.run": "torchrun",
     "torch.distributed.launch": "torch.distributed.launch",
@@ -75,28 +62,14 @@ _MODULES = {
     "horovod.runner": "horovodrun",
 }
 _SHELLS = re.compile(rb"#!\s*(?:\S*/env\s+(?:-\S+\s+)*)?\S*?([a-z]+)[0-9.]*(?:\s|$)")
-_NOT_PYTHON = frozenset(
-    {
-        b"sh",
-        b"bash",
-        b"dash",
-        b"zsh",
-        b"ksh",
-        b"csh",
-        b"tcsh",
-        b"fish",
-        b"perl",
-        b"ruby",
-        b"node",
-        b"lua",
-        b"php",
-        b"awk",
-    }
-)
+_NOT_PYTHON = (
+    b"sh", b"bash", b"dash", b"zsh", b"ksh", b"csh", b"tcsh", b"fish",
+    b"perl", b"ruby", b"node", b"lua", b"php", b"awk",
+)  # fmt: skip
 
 
 def launcher_of(program: Sequence[str], module: str | None = None) -> Launcher | None:
-    """Which launcher a command line starts; None where it starts a script or a module.
+    """The launcher that a command line starts. None if it starts a script or a module.
 
     Parameters
     ----------
@@ -107,7 +80,7 @@ def launcher_of(program: Sequence[str], module: str | None = None) -> Launcher |
     Raises
     ------
     CaptureError
-        If what it starts would not be recorded.
+        If it starts a program that cannot be recorded so.
 
     Examples
     --------
@@ -154,7 +127,7 @@ def _named(program: Sequence[str]) -> tuple[str, tuple[str, ...]]:
         return "", ()
     name = os.path.basename(program[0]).removesuffix(".exe")
     if not PYTHON.fullmatch(name):
-        # the name alone does not make a file of the user's, such as ./ray/train, a launcher
+        # a file of the user's in a folder, such as ./work/ray, is no launcher
         is_script = name in _OTHERS and os.path.isfile(program[0]) and os.path.dirname(program[0])[:1] not in ("", "/")
         return "" if is_script else name, tuple(program[1:])
     for number, one in enumerate(program[1:], 1):
@@ -166,7 +139,7 @@ def _named(program: Sequence[str]) -> tuple[str, tuple[str, ...]]:
 
 
 def become(launcher: Launcher, options: Sequence[str], *, program: str) -> NoReturn:
-    """Become a launcher, with processes that each record the script that they run.
+    """Replace this process by a launcher whose processes run ``trace record`` on the script.
 
     Parameters
     ----------
@@ -174,12 +147,12 @@ def become(launcher: Launcher, options: Sequence[str], *, program: str) -> NoRet
     options : sequence of str
         Of ``trace record``.
     program : str
-        The file of ``trace``: by its name, a launcher would take a module in the script's folder that is called so.
+        The file of the command ``trace``. A module name could be taken for a module in the script's folder.
 
     Raises
     ------
     CaptureError
-        If what is to be run is no Python, or the launcher is not installed.
+        If the launcher is to run something else than Python, or is not installed.
     """
     given = _parser_of(launcher)().parse_args(list(launcher.arguments))
     if given.no_python:
@@ -207,15 +180,15 @@ def _parser_of(launcher: Launcher) -> Callable[[], Any]:
 
 
 def refuse_other_languages(script: str) -> None:
-    """Raise `CaptureError` for a file that another program than Python runs, though Python might read it."""
+    """Raise `CaptureError` if a file is a binary, or its first line names an interpreter other than Python."""
     try:
         with open(script, "rb") as file:
             first, second = file.readline(512), file.readline(512)
-    except OSError:  # which is said elsewhere
+    except OSError:  # another check says so
         return
     binary = first.startswith((b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe"))
     found = _SHELLS.match(first)
-    # installers begin scripts of Python as such of the shell where the path of Python is long
+    # where Python's path is long, installers write Python scripts that begin as shell scripts
     other = (
         found is not None and found[1] in _NOT_PYTHON and not second.lstrip().startswith((b"'''exec", b'"""', b"''':"))
     )
@@ -227,7 +200,7 @@ def refuse_other_languages(script: str) -> None:
 
 
 def hint_for(program: str) -> str:
-    """What to try where a command line begins with what is no file, to be put behind a sentence; or nothing."""
+    """The end of a sentence that says that a file is missing: what the user may have meant; or nothing."""
     if PYTHON.fullmatch(os.path.basename(program)):
         return "; leave it out: trace record SCRIPT.py, and --module NAME in the place of -m NAME"
     there = shutil.which(program) if os.path.basename(program) == program else None

@@ -22,11 +22,10 @@ from typing import Any, NoReturn
 from tracer.errors import CaptureError, TracerError
 from tracer.messaging.messages import EVAL_TAG
 from tracer.observing.capture import Capture
-from tracer.observing.probes import PROBED
+from tracer.observing.publisher import PROBED
 from tracer.recording import termination
 from tracer.recording.launching.program import Program
-from tracer.recording.launching.session import Recipe, Session
-from tracer.recording.launching.watching import watching
+from tracer.recording.launching.session import Recipe, Session, watching
 from tracer.recording.options import Options
 from tracer.recording.run import Run
 from tracer.stores.locations import Anywhere, Location, location

@@ -7,23 +7,28 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from tracer.errors import CaptureError, TraceError
 from tracer.observing.capture import Capture
+from tracer.observing.pytorch.hanging import before_any_step
 from tracer.observing.pytorch.loss_functions import LOSS_FUNCTIONS
+from tracer.observing.pytorch.patches import Differentiating
 from tracer.recording import termination
 from tracer.recording.family import Member
 from tracer.recording.launching import children
 from tracer.recording.launching.epochs import Epochs
 from tracer.recording.launching.trained import TrainedModels
-from tracer.recording.launching.watching import watching
 from tracer.recording.options import Options
 from tracer.recording.recording import concluded, end, observer, start
 from tracer.recording.run import Run
@@ -77,7 +82,7 @@ def run_child(recipe: Recipe, work: Callable[[], None]) -> None:
 
 
 class Session:
-    """A `Watcher` that has an exporter observe what a script trains.
+    """Has an exporter observe what a script trains; it is told what the script makes and does (`watching`).
 
     Parameters
     ----------
@@ -99,14 +104,14 @@ class Session:
         exporter.set_optimizer(())
         exporter.watch_backward()
         self._models = TrainedModels(exporter)
-        exporter.looked_at = self._models.not_trained
+        exporter.parts.models.looked_at = self._models.not_trained
         exporter.set_loss(LOSS_FUNCTIONS)
-        exporter.optimizers.found = True
+        exporter.parts.optimizers.found = True
         if options.probe is not None:
             exporter.probe_first(PROBE, options.probe, every=options.probe_every)
         self.run: Run = start(recipe.out, exporter, options=options, member=recipe.member)
-        exporter.clock.starting = self._begin(exporter.clock.starting)
-        self._epochs = Epochs(exporter)
+        exporter.parts.clock.starting = self._begin(exporter.parts.clock.starting)
+        self.epochs = Epochs(exporter)
         self._by_hand = 0  # backwards before there was an optimizer
         self._others = False  # whether the script started processes that are not recorded
         self._children = 0  # how many it started that are, if they train
@@ -167,14 +172,14 @@ class Session:
         if not closed and self._by_hand and not self._models.any_optimizer:
             self._note_by_hand("the script updates by hand, without an optimizer: each backward is taken for a step")
         elif not closed and clean and self.recorded and not self._exporter.steps_seen:
-            self._exporter.note_problem("the training", f"no step was seen: {self._why_not()}", warn=False)
+            self._exporter.parts.problems.note("the training", f"no step was seen: {self._why_not()}", warn=False)
         if clean and not closed and self._exporter.train_step > 0:
-            self._exporter.finish_step()
+            self._exporter.parts.steps.finish()
             self._guarded("the end of the last epoch", self._exporter.epoch_finished)
-            self._exporter.epochs_seen = self._epochs.ended  # else this is only the end of the script
-            if self._exporter.learns_in_eval_mode:
+            self._exporter.parts.steps.epochs.seen = self.epochs.ended  # else this is only the end of the script
+            if self._exporter.parts.forwards.learns_in_eval_mode:
                 why = "the model is in eval mode, so its passes count as evaluations; model.train() ends that mode"
-                self._exporter.note_problem("the training's forward pass", why)
+                self._exporter.parts.problems.note("the training's forward pass", why)
         if os.getpid() == self.pid:
             end(self.run, None if clean else error)
             if not self._recipe.member.number:
@@ -190,14 +195,14 @@ class Session:
             return "it made no optimizer of torch.optim" + (children if self._others else "")
         if self._trouble is not None:
             return self._trouble
-        if not self._exporter.tops:
+        if not self._exporter.parts.models.tops:
             return "its optimizers train nothing"
         if self._exporter.steps_seen == 0:
             return "its optimizer never stepped"
         return "the capture takes nothing of what it did"
 
     def _note_by_hand(self, why: str) -> None:
-        self._exporter.note_problem("steps", why, warn=False)
+        self._exporter.parts.problems.note("steps", why, warn=False)
 
     def _guarded(self, what: str, work: Callable[[], None]) -> None:
         """Do our part of a call of the script's; in a worker process that it forked, there is none."""
@@ -210,18 +215,20 @@ class Session:
                 raise
 
         if os.getpid() == self.pid:
-            self._exporter.gate.guard(what, noting)
+            self._exporter.parts.gate.guard(what, noting)
 
-    # -- what the script makes and does -------------------------------------------------------------------------
+    # -- what the script makes and does; only `backward_begins` may raise ---------------------------------------
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
         self._guarded("a new optimizer", lambda: self._add(optimizer))
 
     def group_added(self, optimizer: Optimizer) -> None:
+        """Follow a group of parameters that was added to an optimizer, or is as it is made."""
         if optimizer in self._models.optimizers:  # else it is being made
             self._guarded("a new group of parameters", lambda: self._add_group(optimizer))
 
     def optimizer_steps(self, optimizer: Optimizer) -> None:
+        """Follow an optimizer that is about to step."""
         if optimizer not in self._models.optimizers:
             self._guarded("an optimizer", lambda: self._find(optimizer))
 
@@ -230,6 +237,7 @@ class Session:
             raise self.refusal
 
     def backward_ended(self) -> None:
+        """Take note that a ``backward`` has ended that was called inside of no other."""
         if not self._models.any_optimizer:
             self._guarded("a step", self._step_by_hand)
 
@@ -246,23 +254,9 @@ class Session:
         self._children += 1
         return children.recorded(process, record, self._exporter.detach)
 
-    def loader_begins(self, loader: Any) -> None:
-        self._follow_epochs(lambda: self._epochs.begins(loader))
-
-    def loader_begun(self, loader: Any, iterator: Any) -> None:
-        self._follow_epochs(lambda: self._epochs.begun(loader, iterator))
-
-    def batch_drawn(self, iterator: Any) -> None:
-        self._follow_epochs(lambda: self._epochs.drawn(iterator))
-
-    def batch_given(self, iterator: Any) -> None:
-        self._epochs.given(iterator)
-
-    def loader_exhausted(self, iterator: Any) -> None:
-        self._follow_epochs(lambda: self._epochs.exhausted(iterator))
-
-    def _follow_epochs(self, work: Callable[[], None]) -> None:
-        self._guarded("the end of an epoch", work)
+    def follow(self, tell: Callable[..., None], *told: Any) -> None:
+        """Tell something to what follows the epochs of the script."""
+        self._guarded("the end of an epoch", lambda: tell(*told))
 
     def _add(self, optimizer: Optimizer) -> None:
         if self._by_hand and not self._models.any_optimizer:
@@ -276,13 +270,115 @@ class Session:
 
     def _find(self, optimizer: Optimizer) -> None:
         """An optimizer steps that was not made here, but loaded or copied as it was."""
-        self._exporter.let_go()  # what it may be a copy of
+        self._exporter.parts.let_go()  # what it may be a copy of
         self._add(optimizer)
-        if self._exporter.optimizers:
+        if self._exporter.parts.optimizers:
             why = "its optimizer was loaded or copied whole, and is known since its first step"
-            self._exporter.note_problem("what came before this step", why, warn=False)
+            self._exporter.parts.problems.note("what came before this step", why, warn=False)
 
     def _step_by_hand(self) -> None:
         """End a step where no optimizer can: after its backward."""
         self._by_hand += 1
         self._exporter.step()
+
+
+@contextlib.contextmanager
+def watching(session: Session) -> Iterator[None]:
+    """Tell a session what happens in the few places of torch that every training passes through.
+
+    SIGTERM raises `SystemExit` meanwhile.
+    """
+    patches: list[tuple[Any, str, Callable[..., Any]]] = [
+        (Optimizer, "__init__", _optimizer_init),
+        (Optimizer, "add_param_group", _add_param_group),
+        (Tensor, "backward", _backward),
+        (DataLoader, "__iter__", _loader_iter),
+        (_BaseDataLoaderIter, "__next__", _loader_next),
+        (BaseProcess, "start", _start),
+    ]
+    originals = [(owner, name, owner.__dict__[name]) for owner, name, _ in patches]
+    for (owner, name, wrap), (_, _, original) in zip(patches, originals, strict=True):
+        wrapper = wrap(session, original)
+        wrapper.__doc__ = original.__doc__
+        wrapper.__wrapped__ = original  # inspect.signature follows it
+        setattr(owner, name, wrapper)
+
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not is_dynamo_compiling():
+            session.optimizer_steps(optimizer)
+
+    steps = before_any_step(before_step)
+    try:
+        with termination.raises():
+            yield
+    finally:
+        steps.remove()
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+def _optimizer_init(session: Session, original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        session.optimizer_made(optimizer)
+
+    return __init__
+
+
+def _add_param_group(session: Session, original: Callable[..., None]) -> Callable[..., None]:
+    def add_param_group(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        session.group_added(optimizer)
+
+    return add_param_group
+
+
+def _backward(session: Session, original: Callable[..., None]) -> Callable[..., None]:
+    running = Differentiating()
+
+    def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        session.backward_begins()
+        if running.now:
+            original(tensor, *args, **kwargs)
+            return
+        running.now = True
+        try:
+            original(tensor, *args, **kwargs)
+        finally:
+            running.now = False
+        session.backward_ended()
+
+    return backward
+
+
+def _loader_iter(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+    def __iter__(loader: DataLoader[Any]) -> Any:
+        session.follow(session.epochs.begins, loader)
+        iterator = original(loader)
+        if isinstance(iterator, _BaseDataLoaderIter):
+            session.follow(session.epochs.begun, loader, iterator)
+        return iterator
+
+    return __iter__
+
+
+def _loader_next(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+    def __next__(iterator: Any) -> Any:
+        session.follow(session.epochs.drawn, iterator)
+        try:
+            batch = original(iterator)
+        except StopIteration:
+            session.follow(session.epochs.exhausted, iterator)
+            raise
+        session.epochs.given(iterator)
+        return batch
+
+    return __next__
+
+
+def _start(session: Session, original: Callable[..., None]) -> Callable[..., None]:
+    def start(process: Any) -> None:
+        with session.process_starts(process):
+            original(process)
+
+    return start
