@@ -26,8 +26,9 @@ endif
 check: lint ## the daily loop: lint, types, and the tests of the files that changed since the last commit
 	$(BIN)/python tests/changed.py | xargs -r $(BIN)/python -m pytest -n 2
 
-test-slow: $(INSTALLED) ## what takes minutes: a hundred kills of each format, more damaged traces, random models, the experiment
+test-slow: $(INSTALLED) ## what takes minutes: a hundred kills of each format, more damaged traces, random cases and models, the experiment
 	$(BIN)/python -m pytest -n 2 -m slow
+	TRACEREEL_EXAMPLES=all $(BIN)/python -m pytest -n 2 -m hypothesis
 	TRACEREEL_FUZZ_CASES=1000 $(BIN)/python -m pytest -n 2 tests/trace/test_hostile.py -k random
 
 lint: $(INSTALLED) ## style and types

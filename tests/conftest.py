@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 from collections.abc import Iterator
@@ -9,6 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+
+# what torch has made lives as long as the process: no collection of garbage, of which tests ask for many, looks at it
+gc.collect()
+gc.freeze()
 
 # a shell ignores it in what it starts in the background, and so would the processes that are interrupted here
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -50,9 +51,23 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path) -> Iterator[str]:
+MODULES = {module_name(path): path for path in SOURCES}
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
     """What a file imports, in functions and for types too: modules, and names of packages that are modules."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    return frozenset(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -77,8 +92,7 @@ def floor_of(module: str) -> tuple[int, str]:
 
 def inside(path: Path) -> set[str]:
     """The project's own modules that a file imports."""
-    own = {module_name(one) for one in SOURCES}
-    return {target for target in imports(path) if target in own} - {module_name(path)}
+    return {target for target in imports(path) if target in MODULES} - {module_name(path)}
 
 
 def circles(edges: dict[str, set[str]]) -> set[frozenset[str]]:
@@ -99,20 +113,19 @@ def circles(edges: dict[str, set[str]]) -> set[frozenset[str]]:
     }
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_folders_import_downwards(path: Path) -> None:
+def test_folders_import_downwards() -> None:
     """A module imports only what stands below it, for types and in functions too."""
-    module = module_name(path)
-    if module in ("tracer", "analyze"):  # the faces, which import a name when it is used
-        return
-    floor, folder = floor_of(module)
-    upwards = {target for target in inside(path) if (there := floor_of(target))[0] >= floor and there[1] != folder}
-    assert not upwards, f"{module} must not import {', '.join(sorted(upwards))}"
+    found = {}
+    for module, path in MODULES.items():
+        floor, folder = floor_of(module)
+        found[module] = {one for one in inside(path) if (there := floor_of(one))[0] >= floor and there[1] != folder}
+    del found["tracer"], found["analyze"]  # the faces, which import a name when it is used
+    assert {module: upwards for module, upwards in found.items() if upwards} == {}
 
 
 def test_no_circle_of_files() -> None:
     """No modules import each other, directly or through others."""
-    edges = {module_name(path): inside(path) for path in SOURCES if module_name(path) not in ("tracer", "analyze")}
+    edges = {module: inside(path) for module, path in MODULES.items() if module not in ("tracer", "analyze")}
     assert circles(edges) == set()
 
 
@@ -133,7 +146,7 @@ def test_the_table_of_floors_names_every_folder() -> None:
 def test_tracer_never_imports_analyze() -> None:
     """Recording and replaying know nothing of the metrics, even as a string or for types only."""
     for path in (ROOT / "tracer").rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path)
         for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -152,7 +165,7 @@ def test_metrics_touch_no_files() -> None:
 def test_opening_a_trace_runs_no_code() -> None:
     """Neither pickle nor its relatives nor eval nor torch.load is anywhere in what records, reads or analyses."""
     for path in SOURCES:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path)
         targets = {target.partition(".")[0] for target in imports(path)}
         assert not targets & {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}, path
         for node in ast.walk(tree):
@@ -178,15 +191,15 @@ def test_imports_have_no_side_effects(package: str) -> None:
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_every_module_opens_with_a_sentence(path: Path) -> None:
+def test_every_module_opens_with_a_sentence() -> None:
     """A module says in its first line what it is, and its name says something too."""
-    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-    assert docstring, f"{path} has no docstring"
-    first = docstring.partition("\n\n")[0]
-    assert first.rstrip("`").endswith((".", "::", "?")), f"{path} does not open with a sentence: {first}"
-    assert path.stem not in NOT_NAMES
-    assert len(path.relative_to(ROOT).parts) <= 4, f"{path} is deeper than three packages"
+    for path in SOURCES:
+        docstring = ast.get_docstring(parsed(path))
+        assert docstring, f"{path} has no docstring"
+        first = docstring.partition("\n\n")[0]
+        assert first.rstrip("`").endswith((".", "::", "?")), f"{path} does not open with a sentence: {first}"
+        assert path.stem not in NOT_NAMES, path
+        assert len(path.relative_to(ROOT).parts) <= 4, f"{path} is deeper than three packages"
 
 
 def test_public_names_exist() -> None:

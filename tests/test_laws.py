@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import io
 import pickle
@@ -148,10 +149,10 @@ def everyone() -> dict[str, Subscriber]:
     return {name: parse(name) for name in NAMES}
 
 
-def with_producers(name: str) -> list[Subscriber]:
-    """The subscriber of this name and, before it, those whose answers it takes."""
+def with_producers(*names: str) -> list[Subscriber]:
+    """The subscribers of these names, and those whose answers they take."""
     there = everyone()
-    wanted = [there[name]]
+    wanted = [there[name] for name in names]
     for one in wanted:
         for kind in sorted(one.needs - set(KINDS)):
             producers = [other for other in there.values() if kind in other.produces]
@@ -174,20 +175,37 @@ class Live:
     heard: Collect
 
 
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Live]:
+    """A training with every registered subscriber attached, recorded once in each format that is asked for."""
+
+    @functools.cache
+    def record(suffix: str) -> Live:
+        path = tmp_path_factory.mktemp("laws") / f"run.{suffix}"
+        training, heard = Training.new(), Collect()
+        receivers = [*everyone().values(), heard]
+        probe_x, probe_y = batch(200, 12)
+        capture = Capture(kinds=KINDS)
+        with tracer.record(
+            path,
+            training.model,
+            training.optimizer,
+            loss=training.loss,
+            capture=capture,
+            receivers=receivers,
+            strict=True,
+        ) as run:
+            run.probe("probe", probe_x, probe_y, every=2)
+            training.run(run)
+        return Live(path, heard)
+
+    return record
+
+
 @pytest.fixture(scope="module", params=FORMATS)
-def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Live:
-    """A training with every registered subscriber attached, recorded in each format."""
-    path = tmp_path_factory.mktemp("laws") / f"run.{request.param}"
-    training, heard = Training.new(), Collect()
-    receivers = [*everyone().values(), heard]
-    probe_x, probe_y = batch(200, 12)
-    capture = Capture(kinds=KINDS)
-    with tracer.record(
-        path, training.model, training.optimizer, loss=training.loss, capture=capture, receivers=receivers, strict=True
-    ) as run:
-        run.probe("probe", probe_x, probe_y, every=2)
-        training.run(run)
-    return Live(path, heard)
+def live(request: pytest.FixtureRequest, recorded: Callable[[str], Live]) -> Live:
+    """That training in each format."""
+    return recorded(request.param)
 
 
 # -- 1. live = replay -----------------------------------------------------------------------------------------
@@ -207,9 +225,7 @@ def test_replay_says_what_was_said_live(name: str, live: Live) -> None:
 
 @pytest.mark.parametrize("steps", [1, 3, 4])
 def test_a_replay_in_two_parts_goes_on_where_it_stopped(live: Live, steps: int) -> None:
-    """With the state of the first part loaded, the second part of a replay says the rest of what the whole says."""
-    whole = Collect()
-    tracer.replay(live.path, *everyone().values(), whole)
+    """With the state of the first part loaded, the second part of a replay says the rest of what was said live."""
     first, second, heard = everyone(), everyone(), Collect()
     # the last answers of the first part are not the end of the run: take its state before `finish` is asked for
     with tracer.open(live.path) as trace:
@@ -222,7 +238,7 @@ def test_a_replay_in_two_parts_goes_on_where_it_stopped(live: Live, steps: int) 
         one.load_state_dict(copy.deepcopy(first[name].state_dict()))
     tracer.replay(live.path, *second.values(), heard, steps=(steps, None))
     for name in NAMES:
-        assert sorted(derived_by(name, heard)) == sorted(derived_by(name, whole)), name
+        assert sorted(derived_by(name, heard)) == sorted(derived_by(name, live.heard)), name
 
 
 def test_the_trace_holds_what_was_observed_in_its_order(live: Live) -> None:
@@ -305,39 +321,37 @@ def test_a_plan_says_who_remembers(name: str, live: Live, published: list[Messag
         assert one.state_dict() == parse(name).state_dict()
 
 
-@pytest.mark.parametrize("name", MEMORYLESS)
 @pytest.mark.parametrize("steps", [(2, 4), (0, 1), (1, 6, 2), (None, 3)])
-def test_a_replay_of_some_steps_is_a_slice_of_the_whole(name: str, steps: Any, live: Live) -> None:
-    """A replay of some steps gives what the full replay gives in these steps."""
-    whole, part = Collect(), Collect()
-    tracer.replay(live.path, *with_producers(name), whole)
-    tracer.replay(live.path, *with_producers(name), part, steps=steps)
+def test_a_replay_of_some_steps_is_a_slice_of_the_whole(steps: Any, live: Live) -> None:
+    """A replay of some steps gives what was said live in these steps."""
+    part = Collect()
+    tracer.replay(live.path, *with_producers(*MEMORYLESS), part, steps=steps)
     chosen = set(range(100)[slice(*steps)])
-    assert derived_by(name, part) == [one for one in derived_by(name, whole) if one[3] in chosen]
+    for name in MEMORYLESS:
+        expected = [one for one in derived_by(name, live.heard) if one[3] in chosen]
+        assert derived_by(name, part) == expected, name
 
 
-@pytest.mark.parametrize("name", [name for name in MEMORYLESS if parse(name).needs <= set(MODULE_KINDS)])
 @pytest.mark.parametrize("module", ["fc", "conv"])
-def test_a_replay_of_one_module_is_a_slice_of_the_whole(name: str, module: str, live: Live) -> None:
-    """A replay of one module gives what the full replay gives for this module."""
-    whole, part = Collect(), Collect()
-    tracer.replay(live.path, *with_producers(name), whole)
-    tracer.replay(live.path, *with_producers(name), part, modules=module)
-    expected = [one for one in derived_by(name, whole) if one[2] == module]
-    assert expected
-    assert derived_by(name, part) == expected
+def test_a_replay_of_one_module_is_a_slice_of_the_whole(module: str, live: Live) -> None:
+    """A replay of one module gives what was said live of this module."""
+    part = Collect()
+    names = [name for name in MEMORYLESS if parse(name).needs <= set(MODULE_KINDS)]
+    tracer.replay(live.path, *with_producers(*names), part, modules=module)
+    for name in names:
+        expected = [one for one in derived_by(name, live.heard) if one[2] == module]
+        assert expected
+        assert derived_by(name, part) == expected, name
 
 
-@pytest.mark.parametrize("name", MEMORYLESS)
-def test_subsampling_is_a_slice_of_the_whole(name: str, live: Live) -> None:
-    """A subscriber with subsample=2 says what the whole says at even steps, wherever its replay starts."""
-    if "subsample" not in inspect.signature(type(parse(name))).parameters:
-        pytest.skip("has no subsample")
-    whole, part = Collect(), Collect()
-    tracer.replay(live.path, *with_producers(name), whole)
-    tracer.replay(live.path, parse(f"{name}:subsample=2"), part, steps=(1, None))
-    expected = [one for one in derived_by(name, whole) if one[3] >= 1 and one[3] % 2 == 0]
-    assert derived_by(name, part) == expected
+def test_subsampling_is_a_slice_of_the_whole(live: Live) -> None:
+    """A subscriber with subsample=2 says what was said live at even steps, wherever its replay starts."""
+    part = Collect()
+    names = [name for name in MEMORYLESS if "subsample" in inspect.signature(type(parse(name))).parameters]
+    tracer.replay(live.path, *[parse(f"{name}:subsample=2") for name in names], part, steps=(1, None))
+    for name in names:
+        expected = [one for one in derived_by(name, live.heard) if one[3] >= 1 and one[3] % 2 == 0]
+        assert derived_by(name, part) == expected, name
 
 
 # -- 4. watching changes nothing ------------------------------------------------------------------------------
@@ -630,7 +644,7 @@ def test_a_subscriber_that_joins_late_leaves_nothing_in_the_trace(tmp_path: Path
 # -- the parts of a batch are the whole -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part_bytes", [1, 3000])
+@pytest.mark.parametrize(("live", "part_bytes"), [("zarr", 1), ("h5", 3000)], indirect=["live"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_parts_of_a_batch_are_the_whole(name: str, part_bytes: int, live: Live, tmp_path: Path) -> None:
     """However finely a batch cuts a trace, what each registered subscriber says is that of one replay, to the bit."""
@@ -676,10 +690,10 @@ AT_ONCE = {"ema", "path_length"}
 
 
 @pytest.fixture(scope="module")
-def published(live: Live) -> list[Message]:
-    """All that a replay of the recording publishes, and the answers that some subscribers take."""
+def published(recorded: Callable[[str], Live]) -> list[Message]:
+    """All that a replay publishes, which is the same of each format, and the answers that some subscribers take."""
     heard = Collect("*")
-    tracer.replay(live.path, parse("svcca"), parse("ratio"), parse("norm"), heard)
+    tracer.replay(recorded("zarr").path, parse("svcca"), parse("ratio"), parse("norm"), heard)
     return list(heard)
 
 

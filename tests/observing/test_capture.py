@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import tracer
 from tests.endings import alike, ended
+from tests.observing.recorded import mlp
 from tracer import Capture, CaptureError, Collect, Exporter, Message, UnknownNameError
 from tracer.messaging.messages import KINDS
 from tracer.observing.capture import DEFAULT_KINDS, DTYPES, REDUCTIONS, choice
@@ -42,11 +43,6 @@ def observe(model: nn.Module, capture: Any, x: Any = None, steps: int = 3, optim
         optimizer.step()
     exporter.detach()
     return heard
-
-
-def mlp() -> nn.Sequential:
-    """Linear, ReLU, Linear."""
-    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 
 
 # -- what is refused ------------------------------------------------------------------------------------------

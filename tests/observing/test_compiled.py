@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tracer
 from tests.endings import InBackward, alike, ended, optimizers_of
+from tests.observing.recorded import sgd
 from tracer import Capture, Collect, Exporter, Message
 from tracer.observing.pytorch.compiled import SUPPORTED
 
@@ -164,11 +165,6 @@ def adam(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), 1e-2)
 
 
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    """Plain gradient descent."""
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
 def train(
     make: Callable[[], nn.Module],
     backend: str | None,
@@ -251,8 +247,8 @@ def assert_close(found: dict[Any, Tensor], expected: dict[Any, Tensor], backend:
 @pytest.mark.parametrize(
     ("make", "backend"),
     [(make, backend) for make in (Residual, Convolutions, Attention) for backend in ("eager", "aot_eager")]
-    + [pytest.param(make, "inductor", marks=INDUCTOR.marks) for make in (Residual, Convolutions)]
-    + [pytest.param(Attention, "inductor", marks=(*INDUCTOR.marks, pytest.mark.slow))],
+    + [pytest.param(Residual, "inductor", marks=INDUCTOR.marks)]
+    + [pytest.param(make, "inductor", marks=(*INDUCTOR.marks, pytest.mark.slow)) for make in (Convolutions, Attention)],
 )
 @pytest.mark.usefixtures("double")
 def test_compiled_records_what_eager_does(make: Callable[[], nn.Module], backend: str) -> None:
@@ -404,7 +400,9 @@ def test_gradients_of_inputs_are_reported_missing() -> None:
 # -- when it is recorded --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=(*INDUCTOR.marks, pytest.mark.slow))]
+)
 def test_a_choice_of_steps_recompiles_nothing(backend: str) -> None:
     """The operators ask at run time: `every` gives its steps' messages from one graph."""
     recorded = unchanged(Residual, backend, every=4)
@@ -924,6 +922,7 @@ def test_where_operators_cannot_be_modules_are_silent() -> None:
         torch.testing.assert_close(recorded.returned, eager.returned)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
 def test_half_precision_is_rounded_where_it_is_recorded() -> None:
     """Inductor keeps in float32 what it fuses; what is recorded is rounded in between, as it always is eagerly.

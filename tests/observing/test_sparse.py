@@ -206,10 +206,21 @@ def is_of_sparse(message: Message) -> bool:
     return message.tag != "default" or message.global_step % EVERY == 0 or message.kind in events
 
 
-@pytest.mark.parametrize("probed", [False, True], ids=["", "probed"])
-@pytest.mark.parametrize("loss", [F.cross_entropy, None], ids=["loss", "no loss"])
-@pytest.mark.parametrize("optimizers", OPTIMIZERS)
-@pytest.mark.parametrize("train", LOOPS)
+COMBINATIONS = [
+    pytest.param(
+        *(train, optimizers, loss, probed),
+        id=f"{train.__name__}-{optimizers}-{'no loss' if loss is None else 'loss'}-{'probed' if probed else ''}",
+        # an export takes longer than all else, and does what it does whatever a step has to count
+        marks=[pytest.mark.slow] if train is traced and (probed or optimizers not in ("one", "untold")) else [],
+    )
+    for train in LOOPS
+    for optimizers in OPTIMIZERS
+    for loss in (F.cross_entropy, None)
+    for probed in (False, True)
+]
+
+
+@pytest.mark.parametrize(("train", "optimizers", "loss", "probed"), COMBINATIONS)
 def test_a_step_is_told_as_it_is_where_all_are_recorded(train: Any, optimizers: str, loss: Any, probed: bool) -> None:
     """Bit for bit, in the same order, with the same counters, whatever happens in the steps between."""
     whole, counted, trained = observed(train, optimizers, loss, probed, 1)

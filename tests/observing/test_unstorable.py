@@ -164,7 +164,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...
 def bits(tensor: Tensor) -> list[int]:
     """The bytes of a tensor."""
     dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    return list(dense.contiguous().view(-1).view(torch.uint8))
+    found: list[int] = dense.contiguous().view(-1).view(torch.uint8).tolist()
+    return found
 
 
 @pytest.mark.parametrize("where", STREAMS)

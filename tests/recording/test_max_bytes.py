@@ -293,7 +293,6 @@ print(step)
     ("options", "environment"),
     [
         (["--max-bytes", "4MB"], {}),
-        ([], {"TRACE_MAX_BYTES": "4MB"}),
         (["--max-bytes", "1GB"], {"TRACE_MAX_BYTES": "4MB"}),
     ],
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import functools
 import gc
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -29,14 +31,27 @@ STEPS = 12
 LAYERS = ("a", "b")
 
 
+@functools.cache
 def value(layer: str, step: int) -> torch.Tensor:
     """What was recorded of a layer at a step: other bits everywhere."""
     return torch.arange(ELEMENTS, dtype=torch.float32) + 1e6 * step + 7e5 * LAYERS.index(layer)
 
 
-@pytest.fixture(params=[".zarr", ".h5"])
-def trace(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """A trace of messages of a megabyte, which the page cache holds."""
+@pytest.fixture(scope="module", params=[".zarr", ".h5"])
+def written(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A trace of messages of a megabyte."""
+    path: Path = tmp_path_factory.mktemp("written") / f"run{request.param}"
+    with TraceWriter(path) as writer:
+        for step in range(STEPS):
+            for layer in LAYERS:
+                where = {"global_step": step, "train_step": step, "epoch": 0}
+                writer.write(ModuleMessage(kind="activations", module=layer, data=value(layer, step), **where))
+    return path
+
+
+@pytest.fixture
+def page_cache(tmp_path: Path) -> None:
+    """The test is skipped where the system does not say what its page cache holds."""
     probe = tmp_path / "probe"
     probe.write_bytes(bytes(PAGE))
     with probe.open("rb") as file:
@@ -44,12 +59,16 @@ def trace(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
             os.preadv(file.fileno(), [bytearray(4)], 0, os.RWF_NOWAIT)
         except (AttributeError, OSError):
             pytest.skip("this system does not say what its page cache holds")
-    path: Path = tmp_path / f"run{request.param}"
-    with TraceWriter(path) as writer:
-        for step in range(STEPS):
-            for layer in LAYERS:
-                where = {"global_step": step, "train_step": step, "epoch": 0}
-                writer.write(ModuleMessage(kind="activations", module=layer, data=value(layer, step), **where))
+
+
+@pytest.fixture
+def trace(tmp_path: Path, written: Path, page_cache: None) -> Path:
+    """A copy of that trace, which the page cache holds."""
+    path = tmp_path / written.name
+    if written.is_dir():
+        shutil.copytree(written, path)
+    else:
+        shutil.copyfile(written, path)
     for stored in (path, *path.rglob("*")):
         if stored.is_file():
             stored.read_bytes()
@@ -250,7 +269,7 @@ class TestWindows:
     """`MappedFiles` by itself, on a file of numbered pages."""
 
     @pytest.fixture
-    def file(self, tmp_path: Path, trace: Path) -> Iterator[int]:
+    def file(self, tmp_path: Path, page_cache: None) -> Iterator[int]:
         path = tmp_path / "numbered"
         path.write_bytes(b"".join(number.to_bytes(4, "little") * (PAGE // 4) for number in range(3 * WINDOW // PAGE)))
         file = os.open(path, os.O_RDONLY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -74,6 +75,7 @@ def server() -> Iterator[int]:
         running.stop()
 
 
+@functools.cache
 def client(port: int) -> Any:
     """A client that does not share code with what is tested."""
     return boto3.client(

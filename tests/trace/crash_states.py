@@ -166,6 +166,7 @@ class Disk:
         """The largest number of choices that there was."""
         self._of_hdf5 = hdf5
         self._opened: dict[int, tuple[File | Folder, int]] = {}
+        self._elsewhere = False
 
     # -- the calls -----------------------------------------------------------------------------------------------------
 
@@ -184,8 +185,19 @@ class Disk:
             yield
             self._look()
 
+    @contextlib.contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Note nothing in the meantime: what is asked for is of another folder."""
+        self._elsewhere = True
+        try:
+            yield
+        finally:
+            self._elsewhere = False
+
     def _wrapped(self, original: Callable[..., Any], noted: Callable[..., None]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
+            if self._elsewhere:
+                return original(*args, **kwargs)
             self._look()
             if original.__name__ == "fsync" and self._behind(args[0]) is not None:
                 self.before_sync()

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from numcodecs import blosc
 
 import tracer
+from tests.examples import examples
 from tracer.errors import CaptureError, TraceCorruptError, TraceFormatError, UnknownNameError
 from tracer.format import encodings
 from tracer.format.encodings import ENCODINGS
@@ -149,8 +150,8 @@ def test_every_dtype(tmp_path: Path, suffix: str, codec: str, dtype: str) -> Non
     values = numbers(dtype, (4000, 3))
     store = create_store(path)
     store.create("group/array", dtype=dtype, shape=(3,), chunk_bytes=4096, compression=codec)
-    for start in range(0, 4000, 170):
-        store.append("group/array", values[start : start + 170])
+    for start in range(0, 4000, 570):
+        store.append("group/array", values[start : start + 570])
     store.close()
     reader = open_store(path)
     assert (reader.dtype("group/array"), reader.row_shape("group/array")) == (dtype, (3,))
@@ -163,7 +164,7 @@ def test_every_dtype(tmp_path: Path, suffix: str, codec: str, dtype: str) -> Non
 
 
 @every_format
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shape=st.lists(st.integers(1, 5), max_size=3).map(tuple),
     codec=st.sampled_from(list(CODECS)),
@@ -550,7 +551,7 @@ def message(number: int, dtype: str, shape: tuple[int, ...], seed: int) -> Messa
     return ModuleMessage(kind=f"kind{seed % 2}", module=f"m{seed % 3}", data=data, **where)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     made=st.lists(
         st.tuples(

@@ -106,7 +106,8 @@ class Trial:
                 digest.update(state[path] or b"")
             if digest.digest() not in self.seen:
                 self.seen.add(digest.digest())
-                self.check(state)
+                with self.disk.elsewhere():
+                    self.check(state)
 
     def check(self, state: State) -> None:
         """Read the trace in one state: nothing may be wrong, and where it is durable nothing acknowledged be lost."""

@@ -56,6 +56,7 @@ def test_an_old_trace_is_found_intact(name: str, traces: Path) -> None:
     assert report.complete is (report.intact and not re.match("killed|recovered", name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in DIGESTS if name != "damaged.zarr"])
 def test_an_old_trace_is_copied_into_the_other_format(name: str, traces: Path, tmp_path: Path) -> None:
     """Message for message; ranks and attempts are put together, and parts of tensors stay parts."""

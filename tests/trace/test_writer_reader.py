@@ -1,16 +1,12 @@
-"""Round trips through a trace: every value, the order, filters, damage, and what a trace says of itself."""
+"""Round trips through a trace: every value, the order, filters, and what a trace says of itself."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import gc
 import json
 import os
-import pickle
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -27,47 +23,25 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tracer
+from tests.trace.round_trips import FORMATS, every_format, module, network, run, write
 from tracer.errors import (
     CaptureError,
     MessageError,
-    TraceCorruptError,
     TraceError,
     TraceExistsError,
     TraceFormatError,
-    TraceNotFoundError,
-    TraceUnreadableError,
 )
 from tracer.format.encodings import ENCODINGS, encode
-from tracer.format.journal import Column, row_checksums
-from tracer.format.names import declarations_name, journal_name
+from tracer.format.journal import Column
 from tracer.format.process import process_start
-from tracer.integrations.recording import Recording
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
-from tracer.recorders import ForwardOutput
-from tracer.trace.part import Part
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter
 
-FORMATS = (".zarr", ".h5")
-every_format = pytest.mark.parametrize("suffix", FORMATS)
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16),
     *(torch.float32, torch.float64, torch.complex64, torch.complex128),
 ]
-
-
-def network(kind: str, step: int, data: Any = None, **fields: Any) -> NetworkMessage:
-    """A message of the network in a step, four steps an epoch."""
-    data = data if data is None or isinstance(data, torch.Tensor) else torch.tensor(data)
-    return NetworkMessage(kind=kind, global_step=step, train_step=step % 4, epoch=step // 4, data=data, **fields)
-
-
-def module(kind: str, name: str, step: int, data: Any, **fields: Any) -> ModuleMessage:
-    """A message of a module in a step, four steps an epoch."""
-    data = data if isinstance(data, torch.Tensor) else torch.tensor(data)
-    return ModuleMessage(
-        kind=kind, module=name, global_step=step, train_step=step % 4, epoch=step // 4, data=data, **fields
-    )
 
 
 def bits(tensor: torch.Tensor | None) -> Any:
@@ -85,42 +59,6 @@ def same(found: Message, expected: Message) -> bool:
         and all(getattr(found, field) == getattr(expected, field) for field in fields)
         and bits(found.data) == bits(expected.data)
     )
-
-
-def write(path: Path, messages: list[Message], **options: Any) -> None:
-    """Write a trace of these messages."""
-    with TraceWriter(path, **options) as writer:
-        for message in messages:
-            writer.write(message)
-
-
-def run(steps: int = 12) -> list[Message]:
-    """The messages of a small run: events, scalars, pools of their own, ragged batches, several calls, tags, leaves."""
-    generator = torch.Generator().manual_seed(1)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
-    messages: list[Message] = []
-    for step in range(steps):
-        batch = 3 if step == steps - 1 else 8
-        messages += [
-            network("batch_started", step),
-            network("input_labels", step, torch.arange(batch)),
-            module("activations", "conv1", step, random(batch, 40, 60)),
-            module("activations", "shared", step, random(batch, 5)),
-            module("activations", "shared", step, random(batch, 5), call=1),
-            module("activations", "rnn", step, random(2, 3), leaf="1.0"),
-            module("activations", "rnn", step, random(2, 2), leaf="1.1"),
-            module("weights", "", step, random(3, 3)),
-            module("weights", "layer1.0.fc", step, random(130, 140).bfloat16()),
-            network("loss", step, float(step)),
-        ]
-        if step >= 6:
-            messages.append(module("biases", "late", step, random(200, 100)))
-        if step % 4 == 3:
-            messages += [network("loss", step, 0.5, tag="eval"), network("epoch_finished", step)]
-    return messages
 
 
 @pytest.fixture(params=FORMATS)
@@ -148,6 +86,8 @@ tensors = st.builds(
     st.lists(st.integers(0, 7), max_size=4).map(tuple),
     st.integers(0, 1000),
 )
+
+
 counters = st.fixed_dictionaries(
     {
         "global_step": st.integers(0, 2**40),
@@ -158,6 +98,8 @@ counters = st.fixed_dictionaries(
         "leaf": st.sampled_from(["", "0.1"]),
     }
 )
+
+
 any_message = st.one_of(
     st.builds(
         lambda kind, data, fields: NetworkMessage(kind=kind, data=data, **fields),
@@ -554,268 +496,6 @@ def test_only_traces_are_overwritten(tmp_path: Path, suffix: str) -> None:
     assert other.exists()
 
 
-@every_format
-def test_paths_that_hold_no_trace(tmp_path: Path, suffix: str) -> None:
-    """A path that is missing, and one with a file that is no trace, raise what a caller would expect of them."""
-    path = tmp_path / f"run{suffix}"
-    with pytest.raises(TraceNotFoundError, match=f"run{suffix}"):
-        TraceReader(path)
-    path.write_text("hello")
-    with pytest.raises(TraceFormatError, match=f"run{suffix}"):
-        TraceReader(str(path))
-    with pytest.raises(TraceExistsError, match=f"run{suffix}"):
-        TraceWriter(path, overwrite=True)
-    with pytest.raises(TraceFormatError, match="suffix"):
-        TraceWriter(tmp_path / "run.txt")
-    with pytest.raises(TraceError, match="run"):
-        TraceWriter(path / "below" / f"run{suffix}")
-    with pytest.raises(TraceError, match="header"):
-        TraceWriter(tmp_path / f"new{suffix}", header={"a": object()})
-    assert not (tmp_path / f"new{suffix}").exists()
-
-
-@every_format
-def test_other_versions(tmp_path: Path, suffix: str) -> None:
-    """A trace of a later version is refused, naming the version found and the one that is read."""
-    path = tmp_path / f"run{suffix}"
-    write(path, run(1))
-    if suffix == ".zarr":
-        document = json.loads((path / "zarr.json").read_text())
-        document["attributes"]["format_version"] = 7
-        (path / "zarr.json").write_text(json.dumps(document))
-    else:
-        with h5py.File(path, "r+") as file:
-            file.attrs["format_version"] = 7
-    with pytest.raises(TraceFormatError, match="format 7, and this release reads 1"):
-        TraceReader(path)
-
-
-def flip(path: Path, needle: bytes) -> None:
-    """Flip a bit of the file that holds these bytes, in the midst of them."""
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    for file in files:
-        data = bytearray(file.read_bytes())
-        place = data.find(needle)
-        if place >= 0:
-            data[place + len(needle) // 2] ^= 4
-            file.write_bytes(data)
-            return
-    raise AssertionError("these bytes are nowhere")
-
-
-@every_format
-@pytest.mark.parametrize("size", [50, 5000, 100_000])
-def test_damaged_data_is_found(tmp_path: Path, suffix: str, size: int) -> None:
-    """One flipped bit in a message's data is an error when it is read, in a shared pool and in one of its own."""
-    path = tmp_path / f"run{suffix}"
-    data = torch.rand(size, generator=torch.Generator().manual_seed(3))
-    messages: list[Message] = [network("loss", 0, 0.0), module("weights", "fc", 1, data), network("loss", 2, 2.0)]
-    write(path, messages, own_pool_bytes=10000)
-    flip(path, data.numpy().tobytes()[8:48])
-    with TraceReader(path) as reader:
-        assert [m.global_step for m in reader.messages(kinds="loss")] == [0, 2]
-        with pytest.raises(TraceCorruptError, match="weights"):
-            list(reader.messages(kinds="weights"))
-        with pytest.raises(TraceCorruptError, match="weights"):
-            reader.array("weights", "fc")
-
-
-@every_format
-@pytest.mark.parametrize("size", [50, 5000, 100_000])
-def test_unverified_data_is_read_as_it_is(tmp_path: Path, suffix: str, size: int) -> None:
-    """With verify=False a flipped bit is read as it is, and all else as ever; a trace without an end is verified."""
-    path = tmp_path / f"run{suffix}"
-    data = torch.rand(size, generator=torch.Generator().manual_seed(3))
-    messages: list[Message] = [network("loss", 0, 0.0), *(module("weights", "fc", k, data + k) for k in range(5))]
-    write(path, messages, own_pool_bytes=10000)
-    flip(path, (data + 1).numpy().tobytes()[8:48])
-    with TraceReader(path, verify=False) as reader:
-        found = [one.data for one in reader.messages(kinds="weights")]
-        steps, array = reader.array("weights", "fc")
-    assert steps.tolist() == list(range(5))
-    for step, one in enumerate(found):
-        assert one is not None
-        wrong = torch.nonzero(one != data + step).reshape(-1).tolist()
-        assert wrong == ([7] if step == 1 else [])
-        assert np.array_equal(array[step], one.numpy())
-    with TraceReader(path) as reader, pytest.raises(TraceCorruptError, match="weights"):
-        list(reader.messages())
-
-
-LARGE = [torch.rand(64, 1024, generator=torch.Generator().manual_seed(k)) for k in range(10)]
-
-
-@every_format
-def test_large_messages_are_read_where_they_lie(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the last of a Zarr shard, which may move, and those that `place` gives up: the store reads these."""
-    path = tmp_path / f"run{suffix}"
-    write(path, [module("weights", f"layer{k % 3}", k, data) for k, data in enumerate(LARGE)])
-    asked = []
-    with TraceReader(path) as reader:
-        (store,) = reader._parts.stores
-        plainly = store.read
-
-        def noting(name: str, start: int, stop: int, out: Any = None, **how: Any) -> Any:
-            asked.append((name, start))
-            return plainly(name, start, stop, out, **how)
-
-        monkeypatch.setattr(store, "read", noting)
-        for refused in (False, True):
-            if refused:
-                monkeypatch.setattr(store, "place", lambda name, row: None)
-            found = list(reader.messages())
-            assert [m.global_step for m in found] == list(range(10))
-            assert all(torch.equal(m.data, data) for m, data in zip(found, LARGE, strict=True) if m.data is not None)
-            assert len(asked) == (10 if refused else 3 if suffix == ".zarr" else 0)
-            asked.clear()
-
-
-@every_format
-@pytest.mark.parametrize("damage", ["a chunk's end", "cut", "empty", "gone"])
-def test_damaged_large_data_is_found(tmp_path: Path, suffix: str, damage: str) -> None:
-    """What cannot be read as it lies in its file is an error that names it, wherever it is hurt."""
-    path = tmp_path / f"run{suffix}"
-    write(path, [module("weights", "fc", k, data) for k, data in enumerate(LARGE)])
-    (file,) = [path] if suffix == ".h5" else [one for one in path.rglob("c/0/0/0") if one.stat().st_size > 1 << 20]
-    data = bytearray(file.read_bytes())
-    begin = data.find(LARGE[5].numpy().tobytes())
-    if damage == "a chunk's end":
-        data[begin + LARGE[5].nbytes - 1] ^= 1
-        file.write_bytes(data)
-    with TraceReader(path) as reader:
-        if damage == "gone" and suffix == ".zarr":
-            file.unlink()
-        elif damage in ("cut", "empty", "gone"):  # while it is open
-            os.truncate(file, begin + 1000 if damage == "cut" else 0)
-        with pytest.raises(TraceCorruptError, match="weights"):
-            list(reader.messages())
-
-
-def test_the_checksum_of_a_chunk_is_damaged_and_the_data_is_not(tmp_path: Path) -> None:
-    """Messages are compared with their own checksums, so they are read; `verify` and other programs tell of it."""
-    path = tmp_path / "run.zarr"
-    write(path, [module("weights", "fc", k, data) for k, data in enumerate(LARGE)])
-    (file,) = [one for one in path.rglob("c/0/0/0") if one.stat().st_size > 1 << 20]
-    data = bytearray(file.read_bytes())
-    data[data.find(LARGE[5].numpy().tobytes()) + LARGE[5].nbytes] ^= 1
-    file.write_bytes(data)
-    for mapped in (False, True):
-        with TraceReader(path) as reader:
-            found = list(reader.messages(mapped=mapped))
-        assert all(torch.equal(one.data, want) for one, want in zip(found, LARGE, strict=True))
-    report = tracer.verify(path)
-    assert [problem.check for problem in report.problems] == ["chunk"]
-
-
-@every_format
-def test_a_trace_that_is_not_finished_is_always_verified(tmp_path: Path, suffix: str) -> None:
-    """What is being written may be in two states at once."""
-    path = tmp_path / f"run{suffix}"
-    writer = TraceWriter(path)
-    data = torch.rand(5000)
-    writer.write(module("weights", "fc", 0, data))
-    writer.commit()
-    flip(path, data.numpy().tobytes()[8:48])
-    with TraceReader(path, verify=False) as reader, pytest.raises(TraceCorruptError, match="weights"):
-        list(reader.messages())
-    writer.finish()
-
-
-@every_format
-def test_damaged_tables_are_found(tmp_path: Path, suffix: str) -> None:
-    """A damaged declaration is an error on opening."""
-    path = tmp_path / f"run{suffix}"
-    write(path, run(2))
-    flip(path, b'{"stream":{"id":1,')
-    with pytest.raises(TraceCorruptError, match="run"):
-        TraceReader(path)
-
-
-def test_every_flipped_bit_of_an_hdf5_table_is_found(tmp_path: Path) -> None:
-    """No bit of the journal and the declarations can change unnoticed where the format has no checksums."""
-    path, changed = tmp_path / "run.h5", tmp_path / "changed.h5"
-    write(path, run(1))
-    data = path.read_bytes()
-    places = []
-    with h5py.File(path) as file:
-        for name in (journal_name("rank0"), declarations_name("rank0")):
-            begin = file[name].id.get_chunk_info(0).byte_offset
-            places += range(begin, begin + file[name].nbytes)
-    for place in np.random.default_rng(0).choice(places, 300, replace=False).tolist():
-        changed.write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
-        with pytest.raises(TraceCorruptError, match=r"(row|line) \d+ of the"):
-            TraceReader(changed)
-
-
-@every_format
-def test_a_finished_trace_has_all_its_messages(tmp_path: Path, suffix: str) -> None:
-    """A journal that is shorter than the ending says is an error, even where every row of it is right."""
-    path = tmp_path / f"run{suffix}"
-    write(path, run(1))
-    if suffix == ".zarr":
-        document = json.loads((path / journal_name("rank0") / "zarr.json").read_text())
-        document["shape"][0] -= 1
-        (path / journal_name("rank0") / "zarr.json").write_text(json.dumps(document))
-    else:
-        with h5py.File(path, "r+") as file:
-            file[journal_name("rank0")].resize(len(file[journal_name("rank0")]) - 1, axis=0)
-    with pytest.raises(TraceCorruptError, match=r"ended with 10 messages, and the journal has 9"):
-        TraceReader(path)
-
-
-CONTRADICTIONS: list[tuple[dict[Column, int], str]] = [
-    ({Column.STREAM: 9}, "stream"),
-    ({Column.STREAM: -1}, "stream"),
-    ({Column.STREAM: 0}, "data"),
-    ({Column.POOL: 7}, "pool"),
-    ({Column.POOL: -1}, "pool"),
-    ({Column.SHAPE: 5}, "shape"),
-    ({Column.SHAPE: -1}, "shape"),
-    ({Column.COUNT: 5}, "elements"),
-    ({Column.COUNT: -1}, "elements"),
-    ({Column.OFFSET: -1}, "before its pool"),
-    ({Column.GLOBAL_STEP: -1}, "counter"),
-    ({Column.FLAGS: 0}, "data"),
-    ({Column.OFFSET: 10**6}, "not in pool"),
-    ({Column.OFFSET: 2**63 - 1}, "before its pool"),
-    ({Column.POOL: 1}, "not in pool"),
-]
-
-
-@every_format
-@pytest.mark.parametrize(("changes", "word"), CONTRADICTIONS)
-def test_journals_that_contradict(
-    tmp_path: Path, suffix: str, changes: dict[Column, int], word: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A journal row that refers to nothing, or beyond a pool, is refused and never shows other numbers."""
-    path = tmp_path / f"run{suffix}"
-    write(path, [network("batch_started", 0), network("loss", 0, [1.0, 2.0]), network("labels", 0, [1, 2])])
-    read = Part._new_rows
-
-    def changed(self: Part, known: int = 0) -> Any:
-        journal = read(self, known)
-        if known:
-            return journal
-        for column, value in changes.items():
-            journal[1, column] = value
-        journal[:, Column.CHECK] = row_checksums(journal, 0)
-        return journal
-
-    monkeypatch.setattr(Part, "_new_rows", changed)
-    with pytest.raises(TraceCorruptError, match=word):
-        list(TraceReader(path).messages())
-
-
-def test_rows_of_zeros_at_the_end_of_an_hdf5_journal(tmp_path: Path) -> None:
-    """Rows whose length reached the disk before their numbers are not there yet; they never read as messages."""
-    path = tmp_path / "run.h5"
-    write(path, [network("batch_started", 0), network("loss", 0, 1.0)])
-    with h5py.File(path, "r+") as file:
-        file[journal_name("rank0")].resize(5, axis=0)
-    with TraceReader(path) as reader:
-        assert [m.kind for m in reader] == ["batch_started", "loss"]
-
-
 FILTERED: list[dict[str, Any]] = [{}, {"kinds": "activations"}, {"modules": "shared"}, {"steps": (2, 9, 3)}]
 
 
@@ -957,89 +637,6 @@ def test_reading_by_hand(tmp_path: Path, suffix: str) -> None:
             assert names["data"].shape == message.data.shape
 
 
-@pytest.mark.parametrize("compression", ["none", "auto"])
-def test_an_hdf5_trace_that_is_moved_while_it_is_read(tmp_path: Path, compression: str) -> None:
-    """What is open can be read to its end, wherever it is by then."""
-    path = tmp_path / "run.h5"
-    with TraceWriter(path, own_pool_bytes=1, compression=compression) as writer:
-        for step in range(20):
-            where = {"global_step": step, "train_step": step, "epoch": 0}
-            writer.write(ModuleMessage(kind="weights", module="fc", data=torch.full((500,), float(step)), **where))
-    with TraceReader(path) as reader:
-        path.rename(tmp_path / "moved.h5")
-        found = [float(one.data[0]) for one in reader.messages() if one.data is not None]
-    assert found == [float(step) for step in range(20)]
-
-
-# -- copies, and what is put in the place of a trace -----------------------------------------------------------
-
-
-def _losses(path: Path, first: float, steps: int, **options: Any) -> TraceWriter:
-    """A writer that has committed so many losses, which begin with this one."""
-    writer = TraceWriter(path, **options)
-    for step in range(steps):
-        loss = torch.tensor(first + step)
-        writer.write(NetworkMessage(kind="loss", data=loss, global_step=step, train_step=step, epoch=0))
-    writer.commit()
-    return writer
-
-
-@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
-def test_copies_of_a_reader_have_files_of_their_own(suffix: str, tmp_path: Path) -> None:
-    """What a copy closes is not what the reader, or another one, reads from; a pickled one may be read elsewhere."""
-    for name, first in (("a", 0.0), ("b", 100.0)):
-        _losses(tmp_path / f"{name}{suffix}", first, 4).finish()
-
-    def values(reader: Any) -> list[float]:
-        return [float(message.data) for message in reader]
-
-    with tracer.open(tmp_path / f"a{suffix}", ranks=[0]) as reader:
-        assert values(reader) == [0.0, 1.0, 2.0, 3.0]
-        for make in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
-            other = make(reader)
-            assert values(other) == values(reader)
-            other.close()
-            del other
-            gc.collect()
-            with tracer.open(tmp_path / f"b{suffix}") as stranger:
-                assert values(stranger) == [100.0, 101.0, 102.0, 103.0]
-                assert values(reader) == [0.0, 1.0, 2.0, 3.0]
-        with pytest.raises(TypeError, match=r"be (?:copied or )?pickled"):
-            pickle.dumps(reader._parts.stores)
-
-
-@pytest.mark.parametrize("refreshed", [True, False])
-def test_a_trace_that_is_overwritten_while_it_is_read(refreshed: bool, tmp_path: Path) -> None:
-    """The reader of one run gives nothing of another one that took its place, and does not call it damaged."""
-    first = _losses(tmp_path / "run.zarr", 0.0, 10)
-    reader = tracer.open(tmp_path / "run.zarr")
-    first.finish()
-    second = _losses(tmp_path / "run.zarr", 1000.0, 20, overwrite=True)
-    with pytest.raises(TraceUnreadableError, match="was removed, moved or overwritten while it was read"):
-        if refreshed:
-            reader.refresh()
-        else:
-            list(reader)
-    reader.close()
-    second.finish()
-    with tracer.open(tmp_path / "run.zarr") as reader:
-        assert len(reader) == 20
-
-
-def test_a_trace_that_is_overwritten_while_it_is_written(tmp_path: Path) -> None:
-    """The writer whose files are gone says so, and leaves those of the other alone."""
-    path = tmp_path / "run.zarr"
-    first = _losses(path, 0.0, 3)
-    shutil.rmtree(path)
-    second = _losses(path, 1000.0, 5)
-    with pytest.raises(TraceError, match="was removed while it was written"):
-        first.finish()
-    first._store.discard()
-    second.finish()
-    with tracer.open(path) as reader:
-        assert [float(message.data) for message in reader] == [1000.0 + step for step in range(5)]
-
-
 @pytest.mark.parametrize("suffix", [".zarr", ".h5"])
 def test_a_long_kind_with_a_long_tag(suffix: str, tmp_path: Path) -> None:
     """Names that are short enough by themselves are cut where they stand together."""
@@ -1053,85 +650,3 @@ def test_a_long_kind_with_a_long_tag(suffix: str, tmp_path: Path) -> None:
     with tracer.open(tmp_path / f"run{suffix}") as reader:
         assert [one.tag[-1] for one in reader] == ["x", "y"]
         assert all(torch.equal(one.data, sent) for one in reader)
-
-
-def two_runs_of_one_name(folder: Path, suffix: str) -> None:
-    """The runs ``a/run`` and ``b/run``, with a loss of 0 and of 1."""
-    for value, name in enumerate("ab"):
-        with TraceWriter(folder / name / f"run{suffix}") as writer:
-            writer.write(network("loss", 0, float(value)))
-
-
-@every_format
-def test_a_reader_stays_with_its_run(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relative path means what it meant when the trace was opened, whichever folder the program goes to."""
-    two_runs_of_one_name(tmp_path, suffix)
-    monkeypatch.chdir(tmp_path / "a")
-    with TraceReader(f"run{suffix}") as reader:
-        monkeypatch.chdir(tmp_path / "b")
-        reader.refresh()
-        readers = [reader, copy.copy(reader), copy.deepcopy(reader), pickle.loads(pickle.dumps(reader))]
-        readers += [reader.of_rank(0), pickle.loads(pickle.dumps(reader.of_rank(0)))]
-        assert [one.array("loss")[1].tolist() for one in readers] == [[0.0]] * len(readers)
-        assert {one.info["path"] for one in readers} == {str(tmp_path / "a" / f"run{suffix}")}
-        monkeypatch.chdir("/")
-        assert pickle.loads(pickle.dumps(reader)).array("loss")[1].tolist() == [0.0]
-    for one in readers[1:]:
-        one.close()
-
-
-@every_format
-def test_a_reader_follows_its_run_from_elsewhere(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is committed after the program went to another folder is of the same run, for the writer and the reader."""
-    (tmp_path / "b").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with TraceWriter(f"run{suffix}") as writer:
-        writer.write(network("loss", 0, 0.0))
-        writer.commit()
-        with TraceReader(f"run{suffix}") as reader:
-            monkeypatch.chdir("b")
-            writer.write(network("loss", 1, 1.0))
-            writer.write(module("weights", "late", 1, [1.0]))  # an array that was not there
-            writer.commit()
-            assert reader.refresh()
-            assert reader.array("loss")[1].tolist() == [0.0, 1.0]
-            assert reader.array("weights", "late")[1].tolist() == [[1.0]]
-    assert os.listdir(tmp_path / "b") == []
-
-
-@every_format
-def test_a_recording_stays_in_its_folder(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A training that goes to another folder, also before its recording begins, goes on with its trace."""
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    model = torch.nn.Sequential(torch.nn.Linear(2, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    recording = tracer.record(f"run{suffix}", model, optimizer)
-    callback = Recording(f"trainer{suffix}", {})
-    recorder = ForwardOutput(trace=f"outputs{suffix}")
-    monkeypatch.chdir("elsewhere")
-    with recording:
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-    with recorder.modules(model):
-        model(torch.ones(1, 2))
-    callback.begin(model, [optimizer], step=0, epoch=0)
-    callback.end()
-    assert os.listdir() == []
-    for name in ("run", "trainer", "outputs"):
-        with TraceReader(tmp_path / f"{name}{suffix}") as reader:
-            assert reader.status == "finished"
-
-
-def test_a_path_from_nowhere_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder that was removed, a relative path leads nowhere; a full one still does."""
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    two_runs_of_one_name(tmp_path, ".zarr")
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    with pytest.raises(TraceUnreadableError, match=r"run\.zarr leads nowhere: the working directory was removed"):
-        TraceReader("run.zarr")
-    with TraceReader(tmp_path / "a" / "run.zarr") as reader:
-        assert len(reader) == 1
-    monkeypatch.chdir(tmp_path)

@@ -122,12 +122,10 @@ def test_subscriber_is_documented(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_subscriber_example_runs(name: str) -> None:
-    """The examples of the class and of its pure function do what they show."""
+def test_subscriber_has_examples(name: str) -> None:
+    """The class and its pure function show what they do; that they do it, pytest finds, which runs all doctests."""
     module = importlib.import_module(registry.find(name).__module__)
-    ran = doctest.testmod(module)
-    assert ran.attempted > 3
-    assert ran.failed == 0
+    assert sum(len(one.examples) for one in doctest.DocTestFinder().find(module)) > 3
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -179,22 +177,22 @@ def test_subscriber_goes_on_from_its_state(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in OF_ANSWERS])
-@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
-def test_subscriber_survives_any_tensor(name: str, data: torch.Tensor) -> None:
+def test_subscriber_survives_any_tensor(name: str) -> None:
     """No tensor, however degenerate, ends a replay or warns. (Those of answers take single numbers.)"""
-    subscriber = registry.parse(name)
-    for step in range(2):
-        for kind in sorted(subscriber.needs):
-            where = {"global_step": step, "train_step": step, "epoch": 0, "tag": tag_of(subscriber)}
-            message: Message = (
-                NetworkMessage(kind=kind, data=data, **where)
-                if KINDS[kind].network
-                else ModuleMessage(kind=kind, data=data, module="m", **where)
-            )
-            for said in subscriber.receive(message):
-                assert said.data is not None
-                assert said.data.dtype in (torch.float64, torch.int64)
-    list(subscriber.finish())
+    for what, data in HOSTILE.items():
+        subscriber = registry.parse(name)
+        for step in range(2):
+            for kind in sorted(subscriber.needs):
+                where = {"global_step": step, "train_step": step, "epoch": 0, "tag": tag_of(subscriber)}
+                message: Message = (
+                    NetworkMessage(kind=kind, data=data, **where)
+                    if KINDS[kind].network
+                    else ModuleMessage(kind=kind, data=data, module="m", **where)
+                )
+                for said in subscriber.receive(message):
+                    assert said.data is not None, what
+                    assert said.data.dtype in (torch.float64, torch.int64), what
+        list(subscriber.finish())
 
 
 @pytest.mark.parametrize("name", NAMES)

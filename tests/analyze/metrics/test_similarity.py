@@ -1,89 +1,39 @@
-"""The similarities of layers: against published values, naive formulas in float64, closed forms, and their own laws."""
+"""The similarities of layers against published values, naive formulas in float64 and closed forms, with edge cases."""
 
 from __future__ import annotations
 
-import copy
-import io
 import itertools
 import math
-import sys
 import tracemalloc
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from sklearn.datasets import load_digits, load_iris, load_linnerud
 
 import analyze
-import tracer
-from analyze.comparing.pairs import Bases
-from analyze.metrics.similarity import similarity
-from analyze.metrics.similarity.bases import STATUSES, Basis, basis, leading
-from analyze.metrics.similarity.canonical import compare, null_baseline
-from analyze.metrics.similarity.cka import ByLinear
-from analyze.metrics.similarity.gathering import ByMoments, ByTriangle, Gathering
-from analyze.metrics.similarity.procrustes import ByNuclear
-from analyze.metrics.similarity.similarity import Similarity
-from analyze.registry import parse
-from tests.analyze.metrics.invariances import INVARIANCES
-from tracer import Capture, Collect, MessageError, ModuleMessage
-from tracer.errors import CaptureError
+from analyze.metrics.similarity.bases import basis, leading
+from analyze.metrics.similarity.canonical import compare
+from analyze.metrics.similarity.gathering import ByTriangle
+from tests.analyze.metrics.layers import FUNCTIONS, INF, NAMES, NAN, STREAMS, centred, chunks, images, layers
+from tracer import MessageError
 
-INF, NAN = float("inf"), float("nan")
-NAMES = ("svcca", "cca", "r2_cca", "pwcca", "cka", "procrustes", "angular")
-FUNCTIONS: dict[str, Callable[..., Any]] = {name: getattr(analyze, name) for name in NAMES}
+# -- published values -----------------------------------------------------------------------------------------
+
+
 X8 = np.array([[1, 2, 0], [2, 1, 3], [3, 5, 1], [4, 2, 2], [5, 7, 9], [6, 1, 4], [7, 8, 2], [8, 3, 6]])
+
+
 Y8 = np.array([[2, 1], [0, 3], [4, 4], [1, 7], [6, 2], [3, 8], [9, 5], [5, 9]])
-
-
-def message(data: Any, module: str = "fc", step: int = 0, **more: Any) -> ModuleMessage:
-    """Activations of a module under the tag of a probe."""
-    tensor = data if isinstance(data, torch.Tensor) else torch.from_numpy(np.asarray(data))
-    fields = {"kind": "activations", "tag": "probe", "train_step": step, "epoch": 0, **more}
-    return ModuleMessage(module=module, data=tensor, global_step=step, **fields)
-
-
-def said(metric: Similarity, messages: list[ModuleMessage], *, end: bool = True) -> list[tuple[Any, ...]]:
-    """What a metric says to messages: kind, module, step, call, and the bytes of the value."""
-    answers = [answer for one in messages for answer in metric.receive(one)]
-    if end:
-        answers += metric.finish()
-    return [
-        (a.kind, a.key, a.global_step, a.call, a.leaf, a.data.numpy().tobytes()) for a in answers if a.data is not None
-    ]
-
-
-def value_of(answer: tuple[Any, ...]) -> float:
-    """The number in an answer of `said`."""
-    return float(np.frombuffer(answer[-1], np.float64)[0])
 
 
 def halves() -> tuple[Any, Any]:
     """The left and right halves of real images of digits: 1797 datapoints, 32 and 32 pixels."""
     images = load_digits().images
     return images[:, :, :4].reshape(-1, 32), images[:, :, 4:].reshape(-1, 32)
-
-
-def layers(seed: int, n: int = 120, d: int = 7, e: int = 5) -> tuple[Any, Any]:
-    """Two related layers with gaps in their spectra."""
-    random = np.random.default_rng(seed)
-    z = random.standard_normal((n, max(d, e)))
-    return z[:, :d] * 0.6 ** np.arange(d), (z[:, :e] + 0.7 * random.standard_normal((n, e))) * 0.7 ** np.arange(e)
-
-
-def centred(x: Any) -> Any:
-    """Activations less their means."""
-    x = np.asarray(x, np.float64)
-    return x - x.mean(0)
-
-
-# -- published values ---------------------------------------------------------------------------------------
 
 
 def test_cca_of_published_data() -> None:
@@ -288,7 +238,7 @@ def test_small_distances_keep_their_digits() -> None:
     assert float(analyze.procrustes(x, (x + size * move) @ turn)) == pytest.approx(found**2, rel=1e-6)
 
 
-# -- null baselines -----------------------------------------------------------------------------------------
+# -- null baselines -------------------------------------------------------------------------------------------
 
 
 def test_nulls_equal_simulation() -> None:
@@ -344,7 +294,7 @@ def test_forced_ones() -> None:
     assert found.status == "few_samples"
 
 
-# -- the table of edge cases --------------------------------------------------------------------------------
+# -- the table of edge cases ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -567,13 +517,7 @@ def test_coarse_recordings(dtype: torch.dtype, most: float) -> None:
     assert 0 < difference < most
 
 
-# -- convolutions -------------------------------------------------------------------------------------------
-
-
-def images(seed: int, channels: int, size: tuple[int, ...] = (12, 10), n: int = 90) -> Any:
-    """Images with some structure."""
-    random = np.random.default_rng(seed)
-    return np.random.default_rng(1).standard_normal((n, 1, *size)) + random.standard_normal((n, channels, *size))
+# -- convolutions ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -670,493 +614,3 @@ def test_leading_eigenvectors(d: int, k: int) -> None:
     assert np.abs(residual).max() < 1e-13
     assert np.abs(found.vectors_dk.T @ found.vectors_dk - np.eye(found.k)).max() < 1e-11
     np.testing.assert_allclose(found.variances, spectrum, atol=1e-13)
-
-
-# -- laws ---------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=12, deadline=None)
-@given(st.integers(0, 2**31), st.sampled_from(NAMES))
-def test_declared_invariances(seed: int, name: str) -> None:
-    """What a class declares to be invariant to changes neither side's data to another value."""
-    random = np.random.default_rng(seed)
-    x, y = layers(seed)
-    declared = type(parse(name)).invariances
-    assert {"rows", "offset", "scale"} <= set(declared)
-    value = float(FUNCTIONS[name](x, y))
-    for word in declared:
-        if word == "rows":
-            order = random.permutation(len(x))
-            found = [float(FUNCTIONS[name](x[order], y[order]))]
-        else:
-            found = [float(FUNCTIONS[name](INVARIANCES[word](x, random), y))]
-            found += [float(FUNCTIONS[name](x, INVARIANCES[word](y, random)))]
-        np.testing.assert_allclose(found, value, atol=1e-9, err_msg=f"{name} and {word}")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_not_more_invariant_than_declared(name: str) -> None:
-    """Of invertible maps only the correlations are independent."""
-    x, y = layers(0)
-    bent = INVARIANCES["invertible"](x, np.random.default_rng(0))
-    changed = abs(float(FUNCTIONS[name](bent, y)) - float(FUNCTIONS[name](x, y))) > 1e-6
-    assert changed == ("invertible" not in type(parse(name)).invariances)
-
-
-@settings(max_examples=15, deadline=None)
-@given(st.integers(0, 2**31), st.sampled_from(NAMES))
-def test_symmetry_and_self(seed: int, name: str) -> None:
-    """Symmetric but for PWCCA; a layer with itself, or a rotated copy, is the same."""
-    x, y = layers(seed)
-    function = FUNCTIONS[name]
-    turn = np.linalg.qr(np.random.default_rng(seed).standard_normal((7, 7)))[0]
-    best = 0 if name in ("procrustes", "angular") else 1
-    assert float(function(x, x)) == pytest.approx(best, abs=1e-10)
-    assert float(function(x, 3 * x @ turn - 1)) == pytest.approx(best, abs=1e-10)
-    same = float(function(y, x)) == pytest.approx(float(function(x, y)), abs=1e-12)
-    assert same or name == "pwcca"
-
-
-def chunks(x: Any, y: Any, size: int = 37) -> Iterator[list[Any]]:
-    """Two layers, some datapoints at a time."""
-    for start in range(0, len(x), size):
-        yield [x[start : start + size].T, y[start : start + size].T]
-
-
-STREAMS: dict[str, tuple[Callable[[], Gathering], Callable[..., Any]]] = {
-    "svcca": (lambda: ByMoments(0.99), analyze.svcca),
-    "cca": (lambda: ByTriangle(1.0, "mean"), analyze.cca),
-    "pwcca": (lambda: ByTriangle(1.0, "weighted"), analyze.pwcca),
-    "cka": (lambda: ByLinear(False), analyze.cka),
-    "debiased": (lambda: ByLinear(True), lambda x, y: analyze.cka(x, y, estimator="debiased")),
-    "procrustes": (lambda: ByNuclear(True, False), analyze.procrustes),
-}
-
-
-@pytest.mark.parametrize("name", STREAMS)
-@pytest.mark.parametrize("offset", [0.0, 1e3])
-def test_streams_equal_the_whole(name: str, offset: float) -> None:
-    """Chunk by chunk gives what all at once gives, in a memory that more chunks do not enlarge."""
-    make, function = STREAMS[name]
-    x, y = layers(0, 400)
-    stream = make()
-    for parts in chunks(x + offset, y - offset):
-        stream.update(parts)
-    found = stream.result(0, 1)
-    assert float(found) == pytest.approx(float(function(x, y)), abs=1e-10 if offset else 1e-12)
-    assert found.n == 400
-
-    def size(state: Any) -> int:
-        if isinstance(state, torch.Tensor):
-            return state.numel()
-        inner = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
-        return sum(size(one) for one in inner)
-
-    first = size(stream.state_dict())
-    for _ in range(20):
-        for parts in chunks(x, y):
-            stream.update(parts)
-    assert size(stream.state_dict()) <= first + 100
-
-
-def test_streams_of_layers_of_any_scale() -> None:
-    """Layers whose squares would leave float64, side by side; unnormalised distances keep their unit."""
-    x, y = layers(0, 200)
-    for name in STREAMS:
-        stream = STREAMS[name][0]()
-        for parts in chunks(x * 1e180, y * 1e-180):
-            stream.update(parts)
-        assert float(stream.result(0, 1)) == pytest.approx(float(STREAMS[name][1](x, y)), abs=1e-11), name
-    stream = ByNuclear(False, False)
-    for parts in chunks(x * 1e120, y * 1e120):
-        stream.update(parts)
-    assert float(stream.result(0, 1)) == pytest.approx(1e240 * float(analyze.procrustes(x, y, normalised=False)))
-
-
-def test_streams_of_broken_layers() -> None:
-    """One layer with NaN, or without variance, does not take the others with it."""
-    x, y = layers(0, 200)
-    dirty = x.copy()
-    dirty[50, 2] = NAN
-    for name in STREAMS:
-        stream = STREAMS[name][0]()
-        for start in range(0, 200, 64):
-            rows = slice(start, start + 64)
-            stream.update([x[rows].T, dirty[rows].T, y[rows].T, np.zeros((3, len(x[rows])))])
-        assert stream.result(0, 1).status == stream.result(1, 2).status == "nonfinite", name
-        assert stream.result(0, 3).status == "zero_variance", name
-        expected = float(STREAMS[name][1](x, y))
-        assert float(stream.result(0, 2)) == pytest.approx(expected, abs=1e-11), name
-
-
-# -- subscribers --------------------------------------------------------------------------------------------
-
-
-def run_of(steps: int, calls: int = 1) -> list[ModuleMessage]:
-    """Activations of three layers at some steps, in the order in which a network would give them."""
-    random = np.random.default_rng(5)
-    start, drift = random.standard_normal((2, 60, 8))
-    found = []
-    for step in range(steps):
-        whole = {
-            "a": start + 0.3 * step * drift,
-            "b": np.tanh(start + 0.2 * step * drift)[:, :5],
-            "c": np.maximum(start - step * drift, 0),
-        }
-        for call, rows in enumerate(np.array_split(np.arange(60), calls)):
-            found += [message(data[rows], module, 10 * step, call=call) for module, data in whole.items()]
-    return found
-
-
-def whole_of(messages: list[ModuleMessage], module: str, step: int) -> Any:
-    """All datapoints of a layer at a step."""
-    return np.concatenate([m.data.numpy() for m in messages if (m.module, m.global_step) == (module, step)])  # type: ignore[union-attr] # activations have data
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("calls", [1, 3])
-@pytest.mark.parametrize("against", ["past", "final", "layers"])
-def test_what_is_compared(name: str, against: str, calls: int) -> None:
-    """Each mode gives the function's value of the two states it names, whether or not they come in batches."""
-    messages = run_of(4, calls)
-    metric = parse(f"{name}:against={against},details=false,calls={'together' if calls > 1 else 'apart'}")
-    assert isinstance(metric, Similarity)
-    answers = said(metric, messages)
-    expected = {}
-    function = FUNCTIONS[name]
-    for step in (0, 10, 20, 30):
-        for module in "abc":
-            now = whole_of(messages, module, step)
-            if against == "past" and step:
-                expected[module, step] = function(now, whole_of(messages, module, step - 10))
-            elif against == "final":
-                expected[module, step] = function(now, whole_of(messages, module, 30))
-        if against == "layers":
-            for one, other in itertools.permutations("abc", 2):
-                if one < other or name == "pwcca":
-                    found = function(whole_of(messages, one, step), whole_of(messages, other, step))
-                    expected[f"{one}|{other}", step] = found
-    assert len(answers) == len(expected)
-    for answer in answers:
-        assert value_of(answer) == pytest.approx(float(expected[answer[1], answer[2]]), abs=1e-10), answer[:4]
-    assert {answer[0] for answer in answers} == {f"activations_{name}"}
-    assert vars(metric)["scope"] == ("step" if against == "layers" else "stream")
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("against", ["past", "final", "layers"])
-@pytest.mark.parametrize("calls", ["apart", "together"])
-def test_modes_go_on_from_their_state(name: str, against: str, calls: str) -> None:
-    """With the state of one, taken anywhere, another goes on to the bit; the state is tensors and plain values."""
-    messages = run_of(3, 2)
-    make = lambda: parse(f"{name}:against={against},calls={calls}")  # noqa: E731 - a maker of equals
-    expected = said(make(), messages)  # type: ignore[arg-type] # a similarity
-    assert expected
-    for cut in (1, 4, 7, 13):
-        first, second = make(), make()
-        answers = said(first, messages[:cut], end=False)  # type: ignore[arg-type]
-        buffer = io.BytesIO()
-        torch.save(first.state_dict(), buffer)
-        buffer.seek(0)
-        second.load_state_dict(copy.deepcopy(torch.load(buffer, weights_only=True)))
-        assert answers + said(second, messages[cut:]) == expected  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_many_neurons_are_not_multiplied_with_each_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the products of all neurons would take too much, a step's datapoints are kept; the answers are the same."""
-    messages = run_of(3, 3)
-    wish = f"{name}:against=layers,calls=together"
-    added_up = said(parse(wish), messages)  # type: ignore[arg-type] # a similarity
-    monkeypatch.setattr(similarity, "WIDE", 20)  # of 21
-    kept: list[tuple[Any, ...]] = []
-    metric = parse(wish)
-    for number, one in enumerate(messages):
-        kept += said(metric, [one], end=False)  # type: ignore[arg-type]
-        if number == 14:
-            (state,) = metric.state_dict()["steps"]
-            assert all("parts" in group["gathering"] for group in state["groups"])
-            metric, old = parse(wish), metric
-            metric.load_state_dict(old.state_dict())
-    kept += said(metric, [])  # type: ignore[arg-type]
-    assert [answer[:-1] for answer in kept] == [answer[:-1] for answer in added_up]
-    drawn = ("activations_procrustes_null", "activations_angular_null")  # another order of the datapoints, or noise
-    pairs = [(value_of(a), value_of(b)) for a, b in zip(kept, added_up, strict=True) if a[0] not in drawn]
-    np.testing.assert_allclose(*zip(*pairs, strict=True), atol=1e-9)
-
-
-def test_options_of_cka_in_a_run() -> None:
-    """Kernel and estimator reach every mode; together, each call is a batch."""
-    messages = run_of(1, 3)
-    whole = {module: whole_of(messages, module, 0) for module in "ab"}
-    for options, expected in (
-        ("estimator=debiased", analyze.cka(*whole.values(), estimator="debiased")),
-        ("kernel=rbf,bandwidth=0.8", analyze.cka(*whole.values(), kernel="rbf", bandwidth=0.8)),
-        ("estimator=minibatch", analyze.cka(*whole.values(), estimator="minibatch", batch_size=20)),
-    ):
-        metric = parse(f"cka:{options},against=layers,calls=together,details=false,modules=a+b")
-        (answer,) = said(metric, messages)  # type: ignore[arg-type] # a similarity
-        assert value_of(answer) == pytest.approx(float(expected), abs=1e-12)
-
-
-@pytest.mark.parametrize("name", ["svcca", "cca", "r2_cca"])
-def test_fourier_in_a_run(name: str) -> None:
-    """Frequencies in every mode."""
-    x, y = images(0, 3, (6, 4)), images(2, 4, (4, 4))
-    expected = float(FUNCTIONS[name](x, y, positions="fourier"))
-    for calls in ("apart", "together"):
-        metric = parse(f"{name}:positions=fourier,against=layers,details=false,calls={calls}")
-        answers = said(metric, [message(x, "a"), message(y, "b")])  # type: ignore[arg-type] # a similarity
-        assert value_of(answers[0]) == pytest.approx(expected, abs=1e-12)
-    metric = parse(f"{name}:positions=fourier,details=false")
-    answers = said(metric, [message(x, "a", 0), message(x + y[:, :1].mean(), "a", 1)])  # type: ignore[arg-type]
-    assert value_of(answers[0]) == pytest.approx(1, abs=1e-10)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("against", ["past", "final", "layers"])
-@pytest.mark.parametrize("calls", ["apart", "together"])
-def test_trouble_in_a_run(name: str, against: str, calls: str) -> None:
-    """NaN, constants, other datapoints and scalars in a stream: NaN with a status, and then values again."""
-    x, y = layers(0, 40)
-    troubles: list[Any] = [x, x * NAN, x, np.zeros((40, 3)), x, x[:30], np.float64(3.0), np.zeros((0, 4)), x * 1j, x, x]
-    messages = []
-    for step, trouble in enumerate(troubles):
-        messages += [message(trouble, "a", step), message(y, "b", step)]
-    metric = parse(f"{name}:against={against},calls={calls}")
-    assert isinstance(metric, Similarity)
-    answers = said(metric, messages)
-    status = {(a[1], a[2]): STATUSES[int(value_of(a))] for a in answers if a[0].endswith("_status")}
-    values = {(a[1], a[2]): value_of(a) for a in answers if a[0] == f"activations_{name}"}
-    assert {key: math.isnan(value) for key, value in values.items()} == {
-        key: word in ("nonfinite", "zero_variance", "mismatch") for key, word in status.items()
-    }
-    assert {"nonfinite", "zero_variance", "mismatch", "ok"} <= set(status.values())
-    assert sum(metric.statuses.values()) == len(status)
-
-
-def test_names_of_layers() -> None:
-    """Leaves and calls of a step are layers of their own, and named."""
-    x, y = layers(0, 40)
-    messages = [message(x, "lstm", leaf="1.0"), message(y, "relu"), message(y * 2, "relu", call=1)]
-    answers = said(parse("svcca:against=layers,details=false"), messages)  # type: ignore[arg-type] # a similarity
-    assert [answer[1] for answer in answers] == ["lstm[1.0]|relu", "lstm[1.0]|relu#1", "relu|relu#1"]
-
-
-def test_calls_that_do_not_go_together() -> None:
-    """A layer that is called less often than the others has other datapoints, and is said to have."""
-    messages = [one for one in run_of(1, 3) if not (one.module == "b" and one.call == 1)]
-    metric = parse("svcca:against=layers,calls=together")
-    answers = said(metric, messages)  # type: ignore[arg-type] # a similarity
-    status = {a[1]: STATUSES[int(value_of(a))] for a in answers if a[0].endswith("_status")}
-    assert set(status) == {"a|b", "a|c", "b|c"}
-    assert status["a|b"] == status["b|c"] == "mismatch"
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    ["against=future", "calls=both", "lag=0", "channels=second", "positions=all", "kind=batch_started"],
-)
-@pytest.mark.parametrize("name", NAMES)
-def test_wrong_parameters(name: str, wrong: str) -> None:
-    """A parameter out of its range is an error before the replay begins."""
-    with pytest.raises(MessageError):
-        parse(f"{name}:{wrong}")
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "cka:kernel=poly",
-        "cka:estimator=best",
-        "cka:bandwidth=0.0",
-        "cka:batch_size=3",
-        "angular:alpha=1.5",
-        "svcca:threshold=0.0",
-        "pwcca:positions=fourier",
-        "cka:positions=fourier",
-    ],
-)
-def test_wrong_parameters_of_their_own(wrong: str) -> None:
-    """The same for those that only one of them has."""
-    with pytest.raises(MessageError):
-        parse(wrong)
-
-
-# -- traces -------------------------------------------------------------------------------------------------
-
-
-def record(path: Path, seed: int, labels: int = 0, steps: int = 5, **capture: Any) -> Path:
-    """A training of a small network, with a probe in each step."""
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(64, 6, generator=generator)
-    y = (x.sum(1) > 0).long() + labels
-    with tracer.record(
-        path, model, optimizer, capture=Capture(kinds=["activations", "input_labels"], **capture)
-    ) as run:
-        run.probe("probe", x, y)
-        for _ in range(steps):
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-    return path
-
-
-@pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two runs from other seeds over the same probe."""
-    folder = tmp_path_factory.mktemp("similarity")
-    return record(folder / "one.zarr", 1), record(folder / "other.h5", 2)
-
-
-MODES = [f"{name}:against={against}" for name in NAMES for against in ("final", "layers")]
-
-
-@pytest.mark.parametrize("wish", MODES)
-def test_live_equals_replay(wish: str, tmp_path: Path) -> None:
-    """The modes that are no default say on replay, to the bit, what they said live."""
-    live, heard = Collect("activations_*"), Collect("activations_*")
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    x = torch.randn(40, 6)
-    with tracer.record(tmp_path / "run.zarr", model, optimizer, receivers=[parse(wish), live]) as run:
-        run.probe("probe", x, batch_size=16)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-    tracer.replay(tmp_path / "run.zarr", parse(wish), heard)
-    told = [
-        [(m.kind, m.key, m.global_step, m.data.numpy().tobytes()) for m in collected if m.data is not None]
-        for collected in (live, heard)
-    ]
-    assert told[0] == told[1]
-    assert told[0]
-
-
-@pytest.mark.parametrize("wish", ["svcca", "cca", "r2_cca", "cka", "procrustes", "svcca:threshold=0.9,modules=0"])
-def test_all_pairs(wish: str, traces: tuple[Path, Path], tmp_path: Path) -> None:
-    """Each pair of layers and steps of two runs has the function's value, in memory and out of it."""
-    found = analyze.pairs(traces, wish)
-    name, _, options = wish.partition(":")
-    threshold = {"threshold": 0.9} if options else {}
-    assert len(found.items) == (1 if options else 3) * 2 * 6
-    data = {}
-    for path in traces:
-        with tracer.open(path) as reader:
-            for one in reader.messages(kinds="activations", tags="probe"):
-                data[str(path), one.key, one.global_step] = one.data
-    for i, j in itertools.combinations_with_replacement(range(0, len(found.items), 5), 2):
-        x, y = (data[item.trace, item.module, item.global_step] for item in (found.items[i], found.items[j]))
-        expected = FUNCTIONS[name](x, y, **threshold)
-        # in float32 a layer of rank 6 has noise in its other directions, which CCA keeps: 1e-9 is rounding there
-        assert found.values[i, j] == found.values[j, i] == pytest.approx(float(expected), abs=1e-8)
-        assert found.status(i, j) == expected.status
-        if name in ("svcca", "cca"):
-            assert (found.k[i], found.k[j]) == (expected.k, expected.m)
-            assert found.null(i, j) == expected.null_baseline
-    part = found.of("0")
-    assert len(part.items) == 12
-    assert np.array_equal(part.values, part.values.T)
-    if name in ("svcca", "cca", "r2_cca"):
-        for dtype, tolerance in (("float64", 0.0), ("float32", 4e-7)):
-            other = analyze.pairs(traces, wish, scratch=tmp_path, dtype=dtype)  # type: ignore[arg-type] # a word
-            np.testing.assert_allclose(other.values, found.values, atol=tolerance)
-        quick = analyze.pairs(traces, wish, quick=True)
-        np.testing.assert_allclose(quick.values, found.values, atol=1e-7)
-    rows = list(part.rows())
-    assert len(rows) == 12 * 13 // 2
-    assert rows[1]["value"] == part.values[0, 1]
-
-
-def test_pairs_in_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """However small the blocks, and whatever has no basis, each pair has its value and its status."""
-    random = np.random.default_rng(0)
-    z = random.standard_normal((80, 6))
-    data: list[Any] = [np.tanh(z @ random.standard_normal((6, width))) for width in (3, 5, 6, 9, 4)]
-    data += [
-        np.zeros((80, 2)),
-        data[0] * NAN,
-        data[0][:70],
-        data[1][:70],
-        np.zeros(0),
-        random.standard_normal((80, 40)),
-    ]
-    monkeypatch.setattr(sys.modules["analyze.comparing.pairs"], "_BLOCK", 80 * 8 * 7)
-    for scratch in (None, tmp_path):
-        bases = Bases(0.95, scratch=scratch)
-        for number, one in enumerate(data):
-            bases.add(number, one)
-        found = bases.similarities()
-        assert len(bases) == len(found.items) == len(data)
-        for i, j in itertools.product(range(len(data)), repeat=2):
-            expected = compare(basis(data[i], 0.95), basis(data[j], 0.95))
-            np.testing.assert_allclose(found.values[i, j], expected.value, atol=1e-12)
-            assert found.status(i, j) == expected.status, (i, j)
-    for wrong in ({"threshold": 2}, {"average": "median"}, {"dtype": "int8"}, {"positions": "fourier"}):
-        with pytest.raises(MessageError):
-            Bases(**wrong)
-
-
-def test_two_runs(traces: tuple[Path, Path]) -> None:
-    """The same layer at the same step of two runs; a row of the table for each number."""
-    found = analyze.compare(*traces, ["svcca", "pwcca:details=false"])
-    rows = [row for row in found if row.kind == "activations_svcca"]
-    assert [(row.module, row.global_step) for row in rows] == [(str(m), s) for s in range(6) for m in range(3)]
-    data = []
-    for path in traces:
-        with tracer.open(path) as reader:
-            data.append({(m.key, m.global_step): m.data for m in reader.messages(kinds="activations", tags="probe")})
-    for name in ("svcca", "pwcca"):
-        for row in (row for row in found if row.kind == f"activations_{name}"):
-            expected = FUNCTIONS[name](*(one[row.module, row.global_step] for one in data))
-            assert row.value == pytest.approx(float(expected), abs=1e-8 if name == "pwcca" else 1e-12)
-            assert row.trace == "|".join(map(str, traces))
-    assert {row.kind for row in found} > {"activations_svcca_null", "activations_svcca_status", "activations_pwcca"}
-    some = analyze.compare(*traces, "svcca:details=false,modules=0", steps=(1, 4, 2))
-    assert [(row.module, row.global_step) for row in some] == [("0", 1), ("0", 3)]
-
-
-def test_runs_that_cannot_be_compared(traces: tuple[Path, Path], tmp_path: Path) -> None:
-    """Other labels, other samples, nothing in common, or no similarity: a sentence, before any number."""
-    labelled = record(tmp_path / "labels.zarr", 1, labels=1, steps=1)
-    with pytest.raises(CaptureError, match="not the same: their labels differ"):
-        analyze.compare(traces[0], labelled)
-    with pytest.raises(CaptureError, match="labels differ"):
-        analyze.pairs([traces[0], labelled])
-    sampled = record(tmp_path / "rows.zarr", 1, steps=1, rows=32)
-    with pytest.raises(CaptureError, match="not of the same datapoints"):
-        analyze.compare(traces[0], sampled)
-    with pytest.raises(CaptureError, match="needs activations"):
-        analyze.compare(*traces, "svcca:tag=other")
-    with pytest.raises(CaptureError, match="no step of a layer in common"):
-        analyze.compare(*traces, steps=(100, None))
-    with pytest.raises(CaptureError, match="no step"):
-        analyze.pairs(traces, steps=(100, None))
-    with pytest.raises(MessageError, match="compares layers"):
-        analyze.compare(*traces, "norm")
-    with pytest.raises(MessageError, match="compares layers"):
-        analyze.pairs(traces, "norm")
-    with pytest.raises(MessageError, match="not symmetric"):
-        analyze.pairs(traces, "pwcca")
-
-
-def test_states_of_bases() -> None:
-    """A basis is kept as tensors and plain values, and comes back as it was."""
-    x, y = layers(0)
-    for made in (basis(x), basis(np.zeros((4, 2))), basis(images(0, 3), positions="fourier")):
-        again = Basis.from_state_dict(made.state_dict())
-        assert (again.k, again.n, again.status, again.rows, again.sizes) == (
-            made.k,
-            made.n,
-            made.status,
-            made.rows,
-            made.sizes,
-        )
-        assert np.array_equal(again.u_nk, made.u_nk)
-    assert null_baseline(100, 3, 0) != null_baseline(100, 3, 0)
-    assert float(compare(basis(x), basis(y))) == pytest.approx(float(analyze.svcca(x, y)), abs=1e-13)

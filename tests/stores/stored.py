@@ -1,0 +1,47 @@
+"""Numbers of every dtype, and stores that are read by their format's own library, for the tests of stores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import zarr
+
+from tracer.stores.opening import create_store
+
+FORMATS = (".zarr", ".h5")
+
+
+every_format = pytest.mark.parametrize("suffix", FORMATS)
+
+
+def numbers(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray[Any, Any]:
+    """Numbers of any dtype that differ from place to place."""
+    rng = np.random.default_rng(seed)
+    if dtype == "bool":
+        return rng.integers(0, 2, shape).astype(bool)
+    values = rng.integers(0, 120, shape).astype(dtype)
+    return values * np.array(1 - 2j).astype(dtype) if dtype.startswith("complex") else values
+
+
+def plainly(path: Path, name: str) -> np.ndarray[Any, Any]:
+    """An array as the format's own library reads it."""
+    if path.suffix == ".zarr":
+        return np.asarray(zarr.open_group(path, mode="r")[name][...])
+    with h5py.File(path, "r") as file:
+        return np.asarray(file[name][...])
+
+
+def written_unhurried(path: Path) -> np.ndarray[Any, Any]:
+    """Write six rows of 256 KB to a store, and return them."""
+    values = numbers("float32", (6, 256, 256))
+    store = create_store(path)
+    store.unhurried = True
+    store.create("own", dtype="float32", shape=(256, 256), chunk_bytes=1)
+    for number in range(6):
+        store.append("own", values[number : number + 1])
+    store.close()
+    return values
