@@ -339,38 +339,35 @@ class Exporter:
 
     def new_output_and_labels(self, network_output: Tensor, labels: Tensor) -> None:
         """Publish the network's output and the labels."""
-        self.parts.publisher.publish_leaves("network_output", None, network_output, self.parts.passes.now.tag)
-        self.parts.publisher.publish_leaves("input_labels", None, labels, self.parts.passes.now.tag)
+        self._publish("network_output", None, network_output)
+        self._publish("input_labels", None, labels)
 
     def new_loss(self, loss: Tensor) -> None:
-        """Publish the loss; from then on, what ``backward`` is called on is none."""
+        """Publish the loss. From then on, what ``backward`` is called on is not taken for it."""
         self.parts.values.loss_is_logged(DEFAULT_TAG, self.parts.passes.now.tag)
-        self.parts.publisher.publish_leaves("loss", None, loss, self.parts.passes.now.tag)
+        self._publish("loss", None, loss)
 
     def new_activations(self, module: nn.Module, in_: Any, out_: Any) -> None:
         """Publish a module's inputs and output."""
-        path = self.parts.models.path_of(module, self.parts.demand.modules)
-        inputs = arguments_of(in_, {}) if isinstance(in_, tuple) else in_
-        self.parts.publisher.publish_leaves("layer_inputs", path, inputs, self.parts.passes.now.tag)
-        self.parts.publisher.publish_leaves("activations", path, out_, self.parts.passes.now.tag)
+        self._publish("layer_inputs", module, arguments_of(in_, {}) if isinstance(in_, tuple) else in_)
+        self._publish("activations", module, out_)
 
     def new_layer_gradients(self, module: nn.Module, gradients: Any) -> None:
         """Publish the gradients of the loss with respect to a module's output."""
-        if isinstance(gradients, tuple):  # as a backward hook of torch's gets them, also of one output
-            gradients = arguments_of(gradients, {})
-        self.parts.publisher.publish_leaves(
-            "layer_gradients",
-            self.parts.models.path_of(module, self.parts.demand.modules),
-            gradients,
-            self.parts.passes.now.tag,
-        )
+        # torch's backward hooks get a tuple, also of one output
+        value = arguments_of(gradients, {}) if isinstance(gradients, tuple) else gradients
+        self._publish("layer_gradients", module, value)
 
     def new_parameter_gradients(self, module: nn.Module, gradients: Sequence[Tensor | None]) -> None:
         """Publish the gradients of the loss with respect to a module's weight and bias, in this order."""
-        path = self.parts.models.path_of(module, self.parts.demand.modules)
         for kind, gradient in zip(("weight_gradients", "bias_gradients"), gradients, strict=False):
             if gradient is not None:
-                self.parts.publisher.publish_leaves(kind, path, gradient, self.parts.passes.now.tag)
+                self._publish(kind, module, gradient)
+
+    def _publish(self, kind: str, module: nn.Module | None, value: Any) -> None:
+        parts = self.parts
+        path = None if module is None else parts.models.path_of(module, parts.demand.modules)
+        parts.publisher.publish_leaves(kind, path, value, parts.passes.now.tag)
 
     # -- assembly -------------------------------------------------------------------------------------------
 

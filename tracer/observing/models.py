@@ -1,4 +1,4 @@
-"""What is observed: the model, and modules that were added beside it or chosen in it."""
+"""The observed modules: the model, and modules that were added beside it or chosen in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tracer.observing.pytorch.wrappers import named_parts, paths_of
 
 
 class Models:
-    """The tops of what is observed, and the names of what is in them.
+    """The tops of the observed modules (the model, and what was added beside it), and the names of all modules in them.
 
     Attributes
     ----------
@@ -37,8 +37,8 @@ class Models:
         self.several = False
         self.looked_at: Callable[[], Mapping[str, nn.Module]] = dict
         self._added: list[tuple[str, nn.Module, bool]] = []
-        # what is known of the tops, until `changed`: the top that each module's path leads to, the ids of all
-        # parameters, and by optimizer the name of what it trains
+        # kept until `changed`: by path, the top that a module is in; the ids of all parameters; by the id of an
+        # optimizer, the name of what it trains
         self._top_of: dict[str, weakref.ref[nn.Module]] = {}
         self._own: frozenset[int] = frozenset()
         self._trained_names: dict[int, str] = {}
@@ -51,7 +51,7 @@ class Models:
         return root + [(name, top) for name, top, _ in self._added if id(top) not in below]
 
     def changed(self) -> None:
-        """Find out anew what there is: modules have come or gone."""
+        """Forget what was found out, because modules have come or gone."""
         self.several, self._top_of = len(self.tops) > 1, {}
         self._own, self._trained_names = frozenset(), {}
 
@@ -73,7 +73,7 @@ class Models:
         self.root, self._added = None, []
 
     def let_go(self) -> Callable[[], None]:
-        """Refer to no module; what is returned takes those back that somebody else still has."""
+        """Drop all modules. The function that is returned takes back those that the program still has."""
         root = None if self.root is None else weakref.ref(self.root)
         added = [(name, weakref.ref(one), recursive) for name, one, recursive in self._added]
         self.forget()
@@ -85,10 +85,10 @@ class Models:
         return back
 
     def _free_name(self, name: str, added: nn.Module) -> str:
-        """The name of a module that is beside the model: one under which no path is another's."""
+        """A name for a module beside the model, under which no path is taken already."""
         tops = self.tops
         if any(one is added for _, top in tops for _, one in named_parts(top)):
-            return name  # it is observed as what it is a part of
+            return name  # a part of something observed has its path there
         taken = {path for prefix, top in tops for path in paths_of(top, prefix)}
         while not taken.isdisjoint(paths_of(added, name)):
             name = f"{name}_" if name else type(added).__name__.lower()
@@ -100,7 +100,7 @@ class Models:
         """Every module that may be observed, by path; not those of parametrizations, which have no forward."""
         below_root = {} if self.root is None else {id(one): name for name, one in named_parts(self.root)}
         found: dict[int, tuple[str, nn.Module]] = {}
-        # modules of the model that were added by themselves are a choice among its modules; others come beside it
+        # modules of the model that were added are a choice among its modules; other modules come beside it
         chosen = [one for one in self._added if id(one[1]) in below_root]
         beside = [one for one in self._added if id(one[1]) not in below_root]
         sources = chosen + beside if chosen or self.root is None else [("", self.root, True), *beside]
@@ -112,7 +112,7 @@ class Models:
         for name, one in found.values():
             if ".parametrizations." in f".{name}." or isinstance(one, ParametrizationList):
                 continue
-            while name in names:  # of a module that came later
+            while name in names:  # a module that came later has taken it
                 name = f"{name or type(one).__name__.lower()}_"
             names[name] = one
         return list(names.items())
@@ -122,9 +122,9 @@ class Models:
         return [found for prefix, top in self.tops for found in named_parts(top, prefix)]
 
     def top_of(self, path: str, module: nn.Module) -> nn.Module:
-        """The top that a module is part of: its mode says what a pass through some of its parts is.
+        """The top that a module is part of. Its mode decides whether a pass is one of the training.
 
-        A layer of it may be in another mode: a batch norm that is frozen while the rest is trained.
+        A single layer may be in another mode, such as a batch norm that is frozen.
         """
         if not self._top_of:
             self._top_of = {inner: weakref.ref(top) for name, top in self.tops for inner, _ in named_parts(top, name)}
@@ -141,7 +141,7 @@ class Models:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the model's forward needs other ranks to run it, too."""
+        """Whether the parameters are distributed, so that a forward needs all ranks."""
         return self.root is not None and any(map(is_distributed, walking.parameters(self.root)))
 
     def freeze(self, module: nn.Module | str, observed: Mapping[str, nn.Module]) -> list[str]:
@@ -163,7 +163,7 @@ class Models:
 
     @property
     def parameter_ids(self) -> frozenset[int]:
-        """The ids of all parameters; none if they are distributed: a forward then uses others in their place."""
+        """The ids of all parameters. Empty if some are distributed, because a forward then uses other tensors."""
         parameters = [one for _, top in self.tops for one in walking.parameters(top)]
         return frozenset() if any(map(is_distributed, parameters)) else frozenset(map(id, parameters))
 
@@ -173,11 +173,11 @@ class Models:
             self._own = self.parameter_ids
         if not self._own or not belongs_to_others(tensor, self._own):
             return False
-        known, self._own = self._own, self.parameter_ids  # one may have taken the place of another
+        known, self._own = self._own, self.parameter_ids  # a parameter may have been replaced
         return known == self._own or belongs_to_others(tensor, self._own)
 
     def trained_by(self, optimizer: Optimizer) -> str:
-        """The name of the smallest module that has all parameters of an optimizer that are observed; "" for none."""
+        """The path of the smallest module with all observed parameters of an optimizer; "" if there is none."""
         known = self._trained_names.get(id(optimizer))
         if known is not None:
             return known

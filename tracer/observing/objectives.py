@@ -1,8 +1,8 @@
-"""The loss of a training, which is what it differentiates, and the terms of it, which are what loss functions give.
+"""Publishes the losses of a training, which it differentiates, and their terms, which loss functions compute.
 
-``loss`` is what ``backward`` was called on. ``loss_terms`` is what each loss function or loss module gave, in trainings
-and in evaluations. An evaluation differentiates nothing: there, what a loss function gave is a ``loss``, too, until
-something shows that it is only a term of the loss.
+``loss`` is the tensor that ``backward`` is called on. ``loss_terms`` are the results of loss functions and modules, in
+trainings and in evaluations. An evaluation differentiates nothing. There the result of a loss function is also taken
+for the ``loss``, until something shows that it is only one of its terms.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tracer.observing.pytorch.loss_graph import Node, is_made_of, multiple_of, n
 from tracer.observing.pytorch.tensors import unobservable
 
 _TERMS = 256
-"""How many of the latest results of loss functions are known by their place in the graph."""
+"""How many of the latest results of loss functions are remembered, by their nodes in the graph."""
 _LOOKS = 8
-"""In how many steps with several losses, all of one name, names are looked for."""
+"""For how many steps names are looked for, if all losses of a step turn out to have the same name."""
 
 
 @dataclass(slots=True)
 class _Aside:
-    """What a loss function gave in a pass aside, as long as that may not be all of the pass's loss."""
+    """The result of a loss function in a pass aside, while the pass may still compute other terms."""
 
     value: Tensor
     at: At
@@ -42,7 +42,7 @@ class _Aside:
 
 
 class Terms(Part):
-    """What loss functions and loss modules give.
+    """The results of loss functions and loss modules.
 
     Attributes
     ----------
@@ -55,22 +55,22 @@ class Terms(Part):
         self.single: bool | None = None
         self._names: OrderedDict[Node, str] = OrderedDict()  # a dict is slow to give its oldest
         self._asides: dict[int, _Aside] = {}  # by thread
-        self._numbers: dict[tuple[str, int], int] = {}  # by tag and step, how many losses of passes aside there are
-        self._logged: set[str] = set()  # tags for which the user says himself what the loss is
-        self._guessed: int | None = None  # the first step with a loss of an evaluation that no training came before
+        self._numbers: dict[tuple[str, int], int] = {}  # by tag and step, the number of losses of passes aside
+        self._logged: set[str] = set()  # tags for which the user logs the loss
+        self._guessed: int | None = None  # the first step with a loss of an evaluation, if no training came before
 
     @property
     def undecided(self) -> bool:
-        """Whether what an evaluation gave waits for what comes next in it."""
+        """Whether the loss of an evaluation waits until the evaluation is over."""
         return bool(self._asides)
 
     @property
     def here(self) -> bool:
-        """Whether that is so in this thread."""
+        """Whether this is so in this thread."""
         return threading.get_ident() in self._asides
 
     def publish(self, name: str, value: Tensor, tag: str) -> None:
-        """Publish what a loss function or module of this name gave, and remember it."""
+        """Publish the result of a loss function or module of this name, and remember it."""
         self.note(name, value)
         capture = self.demand.wanted("loss_terms", None, tag)
         if capture is not None:
@@ -78,7 +78,7 @@ class Terms(Part):
             self.publisher.deliver(capture, stream, value, None, self.clock.now(), owned=False)
 
     def note(self, name: str, value: Tensor) -> None:
-        """Remember where in the graph something of this name was given, without keeping it."""
+        """Remember the node of a result in the graph, but not the result itself."""
         node = node_of(value)
         if node is not None:
             self._names[node] = name
@@ -104,7 +104,7 @@ class Terms(Part):
     # -- passes aside ---------------------------------------------------------------------------------------
 
     def wait(self, name: str, value: Tensor, tag: str, *, passes_are_seen: bool) -> None:
-        """Take what a loss function gave for the loss of a pass aside, unless it gives more before `settle` is called.
+        """Take the result of a loss function for the loss of a pass aside, unless another comes before `settle`.
 
         Parameters
         ----------
@@ -114,7 +114,7 @@ class Terms(Part):
         tag : str
             Of the pass.
         passes_are_seen : bool
-            Whether `settle` is called when the next pass begins. Else each call of a function is of another pass.
+            Whether `settle` is called when the next pass begins. If not, each call of a function is another pass.
         """
         if tag in self._logged or unobservable(value) is not None or self.demand.wanted("loss", None, tag) is None:
             return
@@ -127,9 +127,9 @@ class Terms(Part):
         self._asides[threading.get_ident()] = _Aside(value.detach().clone(), at, tag, name, node_of(value))
 
     def whole(self, value: Tensor, tag: str) -> None:
-        """Publish what is known to be the loss of a pass aside, whatever terms it is made of.
+        """Publish the loss of a pass aside that is known to be all of it.
 
-        A model calls it so, or ``backward`` is called on it in a pass that the user gave the tag.
+        A model has returned it as its loss, or ``backward`` was called on it in a pass that the user has tagged.
         """
         self._asides.pop(threading.get_ident(), None)
         if tag not in self._logged and self.demand.wanted("loss", None, tag) is not None:
@@ -137,7 +137,7 @@ class Terms(Part):
             self.publisher.publish_leaves("loss", None, value, tag, call)
 
     def settle(self, *, everywhere: bool = False) -> None:
-        """Publish what waits, because this thread's pass aside is over; `everywhere`: because all are."""
+        """Publish the loss that waits, because this thread's pass aside is over; `everywhere`: all threads' are."""
         for thread in [*self._asides] if everywhere else [threading.get_ident()]:
             aside = self._asides.pop(thread, None)
             if aside is None:
@@ -169,13 +169,13 @@ class Terms(Part):
         return number
 
     def differentiated(self, loss: Tensor) -> None:
-        """Take back what waits in this thread if a loss is made of it: then it is of the training."""
+        """Drop the loss that waits in this thread if a differentiated loss is made of it: it is of the training."""
         aside = self._asides.get(threading.get_ident())
         if aside is not None and aside.node is not None and is_made_of(loss, {aside.node}):
             del self._asides[threading.get_ident()]
 
     def logged(self, tag: str) -> None:
-        """Leave it to the user to say what the loss of passes of this tag is."""
+        """Publish no losses of passes of this tag any more, because the user logs them."""
         self._logged.add(tag)
         aside = self._asides.get(threading.get_ident())
         if aside is not None and aside.tag == tag:
@@ -184,7 +184,7 @@ class Terms(Part):
 
 @dataclass(slots=True)
 class _Objective:
-    """What was differentiated in the open step."""
+    """A tensor that was differentiated in the open step."""
 
     value: Tensor
     at: At
@@ -194,11 +194,11 @@ class _Objective:
 
 
 class Objectives(Part):
-    """What a training differentiates, published as its loss, with a leaf where several have to be told apart.
+    """Publishes what a training differentiates as its loss, with a leaf where a step has several losses.
 
-    Losses of several optimizers are told apart by what the optimizer trains that steps next. Of one optimizer, or of
-    several for which a loss is differentiated together, they are told apart by the names of their variables; else by
-    the names of the loss functions that gave them. As long as all losses have one name, the leaf is empty.
+    With several optimizers the leaf is the name of what the next optimizer to step trains. With one optimizer, or with
+    losses that several optimizers share, it is the variable that holds the loss; else the loss function that computed
+    it. As long as all losses have the same name, the leaf is empty.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Steps of optimizers: what moves the weights, and ends the steps of the training."""
+"""Sees the steps of optimizers, which change the weights and end the steps of the training."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class OptimizerSteps(Part):
         self.objectives.stepped(optimizer)
         if self.optimizers.comes_after_last(optimizer):
             return  # its weights are those of the step that has ended
-        # the forward may come later, in a closure: whether anything is wanted is a question of the clock alone
+        # the forward may come later, in a closure, so only the clock says whether anything is wanted
         if not self.demand.nothing_due():
             self.wiring.check_optimizers()
             if not recomputing():
@@ -65,17 +65,17 @@ class OptimizerSteps(Part):
                 self.parameters.keep_gradients(parameters)
 
     def _may_overwrite_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
-        """Whether the gradients, which are final before a step, may be others after it.
+        """Whether the optimizer may overwrite the gradients in its step, although they are final before it.
 
-        Not where they are made in the step, by a closure, or are to be unscaled in it; and where another hook comes
-        after this one, it may clip them yet.
+        They are not final if a closure computes them in the step, if they are unscaled in it, or if another hook comes
+        after this one, which may clip them.
         """
         if leaves_gradients(optimizer) or any(one is not None for one in (*args[1:], *kwargs.values())):
             return False
         return is_heard_last(optimizer) and getattr(optimizer, "grad_scale", None) is None
 
     def quiet_after(self, args: tuple[Any, ...]) -> bool:
-        """Whether this ends a step that nobody records; then it ends here, as `after` would end it."""
+        """Whether this ends a step that nobody records. Then it ends here, as `after` would end it."""
         optimizer: Optimizer = args[0]
         known = self.optimizers
         if not self.clock.idle or optimizer is not known.ender or known.nest or self.steps.over:
@@ -93,7 +93,7 @@ class OptimizerSteps(Part):
         if steps_within(optimizer):
             return
         self.calls += 1
-        self.objectives.stepped(optimizer)  # also what its closure differentiated
+        self.objectives.stepped(optimizer)  # a closure may have differentiated another loss
         if skipped_inside(optimizer):
             self.skip(optimizer)
             return
@@ -107,14 +107,14 @@ class OptimizerSteps(Part):
                 self.parameters.compare(self.table.of(optimizer, self.optimizers.in_order), True)
         finally:  # under strict an exception goes through, but the optimizer has stepped
             if in_backward and (last or self.optimizers.one_each):
-                self.steps.end_later()  # of the optimizers in a backward, the last one given may be the first to step
+                self.steps.end_later()  # in a backward, the optimizer that was given last may step first
             elif last:
                 self.steps.end()
             elif not self.optimizers.is_beside(optimizer):
                 self.optimizers.moved = True
 
     def _learn_order(self, optimizer: Optimizer) -> None:
-        """An optimizer stepped for a step that was taken for ended; that is known now, and what it did then is lost."""
+        """Learn that an optimizer steps after the one that was taken for the last. What it did in this step is lost."""
         ended = self.optimizers.ender
         self.optimizers.is_last(optimizer)
         step = max(self.clock.step - 1, 0)
@@ -136,7 +136,7 @@ class OptimizerSteps(Part):
         self.differentiation.scaled(scaled, loss, scale)
 
     def skip(self, optimizer: Optimizer) -> None:
-        """A GradScaler skipped the optimizer's step: the clock stands still, and what follows is of the same step."""
+        """See a GradScaler skip the step of an optimizer. The clock does not move; what follows is of the same step."""
         self.skipped += 1
         self.objectives.stepped(optimizer)
         self.bus.register_topic("skipped_step", "network")

@@ -1,8 +1,8 @@
-"""The optimizers of a training, and which of them ends a step by stepping.
+"""The optimizers of a training, and which of them ends a step.
 
-A user gives them in the order in which they step, and the last one ends a step. A launcher finds them one by one, as
-they are made, and cannot know that order: it is learned from how they step. Optimizers that others took the place of
-are forgotten, and optimizers that train nothing observed stand beside the others.
+A user gives them in the order in which they step, so the last one ends a step. A launcher finds them when they are
+made, and learns the order from their steps. Optimizers that have been replaced are forgotten. Optimizers that train
+nothing observed do not end steps.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from tracer.observing.models import Models
 from tracer.observing.pytorch.autograd import frames
 
 ALONE = 128
-"""Steps of one optimizer without another's that stepped before, after which it is taken for one that trains alone."""
+"""After so many steps of one optimizer, without a step of another that has stepped before, it counts as alone."""
 
 
 _STEP = Optimizer.profile_hook_step(len).__code__
-"""What torch puts around `step` of every optimizer, to run the hooks."""
+"""The code that torch puts around `step` of every optimizer, to call the hooks."""
 
 
 class Optimizers:
-    """The optimizers of which an exporter was told.
+    """The optimizers that an exporter was given.
 
     Parameters
     ----------
@@ -41,14 +41,12 @@ class Optimizers:
     ----------
     all : tuple of Optimizer
         As they were given.
-    ender : Optimizer or None
-        The one whose step ends a step.
     by_hand : bool
         Whether the user says when a step ends, if there is no optimizer.
     found : bool
         Whether the given order may not be that in which they step.
     outdated : bool
-        Whether some of them may have been replaced since they were given, see `let_go_of_replaced`.
+        Whether some of them may have been replaced by others, see `let_go_of_replaced`.
     nest : bool
         Whether one has a step that calls its parent's.
     one_each : bool
@@ -63,29 +61,29 @@ class Optimizers:
         self.found = False
         self.moved = False
         # the ids of the tops that had a training forward in the open step, and in the step before
-        self._forwards: set[int] = set()
-        self._forwards_before: set[int] = set()
+        self._forwards: tuple[set[int], set[int]] = set(), set()
         self.take(())
 
     def take(self, optimizers: tuple[Optimizer, ...]) -> None:
-        """Begin anew with these, of which nothing is known but their order."""
+        """Begin anew with these optimizers. Only their order is known."""
         self.all = optimizers
         self.outdated = self.found and len(optimizers) > 1
         self.nest = any(steps_nest(one) for one in optimizers)
         self.one_each = len(optimizers) > 1 and all(len(walking.trained(one)) == 1 for one in optimizers)
-        self._put_last(len(optimizers) - 1)
+        self._place = len(optimizers) - 1
         self._stepped: set[int] = set()  # places of those that have stepped
-        self._waiting: dict[int, int] = {}  # by place, how often each has stepped since a step ended
-        self._shared: dict[tuple[int, int], bool] = {}  # by ids, whether two train the same
+        self._waiting: dict[int, int] = {}  # by place, the number of steps since a step of the training ended
+        self._shared: dict[tuple[int, int], bool] = {}  # by ids, whether two optimizers share parameters
         self._trains: dict[tuple[int, int], set[int]] = {}  # by id and number of parameters, the ids of its tops
-        self._late: set[int] = set()  # places of those that once came after the last one
-
-    def _put_last(self, place: int) -> None:
-        self._place = place
-        self.ender = self.all[place] if self.all else None
+        self._late: set[int] = set()  # places of those that have stepped after the one taken for the last
 
     def __bool__(self) -> bool:
         return bool(self.all)
+
+    @property
+    def ender(self) -> Optimizer | None:
+        """The one whose step ends a step."""
+        return self.all[self._place] if self.all else None
 
     @property
     def forwards_end_steps(self) -> bool:
@@ -124,46 +122,46 @@ class Optimizers:
         return known
 
     def forget_what_they_train(self) -> None:
-        """What is observed has changed."""
+        """Forget which optimizers train what, because the observed modules have changed."""
         self._trains = {}
 
     def is_beside(self, optimizer: Optimizer) -> bool:
-        """Whether this is one of several, and trains nothing that is observed, while others may."""
+        """Whether this is one of several optimizers, and trains nothing that is observed."""
         return self.of_unknown_order and not self.trains(optimizer)
 
     def note_forward(self, top: nn.Module) -> None:
         """Note a training forward of a top, where the order of the optimizers is not known."""
         if self.of_unknown_order:
-            self._forwards.add(id(top))
+            self._forwards[0].add(id(top))
 
     def comes_after_last(self, optimizer: Optimizer) -> bool:
-        """Whether a found one steps after the one that was taken for the last: for the forwards of the step before.
+        """Whether an optimizer steps after the one that was taken for the last, for the forwards of the step before.
 
         Of two, the one that was made first may be the last to step. Then nothing of what it trains had a forward in the
         open step, but something had in the step that the other one ended.
         """
-        before = self._forwards_before
+        now, before = self._forwards
         if not self.of_unknown_order or optimizer is self.ender or self.ender is None or not before:
             return False
         place = self._place_of(optimizer)
         if place is None or place in self._late or self._share(self.ender, optimizer):
             return False
         trained = self._tops_of(optimizer)
-        return not trained.isdisjoint(before) and trained.isdisjoint(self._forwards)
+        return not trained.isdisjoint(before) and trained.isdisjoint(now)
 
     def is_last(self, optimizer: Optimizer) -> None:
-        """Let this one, which came after the one that was taken for the last, end steps from now on."""
+        """Let an optimizer that stepped after the one that was taken for the last end steps from now on."""
         place = self._place_of(optimizer)
         if place is not None:
             self._late.add(place)
             self._stepped.add(place)
-            self._put_last(place)
+            self._place = place
 
     def _place_of(self, optimizer: object) -> int | None:
         return next((place for place, one in enumerate(self.all) if one is optimizer), None)
 
     def steps_inside(self, optimizer: Optimizer) -> bool:
-        """Whether a found one steps in the step of another, which then ends a step in its place.
+        """Whether an optimizer steps within the step of another, which then ends a step in its place.
 
         The other may have been made before: a wrapper that calls ``Optimizer.__init__`` before it makes what it wraps.
         """
@@ -174,13 +172,13 @@ class Optimizers:
                 outer = self._place_of(running)
                 if outer is not None and self._share(self.all[outer], optimizer):
                     if optimizer is self.ender:
-                        self._put_last(outer)
+                        self._place = outer
                     self._stepped.add(outer)
                     return True
         return False
 
     def _share(self, one: Optimizer, other: Optimizer) -> bool:
-        """Whether two train the same, as one does that is around the other; a learning rate's trains something else."""
+        """Whether two optimizers share parameters, as a wrapper and the wrapped one do."""
         pair = (id(one), id(other))
         known = self._shared.get(pair)
         if known is None:
@@ -189,11 +187,11 @@ class Optimizers:
         return known
 
     def ends_step(self, optimizer: Optimizer) -> bool:
-        """Note that one has stepped; whether that ends the step: the last one's does.
+        """Note that an optimizer has stepped; whether that ends the step of the training. The last one's step does.
 
-        If they were found, they may train one after the other. Then one that steps twice while the last one never has
-        is taken for the last, until one after it steps for the first time; and so is one that steps `ALONE` times
-        without it. One that stands beside the others ends a step if another has stepped in it.
+        Found optimizers may train one after the other. So one that steps twice, while the last one never has, is taken
+        for the last, until one after it steps for the first time; and so is one that steps `ALONE` times without it.
+        One that trains nothing observed ends a step if another has stepped in it.
         """
         if self.is_beside(optimizer) and not self.moved:
             return False
@@ -213,34 +211,33 @@ class Optimizers:
             self._stepped.add(place)
             return False
         self._stepped.add(place)
-        self._put_last(place)
+        self._place = place
         return True
 
     def step_ended(self) -> None:
-        """Begin to count anew."""
+        """Begin to count the steps of optimizers for the next step of the training."""
         self.moved = False
-        if self._forwards or self._forwards_before:
-            self._forwards_before, self._forwards = self._forwards, set()
+        if any(self._forwards):
+            self._forwards = set(), self._forwards[0]
         if self._waiting:
             self._waiting = {}
 
     def let_go(self) -> Callable[[], None]:
-        """Refer to none of them; what is returned takes those back that somebody else still has."""
+        """Drop all optimizers. The function that is returned takes back those that the program still has."""
         refs = [weakref.ref(one) for one in self.all]
-        self.all, self.ender = (), None
+        self.all = ()
 
         def back() -> None:
             left = tuple(one for ref in refs if (one := ref()) is not None)
             if len(left) == len(refs):
                 self.all = left
-                self._put_last(self._place)
             else:
                 self.take(left)
 
         return back
 
     def let_go_of_replaced(self) -> None:
-        """Forget those that nobody else has: when one is made, the one that it takes the place of is still there."""
+        """Forget optimizers that the program has dropped. One that is replaced still exists when the next is made."""
         self.outdated = False
         self.let_go()()
 
@@ -256,10 +253,10 @@ def _calls_parent(one: Any) -> bool:
 
 
 def steps_within(optimizer: Optimizer) -> bool:
-    """Whether the hooks run of a step inside a step: a subclass that calls its parent's `step` has them run for both.
+    """Whether the running hook is that of a step inside a step of the same optimizer.
 
-    Looked for among the calls, because a count would be wrong for ever after a step that raised; but only where a class
-    and a parent of it both have a `step`.
+    A subclass that calls its parent's `step` has the hooks called for both. This looks at the running calls, because a
+    counter would be wrong after a step that raises; and only if a class and its parent both have a `step`.
     """
     if not steps_nest(optimizer):
         return False
@@ -267,10 +264,10 @@ def steps_within(optimizer: Optimizer) -> bool:
 
 
 def skipped_inside(optimizer: Optimizer) -> bool:
-    """Whether a fused optimizer, which a GradScaler does not call off, has found infinities and not moved.
+    """Whether a fused optimizer, whose step a GradScaler always calls, has found infinities and changed nothing.
 
-    On a CUDA device this waits for the answer, without which the steps cannot be counted; while a CUDA graph is
-    captured there is none.
+    On a CUDA device this waits for the answer, without which steps cannot be counted. While a CUDA graph is captured,
+    the answer is False.
     """
     found_inf = getattr(optimizer, "found_inf", None)
     if not isinstance(found_inf, Tensor) or (found_inf.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -279,7 +276,7 @@ def skipped_inside(optimizer: Optimizer) -> bool:
 
 
 def observable(optimizer: Optimizer | Iterable[Optimizer] | None) -> tuple[Optimizer, ...]:
-    """The optimizers that were given; of one that only wraps another, the other."""
+    """The optimizers that were given. In the place of one that only wraps another, the other."""
     if optimizer is not None and not isinstance(optimizer, Optimizer | Iterable):
         raise CaptureError(f"the optimizer is a torch.optim.Optimizer, not {type(optimizer).__name__}")
     given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
@@ -290,7 +287,7 @@ def observable(optimizer: Optimizer | Iterable[Optimizer] | None) -> tuple[Optim
 
 
 def _with_hooks(optimizer: Optimizer) -> Optimizer:
-    """An optimizer, or the one that it wraps without being one itself, as accelerate's does."""
+    """The optimizer itself if it takes hooks; else the one that it wraps, as accelerate's does."""
     if hasattr(optimizer, "_optimizer_step_pre_hooks"):
         return optimizer
     inner = getattr(optimizer, "optimizer", None)

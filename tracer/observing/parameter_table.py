@@ -1,4 +1,4 @@
-"""The parameters of a model: which there are, where they are, and whether the model has changed since."""
+"""The parameters of the observed modules, their places, and whether these have changed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tracer.observing.pytorch.tensors import freed
 from tracer.observing.pytorch.wrappers import named_parts
 
 Asked: TypeAlias = "Callable[[str, str], bool]"
-"""Tells whether somebody asks for the messages of a kind about a parameter."""
+"""Whether somebody asks for messages of a kind about a parameter, given the kind and the stream."""
 
 PARAMETER_KINDS = frozenset(kind for kind, entry in KINDS.items() if not (entry.network or entry.per_call))
 """The kinds of messages about parameters."""
@@ -27,13 +27,13 @@ PARAMETER_KINDS = frozenset(kind for kind, entry in KINDS.items() if not (entry.
 
 @dataclasses.dataclass
 class Parameter:
-    """A parameter of the model, found by its place so that a replaced tensor is followed."""
+    """A parameter of a module, known by its place, so that a replaced tensor is followed."""
 
     owner_path: str
     owner: nn.Module
     attribute: str
-    computed: bool = False  # by a parametrization: it has a value and a gradient, but no update of its own
-    by_hook: bool = False  # the same, put in its place by a hook of the program's, or by a forward
+    computed: bool = False  # by a parametrization or a hook: it has a value and a gradient, but no update
+    by_hook: bool = False  # by a hook of the program, or in a forward
 
     def __post_init__(self) -> None:
         self.path = f"{self.owner_path}.{self.attribute}" if self.owner_path else self.attribute
@@ -48,7 +48,7 @@ class Parameter:
 
     @property
     def tensor(self) -> Tensor | None:
-        """What is in its place now; None if it is computed, or nothing is there any more."""
+        """The tensor in its place; None if it is computed, or nothing is there any more."""
         parameters = self.owner._parameters
         if self.by_hook:
             there = self.in_place
@@ -57,7 +57,7 @@ class Parameter:
 
     @property
     def in_place(self) -> Tensor | None:
-        """What is in its place now, if that is no parameter of torch's."""
+        """The tensor in its place if that is not a parameter of the module."""
         there = vars(self.owner).get(self.attribute)
         if there is None:
             there = self.owner._buffers.get(self.attribute)
@@ -65,7 +65,7 @@ class Parameter:
             return None
         try:
             _ = there.is_leaf
-        except RuntimeError:  # one of several views of a tensor that was written into: it cannot be used any more
+        except RuntimeError:  # a view that cannot be used any more, because its base was written to
             return None
         return there
 
@@ -82,17 +82,17 @@ class Parameter:
 
 
 class _Held:
-    """The modules that a module held at some time: told apart by what they are, whatever they say of themselves."""
+    """The modules that a module held at some time, compared by identity."""
 
     __slots__ = ("_ids", "_modules", "names")
 
     def __init__(self, modules: Mapping[str, Any]) -> None:
         self.names = list(modules)
-        self._modules = list(modules.values())  # none of which another can get the id of
+        self._modules = list(modules.values())  # kept, so that no other module gets the id of one
         self._ids = list(map(id, self._modules))
 
     def differ_from(self, modules: Mapping[str, Any]) -> bool:
-        """Whether others are there now, or under other names, or in another order."""
+        """Whether there are other modules now, or other names, or another order."""
         return list(map(id, modules.values())) != self._ids or list(modules) != self.names
 
 
@@ -110,12 +110,12 @@ class ParameterTable:
         self.all: list[Parameter] = []
         self.by_path: dict[str, Parameter] = {}
         self._by_stream: dict[tuple[str, str], Parameter] = {}
-        # what the model was made of when the hooks were put on
+        # the modules and parameters at the time of `note`
         self._built: list[tuple[Mapping[str, Any], _Held, Mapping[str, Any], list[str]]] = []
         self._placed: list[tuple[Mapping[str, Any], str, Tensor | None, bool]] = []
 
     def find(self, tops: Iterable[tuple[str, nn.Module]]) -> None:
-        """Look for them in modules and all below these, each once and by its first name."""
+        """Find the parameters of modules and all below these, each once and by its first name."""
         self.all = []
         seen: set[int] = set()
         for prefix, top in tops:
@@ -131,7 +131,7 @@ class ParameterTable:
         self.by_path = {p.path: p for p in self.all}
 
     def streams(self, kind: str) -> list[str]:
-        """The names under which messages of one of `PARAMETER_KINDS` may come."""
+        """The streams of messages of one of `PARAMETER_KINDS`."""
         return [p.stream for p in self.all if kind in p.kinds and not (p.computed and kind == p.updates)]
 
     def taken(self, capture: Capture, kind: str, stream: str) -> bool:
@@ -173,7 +173,7 @@ class ParameterTable:
                 yield parameter
 
     def of(self, optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> list[Parameter]:
-        """The parameters that one of the optimizers moves; to the last one also those that no optimizer moves."""
+        """The parameters that an optimizer changes. The last one's include those that no optimizer changes."""
         if len(optimizers) == 1:
             return self.all
         own = set(map(id, walking.trained(optimizer)))
@@ -183,7 +183,7 @@ class ParameterTable:
         return [p for p in self.all if not own.isdisjoint(_made_of(p))]
 
     def note(self, tops: Iterable[tuple[str, nn.Module]], hooked: bool) -> None:
-        """Note what modules are made of, for `changed`; `hooked` if each parameter that is trained may have a hook."""
+        """Note modules and parameters, for `changed`; `hooked`: whether trained parameters may have hooks."""
         self._built, self._placed = [], []
         modules = [
             one for _, top in tops for one in walking.modules(top) if not isinstance(one, torch.jit.ScriptModule)
@@ -192,7 +192,7 @@ class ParameterTable:
         for one in modules:
             self._built.append((one._modules, _Held(one._modules), one._parameters, list(one._parameters)))
             for name, tensor in one._parameters.items():
-                # elsewhere it does not matter which parameter is in a place: it is looked up when it is needed
+                # which other tensor is in a place does not matter, as it is looked up when it is needed
                 if tensor is None or hooked or places[id(tensor)] > 1:
                     self._placed.append((one._parameters, name, tensor, tensor is not None and tensor.requires_grad))
 
@@ -209,7 +209,7 @@ class ParameterTable:
 
 
 def _made_of(parameter: Parameter) -> set[int]:
-    """The ids of the tensors that an optimizer moves where it moves this parameter."""
+    """The ids of the tensors that an optimizer changes in order to change this parameter."""
     tensor = parameter.tensor
     if tensor is not None:
         return {id(tensor)}
@@ -217,7 +217,7 @@ def _made_of(parameter: Parameter) -> set[int]:
 
 
 def _parametrizations(module: nn.Module) -> Mapping[str, nn.Module]:
-    """What computes attributes of a module, by their names."""
+    """The modules that compute attributes of a module, by the attribute."""
     held = module._modules
     own = held["parametrizations"] if "parametrizations" in held else None  # noqa: SIM401 - a ScriptModule has no get
     return cast("Mapping[str, nn.Module]", own._modules) if isinstance(own, nn.ModuleDict) else {}

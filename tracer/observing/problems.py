@@ -1,4 +1,4 @@
-"""What is not observed, and why."""
+"""`Problems`: notes of what is not observed, and why."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Problems:
 
     def note(self, what: str, why: str, *, warn: bool = True) -> None:
         """Note what is not observed, and why; without a warning if nothing is missing."""
-        if not self.enabled:  # nothing is observed any more, and somebody has been told why
+        if not self.enabled:  # nothing is observed any more, and the reason has been noted
             return
         known = self._known.get((what, why))
         if known is not None:
@@ -47,7 +47,7 @@ class Problems:
             warn_only(f"{what} is not observed: {why}; the training goes on", stacklevel=3)
 
     def raise_if_strict(self, error: BaseException) -> None:
-        """Raise what was caught if the training loop is to see it: what a handler of a signal raised it always is."""
+        """Raise an exception again under `strict`, or if the handler of a signal has raised it."""
         if self.strict or raised_by_signal(error):
             raise error
 

@@ -28,10 +28,10 @@ PROBED = ("layer_inputs", "activations", "network_output")
 
 
 class Overflows:
-    """Counts, for each stream, the numbers that were finite before a cast and are not after it.
+    """Counts, for each stream, the numbers that were finite before a cast and are infinite after it.
 
-    On the processor one look at the smallest and the largest number tells that there are none. On a device the
-    numbers are counted where they are, and nobody waits for the counts before `told`.
+    On the processor the smallest and the largest number show whether there are any. On a device the numbers are counted
+    there, and only `told` waits for the counts.
 
     Examples
     --------
@@ -72,7 +72,7 @@ class Overflows:
             self._counts[key] = _overflowed(before, after)
 
     def told(self) -> Iterator[dict[str, Any]]:
-        """What is to be known of each stream that has such numbers, as JSON; waits for the devices."""
+        """A description of each stream that has such numbers, as JSON. Waits for the devices."""
         for key, count in self._counts.items():
             (kind, module, tag, leaf), dtype, _ = key
             try:
@@ -105,7 +105,7 @@ def _limit(before: torch.dtype, after: torch.dtype) -> float | None:
 
 
 class _Shown(Message):
-    """A message whose data is copied when it is looked at; whoever looks may write into the copy."""
+    """A message whose data is copied when somebody looks at it. The copy may be written to."""
 
     __slots__ = ()
 
@@ -133,7 +133,7 @@ _FIELDS = ("kind", "global_step", "train_step", "epoch", "tag", "call", "leaf", 
 
 
 def _meets(condition: Callable[[Message], bool], message: Message, memory: Memory) -> bool:
-    """Whether a message meets a condition of the user's, which sees a copy of its data, made when it looks."""
+    """Whether a message meets a user's condition, which gets a copy of the data when it looks at it."""
     shown: Any = object.__new__(_ShownOfNetwork if message.key is None else _ShownOfModule)
     put = object.__setattr__  # messages are frozen
     for name in _FIELDS:
@@ -166,7 +166,7 @@ class Publisher:
     overflows : Overflows
         How many numbers were beyond the range of the dtype that a capture casts them to.
     collecting : dict or None
-        What a probe's pass has given so far, by kind, path, call and leaf; None while no probe runs.
+        The tensors of the running probe so far, by kind, path, call and leaf; None while no probe runs.
     """
 
     bus: MessageBus
@@ -183,7 +183,7 @@ class Publisher:
         self._running: dict[StreamKey, Tensor] = {}
         self._sampling: dict[StreamKey, dict[str, Any] | None] = {}
         self._told: dict[tuple[Any, ...], dict[str, Any] | None] = {}
-        # of distributed tensors, by what torch calls their specification
+        # the placements of distributed tensors, by torch's specification of these tensors
         self._placements: dict[Any, dict[str, Any]] = {}
 
     def can_record(self, kind: str, path: str | None, data: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What a run turns out to have missed, when it ends."""
+"""Notes at the end of a run what was not observed, and why."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from tracer.observing.optimizer_steps import OptimizerSteps
 from tracer.observing.part import Ground, Part
 
 _LATE = 10
-"""How many times the usual forwards of a step one may have that is still open at the end, and nobody is told."""
+"""If the open step has more than so many times the usual number of forwards at the end, that is noted."""
 
 
 class Retrospect(Part):
-    """Says at the end what was not seen, and why.
+    """Notes at the end of a run what was not observed, and why.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Values of the user's own: losses, learning rates, and what hand-written loops publish."""
+"""Publishes values that a user logs: losses, learning rates and the like."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Values(Part):
         super().__init__(ground)
         self.passes = passes
         self.objectives = passes.steps.objectives
-        self._logged: dict[tuple[str, str], tuple[At, int]] = {}  # by kind and tag, the last value's step and number
+        # by kind and tag, the step and the number of the last value
+        self._logged: dict[tuple[str, str], tuple[At, int]] = {}
 
     def log(self, kind: str, value: Any) -> None:
         """Publish a value, of the open step, or of the last one if none is open."""
@@ -45,7 +46,7 @@ class Values(Part):
                 self.objectives.terms.logged(tag)
                 if user_tag is None and self.objectives.logs(data, at):
                     return
-            # counted apart from what is observed: this may come before a step, in it and after it
+            # logged values are counted apart from observed ones, as they may come before, in and after a step
             before, count = self._logged.get((kind, tag), (at, 0))
             call = max(count if before == at else 0, self.numbers.next_message(StreamKey(kind, None, tag, "")))
             self._logged[kind, tag] = (at, call + 1)

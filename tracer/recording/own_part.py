@@ -36,7 +36,7 @@ NO_EPOCHS = (
 
 
 def header(exporter: Exporter, options: Options) -> dict[str, Any]:
-    """What is known of a run before its first message."""
+    """The header of a trace: what is known of a run before its first message, as JSON."""
     models, optimizers = exporter.parts.models, exporter.parts.optimizers.all
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__}
     for package in ("tracereel", "zarr", "h5py"):
@@ -55,7 +55,7 @@ def header(exporter: Exporter, options: Options) -> dict[str, Any]:
 
 
 def notes(exporter: Exporter) -> Iterator[Mapping[str, Any]]:
-    """What a reader of the trace should know about how the run was observed."""
+    """The notes at the end of a trace, as JSON: what a reader should know about how the run was observed."""
     parts, steps = exporter.parts, exporter.steps_seen
     for problem in exporter.problems:
         yield {"problem": {**problem, "why": plain(problem["why"])}}
@@ -116,7 +116,7 @@ def go_on(path: Location, rank: int, options: Options, exporter: Exporter) -> No
         training = [one.id for one in trace.streams if one.tag == DEFAULT_TAG]
         ended = [one.id for one in trace.streams if one.kind == "epoch_finished"]
         counts = np.isin(trace.journal[:, Column.STREAM], training)
-        # what this rank did not record, another may have
+        # without messages of this rank, those of others tell the step
         mine = counts & (trace.rank == rank)
         train_step, epoch = _counted(trace.journal[mine if mine.any() else counts], step, ended)
     if options.first_epoch is not None and options.first_epoch != epoch:
@@ -155,15 +155,15 @@ def _counted(journal: NDArray[np.int64], step: int, ended: Sequence[int]) -> tup
 class OwnPart:
     """The part of a trace that this process writes.
 
-    Its rank is looked up again when it begins and when its writer is made: a script may have one only as it begins to
-    train.
+    The rank is looked up again when the part begins and when its writer is made, because a script may get its rank only
+    as it begins to train.
 
     Parameters
     ----------
     path : Location
         Of the trace.
     exporter : Exporter
-        Observes the training. It is told the rank, and where a resumed training goes on.
+        Observes the training. It gets the rank, and the step at which a resumed training goes on.
     options : Options
     member : Member, optional
         Which of the processes of a script this is.
@@ -193,7 +193,7 @@ class OwnPart:
         return self._process.rank in self._recorded
 
     def begin(self) -> None:
-        """Go on where an earlier attempt was left, if the recording is resumed.
+        """If the recording is resumed, count on from where the earlier attempt ended.
 
         Raises
         ------
@@ -208,7 +208,7 @@ class OwnPart:
             return
         if any(one.began for one in there(self._path, self._process)):
             go_on(self._path, self._process.rank, options, self._exporter)
-        elif options.first_step is not None:  # all that is there is what a process left that was killed as it began
+        elif options.first_step is not None:  # nothing is there but what a process left that was killed as it began
             self._exporter.start_at(options.first_step, 0, options.first_epoch or 0)
 
     def make_writer(self) -> TraceWriter:
@@ -249,7 +249,7 @@ class OwnPart:
         if options.resume or not alone:
             refuse_here(path, process.rank)
             attempt, run_id = claim(path, process, self._recorded, overwrite=options.overwrite, resume=options.resume)
-        # else others may make theirs, or something may be there that was left by a process that was killed as it began
+        # a part of its own is needed where other processes write theirs, or a killed process has left something
         whole = alone and not attempt and not (options.resume and exists(path))
         about = header(self._exporter, options)
         if self.budget is not None:

@@ -1,4 +1,4 @@
-"""From a CUDA device to the host, without the training waiting: copies are made together, and the writer waits."""
+"""Copies tensors from CUDA devices to the host, many at once. The training does not wait for them; the writer does."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ import torch
 from torch import Tensor
 
 TOGETHER_BYTES: Final = 64 << 10
-"""Up to so many bytes, tensors of a dtype are put together on the device and copied as one: each copy takes as long."""
+"""Tensors of up to so many bytes are joined on the device and copied as one, because each copy has a fixed cost."""
 MOST_BYTES: Final = 16 << 20
-"""So much may wait on the device; then the thread that asks begins the copies itself."""
+"""If more bytes wait on the device, the thread that asks for copies begins them itself."""
 _ALIKE: Final = 16
-"""So many tensors of one shape are stacked, which takes less time here than to put them in a row."""
+"""So many tensors of one shape are stacked, which takes less time here than joining them end to end."""
 _PUT_TOGETHER: Final = frozenset(
     {torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
 )
 
 
 class Copy:
-    """What `Transfers.start` promises: data that will be on the host.
+    """Data that `Transfers` copies to the host.
 
     Attributes
     ----------
     source : Tensor or None
         The data on the device, until it is copied.
     event, stream : CUDA event and stream
-        When, and where, the training made the data.
+        The point of the training's stream at which the data was complete, and that stream.
     host : Tensor or None
         The data on the host, once the copy was begun.
     batch : _Batch or None
-        With which other copies it was begun.
+        The copies that were begun together with this one.
     intact : bool
-        Whether nobody changed the data before it was copied.
+        Whether the data was unchanged until it was copied.
     device : int
     nbytes : int
     """
@@ -56,7 +56,7 @@ class Copy:
 
     @classmethod
     def made(cls, host: Tensor) -> Copy:
-        """Data that is on the host already."""
+        """A copy of data that is on the host already."""
         one = cls(host, -1, None, None)
         one.source, one.host = None, host
         one.batch = _Batch()
@@ -64,7 +64,7 @@ class Copy:
         return one
 
     def settle(self) -> None:
-        """Let go of what was copied, now that it is; for both threads."""
+        """Release the data on the device, now that it is copied. Both threads may call this."""
         source = self.source
         if source is not None:
             self.intact = _version(source) == self._version
@@ -72,13 +72,13 @@ class Copy:
 
 
 class Transfers:
-    """Copies to the host that are asked for and under way.
+    """Copies to the host, from the request to the result.
 
-    The thread that asks (`start`) only notes what and when: an event on the training's stream. Whoever comes first,
-    the thread that wants the data (`wait`), or the one that asks for too much, begins all copies that were asked for:
-    into pinned memory, on a stream of its own beside the training's, which goes on at once; that stream waits for the
-    training's events, never the other way round. What is small is put together first: a model has hundreds of streams,
-    and to copy each by itself would take a multiple of the training's own launches.
+    `start` only notes the tensor, and records an event on the training's stream. The copies are begun later, all at
+    once: by `wait`, or by `start` if too much waits. They go into pinned memory, on a stream beside the training's.
+    That stream waits for the training's events, and the training never waits for it. Small tensors are joined first,
+    because a model has hundreds of streams of messages, and a copy for each would take longer than the training's own
+    kernels take to launch.
 
     Examples
     --------
@@ -93,17 +93,17 @@ class Transfers:
         self._waiting: deque[Copy] = deque()
         self._under_way: deque[_Batch] = deque()
         self._spare: dict[int, deque[Any]] = {}  # events of each device, which are used again
-        self._lock = threading.Lock()  # of those who begin copies
+        self._lock = threading.Lock()  # held while copies are begun
         self._asked = 0  # bytes; each counter is of one thread at a time
         self._begun = 0
 
     def start(self, data: Tensor) -> Copy:
-        """Ask for the data on the host. One thread at a time may ask.
+        """Request a copy of data to the host. One thread at a time may do so.
 
         Parameters
         ----------
         data : Tensor
-            That nobody should change any more, such as the data of a message.
+            It should not change any more, as the data of a message does not.
         """
         if not data.is_cuda:
             return Copy.made(data if data.is_cpu else data.cpu())  # other devices have no such streams
@@ -121,7 +121,7 @@ class Transfers:
         return copy
 
     def wait(self, copy: Copy) -> Tensor | None:
-        """The data on the host, once it is there; None if somebody changed it before the copy was made.
+        """Wait for the data on the host, and return it; None if it was changed before it was copied.
 
         Raises
         ------
@@ -137,17 +137,17 @@ class Transfers:
         return host if copy.intact else None
 
     def forget(self) -> None:
-        """Let go of everything, because nobody will wait for it; for the thread that asks, once no other waits."""
+        """Drop all copies. For the thread that requests them, once nobody waits any more."""
         self._waiting.clear()
-        self._under_way.clear()  # what is still read on the device may hold anything then
+        self._under_way.clear()  # the device may still read them, and their memory may be used again meanwhile
 
     def _settle(self) -> None:
-        """Give the memory of what is copied back, though nobody has asked for it yet."""
+        """Release the device memory of finished copies, even if nobody has waited for them yet."""
         while self._under_way and (self._under_way[0].settled or self._under_way[0].done.query()):
             self._under_way.popleft().settle()
 
     def _begin(self) -> None:
-        """Begin all copies that wait; those that an error or an interrupt leaves out wait on."""
+        """Begin all copies that wait. Those that an error or an interrupt leaves out go on waiting."""
         with self._lock:
             count = len(self._waiting)
             copies = [one for one in (self._waiting[index] for index in range(count)) if one.batch is None]
@@ -161,8 +161,8 @@ class Transfers:
         last = {id(one.stream): one.event for one in copies}  # each follows those before it on its stream
         batch = _Batch()
         hosts: list[tuple[Copy, Tensor]] = []
-        # the device, because a thread that only enters a stream of it goes back to the first device, and begins to use
-        # it; and as it is: under autocast, tensors of the other half precision cannot be put together
+        # Without the device, a thread that enters one of its streams would go back to the first device afterwards, and
+        # begin to use it. Under autocast, tensors of the other half precision could not be joined.
         with torch.cuda.device(device), torch.autocast("cuda", enabled=False):
             beside = self._beside(device)
             with torch.cuda.stream(beside):
@@ -170,14 +170,14 @@ class Transfers:
                     beside.wait_event(event)
                 for together in _groups(copies):
                     hosts += _copied(together)
-                batch.done = torch.cuda.Event(blocking=True)  # who waits for it should not take a processor meanwhile
+                batch.done = torch.cuda.Event(blocking=True)  # so that waiting for it takes no processor time
                 batch.done.record(beside)
         events = [one.event for one in copies]
         for copy, host in hosts:
             copy.event, copy.host = None, host
             batch.copies.append(copy)
             self._begun += copy.nbytes
-            copy.batch = batch  # last, because it tells the other thread that it is begun
+            copy.batch = batch  # last, because the other thread takes this for the sign that the copy is begun
         self._under_way.append(batch)
         self._spare[device].extend(events)
 
@@ -219,7 +219,7 @@ class _Batch:
 
 
 def _groups(copies: list[Copy]) -> Iterable[list[Copy]]:
-    """Those that are put together, and each of the others alone."""
+    """Groups of copies that can be made as one; each of the others alone."""
     alike: dict[tuple[torch.dtype, torch.Size], list[Copy]] = {}
     for one in copies:
         source = one.source
@@ -238,7 +238,7 @@ def _groups(copies: list[Copy]) -> Iterable[list[Copy]]:
 
 
 def _copied(copies: list[Copy]) -> list[tuple[Copy, Tensor]]:
-    """Begin to copy tensors of one dtype, on the current stream; where each will be."""
+    """Begin to copy tensors of one dtype on the current stream; returns where each will be on the host."""
     sources = [one.source for one in copies if one.source is not None]
     if len(sources) == 1:
         return [(copies[0], _to_host(sources[0]))]

@@ -15,11 +15,12 @@ from tracer.recording.transfers import Copy, Transfers
 from tracer.trace.writer import TraceWriter
 
 _WAKE_BYTES: Final = 4 << 20
-"""The thread wakes when so many bytes wait, because what it does then first is not in the processor's caches."""
+"""The thread wakes when so many bytes wait. It does not wake more often, as its code is cold in the caches then."""
 
 Entry = tuple[Message | None, Mapping[str, Any] | None, int, int | Copy]
-"""A message, how it was thinned out, its bytes, and the version of its data or the copy of it that was asked for; or,
-without a message, a note.
+"""A message, how its data was sampled, its bytes, and the version of its data, or the copy that was requested.
+
+Without a message, it is a note.
 """
 
 
@@ -27,33 +28,33 @@ without a message, a note.
 class MessageQueue:
     """Messages and notes that wait to be written.
 
-    One thread puts messages (a bus delivers one at a time) and another takes them. Each has a byte counter of its own,
-    and the deque stands between them, so that nothing is locked for a message.
+    One thread puts messages (a bus delivers one at a time) and another takes them. Each has its own counter of bytes,
+    and they share only the deque, so that no lock is needed for a message.
 
     Parameters
     ----------
     bound : int
         How many bytes may wait. Never less than one message.
     on_full : {"wait", "drop"}
-        What becomes of a message that has no room.
+        What happens to a message that does not fit.
 
     Attributes
     ----------
     changed : Condition
-        Held by those who change what another thread waits for.
+        Held while something changes that another thread waits for.
     entries : deque of Entry
     received, written : int
-        Bytes that were put, and that were taken and written.
+        Bytes that were put, and bytes that were written.
     dropped : Counter
-        How many messages of each kind had no room, since `take_drops`.
+        How many messages of each kind did not fit, since `take_drops`.
     commit_steps : int or None
-        After so many steps what waits is due to be written.
+        After so many steps, the messages that wait have to be written.
     due_since : int or None
         The first step that is not committed.
     closing : bool
-        Whether nothing will be put any more.
+        Whether nothing more will be put.
     error : Exception or None
-        What ended the thread that takes.
+        The error that ended the thread that takes.
     """
 
     __slots__ = (
@@ -79,12 +80,12 @@ class MessageQueue:
     # -- for the thread that puts -------------------------------------------------------------------------------
 
     def is_full(self, size: int) -> bool:
-        """Whether a message of so many bytes has no room."""
+        """Whether a message of so many bytes does not fit."""
         waiting = self.received - self.written
         return waiting > 0 and waiting + size > self._bound
 
     def make_room(self, kind: str, size: int) -> bool:
-        """Wait until a message has room, or the other thread has failed; or count it as dropped and return False."""
+        """Wait until a message fits, or the other thread has failed; or count it as dropped, and return False."""
         with self.changed:
             self.changed.notify_all()
             if self._on_full == "drop":
@@ -96,7 +97,7 @@ class MessageQueue:
                     if not self.is_full(size):
                         break
                     self.changed.wait()
-            except BaseException:  # who waits is interrupted
+            except BaseException:  # the wait is interrupted
                 self.dropped[kind] += 1
                 raise
             finally:
@@ -104,7 +105,7 @@ class MessageQueue:
             return True
 
     def put(self, message: Message, sampling: Mapping[str, Any] | None, size: int, version: int | Copy) -> None:
-        """Add a message that has room."""
+        """Add a message that fits."""
         self.received += size
         self.entries.append((message, sampling, size, version))
         # a thread that woke for each message would fight for the GIL
@@ -119,17 +120,17 @@ class MessageQueue:
                 self.changed.notify_all()
 
     def wake(self) -> None:
-        """Let the threads look whether what they wait for is there."""
+        """Let the waiting threads look again."""
         with self.changed:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Let the thread end the trace when nothing waits any more."""
+        """Let the thread finish the trace once everything is written."""
         self.closing = True
         self.wake()
 
     def _due(self, message: Message) -> bool:
-        """Whether a message's step is so many after the first one that is not committed that they should be."""
+        """Whether a message's step is `commit_steps` after the first step that is not committed."""
         if self.commit_steps is None:
             return False
         if self.due_since is None:
@@ -143,34 +144,34 @@ class MessageQueue:
         return 2 * (self.received - self.written) < self._bound
 
     def wait_for_more(self, seconds: float, *, in_vain: bool) -> bool:
-        """Wait until somebody wakes this thread, at most so long; False where nothing will be put any more.
+        """Wait until another thread wakes this one, or so many seconds; False if nothing more will be put.
 
-        `in_vain`: also where something waits, because this thread does not take it.
+        `in_vain`: wait even if there are entries, because this thread takes no more of them.
         """
         with self.changed:
             if in_vain or not self.entries:
                 if self.closing:
                     return False
                 self._idle = True
-                if not self.entries or in_vain:  # who adds to it wakes the thread from now on
+                if not self.entries or in_vain:  # since `_idle` is set, adding an entry wakes this thread
                     self.changed.wait(timeout=seconds)
                 self._idle = False
         return True
 
     def count_written(self, size: int) -> None:
-        """So many bytes are written, and their memory is free."""
+        """Count bytes as written. Their memory is free."""
         self.written += size
         if self._stalled:
             self.wake()
 
     def take_drops(self) -> dict[str, int]:
-        """How many messages of each kind were dropped since this was asked last."""
+        """How many messages of each kind were dropped since the last call."""
         with self.changed:
             dropped, self.dropped = self.dropped, Counter()
         return dict(dropped)
 
     def fail(self, error: Exception) -> None:
-        """Give up all that waits: nothing can be written any more."""
+        """Drop all entries, because nothing can be written any more."""
         with self.changed:
             self.error = error
             self.entries.clear()

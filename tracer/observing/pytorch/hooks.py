@@ -101,7 +101,6 @@ class Hook:
         "fired",
         "gradients",
         "graph_name",
-        "lasts",
         "name",
         "of_optimizer",
         "of_root",
@@ -121,7 +120,6 @@ class Hook:
         self._inner = site.role in _INNER
         self.of_optimizer = site.role in _OF_OPTIMIZER
         self.of_root = site.role in _OF_ROOT
-        self.lasts = self.of_optimizer or site.role is Role.BEFORE_ROOT
         self.sees_inputs = site.role in (Role.BEFORE_ROOT, Role.BEFORE_FORWARD)
         self.role = site.role
         self.name = site.name
@@ -164,6 +162,11 @@ class Hook:
             what = f"module {self.name!r}" if self.name else self.role.value
             gate.problems.note(what, f"{type(error).__name__}: {error}")
         return None
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it is hung for as long as its owner is observed."""
+        return self.of_optimizer or self.role is Role.BEFORE_ROOT
 
     # -- for compiled graphs --------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Objects of a user's program, told apart by what they are and not by what they say of themselves."""
+"""`WeakIdentitySet`: objects of a user's program, compared by identity, whatever their classes define."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class WeakIdentitySet:
-    """Objects by their identity, which are not kept alive: those of a program may compare and hash as they like.
+    """A set of objects that are compared by identity and not kept alive. They need not be hashable.
 
     Examples
     --------
@@ -30,19 +30,19 @@ class WeakIdentitySet:
         return known is not None and known() is one
 
     def add(self, one: object) -> None:
-        """Know one, after all that are known."""
+        """Add an object at the end."""
         if one not in self:
             self._refs = {key: known for key, known in self._refs.items() if known() is not None}
             self._refs[id(one)] = weakref.ref(one)
 
     def alive(self) -> list[Any]:
-        """Those that are still there, in the order in which they came to be known."""
+        """The objects that still exist, in the order in which they were added."""
         return [one for one in (known() for known in self._refs.values()) if one is not None]
 
     def discard(self, one: object) -> None:
-        """Know it no more."""
+        """Remove an object, if it is there."""
         self._refs.pop(id(one), None)
 
     def clear(self) -> None:
-        """Know none."""
+        """Remove all objects."""
         self._refs = {}
