@@ -135,9 +135,8 @@ def plan_batch(
     asked = questions([subscribers] if isinstance(subscribers, str) else subscribers)
     say = progress or (lambda event: None)
     if pairs is not None:
-        from analyze.batching.pairing import (
-            plan_pairs,  # here, because it imports torch, and a mistyped path should be told without that wait
-        )
+        # here, because it imports torch, and a mistyped path should be told without that wait
+        from analyze.batching.pairing import plan_pairs
 
         planned = plan_pairs(found, asked, pairs, selection, part_bytes=part_bytes)
         say({"event": "planning", "traces": len(found), "of": len(found)})

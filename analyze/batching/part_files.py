@@ -133,9 +133,7 @@ class PartAnswers:
         damaged = f"parts/{self._unit.id}{DAMAGED}"
         if complete:
             folder.write(f"parts/{self._unit.id}{COMPLETE}", data, replace=replace)
-            if (
-                folder.on_disk
-            ):  # on an object store this would be one more request, so it is done at the end of the batch
+            if folder.on_disk:  # on an object store it costs a request, so it is done at the end of the batch
                 folder.remove([damaged])
         else:
             folder.write(damaged, data)

@@ -16,9 +16,7 @@ import threading
 
 def main() -> None:
     """Work until there is nobody to work for."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # an interrupt goes to the process that started this one, which then ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one is interrupted, and ends it
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     tasks: queue.SimpleQueue[str] = queue.SimpleQueue()

@@ -136,10 +136,7 @@ def _add_others(
     others = [name for name in names if name not in result]
     if not others:
         return
-    if axis is None:
-        sets = [array]
-    else:
-        sets = list(np.moveaxis(array, axis, 0)) if array.ndim else [array]
+    sets = _sets(array, axis)
     probabilities = {name: _probability(name) for name in others if not name.startswith("norm")}
     for name in others:
         result[name] = np.full(len(sets), np.nan)
@@ -152,16 +149,18 @@ def _add_others(
                 result[name][number] = norm(one, float(name.removeprefix("norm")))
 
 
+def _sets(array: NDArray[Any], axis: int | None) -> list[NDArray[Any]]:
+    """The elements of each channel, or all elements if there is no axis of channels."""
+    return [array] if axis is None or not array.ndim else list(np.moveaxis(array, axis, 0))
+
+
 def _probability(name: str) -> float:
     return 0.5 if name == "median" else float(name[1:])
 
 
 def _of_complex(array: NDArray[Any], names: tuple[str, ...], axis: int | None) -> StatisticsResult:
     """Complex data has counts and norms; all else is NaN."""
-    if axis is None:
-        sets = [array]
-    else:
-        sets = list(np.moveaxis(array, axis, 0)) if array.ndim else [array]
+    sets = _sets(array, axis)
     columns: dict[str, list[float]] = {name: [] for name in names}
     for one in sets:
         for name in names:

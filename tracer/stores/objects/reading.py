@@ -21,8 +21,8 @@ from tracer.stores.locations import Url
 from tracer.stores.objects.client import IN_FLIGHT_BYTES, PARALLEL, RANGE_BYTES, Objects
 from tracer.stores.objects.writing import ObjectArray
 from tracer.stores.zarr.description import ArrayDescription
-from tracer.stores.zarr.format import DOCUMENT_LIMIT, checksum_bytes, is_group
-from tracer.stores.zarr.reader import EXPANSION, ZarrReader, numbers_in
+from tracer.stores.zarr.format import checksum_bytes, is_group
+from tracer.stores.zarr.reader import ZarrReader, numbers_in
 from tracer.stores.zarr.shards import MISSING, chunks_begin
 
 GAP_BYTES = 65536
@@ -289,28 +289,20 @@ class ObjectReadStore(ZarrReader):
             known[shard] = index
         return index
 
-    def _check_size(self, array: ArrayDescription, start: int, stop: int) -> None:
-        nbytes = (stop - start) * array.row_nbytes
-        if nbytes <= DOCUMENT_LIMIT:
-            return
-        if array.foreign is not None:
-            missing = nbytes > EXPANSION * self._bytes_of(array.name)
-        else:
-            there = array.chunk_nbytes
-            first, last = start // array.shard_rows, (stop - 1) // array.shard_rows
-            # reading an index raises at the first shard that is not there
-            for begin in range(first, last + 1, PARALLEL):
-                some = range(begin, min(begin + PARALLEL, last + 1))
-                indexes = self._objects.at_once(self._index, ((array, one) for one in some))
-                if array.codec is None:
-                    there += sum(index.nbytes for index in indexes)
-                else:
-                    # an index may claim the same bytes for many chunks; they count once
-                    places = (np.unique(index.entries[:, 0]) for index in indexes)
-                    there += array.chunk_nbytes * sum(int((one != MISSING).sum()) for one in places)
-            missing = nbytes > there
-        if missing:
-            raise TraceCorruptError(f"{self.path}: array {array.name!r} is larger than what is there of it")
+    def _held_bytes(self, array: ArrayDescription, start: int, stop: int) -> int:
+        there = array.chunk_nbytes
+        first, last = start // array.shard_rows, (stop - 1) // array.shard_rows
+        # reading an index raises at the first shard that is not there
+        for begin in range(first, last + 1, PARALLEL):
+            some = range(begin, min(begin + PARALLEL, last + 1))
+            indexes = self._objects.at_once(self._index, ((array, one) for one in some))
+            if array.codec is None:
+                there += sum(index.nbytes for index in indexes)
+            else:
+                # an index may claim the same bytes for many chunks; they count once
+                places = (np.unique(index.entries[:, 0]) for index in indexes)
+                there += array.chunk_nbytes * sum(int((one != MISSING).sum()) for one in places)
+        return there
 
     def _fill(self, array: ArrayDescription, start: int, stop: int, out: NDArray[np.uint8], verify: bool) -> list[int]:
         """Fill `out` with rows ``start`` to ``stop``: chunks that are close to each other with one request."""

@@ -17,6 +17,7 @@ from tracer.stores.chunks import RowChunks, check_name, row_checksums, walk
 from tracer.stores.codecs import Codec, codec_of
 from tracer.stores.protocols import ReadStore, rows_in
 from tracer.stores.zarr.description import CHUNK_LIMIT, ArrayDescription
+from tracer.stores.zarr.format import DOCUMENT_LIMIT
 from tracer.stores.zarr.shards import MISSING, as_index, chunks_begin, second_index
 
 EXPANSION: Final = 4096
@@ -78,8 +79,18 @@ class ZarrReader(ReadStore):
         """An array of no rows as it was made here."""
 
     @abstractmethod
+    def _held_bytes(self, array: ArrayDescription, start: int, stop: int) -> int:
+        """How many bytes of rows what is there of these can hold, at most."""
+
     def _check_size(self, array: ArrayDescription, start: int, stop: int) -> None:
         """Refuse, before memory is taken, to read rows that cannot be there."""
+        nbytes = (stop - start) * array.row_nbytes
+        if nbytes <= DOCUMENT_LIMIT:
+            return
+        foreign = array.foreign is not None
+        held = EXPANSION * self._bytes_of(array.name) if foreign else self._held_bytes(array, start, stop)
+        if nbytes > held:
+            raise TraceCorruptError(f"{self.path}: array {array.name!r} is larger than what is there of it")
 
     @abstractmethod
     def _fill(self, array: ArrayDescription, start: int, stop: int, out: NDArray[np.uint8], verify: bool) -> list[int]:

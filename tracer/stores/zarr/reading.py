@@ -22,8 +22,8 @@ from tracer.stores.disk.files import NOT_COPIED, UNREADABLE, Folder, disk_bytes,
 from tracer.stores.protocols import Place
 from tracer.stores.zarr.description import ArrayDescription
 from tracer.stores.zarr.documents import read_document
-from tracer.stores.zarr.format import DOCUMENT_LIMIT, checksum_bytes
-from tracer.stores.zarr.reader import EXPANSION, MovedError, ZarrReader, numbers_in
+from tracer.stores.zarr.format import checksum_bytes
+from tracer.stores.zarr.reader import MovedError, ZarrReader, numbers_in
 from tracer.stores.zarr.shards import MISSING, GrowingArray
 
 READ_PIECE = 1 << 20
@@ -231,23 +231,15 @@ class ZarrReadStore(ZarrReader):
     def _look_again(self) -> None:
         self._shards.clear()
 
-    def _check_size(self, array: ArrayDescription, start: int, stop: int) -> None:
-        nbytes = (stop - start) * array.row_nbytes
-        if nbytes <= DOCUMENT_LIMIT:
-            return
-        if array.foreign is not None:
-            missing = nbytes > EXPANSION * self._bytes_of(array.name)
-        else:
-            first, last = start // array.shard_rows, (stop - 1) // array.shard_rows
-            missing = last - first >= len(listed(self.path / array.name / "c"))
-            if not missing and array.codec is not None:
-                missing = nbytes > self._stored_bytes(array, start, stop)
-            elif not missing:
-                shards = [self.path / array.shard_name(number) for number in range(first, last + 1)]
-                # and one chunk more, because the last one may be there only in part
-                missing = nbytes > sum(path.stat().st_size for path in shards if path.is_file()) + array.chunk_nbytes
-        if missing:
-            raise TraceCorruptError(f"{self.path}: array {array.name!r} is larger than what is there of it on disk")
+    def _held_bytes(self, array: ArrayDescription, start: int, stop: int) -> int:
+        first, last = start // array.shard_rows, (stop - 1) // array.shard_rows
+        if last - first >= len(listed(self.path / array.name / "c")):
+            return 0
+        if array.codec is not None:
+            return self._stored_bytes(array, start, stop)
+        shards = [self.path / array.shard_name(number) for number in range(first, last + 1)]
+        # and one chunk more, because the last one may be there only in part
+        return sum(path.stat().st_size for path in shards if path.is_file()) + array.chunk_nbytes
 
     def _stored_bytes(self, array: ArrayDescription, start: int, stop: int) -> int:
         """How many bytes the compressed chunks of these rows can become."""
