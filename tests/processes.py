@@ -47,9 +47,7 @@ IMPORTED = (
 )
 """What the server imports before it forks."""
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-_READ_BEFORE = re.compile(
-    "PYTHON(?!PATH$|UNBUFFERED$)|LD_|MALLOC_|GLIBC_|OMP_|MKL_|OPENBLAS_|HDF5_|TORCH_LOGS|TORCHINDUCTOR_"
-)
+_READ_BEFORE = re.compile("PYTHON(?!PATH$|UNBUFFERED$)|LD_|MALLOC_|GLIBC_|OMP_|MKL_|OPENBLAS_|HDF5_|TORCH_LOGS")
 """Variables of the environment that an interpreter or a library reads before a program could begin."""
 _PYTHON = sys.executable
 _NUMBER = struct.Struct("!i")
@@ -112,9 +110,9 @@ class Popen(_Fresh):  # type: ignore[type-arg]
         special = executable, preexec_fn, gid, gids, uid
         plain = not (shell or pass_fds) and umask < 0 and close_fds and not any(one is not None for one in special)
         program = _Program.of(args) if plain else None
-        if program is None or not _begins_like_the_server(environment):
+        if program is None or _read_before(environment):
             if self.only_forked:
-                raise ValueError(f"{args}: this needs a fresh interpreter, as `subprocess` begins one")
+                raise ValueError(f"{args}: this needs a fresh interpreter {_read_before(environment)}")
             super()._execute_child(
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
                 p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite,
@@ -207,9 +205,9 @@ def _be_served() -> None:
     atexit.register(end)
 
 
-def _begins_like_the_server(environment: Mapping[str, str]) -> bool:
-    read_before = {name: value for name, value in environment.items() if _READ_BEFORE.match(name)}
-    return read_before.items() <= _environment.items()
+def _read_before(environment: Mapping[str, str]) -> list[str]:
+    """The variables that the server has read otherwise."""
+    return [name for name, value in environment.items() if _READ_BEFORE.match(name) and _environment.get(name) != value]
 
 
 def _receive_number(link: socket.socket) -> int:

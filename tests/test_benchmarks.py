@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import processes
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 CASES = {
@@ -55,7 +56,7 @@ def test_all_are_run() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_runs(name: str, tmp_path: Path) -> None:
     """It ends well, and what it prints are numbers."""
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, str(FOLDER / f"{name}.py"), *CASES[name].split()],
         env={**os.environ, "PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
         capture_output=True,

@@ -26,6 +26,7 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 import tracer
+from tests import processes
 from tests.endings import alike, ended
 from tests.recording import two_ranks
 from tracer import Collect, ModuleMessage, TraceReader, TraceWriter
@@ -47,7 +48,7 @@ def torchrun(*arguments: str, check: bool = True, **environment: str) -> subproc
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
     variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
     for _ in range(3):
-        ran = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
+        ran = processes.run(command, env=variables, capture_output=True, text=True, timeout=300)
         # a thread of torch's own that still runs as a process ends, which a script that nobody records meets as well
         if "terminate called without an active exception" not in ran.stderr:
             break
@@ -275,7 +276,7 @@ def test_a_replay_of_any_rank_has_the_weights(ddp: Path, tmp_path: Path) -> None
     assert heard[0] == heard[1] == heard[2] == heard[3]
     with TraceReader(path, assemble=False) as reader:
         assert heard[0] == [(m.kind, m.key, m.global_step, m.call) for m in reader.messages(ranks=0) if m.rank == 0]
-    ran = subprocess.run(
+    ran = processes.run(
         [sys.executable, "-m", "tracereel", "replay", str(path), "-s", "norm:kind=weights", "--json"],
         env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,
     )  # fmt: skip
@@ -481,7 +482,12 @@ def as_one_process() -> list[dict[Any, Tensor]]:
 @needs_gloo
 @pytest.mark.parametrize(
     "form",
-    ["torchrun", "--module torch.distributed.run", "torchrun inside", "torchrun by its path", "python"],
+    [
+        *("torchrun", "torchrun inside"),
+        # which become the same command (tests/recording/launching/test_launchers.py)
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("torchrun by its path", "python")),
+        pytest.param("--module torch.distributed.run", marks=pytest.mark.slow),
+    ],
 )
 def test_trace_record_under_torchrun(tmp_path: Path, form: str, alone: Path) -> None:
     """The launcher around the recorder, or the recorder around the launcher: one trace with a part for each rank.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import warnings
 from collections import Counter
@@ -18,6 +17,7 @@ from click.testing import CliRunner
 from torch import nn
 
 import tracer
+from tests import processes
 from tracer import Capture, CaptureError, Collect, MessageBus, Recorder, TraceWriter
 from tracer.messaging.messages import NetworkMessage
 from tracer.recording.budget import ARRAY_BYTES, BASE_BYTES, ROW_BYTES, STREAM_BYTES, Budget
@@ -300,7 +300,7 @@ def test_trace_record_is_bounded(options: list[str], environment: dict[str, str]
     """The script runs to its end, and ``info`` says where the recording stopped, for people and as JSON."""
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "tracereel", "record", *options, "train.py"]
-    done = subprocess.run(
+    done = processes.run(
         command,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},

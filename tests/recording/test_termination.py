@@ -1,4 +1,8 @@
-"""SIGTERM: it ends the process as it would without a recording, and the trace is closed before."""
+"""SIGTERM: it ends the process as it would without a recording, and the trace is closed before.
+
+What happens at a program's end depends on the order in which modules were imported: of each kind of end one program
+runs in a fresh interpreter, the others in forked ones (`tests.processes`).
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ import pytest
 import torch
 
 import tracer
+from tests import processes
 from tracer.errors import TraceError
 from tracer.integrations.recording import Recording
 from tracer.recording import termination
@@ -58,10 +63,11 @@ print("handlers", signal.getsignal(signal.SIGTERM) is (handler if mode.startswit
 """
 
 
-def terminate(path: Path, mode: str) -> tuple[int, list[str]]:
+def terminate(path: Path, mode: str, *, fresh: bool = False) -> tuple[int, list[str]]:
     """Let the program take a few steps, then send it SIGTERM; its exit status and what it printed."""
     command = [sys.executable, "-c", PROGRAM, str(path), mode]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
+    begin = subprocess.Popen if fresh else processes.Popen
+    with begin(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
         assert process.stdout is not None
         lines = []
         for line in process.stdout:
@@ -76,7 +82,7 @@ def terminate(path: Path, mode: str) -> tuple[int, list[str]]:
 def test_the_trace_is_closed_and_the_signal_ends_the_process(tmp_path: Path, suffix: str, mode: str) -> None:
     """Nothing is lost of the steps before, though nothing was committed; children are not touched."""
     path = tmp_path / f"run{suffix}"
-    status, lines = terminate(path, mode)
+    status, lines = terminate(path, mode, fresh=(suffix, mode) == (".h5", "plain"))
     assert status == -signal.SIGTERM
     assert (f"child {-signal.SIGTERM}" in lines) == (mode == "fork")
     with TraceReader(path) as reader:
@@ -131,7 +137,7 @@ else:
 def test_a_child_that_sets_itself_up_ends_by_the_signal(way: str, end: tuple[list[str], int]) -> None:
     """A pool that ends its workers as soon as they are forked waits for none; the parent still has its handler."""
     command = [sys.executable, "-c", FORKING, way]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    done = processes.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
     child = f"child {-signal.SIGTERM}"
     assert (done.stdout.splitlines(), done.returncode) == ([child, child, "blocked False", *end[0]], end[1])
 
@@ -192,10 +198,11 @@ if how == "SIGTERM":
 """
 
 
-def end_without_a_word(path: Path, who: str, how: str) -> subprocess.CompletedProcess[str]:
+def end_without_a_word(path: Path, who: str, how: str, *, fresh: bool = False) -> subprocess.CompletedProcess[str]:
     """A program that ends, or is ended, while it records."""
     command = [sys.executable, "-c", UNENDED, str(path), who, how]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run if fresh else processes.run
+    return run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.parametrize("suffix", [".zarr", ".h5"])
@@ -204,7 +211,7 @@ def end_without_a_word(path: Path, who: str, how: str) -> subprocess.CompletedPr
 def test_a_program_that_ends_closes_what_it_records(tmp_path: Path, suffix: str, who: str, how: str) -> None:
     """Nothing is lost, and no thread writes any more when h5py prepares for the end, which HDF5 might not survive."""
     path = tmp_path / f"run{suffix}"
-    done = end_without_a_word(path, who, how)
+    done = end_without_a_word(path, who, how, fresh=(suffix, who) == (".h5", "record"))
     assert done.returncode == (1 if how == "raises" else 0), done.stderr
     assert done.stdout == ("h5py ends beside 0\n" if suffix == ".h5" else "")
     with TraceReader(path) as reader:
@@ -255,7 +262,7 @@ threading.Thread(target=train).start()
 def test_sigterm_does_not_wait_for_threads_that_train(tmp_path: Path) -> None:
     """Where the main thread has ended, and Python (3.12.1) may start no other that would close the trace."""
     command = [sys.executable, "-c", THREADED, str(tmp_path / "run.zarr")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = processes.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, ""), done.stderr
     with TraceReader(tmp_path / "run.zarr") as reader:
         assert reader.status == "failed: SIGTERM"
@@ -281,7 +288,7 @@ with termination.raises():
 def test_sigterm_is_not_lost_where_python_ignores_exceptions() -> None:
     """What a handler raises in ``__del__``, or where an entry of a ``WeakKeyDictionary`` goes, reaches nobody."""
     command = [sys.executable, "-c", IGNORED]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = processes.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (143, "")
 
 
@@ -312,7 +319,7 @@ print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, termination._closers, 
 def test_what_has_ended_is_forgotten(tmp_path: Path, who: str) -> None:
     """Neither SIGTERM nor the program's end has anything left to do, and nothing is kept for it."""
     command = [sys.executable, "-c", AFTERWARDS, str(tmp_path / "run.zarr"), who]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    done = processes.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
     assert done.stdout == "False\nTrue [] {}\n"
 
 
@@ -398,10 +405,11 @@ else:
 """
 
 
-def end_slowly(path: Path, how: str) -> subprocess.CompletedProcess[str]:
+def end_slowly(path: Path, how: str, *, fresh: bool = False) -> subprocess.CompletedProcess[str]:
     """A program whose recording takes two seconds to be written when it ends."""
     command = [sys.executable, "-c", SLOW, str(path), how]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run if fresh else processes.run
+    return run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def losses_in(path: Path) -> tuple[str, list[float]]:
@@ -415,7 +423,7 @@ def losses_in(path: Path) -> tuple[str, list[float]]:
 def test_a_program_that_is_interrupted_at_its_end_writes_all(tmp_path: Path, suffix: str, signal_name: str) -> None:
     """What waits is written, once the user presses ^C, or a SLURM job reaches its time limit, and then it ends."""
     path = tmp_path / f"run{suffix}"
-    done = end_slowly(path, f"exit {signal_name}")
+    done = end_slowly(path, f"exit {signal_name}", fresh=suffix == ".h5")
     assert done.returncode == (0 if signal_name == "SIGINT" else -signal.SIGTERM), done.stderr
     assert ("^C again" in done.stderr) == (signal_name == "SIGINT")
     assert "Traceback" not in done.stderr

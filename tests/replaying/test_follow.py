@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import tracer
+from tests import processes
 from tests.replaying.another_process import writing
 from tracer import (
     Collect,
@@ -206,7 +207,7 @@ def test_the_command_line_prints_as_it_comes(tmp_path: Path, suffix: str) -> Non
         command = [sys.executable, "-m", "tracereel", "replay", str(path)]
         command += ["-s", "norm:kind=weights", "--follow", "--json"]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(
+        with processes.Popen(
             [*command, "--out", str(out)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         ) as ran:
             assert ran.stdout is not None
@@ -257,6 +258,14 @@ def test_readers_never_see_a_torn_or_wrong_message(tmp_path: Path, suffix: str) 
         assert (reader.status, len(reader)) == ("finished", seen)
 
 
+def wait_until_stopped(pid: int) -> None:
+    """Until SIGSTOP has reached a process."""
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @every_format
 def test_a_reader_never_blocks_the_writer(tmp_path: Path, suffix: str) -> None:
     """A reader may hold a trace open and do nothing, or be stopped at whatever it did: the run goes on and ends.
@@ -275,12 +284,12 @@ def test_a_reader_never_blocks_the_writer(tmp_path: Path, suffix: str) -> None:
                 assert reader.refresh()
                 reading = reader.messages("weights", mapped=True)
                 begun = [next(reading) for _ in range(2)]
-                with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as follower:
+                with processes.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as follower:
                     try:
                         assert follower.stdout is not None
                         heard = [json.loads(follower.stdout.readline()) for _ in range(6)]
                         follower.send_signal(signal.SIGSTOP)
-                        assert os.WIFSTOPPED(os.waitpid(follower.pid, os.WUNTRACED)[1])
+                        wait_until_stopped(follower.pid)
                         other.ask(*[3] * 19, None)
                         assert [other.hear() for _ in range(19)] == [*range(6, 61, 3)]
                         other.process.join()

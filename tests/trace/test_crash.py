@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import processes
 from tracer.trace.reader import TraceReader
 
 FORMATS = (".zarr", ".h5")
@@ -111,7 +111,7 @@ print("said so")
 def run(code: str, *arguments: str) -> str:
     """Run a program with the modules of this checkout, and return what it prints."""
     root = str(Path(__file__).parents[2])
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-c", code, *arguments],
         env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -1,4 +1,8 @@
-"""The non-interference certificate: for loops of one's own, and for scripts; also where the verdict is a bad one."""
+"""The non-interference certificate: for loops of one's own, and for scripts; also where the verdict is a bad one.
+
+The script that draws from all generators, and that which is terminated, are rehearsed in fresh interpreters, the others
+in forked ones (`tests.processes`).
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import tracer
+from tests import processes
 from tracer import Capture, CaptureError, Certificate, Message
 from tracer.recording.certifying.fingerprint import fingerprint
 from tracer.recording.certifying.rehearsal import certify_script
@@ -428,11 +433,12 @@ def train(after=lambda step: None):
 
 
 def record(
-    folder: Path, body: str, *options: str, head: str = HEAD
+    folder: Path, body: str, *options: str, head: str = HEAD, fresh: bool = False
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any] | None]:
     """Run ``trace record`` on a script; what it did, and the certificate in the trace."""
     (folder / "train.py").write_text(head + textwrap.dedent(body))
-    done = subprocess.run(
+    run = subprocess.run if fresh else processes.run
+    done = run(
         [sys.executable, "-m", "tracereel", "record", "--out", "run.zarr", *options, "train.py"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -455,7 +461,7 @@ def test_a_script_without_seeds_is_certified(tmp_path: Path) -> None:
     with open("ran", "a") as file: file.write(os.environ.get("TRACE_REHEARSAL", "real") + " ")
     print("done"); sys.exit(3)
     """
-    done, told = record(tmp_path, body, "--certify", "4", "--every", "2")
+    done, told = record(tmp_path, body, "--certify", "4", "--every", "2", fresh=True)
     assert (done.returncode, done.stdout) == (3, "done\n"), done.stderr
     assert told is not None
     assert (told["verdict"], told["steps"], told["differing"]) == ("identical", 4, []), told
@@ -496,7 +502,8 @@ def test_a_script_that_notices_the_recorder(tmp_path: Path) -> None:
 def rehearsed(folder: Path, body: str, steps: int) -> Certificate:
     """The certificate of a script that is not run for real."""
     (folder / "train.py").write_text(HEAD + textwrap.dedent(body))
-    return certify_script(Program(script=str(folder / "train.py")), [{}], Options(), steps)
+    with processes.forked():
+        return certify_script(Program(script=str(folder / "train.py")), [{}], Options(), steps)
 
 
 def test_a_script_that_differs_by_itself(tmp_path: Path) -> None:
@@ -577,7 +584,8 @@ def test_who_ends_a_rehearsal_ends_its_process(number: signal.Signals, tmp_path:
     body = "import time; open('pid', 'w').write(str(os.getpid())); time.sleep(300)"
     (tmp_path / "train.py").write_text(HEAD + body)
     (tmp_path / "temporary").mkdir()
-    asked = subprocess.Popen(
+    begin = subprocess.Popen if number == signal.SIGTERM else processes.Popen
+    asked = begin(
         [sys.executable, "-m", "tracereel", "record", "--certify", "3", "train.py"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "temporary")},
@@ -640,11 +648,11 @@ dist.destroy_process_group()
 def test_two_ranks_are_certified_together(tmp_path: Path, way: str, verdict: str, sentence: str) -> None:
     """Each rehearses with the other, and all say the worst; ranks can also certify a training of their own."""
     (tmp_path / "train.py").write_text(RANKS)
-    launcher = ["torchrun", "--standalone", "--nproc-per-node", "2", "train.py", way]
     required = ["--require-identical"] if way == "fail" else []
-    record = ["-m", "tracereel", "record", "--out", "run.zarr", "--certify", "4", *required, *launcher]
-    done = subprocess.run(
-        [sys.executable, *(record if way != "inside" else ["-m", "torch.distributed.run", *launcher[1:]])],
+    record = ["-m", "tracereel", "record", "--out", "run.zarr", "--certify", "4", *required]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = processes.run(
+        [sys.executable, *launch, *(record if way != "inside" else []), "train.py", way],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,

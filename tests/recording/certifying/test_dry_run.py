@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import tracer
+from tests import processes
 from tracer.recording.certifying.dry_run import _due, _reached
 
 ROOT = Path(__file__).parents[3]
@@ -37,7 +38,7 @@ if "TRACE_REHEARSAL" in os.environ: open("told", "w").write(os.environ["TRACE_RE
 def record(folder: Path, *arguments: str, body: str = SCRIPT) -> subprocess.CompletedProcess[str]:
     """Run ``trace record`` in a folder and wait."""
     (folder / "train.py").write_text(textwrap.dedent(body))
-    return subprocess.run(
+    return processes.run(
         [sys.executable, "-m", "tracereel", "record", *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

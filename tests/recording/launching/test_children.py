@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import tracer
+from tests import processes
 from tracer import Capture
 from tracer.errors import TraceExistsError
 from tracer.recording.family import Member
@@ -68,7 +69,7 @@ def run(folder: Path, body: str, *options: str, alone: bool = False) -> subproce
         HEAD + 'if __name__ == "__main__":\n' + textwrap.indent(textwrap.dedent(body), " ")
     )
     recorder = () if alone else ("-m", "tracereel", "record", "--out", "run.zarr", *options)
-    return subprocess.run(
+    return processes.run(
         [sys.executable, *recorder, "train.py"],
         cwd=folder,
         env=ENVIRONMENT,
@@ -128,7 +129,8 @@ def test_a_script_that_trains_beside_its_processes(tmp_path: Path) -> None:
 def test_ranks_of_torch_distributed(tmp_path: Path, suffix: str) -> None:
     """`mp.spawn` as the tutorials of DistributedDataParallel do it: the ranks are the group's."""
     out = f"run.{suffix}"
-    body = f"mp.spawn(in_group, args=({str(tmp_path / 'store')!r},), nprocs=2); print('done')"
+    how = "spawn" if suffix == "zarr" else "fork"
+    body = f"mp.start_processes(in_group, ({str(tmp_path / 'store')!r},), 2, start_method={how!r}); print('done')"
     done = run(tmp_path, body, "--out", out)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
     assert losses(tmp_path, out) == {rank: as_float32(printed(tmp_path, rank)) for rank in range(2)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 import tracer
+from tests import processes
 from tracer.observing.pytorch.loss_functions import LOSS_FUNCTIONS
 
 ROOT = Path(__file__).parents[3]
@@ -46,7 +46,7 @@ def script(folder: Path, body: str, name: str = "train.py") -> str:
 
 def run(folder: Path, *command: str, **environment: str) -> str:
     """Run a command in a folder; what it printed."""
-    done = subprocess.run(
+    done = processes.run(
         command,
         cwd=folder,
         env={**ENVIRONMENT, **environment},
@@ -1170,7 +1170,9 @@ def test_a_training_in_the_closure_of_an_optimizer_of_something_else(tmp_path: P
 def test_a_scripted_model_beside_another(tmp_path: Path) -> None:
     """A ScriptModule's parameters have names, too."""
     body = """
+    import gc
     one, two = nn.Linear(4, 3), torch.jit.script(nn.Linear(4, 3))
+    gc.collect()  # of what it was made of
     first, last = torch.optim.SGD(one.parameters(), lr=0.1), torch.optim.SGD(two.parameters(), lr=0.1)
     for _ in range(2):
         for net, opt in ((one, first), (two, last)):

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import tracer
+from tests import processes
 from tracer.errors import CaptureError
 from tracer.recording.launching.launchers import Launcher, launcher_of, refuse_other_languages
 from tracereel.main import main
@@ -44,6 +45,34 @@ def test_launchers_are_known_by_their_names(
     """Whatever folder they are in, and as modules."""
     expected = None if found is None else Launcher(found[0], found[1], tuple(found[2].split()))
     assert launcher_of(program.split(), module) == expected
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["torchrun"],
+        ["/opt/venv/bin/torchrun"],
+        ["--module", "torch.distributed.run"],
+        [sys.executable, "-u", "-m", "torch.distributed.run"],
+    ],
+)
+def test_the_recorder_is_started_in_the_place_of_the_script(
+    launcher: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However torchrun is named, it is the same command that this process becomes."""
+    became: list[list[str]] = []
+
+    def execv(path: str, command: list[str]) -> None:
+        assert path == sys.executable
+        became.append(command)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execv", execv)
+    arguments = ["--standalone", "--nproc-per-node", "2", "train.py", "--lr", "1"]
+    CliRunner().invoke(main, ["record", "--out", "run.zarr", "-k", "loss", *launcher, *arguments])
+    trace = str(ROOT / "tracereel" / "__main__.py")
+    launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", trace]
+    assert became == [[*launched, "record", "--out", "run.zarr", "-k", "loss", "train.py", "--lr", "1"]]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +133,7 @@ def test_the_file_that_launchers_start_hides_nothing(tmp_path: Path) -> None:
     script = tmp_path / "scripts" / "train.py"
     script.parent.mkdir()
     script.write_text("".join(f"import {name}; assert {name}.own\n" for name in names))
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, str(ROOT / "tracereel" / "__main__.py"), "record", str(script)],
         capture_output=True, text=True, check=False, timeout=300,
         env=os.environ | {"PYTHONPATH": str(tmp_path), "TRACE_DISABLE": "1"},
