@@ -10,6 +10,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# on a busy machine every example may be slow
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 # what torch has made lives as long as the process: no collection of garbage, of which tests ask for many, looks at it
 gc.collect()

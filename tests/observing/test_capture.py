@@ -573,7 +573,7 @@ def test_a_running_reduction_may_work_in_place() -> None:
 EDGES = (0.0, 1e-40, 65504.0, 65519.9, 65520.0, 65536.0, 3.3895e38, 3.3961e38, 3.4028e38, 3.4029e38, 1e300)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     numbers=st.lists(
         st.one_of(st.floats(), st.sampled_from(EDGES), st.sampled_from(EDGES).map(lambda x: -x)), max_size=9

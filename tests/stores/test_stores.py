@@ -62,7 +62,7 @@ def test_every_dtype(tmp_path: Path, suffix: str, dtype: str) -> None:
 
 
 @every_format
-@settings(max_examples=examples(24), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(24), suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     shape=st.lists(st.integers(1, 5), max_size=3).map(tuple),
     chunk_bytes=st.integers(1, 200),

@@ -164,7 +164,7 @@ def test_every_dtype(tmp_path: Path, suffix: str, codec: str, dtype: str) -> Non
 
 
 @every_format
-@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     shape=st.lists(st.integers(1, 5), max_size=3).map(tuple),
     codec=st.sampled_from(list(CODECS)),
@@ -339,7 +339,7 @@ def test_late_streams_of_hdf5(tmp_path: Path) -> None:
 # -- damage ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data(), codec=st.sampled_from(list(CODECS)), item=st.sampled_from([1, 2, 4, 8, 16]))
 def test_damaged_buffers(data: st.DataObject, codec: str, item: int) -> None:
     """Whatever is in a buffer, decoding it gives so many bytes or says that it cannot; it never fails otherwise."""
@@ -551,7 +551,7 @@ def message(number: int, dtype: str, shape: tuple[int, ...], seed: int) -> Messa
     return ModuleMessage(kind=f"kind{seed % 2}", module=f"m{seed % 3}", data=data, **where)
 
 
-@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     made=st.lists(
         st.tuples(

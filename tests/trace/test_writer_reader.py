@@ -118,7 +118,7 @@ any_message = st.one_of(
 
 
 @every_format
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     messages=st.lists(any_message, max_size=25),
     chunk_bytes=st.sampled_from([1, 16, 1000]),

@@ -181,7 +181,7 @@ def test_a_trace_that_grows_keeps_its_parts_but_the_last(tmp_path: Path) -> None
 # -- cuts -------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(part_bytes=st.integers(1, 20000), stride=st.sampled_from([None, 1, 3]), start=st.integers(0, 3))
 def test_parts_read_each_message_once(trace: Path, part_bytes: int, stride: int | None, start: int) -> None:
     """Whatever the size, the parts of a subscriber read what it wants, each message in one part, and no more."""
@@ -278,7 +278,7 @@ def test_a_task_survives_json(trace: Path) -> None:
 
 
 @given(sizes=st.lists(st.integers(0, 1 << 40), max_size=30), parts=st.integers(1, 7))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_shares_are_all_tasks_each_once(sizes: list[int], parts: int) -> None:
     """However many shares there are, each task is in one, and no share has much more than another."""
     rest: dict[str, Any] = {

@@ -171,7 +171,7 @@ def test_top_singular_values() -> None:
 # -- what all of them declare ---------------------------------------------------------------------------------
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.integers(0, 2**31))
 @pytest.mark.parametrize("name", NAMES)
 def test_declared_invariances(name: str, seed: int) -> None:
@@ -189,7 +189,7 @@ def test_declared_invariances(name: str, seed: int) -> None:
         assert value(INVARIANCES[word](x, rng)) == pytest.approx(value(x), rel=1e-7), word
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 2**31), st.lists(st.integers(0, 30), min_size=1, max_size=5), st.sampled_from([0.0, 1e3, 1e12]))
 def test_scatter_of_parts_is_that_of_the_whole(seed: int, sizes: list[int], offset: float) -> None:
     """However the datapoints are divided and joined, the covariance is NumPy's, to 1e-12."""

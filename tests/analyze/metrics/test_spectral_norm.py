@@ -142,7 +142,7 @@ def test_a_direction_that_overtakes_in_a_flat_spectrum_is_seen_at_once(how: str,
         assert said(analyze.SpectralNorm(certify=0), message(w, step=step)) == told
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_whatever_crosses_the_value_is_right(data: st.DataObject) -> None:
     """Random spectra whose values move at random, and so cross: what is called converged is right to 1e-6."""

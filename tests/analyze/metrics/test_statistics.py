@@ -234,7 +234,7 @@ def test_scales_of_float64(exponent: int) -> None:
     assert analyze.statistics(x, "norm2").norm2 == pytest.approx(math.sqrt(2) * 1e300)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=40))
 def test_statistics_equal_exact_fractions(values: list[float]) -> None:
     """Mean, variance and moments equal those computed without any rounding."""
@@ -481,7 +481,7 @@ def assert_merged(whole: Moments, merged: Moments) -> None:
         )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(0, 3 * ROW), min_size=2, max_size=5),
     st.integers(0, 2**32 - 1),
@@ -758,7 +758,7 @@ def test_declared_invariances_hold(subscriber: Any) -> None:
     """Each change of the data that a class declares harmless changes none of its answers beyond rounding."""
     assert subscriber.invariances
 
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=15)
     @given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 120))
     def check(seed: int, rows: int, columns: int) -> None:
         random = np.random.default_rng(seed)

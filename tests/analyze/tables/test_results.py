@@ -307,7 +307,7 @@ def test_a_spreadsheet_computes_no_name(name: str, tmp_path: Path) -> None:
     assert [cell.removeprefix("'") for cell in row[:5]] == list(original[:5])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.floats(), max_size=20))
 def test_floats_read_back(tmp_path_factory: pytest.TempPathFactory, values: list[float]) -> None:
     """Any float64 whatsoever survives CSV and JSON lines."""
