@@ -7,7 +7,6 @@ import gc
 import json
 import math
 import os
-import subprocess
 import sys
 import threading
 from contextlib import closing, nullcontext
@@ -22,6 +21,7 @@ import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests import processes
 from tracer.errors import (
     TraceCorruptError,
     TraceError,
@@ -884,7 +884,7 @@ assert read.length("a") == 51_109
 assert read.read("a", 1100, 51_100).tolist() == list(range(50_000))
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-W", "ignore", "-c", code, str(path)],
         env=environment,
         capture_output=True,

@@ -26,6 +26,7 @@ from torch import nn
 import analyze
 import tracer
 from cli import main
+from tests import processes
 from tracer import Collect, ModuleMessage, NetworkMessage, TraceReader, TraceWriter
 from tracer.errors import CaptureError, TraceCorruptError, TraceError, TraceExistsError
 from tracer.format.journal import Column
@@ -510,7 +511,7 @@ def test_under_torchrun(tmp_path: Path, suffix: str) -> None:
     script.write_text(DDP)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([*command, str(script), str(path)], env=environment, capture_output=True, text=True)
+    ran = processes.run([*command, str(script), str(path)], env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert tracer.verify(path).complete
     with TraceReader(path) as reader:
@@ -994,7 +995,7 @@ def test_a_living_trace_is_not_resumed(tmp_path: Path) -> None:
         "writer.commit(); print('ready', flush=True); time.sleep(60)"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, env=environment) as other:
+    with processes.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, env=environment) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"ready\n"
         model, optimizer = adam()
