@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import signal
 from collections.abc import Iterator
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -33,6 +35,13 @@ def explicit_seeds() -> Iterator[None]:
     np.random.seed(0)  # noqa: NPY002
     torch.manual_seed(0)
     with torch.enable_grad():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """Variables that a library sets for its processes, as Dask does, are none of the next test's."""
+    with mock.patch.dict(os.environ):
         yield
 
 

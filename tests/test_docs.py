@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from tests import processes
 from tracereel.main import main
 
 ROOT = Path(__file__).parent.parent
@@ -27,7 +27,7 @@ def blocks(page: Path, language: str) -> list[str]:
 def run(*command: str) -> str:
     """What a program prints that is to end well."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    done = processes.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
     return done.stdout
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
 import sys
 import textwrap
 import warnings
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import tracer
+from tests import processes
 from tracer.errors import CaptureError, UnknownNameError
 from tracer.integrations.transformers import TraceCallback
 
@@ -338,7 +338,7 @@ def test_a_program_that_dies_closes_the_trace(
     )
     here = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1]), *sys.path])}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    done = processes.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     assert status(path) == expected
     assert [one.global_step for one in read(path, "batch_finished")] == [0, 1, 2]

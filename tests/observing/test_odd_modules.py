@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests import processes
 from tests.recording.launching.test_launch_programs import ENVIRONMENT, of, record, run, script, values
 from tracer import Capture, Collect, Exporter, Message, walking
 from tracer.messaging.messages import KINDS
@@ -235,7 +235,7 @@ def test_the_last_error_names_what_failed_first(tmp_path: Path) -> None:
         """,
     )
     command = [sys.executable, "-m", "tracereel", "record", "--out", "run.zarr", name]
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    done = processes.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0
     (told,) = [line for line in done.stderr.splitlines() if "nothing is recorded: " in line]
     assert "ZeroDivisionError: division by zero" in told

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 import threading
 from contextlib import closing
@@ -15,6 +14,7 @@ import h5py
 import numpy as np
 import pytest
 
+from tests import processes
 from tests.stores.stored import numbers, written_unhurried
 from tracer.errors import (
     TraceError,
@@ -269,7 +269,7 @@ assert read.length("a") == 51_109
 assert read.read("a", 1100, 51_100).tolist() == list(range(50_000))
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-W", "ignore", "-c", code, str(path)],
         env=environment,
         capture_output=True,

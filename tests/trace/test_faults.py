@@ -18,6 +18,7 @@ import torch
 
 import tracer
 import tracer.trace.writer
+from tests import processes
 from tracer import TraceReader, TraceWriter
 from tracer.errors import TraceError, TraceExistsError, TracerError
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
@@ -195,7 +196,8 @@ def test_trace_record_ends_the_training_or_goes_on(tmp_path: Path, suffix: str, 
     """Without room for the trace a script goes on, and with ``--strict`` it ends with the error."""
     script = tmp_path / "train.py"
     script.write_text(
-        "import time, torch\n"
+        "import resource, time, torch\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
         "model = torch.nn.Linear(200, 200)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "for _ in range(200):\n"
@@ -206,14 +208,13 @@ def test_trace_record_ends_the_training_or_goes_on(tmp_path: Path, suffix: str, 
         "print('trained to the end')\n"
     )
     command = [sys.executable, "-m", "tracereel", "record", "--out", f"run{suffix}", "--commit-steps", "2"]
-    done = subprocess.run(
+    done = processes.run(
         [*command, *(["--strict"] if strict else []), str(script)],
         capture_output=True,
         text=True,
         check=False,
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)),
         timeout=300,
     )
     assert done.returncode == (1 if strict else 0), done.stderr
@@ -484,7 +485,7 @@ for opened in range(0, 12, 2):
         print(opened, said)
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr

@@ -32,8 +32,8 @@ from tracer.upkeep.verify import verify
 
 FORMATS = (".zarr", ".h5")
 every_format = pytest.mark.parametrize("suffix", FORMATS)
-CASES = int(os.environ.get("TRACEREEL_FUZZ_CASES", "150"))
-"""Damaged traces of each format; set it to some thousands for a longer search."""
+CASES = int(os.environ.get("TRACEREEL_FUZZ_CASES", "40"))
+"""Damaged traces of each format; `make test-slow` has a thousand."""
 TABLES_HAVE_CHECKSUMS = {".zarr": True, ".h5": len(Column) > 11}
 """Whether a flipped bit in the journal or the declarations is noticed where it makes sense."""
 

@@ -20,6 +20,7 @@ from torch import nn
 
 import tracer
 from cli import main
+from tests import processes
 from tests.trace.written_parts import adam, every_format, in_rank, told, train, weights, write_part
 from tracer import ModuleMessage, TraceReader, TraceWriter
 from tracer.errors import CaptureError, TraceError, TraceExistsError
@@ -62,7 +63,7 @@ def test_a_living_trace_is_not_resumed(tmp_path: Path) -> None:
         "writer.commit(); print('ready', flush=True); time.sleep(60)"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, env=environment) as other:
+    with processes.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, env=environment) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"ready\n"
         model, optimizer = adam()

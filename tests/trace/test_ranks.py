@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from click.testing import CliRunner
 import analyze
 import tracer
 from cli import main
+from tests import processes
 from tests.trace.written_parts import FORMATS, adam, every_format, in_rank, loss, told, train, write_part
 from tracer import Collect, ModuleMessage, NetworkMessage, TraceReader, TraceWriter
 from tracer.errors import CaptureError, TraceCorruptError, TraceExistsError
@@ -419,7 +419,7 @@ def test_under_torchrun(tmp_path: Path, suffix: str) -> None:
     script.write_text(DDP)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([*command, str(script), str(path)], env=environment, capture_output=True, text=True)
+    ran = processes.run([*command, str(script), str(path)], env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert tracer.verify(path).complete
     with TraceReader(path) as reader:

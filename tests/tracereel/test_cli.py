@@ -25,6 +25,7 @@ from click.testing import CliRunner, Result
 
 import tracer
 from analyze.tables.layout import TextTable
+from tests import processes
 from tracer.format.names import part_name
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.stores.zarr.shards import CHUNKS_PER_SHARD, chunks_begin
@@ -165,7 +166,7 @@ def test_no_color(trace: Path, plain: bool, tmp_path: Path) -> None:
     parent, child = os.openpty()
     environment = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
     environment |= {"TERM": "xterm-256color", "COLUMNS": "80"} | ({"NO_COLOR": "1"} if plain else {})
-    done = subprocess.Popen(
+    done = processes.Popen(
         spawn("replay", trace, "-s", "norm"), stdout=child, stderr=child, env=environment, cwd=tmp_path
     )
     os.close(child)
@@ -479,11 +480,11 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("arguments", [("--debug", "info", "nowhere.zarr"), ("info", "nowhere.zarr", "--debug")])
 def test_debug_shows_the_traceback(arguments: tuple[str, ...], tmp_path: Path) -> None:
     """``--debug``, before the command or after it, shows where an error came from; without it nothing does."""
-    done = subprocess.run(spawn(*arguments), cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = processes.run(spawn(*arguments), cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     plain = [argument for argument in arguments if argument != "--debug"]
-    done = subprocess.run(spawn(*plain), cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = processes.run(spawn(*plain), cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
 
 
@@ -577,7 +578,7 @@ def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
         "writer.commit()\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run(spawn(path, code=code), capture_output=True, text=True, check=False)
+    done = processes.run(spawn(path, code=code), capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     told = run("info", path)
     assert (told.exit_code, "interrupted" in told.stdout) == (0, True)
@@ -622,7 +623,7 @@ def test_a_pipe_that_a_subscriber_breaks_is_an_error(trace: Path, tmp_path: Path
         "    def compute(self, message):\n"
         "        raise BrokenPipeError('of its own')\n"
     )
-    done = subprocess.run(spawn("replay", trace, "-s", f"{file}:Broken"), capture_output=True, text=True, check=False)
+    done = processes.run(spawn("replay", trace, "-s", f"{file}:Broken"), capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "of its own" in done.stderr
 
@@ -781,7 +782,7 @@ def test_interrupting_gives_130(trace: Path, tmp_path: Path) -> None:
         f"        pathlib.Path({str(tmp_path / 'there')!r}).touch()\n"
         "        time.sleep(60)\n"
     )
-    process = subprocess.Popen(
+    process = processes.Popen(
         spawn("replay", trace, "-s", f"{file}:Slow"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
@@ -819,7 +820,7 @@ sys.exit(5)
 def record(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run ``trace record`` in a new process, as hooks and patches are for a whole process."""
     command = spawn("record", *arguments)
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+    return processes.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
 
 
 def test_record(tmp_path: Path) -> None:
@@ -947,13 +948,13 @@ def test_demo(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")
     command = spawn("demo", "--out", "shown", "--epochs", "1")
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    done = processes.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     for fact in ("activations_svcca", "weights_spectral_norm", "test_accuracy", "digits.png"):
         assert fact in done.stdout
     assert (tmp_path / "shown/digits.png").read_bytes().startswith(b"\x89PNG")
     before = snapshot(tmp_path)
-    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    again = processes.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
     assert (again.returncode, again.stdout) == (1, "")
     assert "--overwrite" in again.stderr
     assert snapshot(tmp_path) == before

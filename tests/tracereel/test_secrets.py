@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 import tracer
+from tests import processes
 from tracer.errors import TraceError, summary
 from tracer.secrets import masked, masked_command, masked_text
 from tracer.stores.locations import location
@@ -157,7 +157,7 @@ def test_trace_record_keeps_no_secret(tmp_path: Path, suffix: str) -> None:
         out = tmp_path / f"run{len(options)}{suffix}"
         command = [sys.executable, "-m", "tracereel", "record", "--out", str(out), *options]
         command += [str(script), "--api-key", S]
-        done = subprocess.run(
+        done = processes.run(
             command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120, check=False
         )
         assert done.returncode == 1
@@ -197,7 +197,7 @@ def test_paths_with_credentials_are_refused_without_them(url: str, tmp_path: Pat
     with pytest.raises(TraceError, match="no password") as caught:
         location(url)
     told = str(caught.value) + summary(ValueError(f"cannot open {url}"))
-    done: Any = subprocess.run(
+    done: Any = processes.run(
         [sys.executable, "-m", "tracereel", "info", url],
         cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
     )  # fmt: skip

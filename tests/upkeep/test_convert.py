@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import processes
 from tracer.errors import (
     CaptureError,
     TraceCorruptError,
@@ -152,7 +152,7 @@ def test_of_a_killed_run(tmp_path: Path, suffix: str) -> None:
         "    if step == 3: writer.commit()\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    subprocess.run([sys.executable, "-c", program, path], check=False, cwd=Path(__file__).parents[2])
+    processes.run([sys.executable, "-c", program, path], check=False, cwd=Path(__file__).parents[2])
     there, back = tmp_path / f"there{OTHER[suffix]}", tmp_path / f"back{suffix}"
     assert convert(path, there)["status"] == "interrupted"
     convert(there, back)

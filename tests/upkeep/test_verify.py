@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import h5py
 import pytest
 import torch
 
+from tests import processes
 from tracer.errors import TraceFormatError, TraceNotFoundError
 from tracer.messaging.messages import ModuleMessage, NetworkMessage
 from tracer.stores.hdf5.places import ChunkPlaces
@@ -142,7 +142,7 @@ def test_interrupted(tmp_path: Path, suffix: str) -> None:
         "    writer.commit()\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, path], check=False, cwd=Path(__file__).parents[2])
+    done = processes.run([sys.executable, "-c", program, path], check=False, cwd=Path(__file__).parents[2])
     assert done.returncode == -signal.SIGKILL
     report = verify(path)
     assert (report.status, report.intact, report.complete, report.messages) == ("interrupted", True, False, 4)

@@ -35,6 +35,7 @@ from analyze.batching.processes import Processes, environment
 from analyze.batching.units import Selection
 from analyze.tables.columns import COLUMNS, Columns, Row
 from analyze.tables.results import Results
+from tests import processes
 from tracer import Collect, Message, ModuleMessage, NetworkMessage, TraceWriter
 from tracer.errors import CaptureError, MessageError, TraceError, TraceExistsError, TracerError, UnknownNameError
 from tracereel.main import main
@@ -354,9 +355,7 @@ assert len(results) == results.to_arrow().num_rows == len(list(results)) == 36
 results.to_parquet({str(tmp_path / "table.parquet")!r})
 print(len(os.listdir("/proc/self/task")) - before)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=True
-    )
+    done = processes.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=True)
     assert done.stdout == "0\n"
 
 
@@ -467,7 +466,7 @@ for step in range(5):
 writer.commit()
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    assert subprocess.run([sys.executable, "-c", program], env=environment(), check=False).returncode == -signal.SIGKILL
+    assert processes.run([sys.executable, "-c", program], env=environment(), check=False).returncode == -signal.SIGKILL
     results = batch(path, "norm", tmp_path / "out", workers=0)
     assert counted(results) == (1, 0, 0)
     assert [row.global_step for row in results] == [0, 1, 2, 3, 4]
@@ -590,22 +589,25 @@ def test_a_part_that_kills_its_worker_is_told_and_the_rest_goes_on(runs: Path, t
     write(runs / "bad.zarr", mark=666.0)
     spec = f"{trouble}:Crashes:where={tmp_path}/mark"
     events: list[Mapping[str, Any]] = []
-    results = batch(
-        runs, ["norm", "ratio", spec, f"{trouble}:Talks"], tmp_path / "out", workers=1, progress=events.append
-    )
+    with processes.forked():
+        results = batch(
+            runs, ["norm", "ratio", spec, f"{trouble}:Talks"], tmp_path / "out", workers=1, progress=events.append
+        )
     assert counted(results) == (15, 0, 1)
     (failure,) = results.failures
     assert (failure.status, Path(failure.trace).name, failure.spec) == ("killed", "bad.zarr", spec.replace("\\", "/"))
     assert failure.reason == "the worker was killed by SIGSEGV, twice"
     assert any(event["event"] == "retry" for event in events)
     once = f"{trouble}:Crashes:once=true,where={tmp_path}/once"
-    assert counted(batch(runs / "bad.zarr", once, tmp_path / "out", workers=1)) == (1, 0, 0)
+    with processes.forked():
+        assert counted(batch(runs / "bad.zarr", once, tmp_path / "out", workers=1)) == (1, 0, 0)
 
 
 def test_a_worker_that_takes_too_much_memory_is_killed(runs: Path, trouble: str, tmp_path: Path) -> None:
     """One part is more than the memory that it may have: it is told, and not tried again."""
     specs = [f"{trouble}:Hoards", "norm"]
-    results = batch(runs / "run0.zarr", specs, tmp_path / "out", workers=1, memory=900 << 20)
+    with processes.forked():
+        results = batch(runs / "run0.zarr", specs, tmp_path / "out", workers=1, memory=900 << 20)
     assert counted(results) == (1, 0, 1)
     assert results.failures[0].reason == "the worker had more than 944 MB of memory and was killed"
 
@@ -823,19 +825,19 @@ def dask_cluster(tmp_path: Path) -> Iterator[tuple[str, list[subprocess.Popen[by
     }
     where = ["--host", "127.0.0.1", "--no-dashboard"]
     scheduler = [sys.executable, "-m", "distributed.cli.dask_scheduler", *where, "--port", "0"]
-    processes = [subprocess.Popen([*scheduler, "--scheduler-file", str(file)], **quiet)]
+    started = [processes.Popen([*scheduler, "--scheduler-file", str(file)], **quiet)]
     try:
         deadline = time.monotonic() + 60
         while not file.exists():
-            assert processes[0].poll() is None, "the scheduler ended"
+            assert started[0].poll() is None, "the scheduler ended"
             assert time.monotonic() < deadline
             time.sleep(0.1)
         address = json.loads(file.read_text())["address"]
         worker = [sys.executable, "-m", "distributed.cli.dask_worker", address, *where, "--nthreads", "1", "--no-nanny"]
-        processes += [subprocess.Popen(worker, **quiet) for _ in range(2)]
-        yield address, processes
+        started += [processes.Popen(worker, **quiet) for _ in range(2)]
+        yield address, started
     finally:
-        for process in processes:
+        for process in started:
             process.kill()
             process.wait()
 
@@ -844,16 +846,16 @@ def test_a_dask_cluster_that_loses_a_worker(
     dask_cluster: tuple[str, list[subprocess.Popen[bytes]]], trouble: str, tmp_path: Path
 ) -> None:
     """On a scheduler with two workers, one of which is killed in the middle, everything is computed."""
-    address, processes = dask_cluster
+    address, started = dask_cluster
     trace, out = write(tmp_path / "run.zarr", steps=30), tmp_path / "out"
     spec = f"{trouble}:Sleeps:seconds=0.05"
 
     def kill_one(event: Mapping[str, Any]) -> None:
         if event["event"] == "part" and event["done"] == 5:
-            processes[1].kill()
+            started[1].kill()
 
     results = batch(trace, [spec, "norm"], out, scheduler=address, part_bytes=400, progress=kill_one)
-    assert processes[1].wait() == -signal.SIGKILL
+    assert started[1].wait() == -signal.SIGKILL
     assert counted(results) == (60, 0, 0)
     assert said(results) == whole([trace], [spec, "norm"])
     assert counted(batch(trace, [spec, "norm"], out, scheduler=address, part_bytes=400)) == (0, 60, 0)
@@ -867,18 +869,18 @@ def test_a_dask_scheduler_that_is_gone_is_told(
 ) -> None:
     """When the scheduler is killed, it is told in a sentence; what is done is kept, and the rest computed later."""
     monkeypatch.setattr(clusters, "CONNECT_SECONDS", 3)
-    address, processes = dask_cluster
+    address, started = dask_cluster
     trace, out = write(tmp_path / "run.zarr", steps=30), tmp_path / "out"
     spec = f"{trouble}:Sleeps:seconds=0.02"
 
     def kill_it(event: Mapping[str, Any]) -> None:
         if event["event"] == "part" and event["done"] == 3:
-            processes[0].kill()
+            started[0].kill()
 
     with pytest.raises(TracerError, match=r"the Dask scheduler at tcp://.* is gone with \d+ tasks left"):
         batch(trace, spec, out, scheduler=address, part_bytes=400, progress=kill_it)
     assert json.loads((out / "manifest.json").read_text())["state"] == "interrupted"
-    for process in processes:
+    for process in started:
         process.kill()
         process.wait()
     done = len(list((out / "parts").glob("*.parquet")))

@@ -18,6 +18,7 @@ import analyze
 from analyze.batching.batch import batch
 from analyze.batching.folder import folder_at
 from analyze.batching.traces import find_traces
+from tests import processes
 from tracer import ModuleMessage, TraceReader, TraceWriter
 from tracer.errors import CaptureError
 
@@ -94,7 +95,8 @@ def test_traces_and_results_on_an_object_store(bucket: Any, tmp_path: Path) -> N
     file = tmp_path / "large.py"
     file.write_text(LARGE)
     specs = ["norm", f"{file}:Large"]
-    results = batch(runs, specs, out, workers=1, table=tmp_path / "table.parquet")
+    with processes.forked():
+        results = batch(runs, specs, out, workers=1, table=tmp_path / "table.parquet")
     assert (results.computed, results.cached, results.failures) == (4, 0, [])
     rows = [row for row in results if row.subscriber == "norm"]
     expected = [row for trace in find_traces(runs) for row in analyze.analyze(trace, "norm")]
