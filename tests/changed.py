@@ -2,7 +2,8 @@
 
 A changed test stands for itself. Any other changed file stands for its doctests and for the test files that have its
 name alone, first or last (`exporter.py` for all `test_exporter_*.py`, `losses.py` for `test_exporter_losses.py`);
-where there are none, for the test files that import it.
+where there are none, for the test files that import it. A file below `analyze/metrics/` also stands for the tests that
+walk all metrics.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+OF_ALL_METRICS = [ROOT / "tests" / "analyze" / "metrics" / f"test_{name}.py" for name in ("registry", "catalogue")]
 
 
 def changed() -> list[Path]:
@@ -28,10 +30,11 @@ def tests_of(path: Path) -> list[Path]:
     if path in tests:
         return [path]
     named = [test for test in tests if re.fullmatch(rf"test_(\w+_)?{path.stem}|test_{path.stem}_\w+", test.stem)]
-    module = re.escape(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    importing = [test for test in tests if re.search(rf"\b{module}\b", test.read_text(encoding="utf-8"))]
+    module = re.escape(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
+    importing = [test for test in tests if re.search(rf"\b{module}\b(?!\.)", test.read_text(encoding="utf-8"))]
     with_doctests = [path] if ">>> " in path.read_text(encoding="utf-8") else []
-    return with_doctests + (named or importing)
+    is_metric = path.is_relative_to(ROOT / "analyze" / "metrics")
+    return with_doctests + (named or importing) + (OF_ALL_METRICS if is_metric else [])
 
 
 if __name__ == "__main__":

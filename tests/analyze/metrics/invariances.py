@@ -1,7 +1,8 @@
 """What can be done to data without changing a metric: the words of `tracer.Subscriber.invariances`, as functions.
 
 Each function takes an array and a random generator and returns an array that a metric of this invariance cannot tell
-from the first, up to rounding. So a class declares its invariances as data, and one test holds all classes to them.
+from the first, up to rounding. So a class declares its invariances as data. The tests of each family hold its classes
+to them; `test_every_declared_invariance_is_tested` in `test_catalogue.py` finds a class that no family's list names.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+import analyze
 
 Change: TypeAlias = Callable[[NDArray[Any], np.random.Generator], NDArray[Any]]
 
@@ -47,3 +50,35 @@ INVARIANCES: Mapping[str, Change] = {
     "invertible": _invertible,
 }
 """Word → function. Of metrics that compare two sets of datapoints, ``rows`` permutes both alike; others change one."""
+
+FAMILY = (
+    "activation_rate",
+    "adam_moments",
+    "alpha",
+    "churn",
+    "classification_report",
+    "descent_cosine",
+    "distance",
+    "forgetting",
+    "gradient_geometry",
+    "path_length",
+    "ratio",
+    "sample_norm",
+    "test_accuracy",
+    "train_accuracy",
+)
+"""Metrics that `test_dynamics.py` holds to their invariances."""
+
+SUMS = ("mean", "sum", "variance", "std", "norm1", "norm2", "rms", "absmean", "skewness", "kurtosis")
+ELEMENTWISE = [
+    analyze.Mean("weights"),
+    analyze.Sum("weights"),
+    analyze.Variance("weights"),
+    *(analyze.Norm(order=order) for order in (1, 2, float("inf"), 3)),
+    analyze.Statistics(which=(*SUMS, "min", "max", "median", "sparsity")),
+    analyze.Quantiles(),
+    analyze.Histogram(),
+    analyze.Histogram(method="sketch"),
+    analyze.Aggregate("weights", which="mean+std+median+iqr"),
+]
+"""Metrics that `test_statistics.py` holds to their invariances."""

@@ -17,7 +17,8 @@ import analyze
 import tracer
 from analyze import catalogue, registry
 from analyze.metrics import BUILT_IN
-from tests.analyze.metrics.invariances import INVARIANCES
+from tests.analyze.metrics import layers, matrices
+from tests.analyze.metrics.invariances import ELEMENTWISE, FAMILY, INVARIANCES
 from tracer import Subscriber
 from tracereel.main import main
 
@@ -54,6 +55,15 @@ def test_class_data_is_known(name: str) -> None:
     assert cls.scope in catalogue.SCOPES
     assert set(cls.invariances) <= set(INVARIANCES)
     assert cls.mergeable == (cls.merge is not Subscriber.merge)
+
+
+def test_every_declared_invariance_is_tested() -> None:
+    """Each metric that declares invariances is in the list of a test that holds it to them."""
+    tested = {*layers.NAMES, *matrices.NAMES, *FAMILY, "gradient_noise"}  # the last in test_gradient_noise.py
+    elementwise = {type(one) for one in ELEMENTWISE}
+    classes = {name: registry.find(name) for name in BUILT_IN}
+    declaring = {name for name, cls in classes.items() if cls.invariances and cls not in elementwise}
+    assert declaring <= tested, "add it to the list of its family; tests/analyze/metrics/invariances.py says how"
 
 
 def test_the_page_can_be_printed() -> None:

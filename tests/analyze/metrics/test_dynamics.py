@@ -25,7 +25,7 @@ import tracer
 from analyze import registry
 from analyze.metrics.gradients.cosine import cosine
 from analyze.metrics.predictions.classification_report import correctness
-from tests.analyze.metrics.invariances import INVARIANCES
+from tests.analyze.metrics.invariances import FAMILY, INVARIANCES
 from tracer import Collect, Message, MessageError, ModuleMessage, NetworkMessage, Subscriber
 
 
@@ -581,22 +581,6 @@ def test_correctness_knows_what_does_not_count() -> None:
 
 # -- what all of them promise -----------------------------------------------------------------------------------------
 
-FAMILY = (
-    "activation_rate",
-    "adam_moments",
-    "alpha",
-    "churn",
-    "classification_report",
-    "descent_cosine",
-    "distance",
-    "forgetting",
-    "gradient_geometry",
-    "path_length",
-    "ratio",
-    "sample_norm",
-    "test_accuracy",
-    "train_accuracy",
-)
 CHANGES = [(name, word) for name in FAMILY for word in registry.find(name).invariances]
 
 

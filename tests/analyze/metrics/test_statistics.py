@@ -25,13 +25,12 @@ from analyze.metrics.elementwise.sketch import sketch
 from analyze.metrics.elementwise.statistics import channel_axis
 from analyze.metrics.inputs import as_array
 from analyze.metrics.reducing import reducers
-from tests.analyze.metrics.invariances import INVARIANCES
+from tests.analyze.metrics.invariances import ELEMENTWISE, INVARIANCES, SUMS
 from tracer import Collect, MessageBus, MessageError, ModuleMessage
 
 INF, NAN = float("inf"), float("nan")
 NEEDS = {name: formula.need for name, formula in FORMULAS.items()}
 EVERYTHING = (*NEEDS, "norm3", "norm0.5", "median", "q0.1", "q1")
-SUMS = ("mean", "sum", "variance", "std", "norm1", "norm2", "rms", "absmean", "skewness", "kurtosis")
 
 
 def message(data: torch.Tensor, kind: str = "weights", step: int = 0) -> ModuleMessage:
@@ -740,20 +739,8 @@ def test_sketched_histograms_of_degenerate_data() -> None:
 
 # -- what changes nothing -----------------------------------------------------------------------------------------
 
-DECLARED = [
-    analyze.Mean("weights"),
-    analyze.Sum("weights"),
-    analyze.Variance("weights"),
-    *(analyze.Norm(order=order) for order in (1, 2, INF, 3)),
-    analyze.Statistics(which=(*SUMS, "min", "max", "median", "sparsity")),
-    analyze.Quantiles(),
-    analyze.Histogram(),
-    analyze.Histogram(method="sketch"),
-    analyze.Aggregate("weights", which="mean+std+median+iqr"),
-]
 
-
-@pytest.mark.parametrize("subscriber", DECLARED, ids=lambda one: "-".join(one.produces[:1]))
+@pytest.mark.parametrize("subscriber", ELEMENTWISE, ids=lambda one: "-".join(one.produces[:1]))
 def test_declared_invariances_hold(subscriber: Any) -> None:
     """Each change of the data that a class declares harmless changes none of its answers beyond rounding."""
     assert subscriber.invariances
